@@ -74,6 +74,8 @@ class DeviceKind(Protocol):
     flex_attention: bool
     """True where attention over packed lines is FlexAttention, compiled for the device; without, all of its scores are
     in memory at once, but on CPUs, which have kernels of their own."""
+    varlen_attention: bool
+    """True where torch may have FlashAttention over sequences of different lengths; the native engine tries it."""
 
     @property
     def process_groups(self) -> str:
@@ -164,6 +166,7 @@ class Cpu(DeviceKind):
     profiled_as = None
     pins_host_memory = False
     flex_attention = False
+    varlen_attention = False
     limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     """Files in which a container's limit is, in bytes; without one, a word or a number beyond all memory."""
 
@@ -269,6 +272,7 @@ class Cuda(Accelerator):
     profiled_as = "cuda"
     pins_host_memory = True
     flex_attention = True
+    varlen_attention = True
 
     amd = Path("/dev/kfd")
     nvidia = (Path("/proc/driver/nvidia"), Path("/dev/nvidiactl"), Path("/dev/dxg"))

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.rollout.native.step_attention import AttentionShape
+from headway.engines.rollout.native.supported_models import Windows
+from headway.engines.rollout.native.varlen_attention import DTYPES, has_varlen
 from tests.engines.rollout.serving import Source, collect, endless, serving
 from tests.engines.rollout.support import FAMILIES, make_model, make_request, reference_logprobs, tokens_of
 
@@ -92,3 +95,12 @@ async def test_recorded_steps_give_the_tokens_of_eager_ones() -> None:
             groups = await collect(engine, [make_request(number) for number in range(6)])
             answers.append(tokens_of(groups))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("windows", [Windows(None, (False,)), Windows(4096, (True, False))], ids=["full", "windowed"])
+@pytest.mark.parametrize("heads", [(4, 4, 8), (14, 2, 64), (32, 8, 128)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sequences_of_different_lengths_attend_in_one_call(
+    dtype: torch.dtype, heads: tuple[int, int, int], windows: Windows
+) -> None:
+    assert has_varlen(AttentionShape(*heads, windows, dtype), torch.device("cuda"))

@@ -60,6 +60,7 @@ class Watching:
         self._core = core
         self._forward = forward
         self.shares = forward.shares
+        self.varlen = forward.varlen
         self.forwards = 0
 
     def step(self, *args: Any) -> Any:

@@ -36,6 +36,7 @@ from headway.engines.rollout.native.step_attention import (
     places_do_not_matter,
 )
 from headway.engines.rollout.native.supported_models import KvGeometry, Windows, check_kind, not_served
+from headway.engines.rollout.native.varlen_attention import VarlenDecode, VarlenPrefill, has_varlen
 from headway.errors import ModelError, said_by
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -260,6 +261,7 @@ class FusedForward:
         self._masks = block_masks(windows, max_context, model.dtype, model.device)
         no_window, on_cpu = windows.size is None, model.device.type == "cpu"
         self.shares = no_window and on_cpu and places_do_not_matter(self.shape)
+        self.varlen = has_varlen(self.shape, model.device)
         self._norm = RmsNorm(float(config.rms_norm_eps), model.device, model.dtype)
         self._embedding = model.get_input_embeddings()
         self._final_norm = decoder.norm
@@ -271,11 +273,12 @@ class FusedForward:
     def step(
         self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        parts: list[DecodeAttention | PrefillAttention] = []
+        parts: list[DecodeAttention | PrefillAttention | VarlenPrefill] = []
         if decoding is not None:
-            parts.append(DecodeAttention(self.shape, decoding))
+            parts.append((VarlenDecode if self.varlen else DecodeAttention)(self.shape, decoding))
         if contexts:
-            prefill = PrefillAttention(self.shape, contexts, self._masks)
+            shape, masks = self.shape, self._masks
+            prefill = VarlenPrefill(shape, contexts) if self.varlen else PrefillAttention(shape, contexts, masks)
             parts.append(prefill)
         counts = [part.count for part in parts]
         fillers = max(0, least_rows - sum(counts))

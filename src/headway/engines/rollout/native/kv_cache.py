@@ -63,6 +63,8 @@ class SlotCache:
         rows = torch.arange(self.slots, device=self._device).unsqueeze(1)
         # Made once: recorded steps read it, however the memory is divided when they are replayed.
         self._places = rows * self._heads + torch.arange(self._heads, device=self._device)
+        self.bounds = torch.arange(self.slots + 1, dtype=torch.int32, device=self._device)
+        """[slots + 1] 0, 1, 2, …"""
         self._kv = torch.zeros(shape, dtype=self._dtype, device=self._device)
         blocks = self.tokens // BLOCK
         of_blocks = self._kv[:, (self.tokens - blocks * BLOCK) * self._heads * g.head_dim :]
@@ -72,7 +74,7 @@ class SlotCache:
 
     def release(self) -> None:
         """Give the memory back; every row and block is lost. `allocate` brings it back."""
-        del self._kv, self._rows, self._layers, self._flat, self._places, self._blocks
+        del self._kv, self._rows, self._layers, self._flat, self._places, self._blocks, self.bounds
 
     def scratch(self, slots: int, context: int) -> SlotCache:
         """Another cache of the same geometry, for a few short rows beside those that decode."""
@@ -127,6 +129,27 @@ class SlotCache:
         """
         rows = self._layers[layer][start:stop, :, first : first + span]
         return rows[:, : self.geometry.kv_heads], rows[:, self.geometry.kv_heads :]
+
+    @property
+    def row_stride(self) -> int:
+        """Positions from the beginning of a row to that of the next, in `in_line`."""
+        return self._heads * self.room
+
+    def in_line(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [positions, kv_heads, head_dim] of all rows, one behind the other, as views.
+
+        Those of row r begin at r · `row_stride`. Between the end of a row and the beginning of the next are positions
+        of other heads: who reads has to keep to each row's length.
+        """
+        g, flat = self.geometry, self._flat[layer]
+        # So many that the last position of the last row is there, in the last head, too.
+        positions = len(flat) - (self._heads - 1) * self.room
+        size, stride = (positions, g.kv_heads, g.head_dim), (g.head_dim, self.room * g.head_dim, 1)
+        first = flat.storage_offset()
+        return (
+            flat.as_strided(size, stride, first),
+            flat.as_strided(size, stride, first + g.kv_heads * self.room * g.head_dim),
+        )
 
     def fill(self, rows: range, kv: torch.Tensor, start: int = 0) -> None:
         """Copy keys and values [layers, 2·kv_heads, T, head_dim] to each of ``rows``, from position ``start`` on."""

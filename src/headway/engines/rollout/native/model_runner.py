@@ -288,7 +288,7 @@ class ModelRunner:
             fillers = np.zeros(self._least_rows - len(tokens), np.int64)
             tokens, lengths = np.concatenate([tokens, fillers]), np.concatenate([lengths, fillers])
         on_device = self._to_device(lengths)
-        blocks = self._blocks(lengths, on_device, cache.room, prompts)
+        blocks = [] if self._forward.varlen else self._blocks(lengths, on_device, cache.room, prompts)
         return Decoding(self._to_device(tokens), on_device, cache, blocks, prompts)
 
     @torch.no_grad()

@@ -41,6 +41,8 @@ class PolicyForward(Protocol):
     """A step without contexts never waits for the device, and reads weights where they stay (see `DecodeGraphs`)."""
     shares: bool
     """Rows can attend to their prompts apart (see `SharedPrompts`)."""
+    varlen: bool
+    """Each row attends to its own length (see `VarlenDecode`): a step needs no blocks of rows with their masks."""
 
     def step(
         self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int
@@ -64,8 +66,7 @@ class PolicyForward(Protocol):
 class ModuleForward:
     """Runs the module itself, with a cache that writes into slots."""
 
-    recordable = False
-    shares = False
+    recordable = shares = varlen = False
 
     def __init__(self, model: PreTrainedModel, max_context: int, windows: Windows) -> None:
         self._model = model
@@ -292,7 +293,9 @@ class DecodeGraphs:
             return None
         wanted = len(tokens)
         rows = min(max(recorded_rows(wanted), least_rows), self._cache.rows)
-        span = min(-(-positions // RECORDED_SPAN_STEP) * RECORDED_SPAN_STEP, self._cache.room)
+        span = self._cache.room
+        if not self._forward.varlen:
+            span = min(-(-positions // RECORDED_SPAN_STEP) * RECORDED_SPAN_STEP, span)
         shape = (rows, span, self._cache.room)
         tokens, lengths = _filled(tokens, rows), _filled(lengths, rows)
         recorded = self._recorded.get(shape)
@@ -318,8 +321,9 @@ class DecodeGraphs:
         rows, span, _ = shape
 
         def forward() -> torch.Tensor:
-            block = RowBlock.of(range(rows), span, lengths, self._window, self._dtype)
-            return self._forward.step(Decoding(tokens, lengths, self._cache, [block]), (), 1)[0]
+            masked = not self._forward.varlen
+            blocks = [RowBlock.of(range(rows), span, lengths, self._window, self._dtype)] if masked else []
+            return self._forward.step(Decoding(tokens, lengths, self._cache, blocks), (), 1)[0]
 
         expected = forward()  # also stores the rows' tokens in the cache, where the replay below stores the same again
         if self._logits is None:

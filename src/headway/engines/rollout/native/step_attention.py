@@ -143,7 +143,7 @@ class Decoding:
     cache: SlotCache
     """Cache that stores the rows' keys and values."""
     blocks: list[RowBlock]
-    """Blocks that together have each row once."""
+    """Blocks that together have each row once; none where the forward pass is `varlen`."""
     prompts: Sequence[SharedPrompt] = ()
     """Prompts that rows attend to apart, where the forward pass `shares` them."""
 

@@ -1,0 +1,189 @@
+"""Attention of a step over sequences of different lengths, in one call a layer: FlashAttention, where a device has it.
+
+    contexts   queries of all contexts, one behind the other ─▶ keys of all contexts, with those that were there
+    rows       one query each ─▶ the row's own keys, where they are in the cache
+
+Nothing is padded, masked or copied for it: a decoding step reads as many keys as its rows have. The operator is that of
+`torch.nn.attention.varlen.varlen_attn`, which takes no ``seqused_k``, the rows' lengths, in torch 2.11.
+
+Shape suffixes: as in `step_attention`, and S keys of all contexts, L layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from headway.devices import kind_of
+from headway.engines.rollout.native.kv_cache import SlotCache
+from headway.engines.rollout.native.step_attention import (
+    AttentionShape,
+    DecodeAttention,
+    Decoding,
+    PrefillAttention,
+    PrefillContext,
+    RowBlock,
+)
+from headway.engines.rollout.native.supported_models import KvGeometry, Windows
+from headway.errors import said_by
+
+logger = logging.getLogger(__name__)
+
+_flash = torch.ops.aten._flash_attention_forward.default
+"""(queries [N, H, D], keys, values [S, K, D], where those of each sequence begin [C + 1] and [C + 1], the most of one,
+twice, …) → outputs [N, H, D], and more. The last query of a sequence attends to its last key."""
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_HEAD_DIM = 256
+TOLERANCE = 2**-5
+"""The difference of outputs that is allowed, where keys and values are of the order of one: some bits of bfloat16."""
+
+
+class VarlenPrefill:
+    """Contexts to prefill, of any lengths: where their tokens are in a step, and how they attend."""
+
+    def __init__(self, shape: AttentionShape, contexts: Sequence[PrefillContext]) -> None:
+        self._shape = shape
+        device = contexts[0].tokens.device
+        starts = np.array([context.start for context in contexts])
+        self._lengths = np.array([len(context.tokens) for context in contexts])
+        ends, self._ends = self._lengths.cumsum(), (starts + self._lengths).cumsum()
+        self.count = int(ends[-1])
+        self.tokens = torch.cat([context.tokens for context in contexts])
+        index = np.arange(self.count)
+        positions = index - np.repeat(ends - self._lengths - starts, self._lengths)
+        places = index + np.repeat(self._ends - ends, self._lengths)
+        # One copy to the device: each is a wait of its own.
+        parts = (positions, places, ends - 1, [0, *ends], [0, *self._ends])
+        on_device = torch.from_numpy(np.concatenate(parts)).to(device)
+        self.positions, self._places, self.last, of_queries, of_keys = on_device.split([len(part) for part in parts])
+        self._bounds = of_queries.int(), of_keys.int()
+        self._most = int(self._lengths.max()), int((starts + self._lengths).max())
+        layers, kv_heads, size = len(shape.windows.layers), shape.kv_heads, shape.head_dim
+        self._kv = torch.empty(layers, int(self._ends[-1]), 2 * kv_heads, size, dtype=shape.dtype, device=device)
+        """[L, S, 2K, D]"""
+        for context, end, length in zip(contexts, self._ends.tolist(), self._lengths.tolist(), strict=True):
+            if context.past is not None:
+                self._kv[:, end - length - context.start : end - length] = context.past.transpose(1, 2)
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Attention outputs [N, H·D] of one layer, for its queries, keys and values ``qkv`` [N, H + 2K, D]."""
+        shape, kv = self._shape, self._kv[layer]
+        kv.index_copy_(0, self._places, qkv[:, shape.heads :])
+        window = shape.windows.size if shape.windows.layers[layer] else None
+        output: torch.Tensor = _flash(
+            qkv[:, : shape.heads],
+            kv[:, : shape.kv_heads],
+            kv[:, shape.kv_heads :],
+            *self._bounds,
+            *self._most,
+            0.0,
+            window is None,  # causal from the last key backwards: that of a context's last query
+            False,
+            window_size_left=-1 if window is None else window - 1,
+            window_size_right=0,
+        )[0]
+        return output.flatten(1)
+
+    def kv(self) -> list[torch.Tensor]:
+        """Keys and values [layers, 2K, T, D] of each context's tokens, in the order given."""
+        spans = zip(self._ends.tolist(), self._lengths.tolist(), strict=True)
+        return [self._kv[:, end - length : end].transpose(1, 2) for end, length in spans]
+
+
+class VarlenDecode(DecodeAttention):
+    """Rows that run one token each, over their own keys alone; a step's blocks of rows are not looked at."""
+
+    def __init__(self, shape: AttentionShape, decoding: Decoding) -> None:
+        super().__init__(shape, decoding)
+        bounds = self._cache.bounds[: self.count + 1]
+        self._each = bounds
+        """[A + 1] where the query of each row begins."""
+        used = decoding.lengths.int() + 1
+        begins = bounds * self._cache.row_stride
+        self._keys = [(begins, used)]
+        """[A + 1] where the keys of each row begin, and their number [A]: of full layers, of windowed ones."""
+        if (size := shape.windows.size) is not None:
+            before = (used - size).clamp_(min=0)
+            windowed = begins.clone()
+            windowed[:-1] += before
+            self._keys.append((windowed, used - before))
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """[A, H + 2K, D] → [A, H·D]"""
+        self._cache.append(layer, self._addresses, qkv[:, self._shape.heads :])
+        keys, values = self._cache.in_line(layer)
+        begins, used = self._keys[self._shape.windows.layers[layer]]
+        output: torch.Tensor = _flash(
+            qkv[:, : self._shape.heads],
+            keys,
+            values,
+            self._each,
+            begins,
+            1,
+            self._cache.room,
+            0.0,
+            False,
+            False,
+            seqused_k=used,
+        )[0]
+        return output.flatten(1)
+
+
+@torch.inference_mode()
+def has_varlen(shape: AttentionShape, device: torch.device) -> bool:
+    """Tell whether the device attends to sequences of different lengths in one call. Logs why not, where it might."""
+    if not kind_of(device).varlen_attention:
+        return False
+    if shape.dtype not in DTYPES or shape.head_dim % 8 or shape.head_dim > MOST_HEAD_DIM:
+        why = f"heads of {shape.head_dim} numbers in {shape.dtype} are not what its kernels are for"
+    else:
+        try:
+            difference = _difference(shape, device)
+            if difference <= TOLERANCE:
+                return True
+            why = f"it differs from attention to one sequence at a time by {difference:.2g}"
+        except RuntimeError as cause:
+            why = said_by(cause)
+    logger.warning(
+        "prefills take an attention call for each length, and rows read as far as the longest: attention to sequences "
+        "of different lengths is not used here, since %s",
+        why,
+    )
+    return False
+
+
+def _difference(shape: AttentionShape, device: torch.device) -> float:
+    """Largest difference between this module's attention and `step_attention`'s, over a few short sequences."""
+    kinds = tuple(sorted(set(shape.windows.layers)))
+    shape = replace(shape, windows=Windows(3 if any(kinds) else None, kinds))
+    geometry = KvGeometry(len(kinds), shape.kv_heads, shape.head_dim)
+    noise = torch.Generator().manual_seed(0)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=noise).to(device, shape.dtype)
+
+    def context(past: int, tokens: int) -> PrefillContext:
+        known = random(geometry.layers, 2 * shape.kv_heads, past, shape.head_dim) if past else None
+        return PrefillContext(torch.zeros(tokens, dtype=torch.int64, device=device), known)
+
+    contexts = [context(past, tokens) for past, tokens in ((0, 5), (7, 4), (0, 70))]
+    cache = SlotCache(geometry, slots=3, context=96, dtype=shape.dtype, device=device)
+    cache.reserve(3, 96, np.zeros(0, np.int64))
+    cache.fill(range(3), random(geometry.layers, 2 * shape.kv_heads, 96, shape.head_dim))
+    lengths = torch.tensor([1, 40, 95], device=device)
+    block = RowBlock.of(range(3), 96, lengths, shape.windows.size, shape.dtype)
+    rows = Decoding(torch.zeros_like(lengths), lengths, cache, [block])
+    pairs: list[tuple[VarlenPrefill | VarlenDecode, PrefillAttention | DecodeAttention]] = [
+        (VarlenPrefill(shape, contexts), PrefillAttention(shape, contexts, None)),
+        (VarlenDecode(shape, rows), DecodeAttention(shape, rows)),
+    ]
+    differences = [0.0]
+    for ours, other in pairs:
+        for layer in range(geometry.layers):
+            qkv = random(ours.count, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+            differences.append(float((ours.attend(layer, qkv) - other.attend(layer, qkv)).abs().max()))
+    return max(differences)
