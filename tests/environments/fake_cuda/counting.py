@@ -234,7 +234,8 @@ def _without_grad(mode: bool = True) -> Any:
 
 def _numbers(tensor: Tensor) -> Any:
     """Return what the host reads of ``tensor``: 0.0, False, or 1, which is a length, too."""
-    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    name = "float32" if tensor.dtype == torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
+    dtype = np.dtype(name)
     return np.full(tensor.shape, dtype.kind in "iu", dtype)
 
 
