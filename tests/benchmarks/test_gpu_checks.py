@@ -153,7 +153,7 @@ def answers_see_each_other(patch: pytest.MonkeyPatch) -> None:
         if batch.layout is not None:  # each token after all that stand before it in the line
             tokens = len(batch.layout.positions)
             one = Segments(*(np.array([value]) for value in (0, -1, tokens)))
-            object.__setattr__(batch, "layout", PackedLayout(one, batch.layout.positions, batch.layout.device))
+            object.__setattr__(batch, "layout", PackedLayout(one, batch.layout.positions))
         return batch
 
     patch.setattr(fsdp_engine, "collate", wrong)

@@ -101,7 +101,7 @@ def saved_by_a_forward_pass(config: PreTrainedConfig, dtype: torch.dtype) -> int
         loss_mask=np.ones(answer, dtype=np.bool_),
     )
     (pack,) = Packing(token_budget=TOKENS)([row])
-    batch = collate([row], torch.device("cpu"), pack.trees)
+    batch = collate([row], pack.trees)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     saved: dict[int, torch.Tensor] = {}
 

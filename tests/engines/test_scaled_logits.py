@@ -89,7 +89,7 @@ def test_log_probs_entropies_and_gradients_of_the_trainer_are_those_of_the_model
     model = make_model(family)
     rule = check_output_layer(model, family)
     assert rule == FAMILIES[family][1]
-    batch = collate(rows(), torch.device("cpu"))
+    batch = collate(rows())
     actual = PolicyModule(model, TEMPERATURE)(batch)
     expected = tuple(torch.cat(parts) for parts in zip(*(plain(model, row) for row in rows()), strict=True))
     factors = torch.linspace(-1, 1, len(expected[0]))

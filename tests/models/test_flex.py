@@ -37,7 +37,7 @@ def heads(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 3, 150])
 def test_flex_attends_as_the_parts_do(window: int | None, softcap: float | None, sinks: Tensor | None) -> None:
-    layout = PackedLayout.of(trees(131, [20, 6, 70]), CPU)
+    layout = PackedLayout.of(trees(131, [20, 6, 70]))
     query, key, value = heads(layout)
     expected, _ = packed_attention(
         nn.Module(),
@@ -57,7 +57,7 @@ def test_flex_attends_as_the_parts_do(window: int | None, softcap: float | None,
 
 def test_a_mask_is_compiled_once_for_all_windows() -> None:
     """Torch compiles few variants of a function and then computes all scores: a number in a mask makes a variant."""
-    layout = PackedLayout.of(trees(131, [20, 6]), CPU)
+    layout = PackedLayout.of(trees(131, [20, 6]))
     masks = [block_mask(layout, window, compiled=False).mask_mod for window in (None, 3, 150)]
     assert len({mask.__code__ for mask in masks}) == 1
     for mask in masks:

@@ -170,7 +170,7 @@ def of_single_rows(lm: PreTrainedModel, rows: Sequence[NDArray[np.int32]]) -> li
 
 
 def of_a_line(lm: PreTrainedModel, rows: Sequence[NDArray[np.int32]], trees: Sequence[Tree]) -> list[Tensor]:
-    layout = PackedLayout.of(trees, CPU)
+    layout = PackedLayout.of(trees)
     ids = torch.from_numpy(np.concatenate([tree.ids for tree in trees])).long()[None]
     positions = torch.from_numpy(layout.positions)[None]
     hidden = lm.base_model(ids, position_ids=positions, layout=layout, use_cache=False).last_hidden_state[0]

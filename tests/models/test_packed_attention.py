@@ -119,7 +119,7 @@ def by_definition(case: Case, leaves: Sequence[Tensor], seen: NDArray[np.bool_])
 
 def assert_as_defined(trees: Sequence[Tree], case: Case, dtype: torch.dtype) -> PackedLayout:
     """Compare output and gradients with `by_definition`; returns the layout that was made."""
-    layout = PackedLayout.of(trees, CPU)
+    layout = PackedLayout.of(trees)
     leaves, grad = inputs(case, len(layout.positions), dtype)
     out, _ = packed_attention(
         nn.Module(),
@@ -236,7 +236,7 @@ def test_groups_whose_prompts_are_of_different_lengths_are_attended_together(dty
 
 
 def test_a_layout_makes_its_parts_once_for_each_window_that_matters() -> None:
-    layout = PackedLayout.of(long_trees(), CPU)
+    layout = PackedLayout.of(long_trees())
     longest = int(layout.positions.max())
     assert layout.parts(None) is layout.parts(longest + 1) is layout.parts(None)
     assert layout.parts(longest) is not layout.parts(None)
@@ -244,7 +244,7 @@ def test_a_layout_makes_its_parts_once_for_each_window_that_matters() -> None:
 
 
 def test_nothing_but_one_line_without_a_mask_is_taken() -> None:
-    layout = PackedLayout.of([grow([np.arange(4, dtype=np.int32)])], CPU)
+    layout = PackedLayout.of([grow([np.arange(4, dtype=np.int32)])])
     line = torch.zeros(1, 2, 4, 8)
     mask = torch.zeros(1, 1, 4, 4)
     arguments: list[Any] = [(line, mask), (line.expand(2, -1, -1, -1), None)]
@@ -254,7 +254,7 @@ def test_nothing_but_one_line_without_a_mask_is_taken() -> None:
 
 
 def test_the_scale_is_that_of_the_head_size_unless_another_is_given() -> None:
-    layout = PackedLayout.of(long_trees(), CPU)
+    layout = PackedLayout.of(long_trees())
     leaves, _ = inputs(Case(), len(layout.positions), torch.float64)
     q, k, v = leaves
     default, _ = packed_attention(nn.Module(), q, k, v, None, layout=layout)

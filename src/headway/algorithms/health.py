@@ -84,13 +84,14 @@ def health(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 @torch.no_grad()
 def lag_sums(
-    logprobs: Float[Tensor, "N T"],
-    behaviour_logprobs: Float[Tensor, "N T"],
-    mask: Bool[Tensor, "N T"],
-    lags: Int[Tensor, "N T"],
-    per_token: Mapping[str, Float[Tensor, "N T"] | Bool[Tensor, "N T"]] | None = None,
+    logprobs: Float[Tensor, " M"],
+    behaviour_logprobs: Float[Tensor, " M"],
+    lags: Int[Tensor, " M"],
+    per_token: Mapping[str, Float[Tensor, " M"] | Bool[Tensor, " M"]] | None = None,
 ) -> dict[str, Tensor]:
     """The sums of `ratio_sums` for each lag, with a histogram of log w, and Σ of each of ``per_token``; all float64.
+
+    The arguments are those of valid tokens alone.
 
     ``lag/count``, ``lag/ratio``, ``lag/ratio_squared``, ``lag/kl``, ``lag/ratio_max`` and ``lag/sum/<name>`` are
     [`LAG_BUCKETS`], ``lag/histogram`` is [`LAG_BUCKETS`, `HISTOGRAM_BINS`]. They add up over micro-batches and ranks as
@@ -99,35 +100,30 @@ def lag_sums(
     Args:
         logprobs: log π_θ.
         behaviour_logprobs: log π_behav.
-        mask: True at valid tokens; nothing else is looked at.
-        lags: the trainer's version minus the one that sampled the token, ≥ 0 where valid.
+        lags: the trainer's version minus the one that sampled the token, ≥ 0.
         per_token: what else is averaged by lag, by name: clip and mask indicators, entropy.
-
-    Raises:
-        ValueError: a negative lag at a valid token: it was sampled from a version that does not exist yet.
     """
-    log_ratio_M = log_ratio(logprobs, behaviour_logprobs, mask)[mask].double()
-    lags_M = lags[mask].long()
-    if lags_M.numel() and int(lags_M.min()) < 0:
-        raise ValueError(f"a token's lag is {int(lags_M.min())}: its version is newer than the trainer's")
-    bucket_M = lags_M.clamp(max=LAG_BUCKETS - 1)
+    every_M = torch.ones_like(lags, dtype=torch.bool)
+    log_ratio_M = log_ratio(logprobs, behaviour_logprobs, every_M).double()
+    bucket_M = lags.long().clamp(max=LAG_BUCKETS - 1)
     ratio_M = log_ratio_M.exp()
     columns = {
         "lag/count": torch.ones_like(ratio_M),
         "lag/ratio": ratio_M,
         "lag/ratio_squared": ratio_M.square(),
         "lag/kl": torch.expm1(log_ratio_M) - log_ratio_M,
-        **{f"lag/sum/{name}": values[mask].detach().double() for name, values in (per_token or {}).items()},
+        **{f"lag/sum/{name}": values.detach().double() for name, values in (per_token or {}).items()},
     }
     # A product with the indicators of the lags: the same sum every time, which a scatter on a GPU is not.
-    indicator_MB = torch.nn.functional.one_hot(bucket_M, LAG_BUCKETS).double()
+    indicator_MB = (bucket_M[:, None] == torch.arange(LAG_BUCKETS, device=bucket_M.device)).double()
     sums = dict(zip(columns, torch.stack(list(columns.values())) @ indicator_MB, strict=True))
     no_ratio_B = ratio_M.new_zeros(LAG_BUCKETS)
     sums["lag/ratio_max"] = no_ratio_B.scatter_reduce(0, bucket_M, ratio_M, "amax")
     place_M = torch.asinh(log_ratio_M / HISTOGRAM_SCALE) / _BIN_WIDTH
     bin_M = place_M.round().long().clamp(-_HALF, _HALF) + _HALF
     cells_M = bucket_M * HISTOGRAM_BINS + bin_M
-    counts = torch.bincount(cells_M, minlength=LAG_BUCKETS * HISTOGRAM_BINS).double()
+    # Not by `bincount`, which waits for a GPU to learn how many bins there are. Sums of ones are exact in any order.
+    counts = no_ratio_B.new_zeros(LAG_BUCKETS * HISTOGRAM_BINS).index_add_(0, cells_M, torch.ones_like(ratio_M))
     return sums | {"lag/histogram": counts.view(LAG_BUCKETS, HISTOGRAM_BINS)}
 
 

@@ -345,7 +345,7 @@ def test_half_precision_computes_and_serves_so_but_keeps_float32_weights(model_p
 def test_an_empty_prompt_is_an_error() -> None:
     [row] = random_rows(1)
     with pytest.raises(ValueError, match="empty prompt"):
-        collate([dataclasses.replace(row, prompt_length=0)], CPU)
+        collate([dataclasses.replace(row, prompt_length=0)])
 
 
 def test_a_loss_of_ones_own_is_told_the_clip_range_and_its_own_keys(model_path: ModelPath, tmp_path: Path) -> None:

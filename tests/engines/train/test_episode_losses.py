@@ -65,12 +65,11 @@ def through_objective(
     gradient, parts = {}, []
     for pack in packs:
         own = [rows[i] for i in pack.rows]
-        others = apart.beside(own)
-        columns = collate_columns([*own, *others.rows], CPU, with_ref=True, with_prox=True, lengths=totals.lengths)
+        columns = collate_columns(own, with_ref=True, with_prox=True, lengths=totals.lengths, others=apart.beside(own))
         logprobs = torch.from_numpy(np.concatenate([row.columns["now"] for row in own])).requires_grad_()
         entropy = torch.from_numpy(np.concatenate([row.columns["entropy"] for row in own]))
         context = StepContext(version=4)
-        loss, sums = objective(columns, totals, logprobs, entropy, context, others.logprobs)
+        loss, sums = objective(columns, totals, logprobs, entropy, context)
         loss.backward()
         parts.append(sums)
         assert logprobs.grad is not None

@@ -274,7 +274,7 @@ def through_objective(
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, its gradient in each token's log-prob, and sums."""
     given = rows if mode == RECOMPUTE else [replace(r, columns={"advantages": r.columns["advantages"]}) for r in rows]
-    batch, columns = collate(given, CPU), collate_columns(given, CPU, with_ref=False)
+    batch, columns = collate(given), collate_columns(given, with_ref=False)
     now = policy.logprobs(batch.targets.numpy(), context.version + context.progress)
     logprobs = torch.from_numpy(now.astype(np.float32)).requires_grad_()
     objective = Objective(configured(mode, correction))

@@ -111,9 +111,16 @@ def sequence_sum(values: Tensor, episodes: Int[Tensor, " N"] | None) -> Float[Te
     total_N = values.sum(dim=1, dtype=torch.float64)
     if episodes is None:
         return total_N[:, None]
-    labels, place_N = episodes.unique(return_inverse=True)
     # index_put adds in the same order every time, which a scatter on a GPU does not.
-    return total_N.new_zeros(len(labels)).index_put((place_N,), total_N, accumulate=True)[place_N][:, None]
+    place_N = dense_labels(episodes)
+    return torch.zeros_like(total_N).index_put((place_N,), total_N, accumulate=True)[place_N][:, None]
+
+
+def dense_labels(labels: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
+    """Number the different ``labels`` from 0, ascending: `torch.unique` would wait for a GPU to count them."""
+    ordered, order = labels.sort(stable=True)
+    number_N = torch.cat([torch.zeros_like(labels[:1]), (ordered[1:] != ordered[:-1]).cumsum(0)])
+    return torch.empty_like(labels).scatter(0, order, number_N)
 
 
 def sequence_mean(

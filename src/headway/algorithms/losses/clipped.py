@@ -15,6 +15,7 @@ from headway.algorithms.losses.base import (
     PolicyLossParams,
     approx_kl,
     cleaned_advantages,
+    dense_labels,
     log_ratio,
 )
 from headway.config.sections.losses import DualClip, PolicyLossConfig, Sapo, TPpo
@@ -96,11 +97,11 @@ def clipped_surrogate(
 def _last_of_unfinished(inputs: LossInputs, count: int) -> Bool[Tensor, "N T"]:
     if inputs.finished is None or count <= 0:
         return torch.zeros_like(inputs.mask)
-    label_N = torch.arange(len(inputs.mask), device=inputs.mask.device) if inputs.episodes is None else inputs.episodes
-    label_M = label_N[:, None].expand_as(inputs.mask)[inputs.mask]  # of valid tokens: holes take no place
-    last_M = torch.ones_like(label_M, dtype=torch.bool)
-    last_M[:-count] = label_M[count:] != label_M[:-count]
-    return torch.zeros_like(inputs.mask).masked_scatter(inputs.mask, last_M) & ~inputs.finished[:, None]
+    row_N = torch.arange(len(inputs.mask), device=inputs.mask.device)
+    label_N = row_N if inputs.episodes is None else dense_labels(inputs.episodes)
+    number_NT = inputs.mask.flatten().cumsum(0).view_as(inputs.mask)  # of valid tokens: holes take no place
+    last_N = torch.zeros_like(label_N).scatter_reduce(0, label_N, number_NT[:, -1], "amax")[label_N]
+    return inputs.mask & (last_N[:, None] - number_NT < count) & ~inputs.finished[:, None]
 
 
 @POLICY_LOSSES.register("sapo")

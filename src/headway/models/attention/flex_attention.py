@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -65,10 +64,7 @@ def flex(
 def block_mask(layout: PackedLayout, window: int | None, *, compiled: bool = True) -> BlockMask:
     """Make the mask of a layout under a ``window``, once for all layers that have it."""
     if window not in layout.masks:
-        starts = layout.segments.starts
-        segment_of = np.searchsorted(starts, np.arange(len(layout.positions)), side="right") - 1
-        ends_L = torch.from_numpy(layout.segments.ends[segment_of]).to(layout.device)
-        positions_L = torch.from_numpy(layout.positions).to(layout.device)
+        ends_L, positions_L = layout.ends_L, layout.positions_L
         # The window is in a tensor: a number would be compiled in, and torch gives up on a function of which it has
         # compiled a few variants (`recompile_limit`), those with and without a gradient among them, and computes all
         # scores at once from then on.

@@ -120,10 +120,10 @@ def _hidden(lm: PreTrainedModel, row: Ids, device: torch.device) -> Float[Tensor
 
 
 def _packed_hidden(lm: PreTrainedModel, trees: Sequence[Tree], device: torch.device) -> Float[Tensor, "L H"]:
-    layout = PackedLayout.of(trees, device)
+    layout = PackedLayout.of(trees)
+    layout.at(layout.positions_L.to(device), layout.ends_L.to(device))
     ids = torch.from_numpy(np.concatenate([tree.ids for tree in trees])).long().to(device)
-    positions = torch.from_numpy(layout.positions).to(device)
-    output = lm.base_model(input_ids=ids[None], position_ids=positions[None], layout=layout, use_cache=False)
+    output = lm.base_model(input_ids=ids[None], position_ids=layout.positions_L[None], layout=layout, use_cache=False)
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
 

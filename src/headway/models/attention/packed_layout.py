@@ -106,23 +106,35 @@ class PackedLayout:
 
     # Not a dataclass: FSDP2 copies every dataclass, list and dict among a layer's arguments, to cast the tensors in it,
     # and each layer then made the parts, and on GPUs the masks, of its own copy again (4% of a step on an H200).
-    __slots__ = ("device", "masks", "positions", "ranks", "segments", "windows")
+    __slots__ = ("ends_L", "masks", "positions", "positions_L", "ranks", "segments", "windows")
 
-    def __init__(
-        self, segments: Segments, positions: Places, device: torch.device, ranks: SequenceRanks | None = None
-    ) -> None:
+    def __init__(self, segments: Segments, positions: Places, ranks: SequenceRanks | None = None) -> None:
         """``positions``: of each token in its rows, [L]. ``ranks``: those that divide the line, if any do."""
-        self.segments, self.positions, self.device, self.ranks = segments, positions, device, ranks
+        self.segments, self.positions, self.ranks = segments, positions, ranks
+        self.positions_L: Int[Tensor, " L"] = torch.from_numpy(positions)
+        """The positions, on the device that attention computes on; see `at`."""
+        tokens = np.diff(np.append(segments.starts, len(positions)))
+        self.ends_L: Int[Tensor, " L"] = torch.from_numpy(np.repeat(segments.ends, tokens))
+        """The place behind the subtree of each token's segment, on the same device."""
         self.windows: dict[int | None, list[AttentionPart]] = {}
         """The parts that were made so far, by the window of the layers that asked for them."""
         self.masks: dict[int | None, Any] = {}
         """The masks that FlexAttention was given so far, by the window."""
 
     @classmethod
-    def of(cls, trees: Sequence[Tree], device: torch.device, ranks: SequenceRanks | None = None) -> PackedLayout:
+    def of(cls, trees: Sequence[Tree], ranks: SequenceRanks | None = None) -> PackedLayout:
         """Make the layout of a line of ``trees``, one behind the other."""
         positions = np.concatenate([tree.positions for tree in trees])
-        return cls(Segments.join([tree.segments for tree in trees]), positions, device, ranks)
+        return cls(Segments.join([tree.segments for tree in trees]), positions, ranks)
+
+    def at(self, positions_L: Int[Tensor, " L"], ends_L: Int[Tensor, " L"]) -> PackedLayout:
+        """Lay the line out where these copies of `positions_L` and `ends_L` are; returns the layout itself."""
+        self.positions_L, self.ends_L = positions_L, ends_L
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.positions_L.device
 
     def parts(self, window: int | None) -> list[AttentionPart]:
         """Parts of attention under a sliding ``window``: a token sees those less than so many positions before it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from headway.data.packing import CollatedRow, Tree
 from headway.data.types import ColumnName
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
-from headway.engines.train.fsdp.micro_batches import collate, required_column, response_aligned
+from headway.engines.train.fsdp.micro_batches import collate, on_device, required_column, response_aligned
 from headway.engines.train.fsdp.sharded_module import ValueModule, forward_sharded, sharded, sharded_policy
 from headway.engines.train.fsdp.shards import local, parts_of_files
 from headway.engines.weights.protocols import IncomingWeights
@@ -198,6 +199,16 @@ class LogProbCopy:
         return forward_sharded(self._policy, rows)
 
 
+@dataclass(frozen=True, slots=True)
+class _ValueColumns:
+    """The columns that the critic's loss reads, [M, 1]."""
+
+    old: torch.Tensor
+    """Values before the batch's first step."""
+    returns: torch.Tensor
+    mask: torch.Tensor
+
+
 class FsdpCritic:
     """One rank of the critic. Collective like `engine.FsdpEngine`, beside which it may live."""
 
@@ -243,13 +254,13 @@ class FsdpCritic:
     def _part(
         self, rows: Sequence[CollatedRow], trees: Sequence[Tree], totals: BatchTotals
     ) -> tuple[torch.Tensor, Sums]:
-        batch = collate(rows, self._device, trees, self._module.ranks)
-
         def floats(name: str) -> torch.Tensor:
-            return response_aligned(rows, lambda row: required_column(row, name), np.float32, self._device)
+            return response_aligned(rows, lambda row: required_column(row, name), np.float32)
 
-        old_M1, returns_M1 = floats(ColumnName.VALUES), floats(ColumnName.RETURNS)
-        mask_M1 = response_aligned(rows, lambda row: row.loss_mask, np.bool_, self._device)
+        mask = response_aligned(rows, lambda row: row.loss_mask, np.bool_)
+        columns = _ValueColumns(floats(ColumnName.VALUES), floats(ColumnName.RETURNS), mask)
+        batch, columns = on_device(self._device, collate(rows, trees, self._module.ranks), columns)
+        old_M1, returns_M1, mask_M1 = columns.old, columns.returns, columns.mask
         values_M1 = self._module(batch)[:, None]
         losses_M1, per_token = value_loss(values_M1, old_M1, returns_M1, mask_M1, cliprange=self._cliprange)
         weights_M1 = token_weights(mask_M1, "token-mean", total_tokens=totals.tokens, total_sequences=totals.sequences)

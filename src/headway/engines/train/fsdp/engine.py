@@ -34,7 +34,7 @@ from headway.engines.train.fsdp import objective
 from headway.engines.train.fsdp.column_engines import ProximalWeights
 from headway.engines.train.fsdp.device_mesh import TrainMesh, on_rank_zero, reduce_numbers
 from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
-from headway.engines.train.fsdp.micro_batches import collate
+from headway.engines.train.fsdp.micro_batches import collate, on_device
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective, SplitEpisodes
 from headway.engines.train.fsdp.sharded_module import forward_sharded, sharded_policy
 from headway.engines.train.fsdp.shards import gather, gather_everywhere, given_parts
@@ -54,7 +54,7 @@ LONGEST = 2048
 class SampledRows:
     """Rows of drawn groups on one rank, as an optimizer step trains them: what a run shows of them.
 
-    Other rows cost nothing: no copy, and on a GPU no wait for it.
+    Other rows cost nothing.
     """
 
     def __init__(self, rows: Sequence[CollatedRow], groups: Collection[GroupId]) -> None:
@@ -65,21 +65,24 @@ class SampledRows:
             else {}
         )
         """Identity of a row, as an object → its place among the step's rows."""
-        self._found: dict[int, TrainedRow] = {}
+        self._seen: list[tuple[Sequence[CollatedRow], Tensor, Tensor]] = []
+        """The micro-batches with some of them. Read at the end: reading would wait for the device."""
 
     def look(self, rows: Sequence[CollatedRow], logprobs: Float[Tensor, " M"], entropy: Float[Tensor, " M"]) -> None:
         """Take what is shown of one micro-batch: its rows, and what the forward pass says of their tokens."""
-        if not any(id(row) in self._wanted for row in rows):
-            return
-        ends = np.cumsum([len(row.loss_mask) for row in rows])[:-1]
-        parts = (np.split(values.detach().float().cpu().numpy(), ends) for values in (logprobs, entropy))
-        for row, logprobs_T, entropy_T in zip(rows, *parts, strict=True):
-            if (place := self._wanted.get(id(row))) is not None:
-                self._found[place] = _trained(row, logprobs_T, entropy_T)
+        if any(id(row) in self._wanted for row in rows):
+            self._seen.append((rows, logprobs.detach(), entropy.detach()))
 
     def rows(self) -> tuple[TrainedRow, ...]:
         """Return what was seen, in the order of the step's rows."""
-        return tuple(row for _, row in sorted(self._found.items()))
+        found: dict[int, TrainedRow] = {}
+        for rows, *computed in self._seen:
+            ends = np.cumsum([len(row.loss_mask) for row in rows])[:-1]
+            parts = (np.split(values.float().cpu().numpy(), ends) for values in computed)
+            for row, logprobs_T, entropy_T in zip(rows, *parts, strict=True):
+                if (place := self._wanted.get(id(row))) is not None:
+                    found[place] = _trained(row, logprobs_T, entropy_T)
+        return tuple(row for _, row in sorted(found.items()))
 
 
 def _trained(row: CollatedRow, logprobs_T: NDArray[np.float32], entropy_T: NDArray[np.float32]) -> TrainedRow:
@@ -207,19 +210,18 @@ class FsdpEngine:
         apart: SplitEpisodes = NOTHING_APART,
         shown: SampledRows | None = None,
     ) -> tuple[torch.Tensor, Sums]:
-        batch = collate(rows, self._device, trees, self._policy.ranks)
-        others = apart.beside(rows)
         columns = objective.collate_columns(
-            [*rows, *others.rows],
-            self._device,
+            rows,
             with_ref=self._objective.needs_ref,
             with_prox=self._objective.needs_prox,
             lengths=totals.lengths,
+            others=apart.beside(rows),
         )
+        batch, columns = on_device(self._device, collate(rows, trees, self._policy.ranks), columns)
         logprobs, entropy = self._policy(batch)
         if shown is not None:
             shown.look(rows, logprobs, entropy)
-        return self._objective(columns, totals, logprobs, entropy, context, others.logprobs)
+        return self._objective(columns, totals, logprobs, entropy, context)
 
     @property
     def padded(self) -> str | None:

@@ -14,7 +14,7 @@ rows, in row order, U response tokens of which each is computed once. What the l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headway.data.packing import CollatedRow, Tree, grow
 from headway.data.types import ColumnName
+from headway.devices import to_device
 from headway.models.attention.packed_layout import PackedLayout
 from headway.models.attention.ulysses import SequenceRanks
 
@@ -33,28 +34,25 @@ from headway.models.attention.ulysses import SequenceRanks
 class MicroBatch:
     """The tensors that one forward pass reads."""
 
-    input_ids: Int[Tensor, "N L"]
-    """One line of packed tokens, [1, L], or padded rows."""
-    predictors: Int[Tensor, " U"]
-    """Index in the flattened ``input_ids`` of each response token's predecessor, whose hidden state predicts it."""
+    input_ids: Int[Tensor, "N l"]
+    """This rank's part of the line of packed tokens, [1, l], all of it where no ranks divide it; or padded rows."""
+    predictors: Int[Tensor, " u"]
+    """Index in the flattened ``input_ids`` of each response token's predecessor, whose hidden state predicts it: of
+    those that this rank computes."""
     targets: Int[Tensor, " U"]
     """Ids of the response tokens."""
+    places: Int[Tensor, " u"] | None = None
+    """Index of the ``predictors`` among those of all ranks that divide the line; None where this one has all U."""
     which: Int[Tensor, " M"] | None = None
     """Index of each row's response tokens among the U; None where they are those, in order."""
     layout: PackedLayout | None = None
     """Layout of the line; None for padded rows."""
-    positions: Int[Tensor, "1 L"] | None = None
+    positions: Int[Tensor, " L"] | None = None
     """Position of each token of the line in its rows; None for padded rows."""
+    ends: Int[Tensor, " L"] | None = None
+    """Place behind what may see each token of the line (`PackedLayout.ends_L`); None for padded rows."""
     part: slice | None = None
     """Places of this rank's tokens in the line, where it is divided over ranks; None where the rank has all."""
-
-    @property
-    def own(self) -> OwnTokens:
-        """The predecessors that this rank computes."""
-        if self.part is None:
-            return OwnTokens(self.predictors, None)
-        places = ((self.predictors >= self.part.start) & (self.predictors < self.part.stop)).nonzero().squeeze(1)
-        return OwnTokens(self.predictors.index_select(0, places) - self.part.start, places)
 
     def spread(self, values: Float[Tensor, " U"]) -> Float[Tensor, " M"]:
         """Give every row what was computed once for several. Differentiable."""
@@ -62,29 +60,18 @@ class MicroBatch:
 
     def decoder_inputs(self) -> dict[str, Any]:
         """Arguments of the decoder's forward pass."""
-        if self.layout is None or self.positions is None:
+        if self.layout is None or self.positions is None or self.ends is None:
             return {"input_ids": self.input_ids}
-        part = slice(None) if self.part is None else self.part
-        ids, positions = self.input_ids[:, part], self.positions[:, part]
-        return {"input_ids": ids, "position_ids": positions, "layout": self.layout}
+        positions = self.positions if self.part is None else self.positions[self.part]
+        layout = self.layout.at(self.positions, self.ends)
+        return {"input_ids": self.input_ids, "position_ids": positions[None], "layout": layout}
 
 
-@dataclass(frozen=True, slots=True)
-class OwnTokens:
-    """The predecessors of response tokens that one rank computes."""
-
-    predictors: Int[Tensor, " u"]
-    """Their index among the rank's tokens."""
-    places: Int[Tensor, " u"] | None
-    """Their index among all U; None where the rank computes all."""
-
-
-def collate(
-    rows: Sequence[CollatedRow], device: torch.device, trees: Sequence[Tree] = (), ranks: SequenceRanks | None = None
-) -> MicroBatch:
+def collate(rows: Sequence[CollatedRow], trees: Sequence[Tree] = (), ranks: SequenceRanks | None = None) -> MicroBatch:
     """Collate ``rows`` into the tensors of one forward pass: packed as ``trees`` say, or padded without any.
 
-    ``ranks`` divide the line, which has tokens that count for nothing at its end, so that its length divides.
+    They are in host memory; see `on_device`. ``ranks`` divide the line, which has tokens that count for nothing at its
+    end, so that its length divides.
 
     Raises:
         ValueError: a prompt without tokens: nothing would predict the response's first one.
@@ -92,27 +79,41 @@ def collate(
     if any(row.prompt_length < 1 for row in rows):
         raise ValueError("a row has an empty prompt, so nothing predicts the first token of its response")
     batch = _packed(rows, trees) if trees else _padded(rows)
-    part = None
-    if ranks is not None and trees:
+    if trees and ranks is not None:
         ids = batch.input_ids
         if missing := -ids.shape[1] % ranks.size:
             trees = [*trees, grow([np.zeros(missing, dtype=np.int32)])]
-            batch = replace(batch, input_ids=np.pad(ids, ((0, 0), (0, missing))))
-        part = ranks.part(batch.input_ids.shape[1])
-
-    def tensor(array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    layout = PackedLayout.of(trees, device, ranks) if trees else None
+            ids = np.pad(ids, ((0, 0), (0, missing)))
+        part = ranks.part(ids.shape[1])
+        places = np.flatnonzero((batch.predictors >= part.start) & (batch.predictors < part.stop))
+        own = batch.predictors[places] - part.start
+        batch = replace(batch, input_ids=ids[:, part], predictors=own, places=places, part=part)
+    layout = PackedLayout.of(trees, ranks) if trees else None
     return MicroBatch(
-        input_ids=tensor(batch.input_ids),
-        predictors=tensor(batch.predictors),
-        targets=tensor(batch.targets),
-        which=None if batch.which is None else tensor(batch.which),
+        input_ids=torch.from_numpy(batch.input_ids),
+        predictors=torch.from_numpy(batch.predictors),
+        targets=torch.from_numpy(batch.targets),
+        places=None if batch.places is None else torch.from_numpy(batch.places),
+        which=None if batch.which is None else torch.from_numpy(batch.which),
         layout=layout,
-        positions=None if layout is None else tensor(layout.positions[None]),
-        part=part,
+        positions=None if layout is None else layout.positions_L,
+        ends=None if layout is None else layout.ends_L,
+        part=batch.part,
     )
+
+
+def on_device(device: torch.device, *parts: Any) -> list[Any]:
+    """Return dataclasses of a micro-batch with their tensors, which are in host memory, on ``device``.
+
+    In one copy, which is made while the device computes what it was given before; on a CPU without any.
+    """
+    found = [(part, field.name) for part in parts for field in fields(part)]
+    found = [(part, name) for part, name in found if isinstance(getattr(part, name), Tensor)]
+    tensors = to_device([getattr(part, name).numpy() for part, name in found], device)
+    return [
+        replace(part, **{name: there for (of, name), there in zip(found, tensors, strict=True) if of is part})
+        for part in parts
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,8 @@ class _Arrays:
     predictors: NDArray[np.int64]
     targets: NDArray[np.int64]
     which: NDArray[np.int64] | None = None
+    places: NDArray[np.int64] | None = None
+    part: slice | None = None
 
 
 def _padded(rows: Sequence[CollatedRow]) -> _Arrays:
@@ -155,18 +158,15 @@ def _packed(rows: Sequence[CollatedRow], trees: Sequence[Tree]) -> _Arrays:
 
 
 def response_aligned(
-    rows: Sequence[CollatedRow],
-    get: Callable[[CollatedRow], NDArray[np.generic]],
-    dtype: type[np.generic],
-    device: torch.device,
+    rows: Sequence[CollatedRow], get: Callable[[CollatedRow], NDArray[np.generic]], dtype: type[np.generic]
 ) -> Shaped[Tensor, "M 1"]:
-    """Join ``get(row)``, one value per response token, of all rows, without padding."""
+    """Join ``get(row)``, one value per response token, of all rows, without padding, in host memory."""
     joined = np.empty(sum(map(_response_length, rows)), dtype=dtype)
     end = 0
     for row in rows:
         start, end = end, end + _response_length(row)
         joined[start:end] = get(row)
-    return torch.from_numpy(joined).to(device)[:, None]
+    return torch.from_numpy(joined)[:, None]
 
 
 def required_column(row: CollatedRow, name: str) -> NDArray[np.float32]:

@@ -95,21 +95,33 @@ class LossColumns:
     """Label of each row's episode; None where each row is one."""
     lengths: Int[Tensor, " N"]
     """Number of tokens of each row's whole episode that the loss counts."""
+    beside: Float[Tensor, " B"] | None
+    """Log-probs of the last rows' tokens, which the micro-batch does not compute and which count elsewhere."""
+    counted: Int[Tensor, " K"] | None
+    """Indices of the tokens that count here; None where all do."""
+    newest: int
+    """Version of the newest of them; -1 where there is none."""
+    places: Int[Tensor, " M"]
+    """Index of each token in the flattened [N, T], for functions that get padded rows."""
+    width: int
+    """T, the number of tokens of the longest response."""
 
 
 def collate_columns(
     rows: Sequence[CollatedRow],
-    device: torch.device,
     *,
     with_ref: bool,
     with_prox: bool = False,
     lengths: Mapping[TrajectoryId, int] = MappingProxyType({}),
+    others: SplitEpisodes = NOTHING_APART,
 ) -> LossColumns:
-    """Collate the loss's tensors for ``rows``: the columns that it always reads, and those that are asked for.
+    """Collate the loss's tensors for a micro-batch's ``rows``: the columns that it always reads, and those asked for.
 
-    ``lengths``: see `learner.BatchTotals`; without any, each row is an episode. Raises `ValueError` for a row that
-    lacks a column.
+    They are in host memory. ``lengths``: see `learner.BatchTotals`; without any, each row is an episode. ``others``:
+    rows that stand behind, and count elsewhere. Raises `ValueError` for a row that lacks a column.
     """
+    own_tokens = sum(len(row.loss_mask) for row in rows)
+    rows = [*rows, *others.rows]
     labels = np.empty(len(rows), np.int64)
     tokens = np.array([row.loss_mask.sum() for row in rows])
     for label, own in enumerate(by_episode(rows) if lengths else ()):
@@ -119,7 +131,14 @@ def collate_columns(
             tokens[own] = lengths[episode]
 
     def floats(get: Callable[[CollatedRow], NDArray[np.float32]]) -> Tensor:
-        return response_aligned(rows, get, np.float32, device)
+        return response_aligned(rows, get, np.float32)
+
+    mask = response_aligned(rows, lambda row: row.loss_mask, np.bool_)
+    versions = response_aligned(rows, lambda row: row.versions, np.int64)
+    counted = np.flatnonzero(mask.numpy()[:own_tokens])
+    tokens_N = np.array([len(row.loss_mask) for row in rows])
+    width, row_M = int(tokens_N.max()), np.repeat(np.arange(len(rows)), tokens_N)
+    places = row_M * width + np.arange(len(row_M)) - np.repeat(np.cumsum(tokens_N) - tokens_N, tokens_N)
 
     return LossColumns(
         logprobs=floats(lambda row: row.logprobs),
@@ -131,13 +150,18 @@ def collate_columns(
             )
         ),
         advantages=floats(lambda row: required_column(row, ColumnName.ADVANTAGES)),
-        mask=response_aligned(rows, lambda row: row.loss_mask, np.bool_, device),
-        versions=response_aligned(rows, lambda row: row.versions, np.int64, device),
+        mask=mask,
+        versions=versions,
         ref_logprobs=floats(lambda row: required_column(row, ColumnName.REF_LOGPROBS)) if with_ref else None,
-        row=torch.from_numpy(np.repeat(np.arange(len(rows)), [len(row.loss_mask) for row in rows])).to(device),
-        finished=torch.tensor([row.finished for row in rows], device=device),
-        episodes=torch.from_numpy(labels).to(device) if lengths else None,
-        lengths=torch.from_numpy(tokens).to(device),
+        row=torch.from_numpy(row_M),
+        finished=torch.tensor([row.finished for row in rows]),
+        episodes=torch.from_numpy(labels) if lengths else None,
+        lengths=torch.from_numpy(tokens),
+        beside=torch.from_numpy(np.concatenate(others.logprobs)) if others.rows else None,
+        counted=None if len(counted) == len(row_M) else torch.from_numpy(counted),
+        newest=int(versions.numpy()[counted].max(initial=-1)),
+        places=torch.from_numpy(places),
+        width=width,
     )
 
 
@@ -168,18 +192,21 @@ class Objective:
         logprobs: Tensor,
         entropy: Tensor,
         context: StepContext,
-        others: Sequence[NDArray[np.float32]] = (),
     ) -> tuple[Float[Tensor, ""], Sums]:
         """Compute the micro-batch's part of loss and sums. ``logprobs`` and ``entropy`` [M] are the policy's.
 
-        ``others``: log-probs of further rows of ``columns``, behind those of the micro-batch, which count elsewhere.
+        Raises:
+            ValueError: a token that counts was sampled by a version newer than the trainer's.
         """
+        if columns.newest > context.version:
+            lag = context.version - columns.newest
+            raise ValueError(f"a token's lag is {lag}: its version is newer than the trainer's, {context.version}")
         mask_M1 = columns.mask
-        if others:
+        if (beside := columns.beside) is not None:
             mask_M1 = mask_M1.clone()
             mask_M1[len(logprobs) :] = False
-            beside = torch.from_numpy(np.concatenate(others)).to(logprobs)
-            logprobs, entropy = torch.cat([logprobs, beside]), torch.cat([entropy, entropy.new_zeros(len(beside))])
+            logprobs = torch.cat([logprobs, beside.to(logprobs.dtype)])
+            entropy = torch.cat([entropy, entropy.new_zeros(len(beside))])
         logprobs_M1, entropy_M1 = logprobs[:, None], entropy[:, None]
         params = self._params
         if context.clip_scale != 1.0:
@@ -263,9 +290,15 @@ class Objective:
         }
         by_lag = {"clip_fraction": outside_M1, "entropy": inputs.entropy}
         by_lag |= {name: values for name, values in per_token.items() if name in BY_LAG}
-        lags_M1 = context.version - columns.versions
+
+        def counted(values_M1: Tensor) -> Tensor:
+            values = values_M1.squeeze(1)
+            return values if columns.counted is None else values.index_select(0, columns.counted)
+
+        lags = context.version - counted(columns.versions)
+        of_tokens = {name: counted(values) for name, values in by_lag.items()}
         parts = health.ratio_sums(current, behaviour, mask_M1)
-        parts |= health.lag_sums(current, behaviour, mask_M1, lags_M1, by_lag)
+        parts |= health.lag_sums(counted(current), counted(behaviour), lags, of_tokens)
         return sums | {HEALTH + name: value for name, value in parts.items()}
 
 
@@ -278,17 +311,16 @@ def _called(
     """Call a loss or correction; with ``columns`` one of the user's own, with padded rows: it may look along them."""
     if columns is None:
         return function(inputs, params)
-    length_N = columns.row.bincount(minlength=len(columns.finished))
-    present_NT = torch.arange(int(length_N.max()), device=length_N.device) < length_N[:, None]
+    shape, places = (len(columns.finished), columns.width), columns.places
     padded = {
-        field.name: value.new_zeros(present_NT.shape).masked_scatter(present_NT, value)
+        field.name: value.new_zeros(shape).flatten().index_copy(0, places, value.squeeze(1)).view(shape)
         for field in fields(inputs)
         if (value := getattr(inputs, field.name)) is not None and value.ndim == 2
     }
     rows = LossInputs(**padded, finished=columns.finished, episodes=columns.episodes)
 
     def flat(values: Tensor) -> Float[Tensor, "M 1"]:
-        return values.expand(present_NT.shape).masked_select(present_NT)[:, None]
+        return values.expand(shape).flatten().index_select(0, places)[:, None]
 
     values, per_token = function(rows, params)
     return flat(values), {name: flat(of) for name, of in per_token.items()}

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -45,7 +45,7 @@ from headway.config.sections.learning import plan_problems
 from headway.data.packing import CollatedRow, Pack, Packing
 from headway.devices import kind_of
 from headway.engines.train.fsdp.device_mesh import EP, TP, TrainMesh, on_all_ranks, reduce_numbers
-from headway.engines.train.fsdp.micro_batches import MicroBatch, collate, filler_row
+from headway.engines.train.fsdp.micro_batches import MicroBatch, collate, filler_row, on_device
 from headway.errors import ModelError
 from headway.models.attention.packable import undivided, use_packed_attention
 from headway.models.logits import logit_rule
@@ -98,24 +98,19 @@ class ShardedModule(nn.Module):
     def check(self, whose: str) -> None:
         """Try what is computed behind the decoder, in `run`. Raises `ModelError`, which begins with ``whose``."""
 
-    def _predicting(
-        self, decoder: nn.Module, batch: MicroBatch
-    ) -> tuple[Float[Tensor, "U H"], Int[Tensor, " U"] | None]:
-        """Hidden states of this rank's positions that predict a response token, and their places among those of all
-        ranks that divide the line; None where there are no others.
+    def _predicting(self, decoder: nn.Module, batch: MicroBatch) -> Float[Tensor, "u H"]:
+        """Hidden states of this rank's positions that predict a response token.
 
         The response positions alone go through the head: prompts and padding never cost a row of logits.
         """
         hidden_NLH = decoder(**batch.decoder_inputs(), use_cache=False).last_hidden_state
-        own = batch.own
-        return hidden_NLH.flatten(0, 1).index_select(0, own.predictors), own.places
+        predicting_uH: Tensor = hidden_NLH.flatten(0, 1).index_select(0, batch.predictors)
+        return predicting_uH
 
-    def _of_all(
-        self, values: Float[Tensor, " u"], places: Int[Tensor, " u"] | None, batch: MicroBatch
-    ) -> Float[Tensor, " M"]:
+    def _of_all(self, values: Float[Tensor, " u"], batch: MicroBatch) -> Float[Tensor, " M"]:
         """Numbers of all response tokens of the rows, from those that this rank has computed."""
-        if places is not None and self.ranks is not None:
-            values = self.ranks.joined(values, places, len(batch.targets))
+        if batch.places is not None and self.ranks is not None:
+            values = self.ranks.joined(values, batch.places, len(batch.targets))
         return batch.spread(values)
 
     def decoder_layers(self) -> list[nn.Module]:
@@ -166,8 +161,8 @@ class PolicyModule(ShardedModule):
 
     def compute(self, batch: MicroBatch) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Log-probs (nats) of the response tokens and entropies, [M] float32."""
-        hidden_UH, places = self._predicting(self.lm.base_model, batch)
-        targets_U = batch.targets if places is None else batch.targets.index_select(0, places)
+        hidden_UH = self._predicting(self.lm.base_model, batch)
+        targets_U = batch.targets if batch.places is None else batch.targets.index_select(0, batch.places)
         head = self.lm.get_output_embeddings()
         weight, bias, part = _own(head.weight), None if head.bias is None else _own(head.bias), _part(head.weight)
         if part is None:
@@ -180,7 +175,7 @@ class PolicyModule(ShardedModule):
             logprobs_U, entropy_U = divided_logprobs(
                 hidden_UH, weight, bias, targets_U, self._temperature, self._rule, chunk, part
             )
-        return self._of_all(logprobs_U, places, batch), self._of_all(entropy_U, places, batch)
+        return self._of_all(logprobs_U, batch), self._of_all(entropy_U, batch)
 
 
 class ValueModule(ShardedModule):
@@ -205,10 +200,10 @@ class ValueModule(ShardedModule):
 
     def compute(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Values of the states before the response tokens, [M] float32."""
-        hidden_UH, places = self._predicting(self.decoder, batch)
+        hidden_UH = self._predicting(self.decoder, batch)
         # In float32 whatever the decoder computes in: values are compared with returns, and differences are small.
         values_U = torch.mv(hidden_UH.float(), self.value_head.weight.float().squeeze(0))
-        return self._of_all(values_U, places, batch)
+        return self._of_all(values_U, batch)
 
 
 def _own(parameter: Tensor) -> Tensor:
@@ -271,15 +266,18 @@ def forward_sharded(module: ShardedModule, rows: Sequence[CollatedRow]) -> list[
     """Compute [T] float32 numbers for each of this rank's ``rows``, by ``module.per_token``. Collective."""
     assert module.mesh is not None
     results = [np.zeros(0, dtype=np.float32)] * len(rows)
+    computed: list[Tensor] = []  # read at the end: reading would wait for the device in each micro-batch
     try:
         packs = micro_batches(rows, module)
         for done, pack in enumerate(packs, 1):
-            batch = collate(rows_of(rows, pack), module.mesh.device, pack.trees, module.ranks)
-            values = module.per_token(batch).float().cpu().numpy()
-            ends = np.cumsum([len(rows[i].logprobs) for i in pack.rows])[:-1]
-            for i, part in zip(pack.rows, np.split(values, ends), strict=False):
-                results[i] = part
+            (batch,) = on_device(module.mesh.device, collate(rows_of(rows, pack), pack.trees, module.ranks))
+            computed.append(module.per_token(batch).float())
             advance(f"{done} of {len(packs)} micro-batches done")
+        of_rows = [i for pack in packs for i in pack.rows]
+        ends = np.cumsum([len(rows[i].logprobs) for i in of_rows])
+        values = torch.cat(computed).cpu().numpy() if computed else np.zeros(0, dtype=np.float32)
+        for i, part in zip(of_rows, np.split(values, ends), strict=False):  # behind them are those of filler rows
+            results[i] = part
         return results
     finally:
         # The root's parameters stay gathered after a forward pass, waiting for a backward pass that does not come here:
