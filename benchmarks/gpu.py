@@ -1,10 +1,11 @@
 """``python -m benchmarks.gpu``: what works on this machine's GPUs and how fast, in eight minutes, without a network.
 
-    CHECKS ─▶ a process each ─▶ answers ─▶ one table, build/bench/gpu.json
+    CHECKS ─▶ lanes of processes ─▶ findings, each as soon as it is known ─▶ gpu.json ─▶ one table
 
-A check that fails, crashes or hangs never stops the next. The exit code is 0 when nothing failed, 1 when a check failed
-or could not be made in time, 2 when there is no GPU: then nothing is run or written. ``--device cpu --small`` runs the
-same checks without a GPU, as the tests do; their figures say nothing about speed.
+A check that fails, crashes or hangs stops no other, and loses nothing that it had found. The exit code is 0 when
+nothing failed, 1 when a check failed or was not reached, 2 when there is no GPU: then nothing is run or written.
+``--device cpu --small`` runs the same checks without a GPU, as the tests do; their figures say nothing about speed.
+``--table FILE`` prints the table of an earlier run.
 """
 
 from __future__ import annotations
@@ -18,27 +19,22 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks.gpu_checks.process import CHECKS, ROOT, answer_of, command, end_all
+from benchmarks.gpu_checks.process import ALONE, CHECKS, ROOT, WARM_UP, Lane
 from benchmarks.gpu_checks.setting import Setting
 from benchmarks.wheelhouse import NOT_IMPORTED
 
 MINUTES = 8.0
-LEAST_S = 5.0
+LEAST_S = 3.0
 """A check is not begun with less time than that."""
-TOGETHER = 4
-"""Checks that are made at once on a GPU, where they measure nothing."""
 NO_GPU = 2
 OUTCOMES = ("passed", "failed", "skipped", "not run")
-
-Answer = dict[str, Any]
-"""``name``, ``title``, ``outcome``, ``seconds``, ``lines`` and ``figures`` of one check."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,18 +42,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
     parser.add_argument("--small", action="store_true", help="the sizes of the CPU form")
     parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(CHECKS)}")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything; default: %(default)g")
+    parser.add_argument("--minutes", type=float, help=f"for everything; default: {MINUTES:g} on a GPU")
+    parser.add_argument("--out", type=Path, help="a folder for gpu.json and the logs; default: build/bench")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of this gpu.json, and end")
     chosen = parser.parse_args(arguments)
     if unknown := sorted(set(chosen.only or ()) - set(CHECKS)):
         parser.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(CHECKS)}")
+    if chosen.table is not None:
+        try:
+            print(shown(json.loads(chosen.table.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, KeyError) as cause:
+            parser.error(f"--table: {chosen.table} is no gpu.json of this benchmark: {type(cause).__name__}: {cause}")
+        return 0
     if problem := why_not(chosen.device):
         print(f"benchmarks.gpu: {problem}. Nothing was run.", file=sys.stderr)
         return NO_GPU
     with tempfile.TemporaryDirectory(prefix="headway-gpu-") as scratch:
         setting = Setting(chosen.device, Path(scratch), small=chosen.small)
         names = [name for name in CHECKS if name in (chosen.only or CHECKS)]
-        answers = run(names, setting, chosen.minutes * 60)
-    return report(answers, setting)
+        minutes = chosen.minutes or MINUTES * setting.patience
+        report = run(names, setting, minutes * 60, chosen.out)
+    print(shown(report.content))
+    print(f"send back: this table and {report.path}; what the checks printed is in {report.logs}")
+    return 1 if report.content["counts"]["failed"] or report.content["counts"]["not run"] else 0
 
 
 def why_not(device: str) -> str | None:
@@ -93,69 +100,104 @@ def lacking() -> list[str]:
     return missing
 
 
-def run(names: Sequence[str], setting: Setting, seconds: float) -> list[Answer]:
-    """Make the checks, each within its limit and all within ``seconds``; on a GPU some at once."""
-    from benchmarks.table import OUT
+class Report:
+    """Content of gpu.json, written again whenever something is known."""
 
-    logs = (OUT / "gpu").absolute()
-    logs.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + seconds
+    def __init__(self, names: Sequence[str], name: str, folder: Path | None) -> None:
+        from benchmarks import table
 
-    def made(number: int, name: str) -> Answer:
-        check, left = CHECKS[name], deadline - time.monotonic()
-        if left < LEAST_S:
-            over = f"the {seconds:g} s for everything were over"
-            said: Answer = {"outcome": "not run", "lines": [over], "seconds": 0.0}
-        else:
-            print(f"[{number} of {len(names)}, {left:.0f} s left] {check.title}", file=sys.stderr, flush=True)
-            answer = setting.scratch / f"{name}.json"
-            said = answer_of(command(name, setting, answer), answer, logs / f"{name}.log", min(check.limit_s, left))
-        said = {"name": name, "title": check.title, "figures": {}, **said}
-        (logs / f"{name}.json").write_text(json.dumps(said), encoding="utf-8")  # what is known stays, should this end
-        print(f"    {name} {said['outcome']}, {said['seconds']:.0f} s", file=sys.stderr, flush=True)
-        return said
+        self.path = (folder or table.OUT).absolute() / f"{name}.json"
+        self.logs = self.path.parent / name
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._lock, self._started = Lock(), time.monotonic()
+        self.content: dict[str, Any] = {"name": name, "date": time.strftime("%Y-%m-%d"), "on": {}, "counts": {}}
+        unknown = {"outcome": "not run", "reason": "it was not reached", "seconds": 0.0}
+        self.content["checks"] = {name: {"title": CHECKS[name].title, **unknown, "findings": {}} for name in names}
 
-    answers: list[Answer] = []
-    numbered = list(enumerate(names, 1))
-    for alone, checks in groupby(numbered, key=lambda one: CHECKS[one[1]].alone):
-        with ThreadPoolExecutor(1 if alone or not setting.on_gpu else TOGETHER) as pool:
-            try:
-                answers += pool.map(lambda one: made(*one), list(checks))
-            except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
-                end_all()
-                raise
-    return answers
+    def hear(self, check: str, message: Mapping[str, Any]) -> None:
+        """Take a message of a lane's process, or what became of its check."""
+        with self._lock:
+            said = self.content["checks"][check]
+            if "machine" in message:
+                self.content["on"] = message["machine"]
+            elif "finding" in message:
+                finding = message["finding"]
+                known = said["findings"].setdefault(finding["name"], {"text": "", "figures": []})
+                known["text"] += f"{'; ' * bool(known['text'])}{finding['text']}"
+                known["figures"].append(finding["figures"])
+                self._say(f"{check}, {finding['name']}: {finding['text']}")
+            else:
+                said.update(message)
+                self._say(f"{check} {said['outcome'].upper()} in {said['seconds']:.0f} s {said['reason']}")
+            outcomes = [one["outcome"] for one in self.content["checks"].values()]
+            self.content["counts"] = {outcome: outcomes.count(outcome) for outcome in OUTCOMES}
+            new = self.path.with_suffix(".new")
+            new.write_text(json.dumps(self.content, indent=1), encoding="utf-8")
+            new.replace(self.path)  # whoever ends this process finds a whole file
 
-
-def report(answers: Sequence[Answer], setting: Setting) -> int:
-    """Show what was found, write the file; returns the exit code."""
-    from benchmarks.table import write
-
-    machine = described(setting)
-    print(", ".join(machine.values()))
-    for one in answers:
-        print(f"\n{one['outcome']:<8} {one['seconds']:4.0f} s  {one['title']}")
-        print(*(f"{'':17}{line}" for line in one["lines"]), sep="\n")
-    counts = {outcome: sum(one["outcome"] == outcome for one in answers) for outcome in OUTCOMES}
-    name = "gpu" if setting.on_gpu else "gpu-cpu-form"
-    path = write(name, {"date": time.strftime("%Y-%m-%d"), "on": machine, "counts": counts, "checks": list(answers)})
-    print("\n" + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome]))
-    print(f"written to {path}; what each check printed is in {path.parent / 'gpu'}")
-    return 1 if counts["failed"] or counts["not run"] else 0
+    def _say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._started:3.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-def described(setting: Setting) -> Mapping[str, str]:
-    """The device and the libraries. Called when all checks are over: it takes memory on the device."""
-    import torch
-    import transformers
+def run(names: Sequence[str], setting: Setting, seconds: float, folder: Path | None = None) -> Report:
+    """Make the checks, each within its limit and all within ``seconds``; on a GPU lanes side by side."""
+    report = Report(names, "gpu" if setting.on_gpu else "gpu-cpu-form", folder)
+    deadline, warm, stopped = time.monotonic() + seconds, Event(), Event()
+    lanes = {name: Lane(setting, report.logs / f"{name}.log") for name in {CHECKS[name].lane: 0 for name in names}}
 
-    device = "CPU form, small" if setting.small else "CPU form"
-    if setting.on_gpu:
-        properties = torch.cuda.get_device_properties(0)
-        device = f"{torch.cuda.device_count()} × {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    libraries = {one.__name__: f"{one.__name__} {one.__version__}" for one in (torch, transformers)}
-    return {"device": device, **libraries, "python": f"Python {sys.version.split()[0]}"}
+    def make(lane: str) -> None:
+        for name in (name for name in names if CHECKS[name].lane == lane):
+            check = CHECKS[name]
+            if check.compiled and WARM_UP in names:
+                warm.wait(max(0.0, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            if left >= LEAST_S and not stopped.is_set():
+                limit_s = min(check.limit_s * setting.patience, left)
+                report.hear(name, lanes[lane].make(name, limit_s, lambda said, name=name: report.hear(name, said)))
+            else:
+                reason = f"the {seconds:g} s for everything were over"
+                report.hear(name, {"outcome": "not run", "reason": reason, "seconds": 0.0})
+            if name == WARM_UP:
+                warm.set()
+        lanes[lane].stop()
+
+    together = [lane for lane in lanes if lane != ALONE]
+    with ThreadPoolExecutor(max(1, len(together)) if setting.on_gpu else 1) as pool:
+        try:
+            list(pool.map(make, together))
+            list(pool.map(make, [lane for lane in lanes if lane == ALONE]))
+        finally:
+            stopped.set()
+            for lane in lanes.values():
+                lane.stop()
+    return report
+
+
+def shown(content: Mapping[str, Any]) -> str:
+    """The table that is sent back, what failed and why, and the lines that a finding's figures have."""
+    from benchmarks.table import markdown
+
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in content["counts"].items() if count)
+    parts = [markdown(rows(content)), f"{outcomes}, {content['date']}"]
+    for name, check in content["checks"].items():
+        if check["reason"]:
+            parts.append(f"{name} {check['outcome']}: {check['reason']}")
+        for label, finding in check["findings"].items():
+            lines = [line for figures in finding["figures"] for line in (figures or {}).get("lines", ())]
+            parts += ["\n".join([f"{name}, {label}:", *(f"    {line}" for line in lines)])] if lines else []
+    return "\n".join(parts)
+
+
+def rows(content: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Lines of the table, one for each finding that a check can have; empty cells where it has none."""
+    device = ", ".join(content["on"].values()) or "device"
+    lines = []
+    for name, check in CHECKS.items():
+        made = content["checks"].get(name, {"outcome": "", "findings": {}})
+        for label in check.findings:
+            text = made["findings"].get(label, {}).get("text", "") or made["outcome"]
+            lines.append({"check": f"`{name}`", "finding": label, device: text})
+    return lines
 
 
 if __name__ == "__main__":

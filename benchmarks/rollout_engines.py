@@ -61,6 +61,7 @@ class Request:
     prompt: tuple[int, ...]
     tokens: int
     """Length of its answer."""
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,9 @@ def group_requests(requests: Sequence[Request], row: int = 0) -> list[Group]:
 
     prompts = [np.array(request.prompt, np.int32) for request in requests]
     return [
-        Group(number, Prompt(0, row + number, 0, "bench", "", ids), 1, SamplingParams(request.tokens))
+        Group(
+            number, Prompt(0, row + number, 0, "bench", "", ids), 1, SamplingParams(request.tokens, top_p=request.top_p)
+        )
         for number, (ids, request) in enumerate(zip(prompts, requests, strict=True))
     ]
 

@@ -1,45 +1,80 @@
-"""``python -m benchmarks.gpu_checks NAME SETTING ANSWER``: one check in this process, its answer in a file.
+"""``python -m benchmarks.gpu_checks SETTING``: a lane's process. It makes the checks that its input names, one a line.
 
-SETTING is a `Setting` as JSON. What the check prints goes where this process's output goes. There is no answer where
-the process ends before the check does: whoever started it has to say so.
+SETTING is a `Setting` as JSON. Its output has a line of JSON for what it is (``machine``), for each finding as soon as
+it is known, and for each check's ``outcome``. What libraries print goes to its error output. A check that failed ends
+the process: the next one begins in a new one, with nothing left of it.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_checks.process import CHECKS
-from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, Skipped
+from benchmarks.gpu_checks.setting import CheckFailed, Finding, Setting, Skipped
 
 
-def main(name: str, setting_json: str, answer: str) -> None:
+def main(setting_json: str) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(message: Mapping[str, Any]) -> None:
+        print(json.dumps(message), file=answers)
+
     fields = json.loads(setting_json)
     setting = Setting(**{**fields, "scratch": Path(fields["scratch"])})
-    started = time.monotonic()
-    said = outcome(name, setting)
-    Path(answer).write_text(json.dumps({**said, "seconds": time.monotonic() - started}), encoding="utf-8")
+    say({"machine": described(setting)})
+    for line in sys.stdin:
+        name, started = line.strip(), time.monotonic()
+        print(f"== {name}", file=sys.stderr, flush=True)
+        ended = outcome(name, setting, lambda finding: say({"finding": asdict(finding)}))
+        say({**ended, "seconds": time.monotonic() - started})
+        if ended["outcome"] == "failed":
+            break
+        gc.collect()
+        setting.kind.release_cached()
 
 
-def outcome(name: str, setting: Setting) -> dict[str, Any]:
-    """How the check ended, whatever it raised."""
+def outcome(name: str, setting: Setting, say: Callable[[Finding], None]) -> dict[str, str]:
+    """How the check ended, whatever it raised, and why."""
     try:
         module, function = CHECKS[name].function.split(":")
-        passed: Passed = getattr(import_module(f"benchmarks.gpu_checks.{module}"), function)(setting)
+        missing = set(CHECKS[name].findings)
+        for finding in getattr(import_module(f"benchmarks.gpu_checks.{module}"), function)(setting):
+            say(finding)
+            missing.discard(finding.name)
     except Skipped as reason:
-        return {"outcome": "skipped", "lines": [str(reason)], "figures": {}}
+        return {"outcome": "skipped", "reason": str(reason)}
     except CheckFailed as failure:
-        return {"outcome": "failed", "lines": [str(failure)], "figures": {}}
+        return {"outcome": "failed", "reason": str(failure)}
     except Exception as error:
         traceback.print_exc()
-        told = " ".join(str(error).split())[:500]
-        return {"outcome": "failed", "lines": [f"{type(error).__name__}: {told}"], "figures": {}}
-    return {"outcome": "passed", "lines": passed.lines, "figures": passed.figures}
+        return {"outcome": "failed", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
+    if missing:
+        return {"outcome": "failed", "reason": f"it found nothing for {', '.join(sorted(missing))}"}
+    return {"outcome": "passed", "reason": ""}
+
+
+def described(setting: Setting) -> dict[str, str]:
+    """The device and the libraries."""
+    import torch
+    import transformers
+
+    device = "CPU form, small" if setting.small else "CPU form"
+    if setting.on_gpu:
+        gibibytes = (setting.kind.total_memory("cuda:0") or 0) / 2**30
+        device = f"{setting.kind.count()} × {setting.kind.device_name('cuda:0')}, {gibibytes:.0f} GiB"
+    libraries = {one.__name__: f"{one.__name__} {one.__version__}" for one in (torch, transformers)}
+    return {"device": device, **libraries, "python": f"Python {sys.version.split()[0]}"}
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
-"""The demo, shortened: ``headway train recipes/demo.yaml cluster.backend=inline``, a process as a user starts it."""
+"""The demo: ``headway train recipes/demo.yaml cluster.backend=inline``, a process as a user starts it.
+
+The whole recipe where the time is enough. After `RUN_S` it is told to end, as by Ctrl-C, and what it has done counts.
+"""
 
 from __future__ import annotations
 
-import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, require
+from benchmarks.gpu_checks.setting import CheckFailed, Finding, Findings, Setting, require
+from benchmarks.runner import metrics_of, summary_of
 
 RECIPE = "recipes/demo.yaml"
-GROUPS = 128
-"""Trained: two versions of the recipe."""
-SHORTENED = (f"rollout.total_rollout_steps={GROUPS}", "data.task.val_size=128", "rollout.max_concurrent=64")
+GROUPS = 768
+"""Trained by the recipe."""
+RUN_S = 130.0
+STOP_S = 40.0
+"""Seconds for a run that was told to end."""
+ON_DEVICE = ("data.task.val_size=128", "rollout.max_concurrent=64")
 SMALL_GROUPS = 16
 SMALL = (
     f"rollout.total_rollout_steps={SMALL_GROUPS}",
@@ -28,44 +35,65 @@ SMALL = (
 """Two versions of a model that knows nothing: the machinery alone."""
 
 
-def demo(setting: Setting) -> Passed:
-    """A whole run: warm-up, generation, rewards, training, verified updates, the exported model."""
+def demo(setting: Setting) -> Findings:
+    """A run: warm-up, generation, rewards, training, verified updates, the exported model."""
     directory = setting.scratch / "demo"
     shutil.rmtree(directory, ignore_errors=True)
     settings = ["cluster.backend=inline", f"cluster.device={setting.device}", f"run.dir={directory}"]
     started = time.perf_counter()
-    train([*settings, *(SMALL if setting.small else SHORTENED)])
+    whole = train([*settings, *(SMALL if setting.small else ON_DEVICE)], RUN_S * setting.patience)
     seconds = time.perf_counter() - started
-    return verdict(directory, SMALL_GROUPS if setting.small else GROUPS, seconds)
+    groups = SMALL_GROUPS if setting.small else GROUPS
+    yield from verdict(directory, groups if whole else None, seconds)
 
 
-def train(settings: Sequence[str]) -> None:
-    """Raise `CheckFailed` with the last that a run printed, if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "headway", "train", RECIPE, *settings], capture_output=True, text=True, check=False
-    )
-    print(done.stdout, done.stderr, sep="\n", flush=True)
-    said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()][-3:]
-    require(done.returncode == 0, f"headway train ended with exit code {done.returncode}: {' | '.join(said)}")
-
-
-def verdict(directory: Path, groups: int, seconds: float) -> Passed:
-    """What the run's summary says. Raises `CheckFailed`."""
+def train(settings: Sequence[str], seconds: float = RUN_S) -> bool:
+    """Return whether a run ended by itself. Raises `CheckFailed` with the last that it printed, if it fails."""
+    command = [sys.executable, "-m", "headway", "train", RECIPE, *settings]
+    pipe = subprocess.PIPE
+    run = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    whole = True
     try:
-        summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+        out, errors = run.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        whole = False
+        run.send_signal(signal.SIGINT)
+        try:
+            out, errors = run.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            out, errors = run.communicate()
+    print(out, errors, sep="\n", flush=True)
+    said = [line for line in (errors or out).splitlines() if line.strip()][-3:]
+    told = "" if whole else ", told to end"
+    right = (0,) if whole else (0, 128 + signal.SIGINT)
+    require(run.returncode in right, f"headway train{told} ended with exit code {run.returncode}: {' | '.join(said)}")
+    return whole
+
+
+def verdict(directory: Path, groups: int | None, seconds: float) -> Findings:
+    """What the run's files say. ``groups``: those that a whole run trains; None for one that was told to end.
+
+    Raises `CheckFailed`.
+    """
+    try:
+        summary = summary_of(directory)
     except (OSError, ValueError) as cause:
         raise CheckFailed(f"{directory} has no summary of the run: {cause}") from cause
     trained, updates = summary["groups"]["trained"], summary["param_update"]["count"]
-    require(summary["status"] == "completed", f"the run ended as {summary['status']!r}: {summary['reason']}")
+    ended = "interrupted" if groups is None else "completed"
+    require(summary["status"] == ended, f"the run ended as {summary['status']!r}: {summary['reason']}")
     require(bool(summary["balanced"]), f"the ledger does not balance: {summary['groups']}")
-    require(trained == groups, f"{trained} groups were trained; {groups} were asked for")
+    require(trained == (groups or trained) > 0, f"{trained} groups were trained; {groups or 'some'} were asked for")
     require(summary["skipped_steps"] == 0, f"{summary['skipped_steps']} optimizer steps were not finite")
     require(updates == summary["version"] > 0, f"{updates} updates of the weights for version {summary['version']}")
     require((directory / "model" / "model.safetensors").exists(), f"there is no exported model in {directory}")
-    throughput, accuracy = summary["throughput"], [evaluation["accuracy"] for evaluation in summary["eval"]]
-    line = (
-        f"{trained} groups trained in {summary['optimizer_steps']} steps, {updates} verified updates; "
-        f"{throughput['generated_tokens_per_s']:.0f} tokens/s generated; validation {accuracy[0]:.2f} → "
-        f"{accuracy[-1]:.2f}; {seconds:.0f} s from the command to its end"
-    )
-    return Passed([line], {"seconds": seconds, "throughput": throughput, "accuracy": accuracy})
+    throughput = summary["throughput"]
+    text = f"{trained} groups in {summary['optimizer_steps']} steps, {updates} verified updates, "
+    text += f"{throughput['generated_tokens_per_s']:.0f} tokens/s generated; {seconds:.0f} s from start to end"
+    text += " (told to end)" * (groups is None)
+    yield Finding("run", text, {"seconds": seconds, "trained": trained, "throughput": throughput})
+    rewards = [row["reward/generated_mean"] for row in metrics_of(directory) if "reward/generated_mean" in row]
+    yield Finding("reward", " → ".join(f"{reward:.2f}" for reward in rewards), {"by_version": rewards})
+    accuracy = [evaluation["accuracy"] for evaluation in summary["eval"]]
+    yield Finding("validation", " → ".join(f"{one:.2f}" for one in accuracy), {"accuracy": accuracy})

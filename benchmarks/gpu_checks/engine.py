@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TopPLogitsWarper
 
 from benchmarks.gpu_checks.models import checked_shape, on_device, peaked_model, requests, rows_of
-from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
+from benchmarks.gpu_checks.profiling import profiled
+from benchmarks.gpu_checks.setting import Finding, Findings, Setting, one_rank_group, require
 from benchmarks.train_sides import train_engine
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
@@ -26,6 +27,9 @@ FLOAT32_TOLERANCE = 1e-3
 BFLOAT16_FACTOR = 2.0
 """Limit in bfloat16, where both sides round: so many times what rounding alone makes of the
 trainer's own log-probs, measured on the same tokens against its float32."""
+MIXED = tuple(range(3, 51, 3))
+"""Lengths of prompts, all of which are prefilled in one step."""
+TOP_P = 0.9
 MOST_STEPS = 10_000
 """Limit of an engine that never comes to an end."""
 
@@ -47,14 +51,14 @@ class RunsAgain:
 # ---------------------------------------------------------------------------------------- log-probs
 
 
-def logprobs(setting: Setting) -> Passed:
+def logprobs(setting: Setting) -> Findings:
     """The engine's log-probs of its own samples against the trainer's, in float32 and bfloat16."""
-    lines, figures = [], {}
+    attention = {}
     with one_rank_group(setting):
-        for family in ("qwen3",) if setting.small else ("qwen3", "qwen2"):
-            folder = peaked_model(setting, family)
+        for family, wide in (("qwen3", True), ("qwen2", False)):
+            folder, label = peaked_model(setting, family, wide=wide), f"head size {128 if wide else 64}"
             for dtype in ("float32", "bfloat16"):
-                rows = sampled_rows(setting, folder, dtype)
+                rows, prefill = sampled_rows(setting, folder, dtype)
                 mine = np.concatenate([row.logprobs for row in rows])
                 trainer = trainer_logprobs(setting, folder, dtype, rows)
                 difference = np.abs(mine - trainer)
@@ -64,18 +68,23 @@ def logprobs(setting: Setting) -> Passed:
                     rounding = _rms(trainer - trainer_logprobs(setting, folder, "float32", rows))
                     limit, off = BFLOAT16_FACTOR * rounding, _rms(difference)
                 what = "at most" if dtype == "float32" else "rms"
-                line = f"{family} {dtype}: {off:.2g} nats {what} over {len(mine)} tokens (limit {limit:.2g})"
-                require(off <= limit, f"engine and trainer differ: {line}")
-                lines.append(line)
-                figures[f"{family} {dtype}"] = {"difference": off, "limit": limit, "tokens": len(mine)}
-    return Passed(lines, figures)
+                text = f"{dtype} {off:.2g} nats {what} (limit {limit:.2g})"
+                require(off <= limit, f"engine and trainer differ: {label} {text}, {len(mine)} tokens")
+                yield Finding(label, text, {"dtype": dtype, "difference": off, "limit": limit, "tokens": len(mine)})
+                attention[dtype] = prefill
+    for dtype, prefill in attention.items():
+        yield Finding("attention of a prefill", f"{dtype}, {len(MIXED)} lengths: {prefill}")
 
 
-def sampled_rows(setting: Setting, folder: Path, dtype: str) -> list[CollatedRow]:
-    core = _core(setting, on_device(folder, setting, getattr(torch, dtype)), _recorder(setting))
+def sampled_rows(setting: Setting, folder: Path, dtype: str) -> tuple[list[CollatedRow], str]:
+    """Rows behind prompts of `MIXED` lengths, which are prefilled together, and what computed their attention."""
+    model = on_device(folder, setting, getattr(torch, dtype))
+    core = core_of(setting, model, recorder_of(setting))
     vocabulary, tokens = checked_shape(setting).vocabulary, 24 if setting.small else 64
-    asked = requests([3, 9, 24, 40], vocabulary, n=4, tokens=tokens, temperature=TEMPERATURE)
-    return rows_of(finish(core, asked))
+    asked = requests(MIXED, vocabulary, n=2, tokens=tokens, temperature=TEMPERATURE)
+    rows = rows_of(finish(core, asked))
+    alone = core_of(setting, model)
+    return rows, profiled(setting, lambda: finish(alone, requests(MIXED, vocabulary, tokens=1))).attention
 
 
 def trainer_logprobs(setting: Setting, folder: Path, dtype: str, rows: Sequence[CollatedRow]) -> NDArray[np.float32]:
@@ -88,40 +97,55 @@ def trainer_logprobs(setting: Setting, folder: Path, dtype: str, rows: Sequence[
 # ---------------------------------------------------------------------------------------- tokens
 
 
-def decoding(setting: Setting) -> Passed:
+def decoding(setting: Setting) -> Findings:
     """Compare tokens decoded step by step, from recorded steps, and with contexts that are prefilled again half-way.
 
     Greedy ones are those of ``transformers.generate``, too. In float64: each way sums in another order, and what that
     does to a float32 turns one of some thousand sampled tokens. The log-probs' check has recorded steps in the others.
     """
     model = on_device(peaked_model(setting), setting, torch.float64)
-    vocabulary = checked_shape(setting).vocabulary
+    vocabulary, tokens = checked_shape(setting).vocabulary, 20 if setting.small else 96
     # The longest crosses the first span of recorded steps, so that a second shape is recorded.
-    asked = requests([3, 17, 60, 245], vocabulary, n=3, tokens=20 if setting.small else 96)
-    eager = tokens_of(finish(_core(setting, model), asked))
-    core = _core(setting, model, _recorder(setting))
+    asked = requests([3, 17, 60, 245], vocabulary, n=3, tokens=tokens)
+    eager = tokens_of(finish(core_of(setting, model), asked))
+    core = core_of(setting, model, recorder_of(setting))
     recorded = tokens_of(finish(core, asked))
     graphs = core._runner._graphs
     require(
         graphs is not None and graphs.works and len(graphs) > 0,
         "decoding steps were not recorded: the engine gave CUDA graphs up (its log says why)",
     )
+    assert graphs is not None
     same(eager, recorded, "with CUDA graphs (rollout.enforce_eager=false)", "without")
-    again = tokens_of(finish(_core(setting, model), asked, interrupt_after=7))
-    same(eager, again, "with contexts prefilled again after an interrupt", "decoded in one go")
-    greedy = requests([3, 17, 60], vocabulary, tokens=20 if setting.small else 96, temperature=0.0)
-    mine = tokens_of(finish(_core(setting, model, _recorder(setting)), greedy))
+    yield Finding("CUDA graphs", f"{sum(map(len, eager.values()))} tokens the same, {len(graphs)} shapes recorded")
+    for way, recorder in (("recorded", recorder_of(setting)), ("not recorded", None)):
+        again = tokens_of(finish(core_of(setting, model, recorder), asked, interrupt_after=7))
+        same(eager, again, f"with contexts prefilled again after an interrupt, {way}", "decoded in one go")
+    yield Finding("interrupt", "all contexts prefilled again in mid-decode: the same tokens")
+    mixed = requests(MIXED, vocabulary, tokens=tokens)
+    one_by_one = tokens_of(finish(core_of(setting, model, batched=1), mixed))
+    same(one_by_one, tokens_of(finish(core_of(setting, model), mixed)), "prefilled together", "prefilled one by one")
+    yield Finding("mixed prompts", f"{len(MIXED)} lengths prefilled in one step or each in its own: the same tokens")
+    nucleus = requests([3, 17, 60], vocabulary, n=4, tokens=tokens, temperature=TEMPERATURE, top_p=TOP_P)
+    answers = finish(core_of(setting, model, recorder_of(setting)), nucleus)
+    same(tokens_of(finish(core_of(setting, model), nucleus)), tokens_of(answers), "top-p with CUDA graphs", "without")
+    worst = max(float(np.abs(r.logprobs - of_nucleus(model, r)).max()) for group in answers for r in group)
+    require(worst <= FLOAT32_TOLERANCE, f"top-p: a log-prob is {worst:.2g} nats off transformers' nucleus")
+    yield Finding("top-p", f"{TOP_P:g}: the same tokens, log-probs within {worst:.1g} nats of transformers' nucleus")
+    greedy = requests([3, 17, 60], vocabulary, tokens=tokens, temperature=0.0)
+    mine = tokens_of(finish(core_of(setting, model, recorder_of(setting)), greedy))
     same({(r.number, 0): generated(model, r) for r in greedy}, mine, "greedy", "by transformers.generate")
-    count = sum(map(len, eager.values()))
-    recordings = len(graphs) if graphs is not None else 0
-    return Passed(
-        [
-            f"{count} sampled tokens: the same with and without CUDA graphs ({recordings} shapes recorded), and "
-            "prefilled again half-way",
-            f"{sum(map(len, mine.values()))} greedy tokens: those of transformers.generate",
-        ],
-        {"tokens": count, "recorded_shapes": recordings},
-    )
+    yield Finding("greedy", f"{sum(map(len, mine.values()))} tokens: those of transformers.generate")
+
+
+def of_nucleus(model: PreTrainedModel, row: RowTokens) -> NDArray[np.float64]:
+    """[T] log-probs of an answer's tokens by a plain forward pass and transformers' own filter; -inf outside."""
+    ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.ids]).astype(np.int64))[None].to(model.device)
+    with torch.inference_mode():
+        logits = model(ids).logits[0, len(row.prompt_ids) - 1 : -1] / TEMPERATURE
+        kept = TopPLogitsWarper(TOP_P)(ids, logits).log_softmax(-1)
+    chosen: NDArray[np.float64] = kept.gather(1, ids[0, len(row.prompt_ids) :, None]).squeeze(1).cpu().numpy()
+    return chosen
 
 
 def same(expected: Tokens, found: Tokens, this: str, other: str) -> None:
@@ -174,14 +198,22 @@ def tokens_of(groups: Sequence[GroupTokens]) -> Tokens:
     return {(number, k): r.ids.tolist() for number, group in enumerate(groups) for k, r in enumerate(group)}
 
 
-def _core(setting: Setting, model: PreTrainedModel, recorder: GraphRecorder | None = None) -> EngineCore:
+def core_of(
+    setting: Setting,
+    model: PreTrainedModel,
+    recorder: GraphRecorder | None = None,
+    *,
+    slots: int = 32,
+    batched: int = 512,
+    context: int | None = None,
+) -> EngineCore:
     return EngineCore(
         model,
         name="check",
         seed=0,
-        slots=16,
-        max_context=checked_shape(setting).context,
-        max_batched_tokens=512,
+        slots=slots,
+        max_context=context or checked_shape(setting).context,
+        max_batched_tokens=batched,
         recorder=recorder,
         decode=lambda ids: "",
         clock=lambda: 0.0,
@@ -189,7 +221,7 @@ def _core(setting: Setting, model: PreTrainedModel, recorder: GraphRecorder | No
     )
 
 
-def _recorder(setting: Setting) -> GraphRecorder:
+def recorder_of(setting: Setting) -> GraphRecorder:
     return setting.kind.recorder(torch.device(setting.device, 0)) or RunsAgain()
 
 

@@ -12,15 +12,22 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.gpu_checks.models import checked_shape, peaked_model
-from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
-from benchmarks.gpu_checks.speed import LARGE_GPU_GB, headway_step, measured, model_folder, peak_tflops, shape_of
-from benchmarks.gpu_checks.training import FLOAT32_TOLERANCE, compare, engine_of, random_rows, reference, tolerance
+from benchmarks.gpu_checks.setting import Finding, Findings, Setting, one_rank_group, require
+from benchmarks.gpu_checks.speed import LARGE_GPU_GB, at_most, headway_step, measured, model_folder, shape_of
+from benchmarks.gpu_checks.training import (
+    FLOAT32_TOLERANCE,
+    Reference,
+    compare,
+    engine_of,
+    random_rows,
+    reference,
+    tolerance,
+)
 from benchmarks.shapes import Shape, group_rows, long_tailed, work
 from headway.data.packing import CollatedRow
 from headway.data.types import TrajectoryId
@@ -33,32 +40,37 @@ N = 8
 """Answers to a prompt."""
 
 
-def gradients(setting: Setting) -> Passed:
+def gradients(setting: Setting) -> Findings:
     """One mini-batch's gradient by each layout on the device, against single rows in float64 on the CPU."""
-    folder, rows = peaked_model(setting), grouped(random_rows(setting, 24), checked_shape(setting))
+    folder = peaked_model(setting)
+    rows = grouped(random_rows(setting, 24), checked_shape(setting))
     expected = reference(folder, rows)
-    lines, figures = [], {}
     with one_rank_group(setting):
         for dtype in ("float32", "bfloat16"):
             limit = tolerance(setting, folder, rows, expected, dtype)
-            off = {}
-            for layout in LAYOUTS:
-                engine = engine_of(setting, folder, dtype, packing=layout)
-                if layout != "padded":
-                    require(engine.padded is None, f"{layout} rows are padded: {engine.padded}")
-                off[layout] = compare(engine, rows, expected, f"{layout}, {dtype}", limit)["gradient"]
+            off = {layout: _off(setting, folder, rows, expected, dtype, limit, layout) for layout in LAYOUTS}
             found = ", ".join(f"{layout} {value:.2g}" for layout, value in off.items())
-            lines.append(f"{dtype}: gradients off by {found} of their norm (limit {limit:.2g})")
-            figures[dtype] = off
-        with_windows = windowed(folder)
-        engine = engine_of(setting, with_windows, "float32", packing="shared")
-        require(engine.padded is None, f"rows of a model with windows are padded: {engine.padded}")
+            yield Finding(dtype, f"gradients off by {found} of their norm (limit {limit:.2g})", off)
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # beyond it a kernel computes all scores at once
-        expected = reference(with_windows, rows)
-        windows = compare(engine, rows, expected, "shared, windows", FLOAT32_TOLERANCE)["gradient"]
-        lines.append(f"every second layer with a window of {WINDOW}: gradient off by {windows:.2g} of its norm")
-        figures["windows"] = {"shared": windows}
-    return Passed(lines, figures)
+        for name, other in (("head size 128", peaked_model(setting, wide=True)), ("windows", windowed(folder))):
+            off = _off(setting, other, rows, reference(other, rows), "float32", FLOAT32_TOLERANCE, "shared", name)
+            yield Finding(name, f"float32, shared: gradient off by {off:.2g} of its norm", {"shared": off})
+
+
+def _off(
+    setting: Setting,
+    folder: Path,
+    rows: Sequence[CollatedRow],
+    expected: Reference,
+    dtype: str,
+    limit: float,
+    layout: str,
+    what: str = "",
+) -> float:
+    engine = engine_of(setting, folder, dtype, packing=layout)
+    if layout != "padded":
+        require(engine.padded is None, f"{what or layout} rows are padded: {engine.padded}")
+    return compare(engine, rows, expected, f"{layout}, {what or dtype}", limit)["gradient"]
 
 
 def windowed(folder: Path) -> Path:
@@ -73,7 +85,7 @@ def windowed(folder: Path) -> Path:
     return copy
 
 
-def speed(setting: Setting) -> Passed:
+def speed(setting: Setting) -> Findings:
     """Tokens per second and memory of a training step by layout, and what arithmetic allows."""
     folder, shape = model_folder(setting), shape_of(setting)
     large = (setting.kind.total_memory(setting.device) or 0) > LARGE_GPU_GB * 1e9
@@ -82,18 +94,15 @@ def speed(setting: Setting) -> Passed:
     rows = group_rows([length] * 2, answers, shape.vocabulary)
     tokens = sum(len(row.input_ids) for row in rows)
     flops = {layout: work(layout, rows, budget).flops(shape) for layout in LAYOUTS}
-    figures: dict[str, Any] = {"device": peak_tflops(setting)[1], "tokens": tokens, "micro_batch_tokens": budget}
-    lines = []
+    rates: dict[str, float] = {}
     with one_rank_group(setting):
         for layout in LAYOUTS:
             seconds, memory = measured(setting, headway_step(setting, folder, rows, budget, packing=layout))
-            allowed = flops["padded"] / flops[layout]
-            figures[layout] = {"tokens_per_s": tokens / seconds, "allowed": allowed, "memory_gb": memory}
-            ratio = figures[layout]["tokens_per_s"] / figures["padded"]["tokens_per_s"]
-            said = f"{layout}: {tokens / seconds:,.0f} tokens/s, {ratio:.2f} × padded (arithmetic: {allowed:.2f})"
-            lines.append(said + ("" if memory is None else f", {memory:.1f} GB at most"))
-    lines.append(f"2 prompts of {length} tokens, {N} answers to each, up to as long; {budget} at once")
-    return Passed(lines, figures)
+            rates[layout] = tokens / seconds
+            ratio, allowed = rates[layout] / rates["padded"], flops["padded"] / flops[layout]
+            text = f"{rates[layout]:,.0f} tokens/s, {ratio:.2f} × padded (arithmetic: {allowed:.2f})"
+            figures = {"tokens_per_s": rates[layout], "allowed": allowed, "memory_gb": memory}
+            yield Finding(layout, text + at_most(memory), {**figures, "tokens": tokens, "micro_batch_tokens": budget})
 
 
 def grouped(rows: Sequence[CollatedRow], shape: Shape) -> list[CollatedRow]:

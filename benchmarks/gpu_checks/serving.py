@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import checked_shape, manifest_of, on_device, peaked_model, receive_from, requests
-from benchmarks.gpu_checks.setting import Passed, Setting, require
+from benchmarks.gpu_checks.setting import Finding, Findings, Setting, require
 from benchmarks.rollout_engines import native_engine
 from benchmarks.shapes import Shape
 from headway.agents.episodes.episode_worker import local_episode_worker
@@ -41,12 +41,11 @@ SLOTS = 16
 # ---------------------------------------------------------------------------------------- updates
 
 
-def update(setting: Setting) -> Passed:
+def update(setting: Setting) -> Findings:
     """Weights that arrive while a replica decodes: every token is of one version, and says which."""
     folders = [peaked_model(setting, seed=seed) for seed in (0, 1)]
     models = [on_device(folder, setting) for folder in folders]
     references = [on_device(folder, Setting("cpu", setting.scratch)) for folder in folders]
-    lines = []
     for dual_buffer in (True, False):
         groups, probed = asyncio.run(_updated(setting, folders[0], models[1], dual_buffer))
         worst = max(
@@ -56,7 +55,7 @@ def update(setting: Setting) -> Passed:
             for version in np.unique(r.versions)
             for mine in [r.versions == version]
         )
-        way = "beside decoding" if dual_buffer else "over the served weights"
+        way = "beside decoding" if dual_buffer else "over the weights"
         versions = {int(v) for group in groups for r in group.tokens for v in r.versions}
         require(versions == {0, 1}, f"received {way}: tokens are of versions {sorted(versions)}, expected 0 and 1")
         require(
@@ -67,8 +66,7 @@ def update(setting: Setting) -> Passed:
         off = float(np.abs(probed - asyncio.run(_probe(setting, folders[1]))).max())
         require(off <= TOLERANCE, f"received {way}: the probe is {off:.2g} nats off that of the weights that were sent")
         answers = sum(len(group.tokens) for group in groups)
-        lines.append(f"{way}: {answers} answers in mid-flight, every token within {worst:.1g} nats of its version's")
-    return Passed(lines)
+        yield Finding(way, f"{answers} answers in mid-flight, every token within {worst:.1g} nats of its version's")
 
 
 async def _updated(
@@ -116,12 +114,11 @@ def of_reference(model: PreTrainedModel, group: Group, k: int) -> NDArray[np.flo
 # ---------------------------------------------------------------------------------------- sleep
 
 
-def sleep(setting: Setting) -> Passed:
+def sleep(setting: Setting) -> Findings:
     """What sleep frees by the device's own count, with weights that are kept and that are given up, and waking up."""
-    lines, figures = [], {}
     for keep in (True, False):
         found = asyncio.run(_slept(setting, keep))
-        title = "weights kept in host memory" if keep else "weights given up"
+        title = "weights kept" if keep else "weights given up"
         if not (keep and not setting.on_gpu):  # on a CPU they stay where they are
             share = found["freed"] / found["held"]
             require(
@@ -133,12 +130,8 @@ def sleep(setting: Setting) -> Passed:
             found["off"] <= TOLERANCE,
             f"{title}: after waking up the probe is {found['off']:.2g} nats off that of before (limit {TOLERANCE:g})",
         )
-        lines.append(
-            f"{title}: {found['freed'] / 2**20:.0f} of {found['held'] / 2**20:.0f} MiB free in sleep; awake again, the "
-            f"probe is within {found['off']:.1g} nats"
-        )
-        figures[title] = found
-    return Passed(lines, figures)
+        text = f"{found['freed'] / 2**20:.0f} of {found['held'] / 2**20:.0f} MiB free in sleep"
+        yield Finding(title, f"{text}; awake again, the probe is within {found['off']:.1g} nats", found)
 
 
 async def _slept(setting: Setting, keep: bool) -> dict[str, float]:

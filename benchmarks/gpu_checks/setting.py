@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,11 @@ class Setting:
         return self.device == "cuda"
 
     @property
+    def patience(self) -> float:
+        """Factor of all limits: a CPU may be slow, and others may use it."""
+        return 1.0 if self.on_gpu else 8.0
+
+    @property
     def kind(self) -> DeviceKind:
         from headway.devices import kind_of  # what can be run is known before Headway has to be there
 
@@ -41,13 +46,17 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """What a check found to be right."""
+class Finding:
+    """One finding of a check, a row of the table. A check yields each as soon as it knows it."""
 
-    lines: list[str]
-    """The table's lines: a figure or a sentence each."""
-    figures: dict[str, Any] = field(default_factory=dict)
-    """The JSON file's figures."""
+    name: str
+    """Name of the row, one of the check's `Check.findings`. Texts of one name are put together."""
+    text: str
+    figures: Any = None
+    """Figures for the JSON file."""
+
+
+Findings = Iterator[Finding]
 
 
 class CheckFailed(Exception):

@@ -1,7 +1,7 @@
 """How fast: a random model of Qwen2.5-0.5B's shape, trained and decoded, beside what one would write first.
 
-    training    FsdpEngine, and a plain step: Hugging Face's module under autocast, AdamW
-    decoding    the native engine with and without CUDA graphs, and ``transformers.generate``
+    training    FsdpEngine, also with recomputation and with compiled layers; Hugging Face's module under autocast
+    decoding    the native engine, also with top-p and without CUDA graphs; ``transformers.generate``
 
 One after the other in one process, each with the device for itself. The only thing that can be wrong here is a figure
 that is not finite or an answer that is too short.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION
-from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
+from benchmarks.gpu_checks.setting import Finding, Findings, Setting, one_rank_group, require
 from benchmarks.rollout_engines import Engine, Generate, Native, Request
 from benchmarks.runner import timed
 from benchmarks.shapes import Shape, group_rows, work
@@ -45,6 +45,8 @@ that fits counts."""
 STEPS = 3
 """Training steps that are measured, after one that is not."""
 CONCURRENT = (1, 4, 16, 64, 256)
+GENERATED = (1, 4, 64, 256)
+"""Numbers of sequences for ``transformers.generate``, which takes longest."""
 PROMPT = 128
 TOKENS = 128
 LARGE_GPU_GB = 60
@@ -62,47 +64,56 @@ def model_folder(setting: Setting) -> Path:
     if not (folder / "config.json").exists():
         with torch.device(setting.device):
             shape_of(setting).random("qwen2").to(torch.bfloat16).save_pretrained(folder)
-        _empty(setting)
+        empty(setting)
     return folder
 
 
 # ---------------------------------------------------------------------------------------- training
 
 
-def training_speed(setting: Setting) -> Passed:
+def training_speed(setting: Setting) -> Findings:
     """Tokens per second, MFU and memory of a training step, and of a plain one."""
     folder, shape = model_folder(setting), shape_of(setting)
-    large = (setting.kind.total_memory(setting.device) or 0) > LARGE_GPU_GB * 1e9
-    length, budget = (64, 128) if setting.small else (1024, 8192 if large else 2048)
-    rows = rows_of_length(shape, 8 if setting.small else 16, length)
+    rows, budget = step_rows(setting)
     contenders = {
         "headway": headway_step(setting, folder, rows, budget),
-        "plain": partial(_plain_step, setting, folder, rows, budget),
+        "plain step": partial(_plain_step, setting, folder, rows, budget),
+        "with recomputation": headway_step(setting, folder, rows, budget, enable_gradient_checkpointing=True),
+        "compiled layers": headway_step(setting, folder, rows, budget, compile=True),
     }
-    if setting.on_gpu:
-        contenders["headway, compiled layers"] = headway_step(setting, folder, rows, budget, compile=True)
     peak, name = peak_tflops(setting)
     tokens = sum(len(row.input_ids) for row in rows)
-    figures: dict[str, Any] = {"device": name, "peak_tflops": peak, "tokens": tokens, "micro_batch_tokens": budget}
-    lines = []
+    rates: dict[str, float] = {}
     with one_rank_group(setting):
-        steps = {contender: measured(setting, make) for contender, make in contenders.items()}
-    for contender, (seconds, memory) in steps.items():
-        tflops = work("packed", rows, budget).flops(shape) / seconds / 1e12
-        mfu = None if peak is None else tflops / peak
-        figures[contender] = {"tokens_per_s": tokens / seconds, "tflops": tflops, "mfu": mfu, "memory_gb": memory}
-        said = f"{contender}: {tokens / seconds:,.0f} tokens/s, {tflops:.3g} Tflop/s"
-        said += "" if mfu is None else f", MFU {mfu:.1%}"
-        lines.append(said + ("" if memory is None else f", {memory:.1f} GB at most"))
-    ratio = figures["headway"]["tokens_per_s"] / figures["plain"]["tokens_per_s"]
-    assumed = "no peak is known for it, so no MFU" if peak is None else f"peak assumed: {peak:g} Tflop/s"
-    lines.append(f"headway ÷ plain: {ratio:.2f}; {len(rows)} × {length} tokens, {budget} at once; {name}, {assumed}")
-    return Passed(lines, {**figures, "ratio": ratio})
+        for contender, make in contenders.items():
+            seconds, memory = measured(setting, make)
+            rates[contender] = tokens / seconds
+            tflops = work("packed", rows, budget).flops(shape) / seconds / 1e12
+            mfu = None if peak is None else tflops / peak
+            text = f"{tokens / seconds:,.0f} tokens/s, {tflops:.3g} Tflop/s"
+            text += "" if mfu is None else f", MFU {mfu:.1%} of {peak:g}"
+            text += at_most(memory) + f", {rates[contender] / rates['headway']:.2f} × headway" * (
+                contender != "headway"
+            )
+            sizes = {"device": name, "peak_tflops": peak, "rows": len(rows), "tokens": tokens, "budget": budget}
+            found = {"tokens_per_s": rates[contender], "tflops": tflops, "mfu": mfu, "memory_gb": memory}
+            yield Finding(contender, text, {**sizes, **found})
+
+
+def step_rows(setting: Setting) -> tuple[list[CollatedRow], int]:
+    """Return rows of one length, and the most tokens of a micro-batch."""
+    large = (setting.kind.total_memory(setting.device) or 0) > LARGE_GPU_GB * 1e9
+    length, budget = (64, 128) if setting.small else (1024, 8192 if large else 2048)
+    return rows_of_length(shape_of(setting), 8 if setting.small else 16, length), budget
+
+
+def at_most(memory: float | None) -> str:
+    return "" if memory is None else f", {memory:.1f} GB at most"
 
 
 def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float | None]:
     """Median seconds of a step, and on a GPU the most memory, in GB, that it had. Everything is given back."""
-    _empty(setting)
+    empty(setting)
     setting.kind.reset_peak(setting.device)
     once = make()
     seconds = []
@@ -113,7 +124,7 @@ def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float |
         seconds.append(time.perf_counter() - started)
     peak = setting.kind.peak_memory(setting.device)
     del once
-    _empty(setting)
+    empty(setting)
     return median(seconds[1:]), None if peak is None else peak / 1e9
 
 
@@ -164,56 +175,63 @@ def peak_tflops(setting: Setting) -> tuple[float | None, str]:
 # ---------------------------------------------------------------------------------------- decoding
 
 
-def decoding_speed(setting: Setting) -> Passed:
+def decoding_speed(setting: Setting) -> Findings:
     """Tokens per second at 1 to 256 sequences, prompts included, by each way to decode."""
     counts, tokens = ((1, 4), 16) if setting.small else (CONCURRENT, TOKENS)
-    served = "bfloat16" if setting.on_gpu else "float32"
-    common = (model_folder(setting), max(counts), PROMPT + tokens, setting.device, served)
-    ways: dict[str, Callable[[], Engine]] = {
-        "native": lambda: Native(*common, max_batched_tokens=8192),
-        "generate": lambda: Generate(*common),
+    generated = [count for count in counts if count in GENERATED]
+    ways: dict[str, tuple[Callable[[], Engine], Sequence[int]]] = {
+        "native": (lambda: native(setting, max(counts), PROMPT + tokens), counts),
+        "top-p": (lambda: native(setting, counts[-2], PROMPT + tokens), counts[-2:-1]),
+        "transformers.generate": (lambda: Generate(*served(setting, max(counts), PROMPT + tokens)), generated),
+        "without graphs": (lambda: native(setting, counts[-2], PROMPT + tokens, enforce_eager=True), counts[-2:-1]),
     }
-    if setting.on_gpu:
-        ways["without graphs"] = lambda: Native(*common, max_batched_tokens=8192, enforce_eager=True)
-    rates: dict[str, dict[int, float]] = {}
-    memory: dict[str, float] = {}
-    for way, load in ways.items():
-        _empty(setting)
+    native_rates: dict[int, float] = {}
+    for way, (load, of_way) in ways.items():
+        empty(setting)
         setting.kind.reset_peak(setting.device)
-        rates[way] = _decoded(setting, load(), counts, tokens)
+        for count, rate in _decoded(setting, load(), of_way, tokens, 0.95 if way == "top-p" else 1.0):
+            native_rates.setdefault(count, rate)
+            text = f"{count}: {rate:,.0f} tokens/s" + f" ({rate / native_rates[count]:.2f} × native)" * (
+                way != "native"
+            )
+            figures = {"sequences": count, "tokens_per_s": rate, "prompt": PROMPT, "tokens": tokens}
+            yield Finding(way, text, figures)
         if (peak := setting.kind.peak_memory(setting.device)) is not None:
-            memory[way] = peak / 1e9
-    lines = []
-    for count in counts:
-        others = ", ".join(f"{way} {rates[way][count]:,.0f}" for way in ways if way != "native")
-        native, ratio = rates["native"][count], rates["native"][count] / rates["generate"][count]
-        lines.append(f"{count:>3} sequences: {native:,.0f} tokens/s ({ratio:.1f}× generate); {others}")
-    if memory:
-        lines.append("memory at most: " + ", ".join(f"{way} {gb:.1f} GB" for way, gb in memory.items()))
-    lines.append(f"prompts of {PROMPT} tokens, answers of {tokens}; tokens of answers ÷ all of the time")
-    return Passed(lines, {"tokens_per_s": rates, "memory_gb": memory, "prompt": PROMPT, "tokens": tokens})
+            yield Finding(way, f"{peak / 1e9:.1f} GB at most", {"memory_gb": peak / 1e9})
 
 
-def _decoded(setting: Setting, engine: Engine, counts: Sequence[int], tokens: int) -> dict[int, float]:
-    """Return tokens per second by the number of sequences. ``engine`` is closed at the end."""
-    noise, rates = np.random.default_rng(0), {}
+def served(setting: Setting, slots: int, context: int) -> tuple[Path, int, int, str, str]:
+    """Arguments of an engine that serves the model."""
+    return model_folder(setting), slots, context, setting.device, "bfloat16" if setting.on_gpu else "float32"
+
+
+def native(setting: Setting, slots: int, context: int, **more: Any) -> Native:
+    return Native(*served(setting, slots, context), max_batched_tokens=8192, **more)
+
+
+def _decoded(
+    setting: Setting, engine: Engine, counts: Sequence[int], tokens: int, top_p: float
+) -> Iterator[tuple[int, float]]:
+    """Yield numbers of sequences, and their tokens per second. ``engine`` is closed at the end."""
+    noise = np.random.default_rng(0)
     try:
         for count in counts:
             prompts = noise.integers(1, shape_of(setting).vocabulary, (count, PROMPT)).tolist()
-            asked, lengths = [Request(tuple(ids), tokens) for ids in prompts], list[int]()
+            asked, lengths = [Request(tuple(ids), tokens, top_p) for ids in prompts], list[int]()
 
             def once(asked: Sequence[Request] = asked, lengths: list[int] = lengths) -> None:
                 lengths[:] = engine.run(asked)
                 setting.wait()
 
             once()  # records graphs
-            rates[count] = count * tokens / timed(once)
+            seconds = timed(once)
             require(lengths == [tokens] * count, f"{count} answers have {sum(lengths)} tokens, not {count * tokens}")
+            yield count, count * tokens / seconds
     finally:
         engine.close()
-    return rates
 
 
-def _empty(setting: Setting) -> None:
+def empty(setting: Setting) -> None:
+    """Give memory that nothing holds any more back to the device."""
     gc.collect()
     setting.kind.release_cached()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import checked_shape, peaked_model
-from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, one_rank_group, require
+from benchmarks.gpu_checks.setting import CheckFailed, Finding, Findings, Setting, one_rank_group, require
 from benchmarks.shapes import random_row
 from benchmarks.train_sides import UNLIMITED, distance, train_engine
 from headway.config.sections.learning import OptimConfig
@@ -56,34 +57,35 @@ class Reference:
     after: Weights
 
 
-def training(setting: Setting) -> Passed:
+def training(setting: Setting) -> Findings:
     """One mini-batch's gradient and optimizer step on the device against the CPU."""
-    return in_each_dtype(setting, ("float32", "bfloat16"))
+    yield from against_the_cpu(setting, {"float32": {}, "bfloat16": {}})
+    yield from against_the_cpu(setting, {"with recomputation": {"enable_gradient_checkpointing": True}})
 
 
-def compiled(setting: Setting) -> Passed:
+def compiled(setting: Setting) -> Findings:
     """`training` with layers that are compiled (``model.compile``)."""
-    return in_each_dtype(setting, ("bfloat16",), compiled=True)
+    yield from against_the_cpu(setting, {"bfloat16": {"compile": True}})
 
 
-def in_each_dtype(setting: Setting, dtypes: Sequence[str], *, compiled: bool = False) -> Passed:
+def against_the_cpu(setting: Setting, cases: Mapping[str, Mapping[str, bool]]) -> Findings:
+    """``cases``: settings of the section ``model`` by name, which is the compute dtype or is in float32."""
     folder, rows = peaked_model(setting), random_rows(setting)
     expected = reference(folder, rows)
-    lines, figures = [], {}
     with one_rank_group(setting):
-        for dtype in dtypes:
+        for name, model in cases.items():
+            dtype = name if name == "bfloat16" else "float32"
             limit = tolerance(setting, folder, rows, expected, dtype)
-            found = compare(engine_of(setting, folder, dtype, compiled=compiled), rows, expected, dtype, limit)
-            lines.append(
-                f"{dtype}: gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by "
-                f"{found['loss']:.2g}"
-                + (f", AdamW's step by {found['step']:.2g} (limit {STEP_TOLERANCE:g})" if "step" in found else "")
+            found = compare(engine_of(setting, folder, dtype, **model), rows, expected, dtype, limit)
+            yield Finding(
+                name,
+                f"gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by {found['loss']:.2g}"
+                + (f", AdamW's step by {found['step']:.2g} (limit {STEP_TOLERANCE:g})" if "step" in found else ""),
+                found,
             )
-            figures[dtype] = found
-    return Passed(lines, figures)
 
 
-def fsdp(setting: Setting) -> Passed:
+def fsdp(setting: Setting) -> Findings:
     """Gradient and step of one mini-batch on all GPUs, a rank each; gathered weights; a checkpoint there and back."""
     world = setting.ranks or setting.kind.count()
     folder, rows = peaked_model(setting), random_rows(setting)
@@ -94,14 +96,9 @@ def fsdp(setting: Setting) -> Passed:
             found = on_each_rank(setting, folder, rows, expected)
     else:
         found = _in_processes(setting, folder, rows, world)
-    backend = "NCCL" if setting.on_gpu else "Gloo"
-    return Passed(
-        [
-            f"{world} rank{'s' * (world > 1)}, {backend}: "
-            + "; ".join(f"{what}: {said}" for what, said in found.items())
-        ],
-        {"ranks": world, **found},
-    )
+    title = f"{world} rank{'s' * (world > 1)}, {'NCCL' if setting.on_gpu else 'Gloo'}"
+    said = "; ".join(f"{what}: {said}" for what, said in found.items())
+    yield Finding("ranks", f"{title}: {said}", {"ranks": world, **found})
 
 
 # ---------------------------------------------------------------------------------------- what is compared
@@ -204,17 +201,16 @@ def engine_of(
     dtype: str,
     *,
     offload: bool = False,
-    packing: str = "shared",
-    compiled: bool = False,
+    **model: Any,
 ) -> FsdpEngine:
+    """Return the checked engine. ``model``: settings of that section."""
     actor = {
         "ppo_max_token_len_per_gpu": MICRO_BATCH_TOKENS,
         "grad_clip": UNLIMITED,
         "optim": {"lr": LR, "weight_decay": 0.0},
         "fsdp_config": {"param_offload": offload},
     }
-    model = {"dtype": dtype, "packing": packing, "compile": compiled}
-    return train_engine(folder, setting.device, actor=actor, model=model)
+    return train_engine(folder, setting.device, actor=actor, model={"dtype": dtype, **model})
 
 
 def random_rows(setting: Setting, count: int = 12) -> list[CollatedRow]:

@@ -24,9 +24,10 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import manifest_of, on_device, peaked_model, windows
-from benchmarks.gpu_checks.setting import Passed, Setting, Skipped, require
+from benchmarks.gpu_checks.setting import Finding, Findings, Setting, Skipped, require
 from benchmarks.runner import timed
 from headway.config.transport_facts import TRANSPORTS
+from headway.data.interfaces.weights import ReceiveReport
 from headway.devices import kind_of
 from headway.engines.weights.incoming_version import BackBuffer, InPlace
 from headway.engines.weights.outgoing_version import Staged, Stream
@@ -66,8 +67,9 @@ class Ends:
     receiver: WeightReceiver
     streamed: bool
     pool: ThreadPoolExecutor
+    limit_s: float
 
-    def carry(self, version: int, weights: OutgoingWeights, into: BackBuffer | InPlace) -> None:
+    def carry(self, version: int, weights: OutgoingWeights, into: BackBuffer | InPlace) -> ReceiveReport:
         """Returns when ``into`` has ``version``, complete and checked."""
 
         def receive(stored: StoredVersion | None, incoming: IncomingWeights) -> None:
@@ -77,31 +79,25 @@ class Ends:
         if self.streamed:
             filling = self.pool.submit(into.fill, version, partial(receive, None))
             self.sender.send(version, weights)
-            filling.result(TIMEOUT_S)
-        else:
-            into.fill(version, partial(receive, self.sender.send(version, weights)))
+            return filling.result(self.limit_s)
+        return into.fill(version, partial(receive, self.sender.send(version, weights)))
 
 
-def transports(setting: Setting) -> Passed:
+def transports(setting: Setting) -> Findings:
     """Each transport in each way that it can be used, onto the device that serves."""
     folders = [peaked_model(setting, seed=seed) for seed in range(3)]
     sources = [on_device(folder, setting, torch.bfloat16) for folder in folders]
     served = on_device(folders[0], setting, torch.bfloat16)
     manifest = manifest_of(served)
-    lines, figures = [], {}
     for name, facts in TRANSPORTS.items():
-        with _meeting(name, setting, manifest) as ends:
+        with meeting(name, setting, manifest) as ends:
             started = time.perf_counter()
             carried = carry_all(setting, ends, sources, served, manifest, delta=facts.carries_delta, name=name)
-            figures[name] = {"versions": carried, "seconds": time.perf_counter() - started}
-            lines.append(f"{name}: {carried} versions, bit by bit")
-    if setting.on_gpu:
-        lines.append("back buffers and copies are page-locked")
+            figures = {"name": name, "versions": carried, "seconds": time.perf_counter() - started}
+            yield Finding("transports", f"{name}: {carried} versions, bit by bit", figures)
     group_of_one(setting)
-    lines.append(
-        f"a process group of its own over {'NCCL' if setting.on_gpu else 'Gloo'}, one rank: formed, used, left"
-    )
-    return Passed(lines, figures)
+    backend = "NCCL" if setting.on_gpu else "Gloo"
+    yield Finding("process group", f"of its own over {backend}, one rank: formed, used, left")
 
 
 def carry_all(
@@ -134,10 +130,10 @@ def carry_all(
         ends.carry(version, weights, InPlace(manifest, target, window=BUCKET, pinned=pinned))
 
     def streamed(model: PreTrainedModel, version: int) -> OutgoingWeights:
-        return Stream(manifest, windows(model, manifest, BUCKET))
+        return Stream(manifest, windows(dict(model.named_parameters()), manifest, BUCKET))
 
     def copied(model: PreTrainedModel, version: int) -> OutgoingWeights:
-        copy.gather(version, windows(model, manifest, BUCKET))
+        copy.gather(version, windows(dict(model.named_parameters()), manifest, BUCKET))
         return copy.outgoing(version, to=version - 1 if delta else None)
 
     ways = [(streamed, through_back_buffer), (streamed, in_place), (copied, through_back_buffer)]
@@ -174,10 +170,10 @@ def group_of_one(setting: Setting) -> None:
 
 
 @contextmanager
-def _meeting(name: str, setting: Setting, manifest: Manifest) -> Iterator[Ends]:
+def meeting(name: str, setting: Setting, manifest: Manifest, limit_s: float = TIMEOUT_S) -> Iterator[Ends]:
     directory = setting.scratch / f"transport-{name}"
     directory.mkdir(exist_ok=True)
-    store, port = open_store(HOST, TIMEOUT_S)
+    store, port = open_store(HOST, limit_s)
     objects: dict[int, Any] = {}
 
     def put(value: Any) -> int:
@@ -185,13 +181,11 @@ def _meeting(name: str, setting: Setting, manifest: Manifest) -> Iterator[Ends]:
         return len(objects) - 1
 
     here = EndContext(HOST, put, lambda handles: [objects[handle] for handle in handles])
-    link = make_link(
-        name, TransportAddress(manifest, (RECEIVER,), TIMEOUT_S, address=(HOST, port), directory=directory)
-    )
+    link = make_link(name, TransportAddress(manifest, (RECEIVER,), limit_s, address=(HOST, port), directory=directory))
     with ThreadPoolExecutor(2) as pool:
         opening = pool.submit(open_receiver, link, RECEIVER, here)
         sender = open_sender(link, here)
-        ends = Ends(sender, opening.result(TIMEOUT_S), TRANSPORTS[name].streamed, pool)
+        ends = Ends(sender, opening.result(limit_s), TRANSPORTS[name].streamed, pool, limit_s)
         try:
             yield ends
         finally:
@@ -203,7 +197,7 @@ def _meeting(name: str, setting: Setting, manifest: Manifest) -> Iterator[Ends]:
 # ---------------------------------------------------------------------------------------- between two devices
 
 
-def broadcast(setting: Setting) -> Passed:
+def broadcast(setting: Setting) -> Findings:
     """``broadcast`` between two processes: over NCCL from one GPU to another; on a CPU over Gloo."""
     if setting.on_gpu and (count := setting.kind.count()) < 2:
         raise Skipped(f"NCCL has a GPU for each process, and there is {count} here; two are needed")
@@ -228,7 +222,8 @@ def broadcast(setting: Setting) -> Passed:
     del store
     require(received == "the same bits", f"the other process received {received}")
     rate = nbytes / seconds[-1] / 1e9
-    return Passed([f"2 processes, {nbytes / 2**20:.0f} MiB: {rate:.2f} GB/s"], {"gb_per_s": rate, "nbytes": nbytes})
+    text = f"2 processes, {nbytes / 2**20:.0f} MiB: {rate:.2f} GB/s"
+    yield Finding("rate", text, {"gb_per_s": rate, "nbytes": nbytes})
 
 
 def payload(version: int, nbytes: int, device: str) -> torch.Tensor:

@@ -8,11 +8,12 @@ import re
 import select
 import subprocess
 import sys
+import textwrap
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ import torch
 from benchmarks import gpu, table
 from benchmarks.gpu_checks import __main__ as one_check
 from benchmarks.gpu_checks import engine
-from benchmarks.gpu_checks.process import CHECKS, ROOT, answer_of, command
-from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, Skipped
+from benchmarks.gpu_checks.process import ALONE, CHECKS, ROOT, WARM_UP, Lane
+from benchmarks.gpu_checks.setting import CheckFailed, Finding, Findings, Setting, Skipped
 
-GOOD = {"outcome": "passed", "lines": ["all is well"], "figures": {"a": 1}, "seconds": 0.1}
+FOUND = {"finding": {"name": "interrupt", "text": "all is well", "figures": {"a": 1}}}
+GOOD = {"outcome": "passed", "reason": "", "seconds": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -33,57 +35,68 @@ def into_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(table, "OUT", tmp_path / "bench")
 
 
-def answered(tmp_path: Path, code: str, limit_s: float = 20.0) -> dict[str, Any]:
-    """What becomes of a check whose process runs ``code``, with its answer's path in ``answer``."""
-    answer = tmp_path / "answer.json"
-    start = f"import os, pathlib, signal, subprocess, sys, time\nanswer = pathlib.Path({str(answer)!r})\n"
-    return answer_of([sys.executable, "-c", start + code], answer, tmp_path / "log", limit_s)
+def lane_of(tmp_path: Path, code: str) -> Lane:
+    """A lane whose process runs ``code`` for each check; ``say`` writes a message."""
+    lane = Lane(Setting("cpu", tmp_path, small=True), tmp_path / "log")
+    start = (
+        "import json, os, pathlib, signal, subprocess, sys, time\nsay = lambda m: print(json.dumps(m), flush=True)\n"
+    )
+    lane.command = [sys.executable, "-c", f"{start}for name in sys.stdin:\n" + textwrap.indent(code, "    ")]
+    return lane
 
 
-# ---------------------------------------------------------------------------------------- one check's process
+# ---------------------------------------------------------------------------------------- one lane's process
 
 
-def test_what_a_check_answers_is_its_answer(tmp_path: Path) -> None:
-    """Starts a process for a check, which imports torch."""
-    assert answered(tmp_path, f"answer.write_text({json.dumps(GOOD)!r})") == GOOD
+def test_what_a_check_finds_is_heard_at_once_and_its_process_makes_the_next(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+    lane = lane_of(tmp_path, f"say({FOUND}); say({{**{GOOD}, 'reason': str(os.getpid())}})")
+    one, two = (lane.make(name, 20.0, heard.append) for name in ("decoding", "logprobs"))
+    lane.stop()
+    assert heard == [FOUND, FOUND]
+    assert one["outcome"] == two["outcome"] == "passed"
+    assert one["reason"] == two["reason"], "another process"
 
 
 @pytest.mark.parametrize(
     ("code", "said"),
     [
         (
-            "print('reading'); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGSEGV)",
+            "print('reading', file=sys.stderr, flush=True); os.kill(os.getpid(), signal.SIGSEGV)",
             "was ended by SIGSEGV; .* reading",
         ),
         ("sys.exit(3)", "ended with exit code 3; the last that it printed: nothing"),
-        ("pass", "ended without an answer"),
-        (f"answer.write_text({json.dumps(GOOD)!r}); os.abort()", "was ended by SIGABRT"),
+        ("break", "ended with exit code 0; "),
     ],
-    ids=["segmentation fault", "exit code", "no answer", "dies after it answered"],
+    ids=["segmentation fault", "exit code", "no answer"],
 )
-def test_a_check_whose_process_ends_otherwise_has_failed_and_it_is_said_how(
+def test_what_was_found_before_its_process_ended_is_kept_and_it_is_said_how(
     tmp_path: Path, code: str, said: str
 ) -> None:
-    found = answered(tmp_path, code)
-    assert found["outcome"] == "failed"
+    heard: list[dict[str, Any]] = []
+    lane = lane_of(tmp_path, f"say({FOUND})\n{code}")
+    found = lane.make("decoding", 20.0, heard.append)
+    assert (heard, found["outcome"]) == ([FOUND], "failed")
     with pytest.raises(AssertionError, match=said):
-        raise AssertionError(found["lines"][0])
+        raise AssertionError(found["reason"])
+    assert lane.make("logprobs", 20.0, heard.append)["outcome"] == "failed", "the next check has a process again"
 
 
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    """Takes 4 s: the check's limit, within which two processes have to have started."""
     child = tmp_path / "child"
     code = f"""
-print("waiting"); sys.stdout.flush()
+print("waiting", file=sys.stderr, flush=True)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path({str(child)!r}).write_text(str(child.pid))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+say({FOUND})
 time.sleep(600)
 """
-    started = time.monotonic()
-    found = answered(tmp_path, code, limit_s=4.0)
-    assert time.monotonic() - started < 60
-    assert (found["outcome"], found["seconds"] > 1) == ("failed", True)
-    assert found["lines"] == ["it was not over after 4 s; the last that it printed: waiting"]
+    heard: list[dict[str, Any]] = []
+    found = lane_of(tmp_path, code).make("decoding", 4.0, heard.append)
+    assert (found["outcome"], heard) == ("failed", [FOUND])
+    assert found["reason"] == "it was not over after 4 s; the last that it printed: waiting"
     with suppress(ProcessLookupError):  # gone already, or about to be
         ends = select.poll()
         ends.register(pidfd := os.pidfd_open(int(child.read_text())))
@@ -92,9 +105,9 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("raised", "outcome", "line"),
+    ("raised", "outcome", "reason"),
     [
-        (None, "passed", "fine"),
+        (None, "passed", ""),
         (CheckFailed("off by 2"), "failed", "off by 2"),
         (Skipped("one GPU"), "skipped", "one GPU"),
         (TypeError("an argument\nis missing"), "failed", "TypeError: an argument is missing"),
@@ -102,90 +115,161 @@ time.sleep(600)
     ids=["passes", "fails", "is skipped", "raises"],
 )
 def test_whatever_a_check_raises_there_is_an_answer(
-    raised: Exception | None, outcome: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raised: Exception | None, outcome: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(setting: Setting) -> Passed:
-        assert setting == Setting("cpu", tmp_path, small=True)
+    def check(setting: Setting) -> Findings:
+        for name in CHECKS["decoding"].findings:
+            yield Finding(name, "fine")
         if raised is not None:
             raise raised
-        return Passed(["fine"])
 
     monkeypatch.setattr(engine, "decoding", check)
-    answer = tmp_path / "answer.json"
-    _, _, _, name, setting, path = command("decoding", Setting("cpu", tmp_path, small=True), answer)
-    one_check.main(name, setting, path)
-    said = json.loads(answer.read_text())
-    assert (said["outcome"], said["lines"]) == (outcome, [line])
+    found: list[Finding] = []
+    said = one_check.outcome("decoding", Setting("cpu", tmp_path, small=True), found.append)
+    assert said == {"outcome": outcome, "reason": reason}
+    assert [one.name for one in found] == list(CHECKS["decoding"].findings)
+
+
+def test_a_check_that_leaves_a_finding_out_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "decoding", lambda setting: iter([Finding("greedy", "fine")]))
+    said = one_check.outcome("decoding", Setting("cpu", tmp_path), lambda finding: None)
+    assert said["reason"] == "it found nothing for CUDA graphs, interrupt, mixed prompts, top-p"
+
+
+def test_attention_takes_cudnns_kernels_last_in_every_lane(tmp_path: Path) -> None:
+    """Compiled for each new length, they took most of the time of a loop over ``transformers.generate``."""
+    lane = lane_of(tmp_path, f"say({{**{GOOD}, 'reason': os.environ['TORCH_CUDNN_SDPA_DEPRIORITIZED']}})")
+    assert lane.make("decoding", 20.0, lambda message: None)["reason"] == "1"
+    lane.stop()
 
 
 # ---------------------------------------------------------------------------------------- all of them
 
 
-def made(monkeypatch: pytest.MonkeyPatch, outcomes: Sequence[str], took_s: float = 0.0) -> list[float]:
+def made(monkeypatch: pytest.MonkeyPatch, outcomes: Mapping[str, str], took_s: float = 0.0) -> list[float]:
     """Let checks end as ``outcomes`` say, each after ``took_s``; the limits that they were given are returned."""
-    now, limits, left = [0.0], list[float](), iter(outcomes)
+    now, limits = [0.0], list[float]()
 
-    def answer(command: object, answer: object, log: object, limit_s: float) -> dict[str, Any]:
+    def make(self: Lane, name: str, limit_s: float, hear: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         limits.append(limit_s)
         now[0] += took_s
-        return {"outcome": next(left), "lines": ["said"], "figures": {}, "seconds": took_s}
+        hear({"machine": {"device": "a device", "torch": "torch 2.11"}})
+        hear({"finding": {"name": CHECKS[name].findings[0], "text": f"{name} is fine", "figures": {"lines": ["90%"]}}})
+        return {"outcome": outcomes.get(name, "passed"), "reason": "", "seconds": took_s}
 
-    monkeypatch.setattr(gpu, "answer_of", answer)
+    monkeypatch.setattr(Lane, "make", make)
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
     return limits
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "code"),
-    [(["passed", "passed"], 0), (["failed", "passed"], 1), (["skipped", "passed"], 0)],
-    ids=lambda value: "+".join(value) if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("outcome", "code"), [("passed", 0), ("failed", 1), ("skipped", 0)], ids=str)
 def test_a_failure_stops_nothing_and_is_the_exit_code(
-    outcomes: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    outcome: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made(monkeypatch, outcomes)
+    made(monkeypatch, {"decoding": outcome})
     assert gpu.main(["--device", "cpu", "--only", "sleep,decoding"]) == code
     shown = capsys.readouterr().out
     written = json.loads((table.OUT / "gpu-cpu-form.json").read_text())
-    assert [one["outcome"] for one in written["checks"]] == outcomes
-    assert [one["name"] for one in written["checks"]] == ["decoding", "sleep"], "in the order of the table"
-    assert all(CHECKS[one["name"]].title in shown for one in written["checks"])
-    assert all(outcome in shown for outcome in outcomes)
+    assert [(name, one["outcome"]) for name, one in written["checks"].items()] == [
+        ("decoding", outcome),
+        ("sleep", "passed"),
+    ]
+    assert "| check | finding | a device, torch 2.11 |" in shown
+    assert "decoding, CUDA graphs:\n    90%" in shown
+    assert "| `sleep` | weights kept | sleep is fine |" in shown
+    assert "| `sleep` | weights given up | passed |" in shown
+    assert f"| `decoding` | greedy | {outcome} |" in shown
+    assert gpu.main(["--table", str(table.OUT / "gpu-cpu-form.json")]) == 0
+    assert capsys.readouterr().out.strip() in shown
+
+
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    for name in ("none.json", "other.json"):
+        with pytest.raises(SystemExit):
+            gpu.main(["--table", str(tmp_path / name)])
+        assert f"{name} is no gpu.json" in capsys.readouterr().err
 
 
 def test_all_checks_share_the_time_and_what_is_left_out_for_want_of_it_is_no_success(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    limits = made(monkeypatch, ["passed"] * len(CHECKS), took_s=50.0)
-    answers = gpu.run(list(CHECKS), Setting("cpu", tmp_path), 102.0)
-    assert limits == [90, 52], "its own, or what is left"
-    assert [one["outcome"] for one in answers] == ["passed"] * 2 + ["not run"] * (len(CHECKS) - 2)
-    assert "102 s" in answers[-1]["lines"][0]
-    assert gpu.report(answers, Setting("cpu", tmp_path)) == 1
+    limits = made(monkeypatch, {}, took_s=200.0)
+    report = gpu.run(["decoding", "sleep", "steps"], Setting("cpu", tmp_path), 402.0)
+    factor = Setting("cpu", tmp_path).patience
+    assert limits == [402, min(CHECKS["sleep"].limit_s * factor, 202)], "its own, or what is left"
+    assert [one["outcome"] for one in report.content["checks"].values()] == ["passed", "passed", "not run"]
+    assert "402 s" in report.content["checks"]["steps"]["reason"]
+    assert report.content["counts"] == {"passed": 2, "failed": 0, "skipped": 0, "not run": 1}
 
 
-def test_checks_that_measure_nothing_are_made_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    together = [name for name in CHECKS if not CHECKS[name].alone][: gpu.TOGETHER]
-    all_there = threading.Barrier(len(together), timeout=20)
+def test_lanes_are_made_side_by_side_on_a_gpu_and_those_that_measure_when_they_have_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = {check.lane: name for name, check in reversed(CHECKS.items()) if check.lane != ALONE}
+    names, all_there, order = [*first.values(), "sleep", "steps"], threading.Barrier(len(first), timeout=20), []
 
-    def answer(*_: object) -> dict[str, Any]:
-        all_there.wait()
+    def make(self: Lane, name: str, *_: object) -> dict[str, Any]:
+        if name in first.values():
+            all_there.wait()
+        order.append(name)
         return GOOD
 
-    monkeypatch.setattr(gpu, "answer_of", answer)
-    answers = gpu.run(together, Setting("cuda", tmp_path), 60.0)
-    assert [one["name"] for one in answers if one["outcome"] == "passed"] == together
+    monkeypatch.setattr(Lane, "make", make)
+    report = gpu.run(names, Setting("cuda", tmp_path), 60.0)
+    assert order[-2:] == ["sleep", "steps"]
+    assert all(one["outcome"] == "passed" for one in report.content["checks"].values())
 
 
-def test_the_limits_leave_room_for_a_hang_of_any_check_but_the_last_two() -> None:
-    assert all(check.limit_s <= gpu.MINUTES * 60 / 3 for check in CHECKS.values())
+def test_what_needs_compiled_kernels_begins_when_they_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    order, free_ones = list[str](), threading.Event()
+
+    def make(self: Lane, name: str, *_: object) -> dict[str, Any]:
+        if name == WARM_UP:  # until all have been made that can be made meanwhile
+            free_ones.wait(20)
+        order.append(name)
+        if name == "update":
+            free_ones.set()
+        return GOOD
+
+    monkeypatch.setattr(Lane, "make", make)
+    gpu.run(["kernels", "broadcast", "update", "compiled"], Setting("cuda", tmp_path), 60.0)
+    assert order == ["broadcast", "update", "kernels", "compiled"]
+
+
+def ends_at_worst() -> dict[str, float]:
+    """Seconds after which each check has ended if all take as long as they may."""
+    ends: dict[str, float] = {}
+    of_lane: dict[str, float] = {}
+    for name, check in CHECKS.items():
+        start = of_lane.get(check.lane, max(of_lane.values(), default=0.0) if check.lane == ALONE else 0.0)
+        start = max(start, ends[WARM_UP]) if check.compiled else start
+        ends[name] = of_lane[check.lane] = start + check.limit_s
+    return ends
+
+
+def test_all_limits_together_are_less_than_the_whole_time() -> None:
+    assert max(ends_at_worst().values()) <= gpu.MINUTES * 60 - 10
+
+
+def test_there_is_an_answer_in_every_minute_even_if_all_checks_hang() -> None:
+    ends = [0.0, *sorted(ends_at_worst().values())]
+    assert max(after - before for before, after in pairwise(ends)) <= 60
+
+
+def test_the_table_of_the_documentation_has_the_rows_of_the_checks() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    there = re.findall(r"^\| (`\w+`) \| ([^|]+) \|", page.partition("## On a GPU")[2], re.MULTILINE)
+    assert there == [(f"`{name}`", label) for name, check in CHECKS.items() for label in check.findings]
 
 
 def test_without_a_gpu_nothing_is_run_or_written_and_the_exit_code_is_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    limits = made(monkeypatch, [])
+    limits = made(monkeypatch, {})
     assert gpu.main([]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -222,15 +306,12 @@ def test_the_command_itself_imports_nothing_of_headway_before_it_knows_that_it_c
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_every_check_passes_in_its_cpu_form_from_the_command_line(tmp_path: Path) -> None:
-    """Over 5 s: fourteen processes that import torch, one of which is a whole run of the demo."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--small"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Minutes: all checks, among them a run of the demo and layers that are compiled."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--small", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(CHECKS)} passed" in done.stdout
+    written = json.loads((tmp_path / "gpu-cpu-form.json").read_text())
+    assert all(text for row in gpu.rows(written) for text in row.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu_checks import demo, engine, packing, serving, speed, training, transports
+from benchmarks.gpu_checks import demo, engine, packing, serving, speed, steps, training, transports, updating
 from benchmarks.gpu_checks.models import HALF_BILLION
-from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting
+from benchmarks.gpu_checks.process import CHECKS
+from benchmarks.gpu_checks.setting import CheckFailed, Findings, Setting
 from benchmarks.shapes import work
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.training import StepReport
@@ -22,6 +24,7 @@ from headway.data.packing import Segments
 from headway.devices import Compute
 from headway.engines.rollout.native import model_runner
 from headway.engines.rollout.native.kv_cache import SlotCache
+from headway.engines.rollout.native.model_runner import ModelRunner
 from headway.engines.rollout.native.native_core import EngineCore
 from headway.engines.train.fsdp import engine as fsdp_engine
 from headway.engines.train.fsdp import learner, sharded_module
@@ -30,6 +33,7 @@ from headway.engines.weights.buckets import Tensors
 from headway.engines.weights.served_weights import WeightMemory
 from headway.models.attention.packed_layout import PackedLayout
 
+Made = Callable[[Setting], Findings]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -52,23 +56,26 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
         transports.transports,
         serving.update,
         serving.sleep,
-        speed.training_speed,
         packing.speed,
         speed.decoding_speed,
+        steps.steps,
+        updating.updating_speed,
     ],
     ids=lambda check: check.__name__,
 )
-def test_a_check_passes_in_its_cpu_form_and_says_what_it_found(
-    check: Callable[[Setting], Passed], setting: Setting
-) -> None:
+def test_a_check_passes_in_its_cpu_form_and_says_what_it_found(check: Made, setting: Setting) -> None:
     """Some checks train or decode a small model for seconds."""
-    passed = check(setting)
-    assert passed.lines
-    assert json.loads(json.dumps(passed.figures)) is not None
+    found = list(check(setting))
+    function = f"{check.__module__.rpartition('.')[2]}:{check.__name__}"
+    (listed,) = (one for one in CHECKS.values() if one.function == function)
+    assert {one.name for one in found} == set(listed.findings)
+    assert all(one.text for one in found)
+    json.dumps([one.figures for one in found])
 
 
 def test_every_transport_is_checked(setting: Setting) -> None:
-    assert set(transports.transports(setting).figures) == set(TRANSPORTS)
+    figures = [one.figures for one in transports.transports(setting) if one.name == "transports"]
+    assert {one["name"] for one in figures} == set(TRANSPORTS)
 
 
 # ---------------------------------------------------------------------------------------- planted defects
@@ -127,6 +134,21 @@ def greedy_takes_the_least_likely(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         model_runner, "sample", lambda logits, how, u: right(-logits if how.greedy is not None else logits, how, u)
     )
+
+
+def filters_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    right = model_runner.sample
+    patch.setattr(model_runner, "sample", lambda logits, how, u: right(logits, replace(how, top_p=None), u))
+
+
+def contexts_of_one_step_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
+    right = ModelRunner.step
+
+    def wrong(self: ModelRunner, tokens: Any, lengths: Any, contexts: Any, *more: Any) -> Any:
+        logits, prefilled = right(self, tokens, lengths, contexts, *more)
+        return logits, prefilled[::-1] if len(contexts) == len(engine.MIXED) else prefilled
+
+    patch.setattr(ModelRunner, "step", wrong)
 
 
 def predictors_are_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -221,12 +243,14 @@ def answers_are_cut_short(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("check", "plant", "said"),
     [
-        (engine.logprobs, trainer_forgets_the_temperature, "engine and trainer differ: qwen3 float32"),
-        (engine.logprobs, engine_serves_other_weights_in_bfloat16, "engine and trainer differ: qwen3 bfloat16"),
+        (engine.logprobs, trainer_forgets_the_temperature, "engine and trainer differ: head size 128 float32"),
+        (engine.logprobs, engine_serves_other_weights_in_bfloat16, "engine and trainer differ: head size 128 bfloat16"),
         (engine.decoding, graphs_are_not_replayed, "gave CUDA graphs up"),
         (engine.decoding, graphs_are_right_once, "with CUDA graphs .*, .* without"),
         (engine.decoding, contexts_that_come_back_are_damaged, "prefilled again after an interrupt"),
         (engine.decoding, greedy_takes_the_least_likely, "greedy, .* by transformers.generate"),
+        (engine.decoding, filters_are_forgotten, "top-p: a log-prob is"),
+        (engine.decoding, contexts_of_one_step_are_mixed_up, "prefilled together, .* one by one|differs from token"),
         (training.training, predictors_are_off_by_one, "float32: the gradient is off by"),
         (training.training, steps_are_twice_as_long, "AdamW's step is off by 1 of its norm"),
         (packing.gradients, answers_see_each_other, "packed, float32: the gradient is off by"),
@@ -234,6 +258,7 @@ def answers_are_cut_short(patch: pytest.MonkeyPatch) -> None:
         (training.fsdp, gathering_leaves_bytes_out, "gathered from the ranks are not those of the model's folder"),
         (training.fsdp, checkpoints_are_not_read, "brought other weights back"),
         (transports.transports, the_last_value_is_not_written, "version 1 .* came with other bits"),
+        (updating.updating_speed, the_last_value_is_not_written, "0.5 B, beside decoding: .* have other bits"),
         (serving.update, new_weights_are_not_loaded, "off that of its version's weights|cannot"),
         (serving.update, tokens_keep_the_old_version, "tokens are of versions"),
         (serving.sleep, sleep_keeps_the_cache, r"sleep freed \d+ MiB of"),
@@ -245,11 +270,11 @@ def answers_are_cut_short(patch: pytest.MonkeyPatch) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_check_finds_what_is_planted_and_names_it(
-    check: Callable[[Setting], Passed], plant: Plant, said: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    check: Made, plant: Plant, said: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
     with pytest.raises(CheckFailed, match=said):
-        check(setting)
+        list(check(setting))
 
 
 # ---------------------------------------------------------------------------------------- the demo's verdict
@@ -273,12 +298,22 @@ def finished_run(directory: Path, **changes: Any) -> Path:
     (directory / "model").mkdir(parents=True)
     (directory / "model" / "model.safetensors").touch()
     (directory / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
+    rows = [{"version": 0}, {"reward/generated_mean": 0.1}, {"reward/generated_mean": 0.2}]
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return directory
 
 
 def test_a_run_that_did_what_was_asked_for_passes(tmp_path: Path) -> None:
-    passed = demo.verdict(finished_run(tmp_path / "run"), 16, seconds=1.0)
-    assert "validation 0.25 → 0.50" in passed.lines[0]
+    found = list(demo.verdict(finished_run(tmp_path / "run"), 16, seconds=1.0))
+    assert [one.name for one in found] == list(CHECKS["demo"].findings)
+    assert [one.text for one in found[1:]] == ["0.10 → 0.20", "0.25 → 0.50"]
+
+
+def test_a_run_that_was_told_to_end_passes_with_what_it_did(tmp_path: Path) -> None:
+    told = finished_run(tmp_path / "run", status="interrupted", groups={"trained": 3})
+    assert "3 groups" in next(demo.verdict(told, None, seconds=1.0)).text
+    with pytest.raises(CheckFailed, match="'interrupted'"):
+        list(demo.verdict(told, 16, seconds=1.0))
 
 
 @pytest.mark.parametrize(
@@ -293,16 +328,16 @@ def test_a_run_that_did_what_was_asked_for_passes(tmp_path: Path) -> None:
 )
 def test_a_run_that_did_something_else_fails(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckFailed, match=said):
-        demo.verdict(finished_run(tmp_path / "run", **changes), 16, seconds=1.0)
+        list(demo.verdict(finished_run(tmp_path / "run", **changes), 16, seconds=1.0))
 
 
 def test_a_run_without_a_model_or_a_summary_fails(tmp_path: Path) -> None:
     directory = finished_run(tmp_path / "run")
     (directory / "model" / "model.safetensors").unlink()
     with pytest.raises(CheckFailed, match="no exported model"):
-        demo.verdict(directory, 16, seconds=1.0)
+        list(demo.verdict(directory, 16, seconds=1.0))
     with pytest.raises(CheckFailed, match="no summary"):
-        demo.verdict(tmp_path, 16, seconds=1.0)
+        list(demo.verdict(tmp_path, 16, seconds=1.0))
 
 
 def test_a_run_that_does_not_start_fails_with_what_it_printed() -> None:
@@ -342,14 +377,14 @@ def test_two_ranks_and_two_processes_pass_and_what_is_planted_in_one_of_them_is_
 ) -> None:
     """Over 5 s: starts eight processes, each of which imports torch."""
     two = Setting("cpu", setting.scratch, small=True, ranks=2)
-    assert "2 ranks, Gloo" in training.fsdp(two).lines[0]
-    assert "2 processes" in transports.broadcast(setting).lines[0]
+    assert "2 ranks, Gloo" in next(training.fsdp(two)).text
+    assert "2 processes" in next(transports.broadcast(setting)).text
     right_rows, right_payload = training.random_rows, transports.payload
     expected = training.reference(training.peaked_model(setting), right_rows(setting))
     monkeypatch.setattr(training, "reference", lambda folder, rows: expected)  # the rows below are others
     monkeypatch.setattr(training, "random_rows", lambda setting: right_rows(setting)[1:])
     with pytest.raises(CheckFailed, match="on 2 ranks: float32: the gradient is off"):
-        training.fsdp(two)
+        list(training.fsdp(two))
     monkeypatch.setattr(transports, "payload", lambda version, *more: right_payload(version + 1, *more))
     with pytest.raises(CheckFailed, match="received other bytes than were sent as version"):
-        transports.broadcast(setting)
+        list(transports.broadcast(setting))
