@@ -10,7 +10,6 @@ nothing failed, 1 when a check failed or was not reached, 2 when there is no GPU
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from packaging.utils import canonicalize_name
 
 from benchmarks.gpu_checks.process import ALONE, CHECKS, ROOT, WARM_UP, Lane
 from benchmarks.gpu_checks.setting import Setting
+from benchmarks.runner import parser, say, words
 from benchmarks.wheelhouse import NOT_IMPORTED
 
 MINUTES = 8.0
@@ -38,28 +38,29 @@ OUTCOMES = ("passed", "failed", "skipped", "not run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What works on this GPU.")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="the sizes of the CPU form")
-    parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(CHECKS)}")
-    parser.add_argument("--minutes", type=float, help=f"for everything; default: {MINUTES:g} on a GPU")
-    parser.add_argument("--out", type=Path, help="a folder for gpu.json and the logs; default: build/bench")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of this gpu.json, and end")
-    chosen = parser.parse_args(arguments)
-    if unknown := sorted(set(chosen.only or ()) - set(CHECKS)):
-        parser.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(CHECKS)}")
+    options = parser(
+        "gpu",
+        "What works on this GPU, and how fast.",
+        device={"choices": ["cuda", "cpu"], "default": "cuda"},
+        small={"action": "store_true", "help": "the sizes of the CPU form"},
+        only=words(CHECKS),
+        minutes={"type": float, "help": f"for everything; default: {MINUTES:g} on a GPU"},
+        out={"type": Path, "help": "a folder for gpu.json and the logs; default: build/bench"},
+        table={"type": Path, "metavar": "FILE", "help": "print the table of this gpu.json, and end"},
+    )
+    chosen = options.parse_args(arguments)
     if chosen.table is not None:
         try:
             print(shown(json.loads(chosen.table.read_text(encoding="utf-8"))))
         except (OSError, ValueError, KeyError) as cause:
-            parser.error(f"--table: {chosen.table} is no gpu.json of this benchmark: {type(cause).__name__}: {cause}")
+            options.error(f"--table: {chosen.table} is no gpu.json of this benchmark: {type(cause).__name__}: {cause}")
         return 0
     if problem := why_not(chosen.device):
         print(f"benchmarks.gpu: {problem}. Nothing was run.", file=sys.stderr)
         return NO_GPU
     with tempfile.TemporaryDirectory(prefix="headway-gpu-") as scratch:
         setting = Setting(chosen.device, Path(scratch), small=chosen.small)
-        names = [name for name in CHECKS if name in (chosen.only or CHECKS)]
+        names = [name for name in CHECKS if name in chosen.only]
         minutes = chosen.minutes or MINUTES * setting.patience
         report = run(names, setting, minutes * 60, chosen.out)
     print(shown(report.content))
@@ -112,7 +113,7 @@ class Report:
         self._lock, self._started = Lock(), time.monotonic()
         self.content: dict[str, Any] = {"name": name, "date": time.strftime("%Y-%m-%d"), "on": {}, "counts": {}}
         unknown = {"outcome": "not run", "reason": "it was not reached", "seconds": 0.0}
-        self.content["checks"] = {name: {"title": CHECKS[name].title, **unknown, "findings": {}} for name in names}
+        self.content["checks"] = {name: {**unknown, "findings": {}} for name in names}
 
     def hear(self, check: str, message: Mapping[str, Any]) -> None:
         """Take a message of a lane's process, or what became of its check."""
@@ -136,7 +137,7 @@ class Report:
             new.replace(self.path)  # whoever ends this process finds a whole file
 
     def _say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._started:3.0f} s] {text}", file=sys.stderr, flush=True)
+        say(f"[{time.monotonic() - self._started:3.0f} s] {text}")
 
 
 def run(names: Sequence[str], setting: Setting, seconds: float, folder: Path | None = None) -> Report:
@@ -189,15 +190,13 @@ def shown(content: Mapping[str, Any]) -> str:
 
 
 def rows(content: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Lines of the table, one for each finding that a check can have; empty cells where it has none."""
+    """Lines of the table, one for each finding that a check can have; its outcome where it has none."""
     device = ", ".join(content["on"].values()) or "device"
-    lines = []
-    for name, check in CHECKS.items():
-        made = content["checks"].get(name, {"outcome": "", "findings": {}})
-        for label in check.findings:
-            text = made["findings"].get(label, {}).get("text", "") or made["outcome"]
-            lines.append({"check": f"`{name}`", "finding": label, device: text})
-    return lines
+    return [
+        {"check": f"`{name}`", "finding": label, device: made["findings"].get(label, {"text": made["outcome"]})["text"]}
+        for name, made in content["checks"].items()
+        for label in CHECKS[name].findings
+    ]
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def described(setting: Setting) -> dict[str, str]:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     device = "CPU form, small" if setting.small else "CPU form"
     if setting.on_gpu:
         gibibytes = (setting.kind.total_memory("cuda:0") or 0) / 2**30

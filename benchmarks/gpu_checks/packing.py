@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu_checks.models import checked_shape, peaked_model
 from benchmarks.gpu_checks.setting import Finding, Findings, Setting, one_rank_group, require
-from benchmarks.gpu_checks.speed import LARGE_GPU_GB, at_most, headway_step, measured, model_folder, shape_of
+from benchmarks.gpu_checks.speed import LARGE_GPU_GB, compared, headway_step, model_folder, shape_of
 from benchmarks.gpu_checks.training import (
     FLOAT32_TOLERANCE,
     Reference,
@@ -28,7 +28,7 @@ from benchmarks.gpu_checks.training import (
     reference,
     tolerance,
 )
-from benchmarks.shapes import Shape, group_rows, long_tailed, work
+from benchmarks.shapes import Shape, group_rows, long_tailed
 from headway.data.packing import CollatedRow
 from headway.data.types import TrajectoryId
 
@@ -92,17 +92,8 @@ def speed(setting: Setting) -> Findings:
     length, budget = (64, 256) if setting.small else (512, 8192 if large else 4096)
     answers = np.random.default_rng(0).permutation(long_tailed(2 * N, 2, length)).tolist()
     rows = group_rows([length] * 2, answers, shape.vocabulary)
-    tokens = sum(len(row.input_ids) for row in rows)
-    flops = {layout: work(layout, rows, budget).flops(shape) for layout in LAYOUTS}
-    rates: dict[str, float] = {}
-    with one_rank_group(setting):
-        for layout in LAYOUTS:
-            seconds, memory = measured(setting, headway_step(setting, folder, rows, budget, packing=layout))
-            rates[layout] = tokens / seconds
-            ratio, allowed = rates[layout] / rates["padded"], flops["padded"] / flops[layout]
-            text = f"{rates[layout]:,.0f} tokens/s, {ratio:.2f} × padded (arithmetic: {allowed:.2f})"
-            figures = {"tokens_per_s": rates[layout], "allowed": allowed, "memory_gb": memory}
-            yield Finding(layout, text + at_most(memory), {**figures, "tokens": tokens, "micro_batch_tokens": budget})
+    steps = {layout: (layout, headway_step(setting, folder, rows, budget, packing=layout)) for layout in LAYOUTS}
+    yield from compared(setting, rows, budget, steps)
 
 
 def grouped(rows: Sequence[CollatedRow], shape: Shape) -> list[CollatedRow]:

@@ -24,101 +24,61 @@ from typing import Any
 from benchmarks.gpu_checks.setting import Setting
 
 ROOT = Path(__file__).parents[2]
+LOOK_S = 1.0
+"""Seconds after which a process that says nothing is looked at: it may have ended, and one that it forked live on."""
 LAST_CHARACTERS = 300
 """The most that an answer quotes of a log."""
 
 
+WARM_UP, ALONE = "kernels", "alone"
+LANES: Mapping[str, str] = {
+    "compile": """
+        kernels 110 warm_up:kernels              head size 64, head size 128, windows, compiled layers
+        training 30 training:training +          float32, bfloat16, with recomputation
+        packing 45 packing:gradients +           float32, bfloat16, head size 128, windows""",
+    "tokens": """
+        decoding 60 engine:decoding              CUDA graphs, interrupt, mixed prompts, top-p, greedy
+        logprobs 45 engine:logprobs +            head size 128, head size 64, attention of a prefill
+        fsdp 30 training:fsdp +                  ranks""",
+    "weights": """
+        transports 45 transports:transports      transports, process group
+        broadcast 30 transports:broadcast        rate
+        update 35 serving:update                 beside decoding, over the weights
+        compiled 60 training:compiled +          bfloat16""",
+    "demo": """
+        demo 180 demo:demo                       run, reward, validation""",
+    ALONE: """
+        sleep 35 serving:sleep                   weights kept, weights given up
+        training_speed 60 speed:training_speed   headway, plain step, with recomputation, compiled layers
+        decoding_speed 60 speed:decoding_speed   native, top-p, transformers.generate, without graphs
+        steps 40 steps:steps                     decode step, train step, 16 prompts of 16 lengths, interrupt
+        updating_speed 50 updating:updating_speed    0.5 B, 7 B
+        packing_speed 35 packing:speed           padded, packed, shared""",
+}
+"""Checks by lane, in their order: name, seconds on a GPU, function, and findings; +: after `WARM_UP`, which compiles
+its kernels. The seconds include those in which the lane's process is started."""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
+    lane: str
+    limit_s: float
     function: str
     """``module:name`` in this package; imported by the process that makes the check, and by no other."""
-    title: str
+    compiled: bool
+    """It begins when `WARM_UP` has ended."""
     findings: tuple[str, ...]
     """Names of its findings: rows of the table. A check that passes has found something for each."""
-    limit_s: float
-    """Seconds on a GPU, those included in which its lane's process is started, if it has to be."""
-    lane: str = "alone"
-    compiled: bool = False
-    """It begins when `WARM_UP` has ended, which compiles its kernels."""
 
 
-WARM_UP = "kernels"
-ALONE = "alone"
-CHECKS: Mapping[str, Check] = {
-    WARM_UP: Check(
-        "warm_up:kernels",
-        "kernels are compiled, once for all",
-        ("head size 64", "head size 128", "windows", "compiled layers"),
-        110,
-        "compile",
-    ),
-    "training": Check(
-        "training:training",
-        "gradient and step are the CPU's",
-        ("float32", "bfloat16", "with recomputation"),
-        30,
-        "compile",
-        compiled=True,
-    ),
-    "packing": Check(
-        "packing:gradients",
-        "packed rows, shared prompts: the gradient of single rows",
-        ("float32", "bfloat16", "head size 128", "windows"),
-        45,
-        "compile",
-        compiled=True,
-    ),
-    "decoding": Check(
-        "engine:decoding",
-        "decoding: the same tokens in each way",
-        ("CUDA graphs", "interrupt", "mixed prompts", "top-p", "greedy"),
-        60,
-        "tokens",
-    ),
-    "logprobs": Check(
-        "engine:logprobs",
-        "the engine's log-probs are the trainer's",
-        ("head size 128", "head size 64", "attention of a prefill"),
-        45,
-        "tokens",
-        compiled=True,
-    ),
-    "fsdp": Check("training:fsdp", "FSDP2 on all GPUs", ("ranks",), 30, "tokens", compiled=True),
-    "transports": Check(
-        "transports:transports", "every transport, onto the device", ("transports", "process group"), 45, "weights"
-    ),
-    "broadcast": Check("transports:broadcast", "broadcast between two processes", ("rate",), 30, "weights"),
-    "update": Check(
-        "serving:update", "updates while a replica decodes", ("beside decoding", "over the weights"), 35, "weights"
-    ),
-    "compiled": Check(
-        "training:compiled", "compiled layers: the gradient is the CPU's", ("bfloat16",), 60, "weights", compiled=True
-    ),
-    "demo": Check("demo:demo", "the demo, on this device", ("run", "reward", "validation"), 180, "demo"),
-    "sleep": Check(
-        "serving:sleep", "sleep frees memory, waking restores", ("weights kept", "weights given up"), 35, ALONE
-    ),
-    "training_speed": Check(
-        "speed:training_speed",
-        "training, 0.5 B",
-        ("headway", "plain step", "with recomputation", "compiled layers"),
-        60,
-    ),
-    "decoding_speed": Check(
-        "speed:decoding_speed", "decoding, 0.5 B", ("native", "top-p", "transformers.generate", "without graphs"), 60
-    ),
-    "steps": Check(
-        "steps:steps",
-        "where a step's time goes, 0.5 B",
-        ("decode step", "train step", "16 prompts of 16 lengths", "interrupt"),
-        40,
-    ),
-    "updating_speed": Check("updating:updating_speed", "seconds of an update", ("0.5 B", "7 B"), 50),
-    "packing_speed": Check(
-        "packing:speed", "training by the layout of rows, 0.5 B", ("padded", "packed", "shared"), 35
-    ),
-}
-"""By name. Those of a lane are made in this order: what has to be right first, how fast it is last."""
+def _listed(lane: str, line: str) -> tuple[str, Check]:
+    head, _, findings = line.strip().partition("  ")
+    name, limit_s, function, *compiled = head.split()
+    return name, Check(lane, float(limit_s), function, bool(compiled), tuple(findings.strip().split(", ")))
+
+
+CHECKS = dict(_listed(lane, line) for lane, lines in LANES.items() for line in lines.strip().splitlines())
+"""By name: what has to be right first, how fast it is last."""
 
 
 class Lane:
@@ -140,32 +100,31 @@ class Lane:
         ``hear`` gets every other message of the process as it comes.
         """
         started = time.monotonic()
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()
         process = self._process = self._process or self._started()
         assert process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError):  # what became of it is said below
             process.stdin.write(f"{name}\n".encode())
             process.stdin.flush()
-        ended = os.pidfd_open(process.pid)
-        poll, unread = select.poll(), b""
-        for one in (process.stdout.fileno(), ended):
-            poll.register(one, select.POLLIN)
+        output, unread = process.stdout.fileno(), b""
         became = f"it was not over after {limit_s:.0f} s"
-        try:
-            while ready := dict(poll.poll(max(0.0, started + limit_s - time.monotonic()) * 1000)):
-                if not (ready.get(process.stdout.fileno(), 0) & select.POLLIN):
-                    became = f"its process {_ended(process.wait())}"
-                    break
-                unread += os.read(process.stdout.fileno(), 2**16)
-                *lines, unread = unread.split(b"\n")
-                for message in map(json.loads, lines):
-                    if "outcome" not in message:
-                        hear(message)
-                        continue
-                    if message["outcome"] == "failed":  # the process ends, and all that the check has left
-                        self.stop()
-                    return {**message, "seconds": time.monotonic() - started}
-        finally:
-            os.close(ended)
+        while (left := started + limit_s - time.monotonic()) > 0:
+            readable = select.select([output], [], [], min(left, LOOK_S))[0]
+            if not readable and process.poll() is None:
+                continue
+            if not (read := os.read(output, 2**16) if readable else b""):
+                with suppress(subprocess.TimeoutExpired):
+                    became = f"its process {_ended(process.wait(LOOK_S))}"
+                break
+            *lines, unread = (unread + read).split(b"\n")
+            for message in map(json.loads, lines):
+                if "outcome" not in message:
+                    hear(message)
+                    continue
+                if message["outcome"] == "failed":  # the process ends, and all that the check has left
+                    self.stop()
+                return {**message, "seconds": time.monotonic() - started}
         self.stop()
         reason = f"{became}; the last that it printed: {self._last()}"
         return {"outcome": "failed", "reason": reason, "seconds": time.monotonic() - started}

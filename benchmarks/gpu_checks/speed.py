@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -73,31 +73,35 @@ def model_folder(setting: Setting) -> Path:
 
 def training_speed(setting: Setting) -> Findings:
     """Tokens per second, MFU and memory of a training step, and of a plain one."""
-    folder, shape = model_folder(setting), shape_of(setting)
-    rows, budget = step_rows(setting)
+    folder, (rows, budget) = model_folder(setting), step_rows(setting)
     contenders = {
         "headway": headway_step(setting, folder, rows, budget),
         "plain step": partial(_plain_step, setting, folder, rows, budget),
         "with recomputation": headway_step(setting, folder, rows, budget, enable_gradient_checkpointing=True),
         "compiled layers": headway_step(setting, folder, rows, budget, compile=True),
     }
-    peak, name = peak_tflops(setting)
+    yield from compared(setting, rows, budget, {name: ("packed", make) for name, make in contenders.items()})
+
+
+def compared(
+    setting: Setting, rows: Sequence[CollatedRow], budget: int, contenders: Mapping[str, tuple[str, Callable[[], Once]]]
+) -> Findings:
+    """Measure contenders, each with its layout of micro-batches, beside the first."""
+    peak, device = peak_tflops(setting)
     tokens = sum(len(row.input_ids) for row in rows)
-    rates: dict[str, float] = {}
+    usual: tuple[str, float, float] | None = None
     with one_rank_group(setting):
-        for contender, make in contenders.items():
+        for contender, (layout, make) in contenders.items():
             seconds, memory = measured(setting, make)
-            rates[contender] = tokens / seconds
-            tflops = work("packed", rows, budget).flops(shape) / seconds / 1e12
-            mfu = None if peak is None else tflops / peak
-            text = f"{tokens / seconds:,.0f} tokens/s, {tflops:.3g} Tflop/s"
-            text += "" if mfu is None else f", MFU {mfu:.1%} of {peak:g}"
-            text += at_most(memory) + f", {rates[contender] / rates['headway']:.2f} × headway" * (
-                contender != "headway"
-            )
-            sizes = {"device": name, "peak_tflops": peak, "rows": len(rows), "tokens": tokens, "budget": budget}
-            found = {"tokens_per_s": rates[contender], "tflops": tflops, "mfu": mfu, "memory_gb": memory}
-            yield Finding(contender, text, {**sizes, **found})
+            flops = work(layout, rows, budget).flops(shape_of(setting))
+            first, first_seconds, first_flops = usual = usual or (contender, seconds, flops)
+            rate, tflops, mfu = tokens / seconds, flops / seconds / 1e12, peak and flops / seconds / 1e12 / peak
+            text = f"{rate:,.0f} tokens/s, {tflops:.3g} Tflop/s" + (f", MFU {mfu:.1%} of {peak:g}" if mfu else "")
+            text += "" if memory is None else f", {memory:.1f} GB at most"
+            text += f", {first_seconds / seconds:.2f} × {first}" * (contender != first)
+            text += f" (arithmetic: {first_flops / flops:.2f})" * (flops != first_flops)
+            found = {"tokens_per_s": rate, "tflops": tflops, "mfu": mfu, "memory_gb": memory, "peak_tflops": peak}
+            yield Finding(contender, text, {"device": device, "tokens": tokens, "budget": budget, **found})
 
 
 def step_rows(setting: Setting) -> tuple[list[CollatedRow], int]:
@@ -105,10 +109,6 @@ def step_rows(setting: Setting) -> tuple[list[CollatedRow], int]:
     large = (setting.kind.total_memory(setting.device) or 0) > LARGE_GPU_GB * 1e9
     length, budget = (64, 128) if setting.small else (1024, 8192 if large else 2048)
     return rows_of_length(shape_of(setting), 8 if setting.small else 16, length), budget
-
-
-def at_most(memory: float | None) -> str:
-    return "" if memory is None else f", {memory:.1f} GB at most"
 
 
 def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float | None]:

@@ -67,8 +67,9 @@ def test_what_a_check_finds_is_heard_at_once_and_its_process_makes_the_next(tmp_
         ),
         ("sys.exit(3)", "ended with exit code 3; the last that it printed: nothing"),
         ("break", "ended with exit code 0; "),
+        ("os.fork() or time.sleep(60); os._exit(4)", "ended with exit code 4; "),
     ],
-    ids=["segmentation fault", "exit code", "no answer"],
+    ids=["segmentation fault", "exit code", "no answer", "what it forked lives on"],
 )
 def test_what_was_found_before_its_process_ended_is_kept_and_it_is_said_how(
     tmp_path: Path, code: str, said: str
