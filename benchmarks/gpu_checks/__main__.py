@@ -40,6 +40,8 @@ def main(setting_json: str) -> None:
         say({**ended, "seconds": time.monotonic() - started})
         if ended["outcome"] == "failed":
             break
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.reset()  # torch compiles so many variants of a function in a process, and no more
         gc.collect()
         setting.kind.release_cached()
 

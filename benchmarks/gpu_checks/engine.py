@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -122,6 +123,11 @@ def decoding(setting: Setting) -> Findings:
         again = tokens_of(finish(core_of(setting, model, recorder), asked, interrupt_after=7))
         same(eager, again, f"with contexts prefilled again after an interrupt, {way}", "decoded in one go")
     yield Finding("interrupt", "all contexts prefilled again in mid-decode: the same tokens")
+    ahead = setting.kind.runs_ahead
+    with mock.patch.object(type(setting.kind), "runs_ahead", 1 - ahead):
+        other = tokens_of(finish(core_of(setting, model, recorder_of(setting)), asked, interrupt_after=7))
+    same(eager, other, f"with {1 - ahead} steps launched ahead", f"with {ahead}")
+    yield Finding("running ahead", "steps launched before or after the last one's tokens are read: the same tokens")
     mixed = requests(MIXED, vocabulary, tokens=tokens)
     one_by_one = tokens_of(finish(core_of(setting, model, batched=1), mixed))
     same(one_by_one, tokens_of(finish(core_of(setting, model), mixed)), "prefilled together", "prefilled one by one")

@@ -37,7 +37,7 @@ LANES: Mapping[str, str] = {
         training 30 training:training +          float32, bfloat16, with recomputation
         packing 45 packing:gradients +           float32, bfloat16, head size 128, windows""",
     "tokens": """
-        decoding 60 engine:decoding              CUDA graphs, interrupt, mixed prompts, top-p, greedy
+        decoding 60 engine:decoding              CUDA graphs, interrupt, running ahead, mixed prompts, top-p, greedy
         logprobs 45 engine:logprobs +            head size 128, head size 64, attention of a prefill
         fsdp 30 training:fsdp +                  ranks""",
     "weights": """

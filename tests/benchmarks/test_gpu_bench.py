@@ -134,7 +134,7 @@ def test_whatever_a_check_raises_there_is_an_answer(
 def test_a_check_that_leaves_a_finding_out_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "decoding", lambda setting: iter([Finding("greedy", "fine")]))
     said = one_check.outcome("decoding", Setting("cpu", tmp_path), lambda finding: None)
-    assert said["reason"] == "it found nothing for CUDA graphs, interrupt, mixed prompts, top-p"
+    assert said["reason"] == "it found nothing for CUDA graphs, interrupt, mixed prompts, running ahead, top-p"
 
 
 def test_attention_takes_cudnns_kernels_last_in_every_lane(tmp_path: Path) -> None:
