@@ -134,6 +134,7 @@ class Startup:
             model_path=self._model_path,
             total_optimizer_steps=self._total_optimizer_steps,
             logs=(self._run_dir / "logs").absolute(),
+            journal=(self._run_dir / "journal").absolute(),
             tokens=self._token_place(stack),
         )
         if trainer_only:

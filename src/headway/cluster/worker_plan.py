@@ -88,12 +88,14 @@ def plan_cluster(
     model_path: str,
     total_optimizer_steps: int,
     logs: Path | None = None,
+    journal: Path | None = None,
     tokens: TokenPlace | None = None,
 ) -> ClusterPlan:
     """Spread the roles over the placement's devices.
 
     A role that shares a device with the trainer runs on all of the trainer's ranks. ``logs``: the directory for what
-    programs print; ``tokens``: where tokens of finished groups are left, None where all roles are in one process.
+    programs print; ``journal``: that of the run's journal; ``tokens``: where tokens of finished
+    groups are left, None where all roles are in one process.
     """
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
     inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))
@@ -147,7 +149,7 @@ def plan_cluster(
             EpisodeWorkerRole,
             share.devices[0],
             1,
-            {**common, "logs": logs, "tokens": tokens},
+            {**common, "logs": logs, "journal": journal, "tokens": tokens},
             beside=True,
         )
         for index, share in enumerate(placement.on_nodes(ROLLOUT))

@@ -69,6 +69,10 @@ class RunConfig(Section):
     """Directory of everything that the run writes. Default: ``runs/<name>-<time>``."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of model, data order and sampling."""
+    journal_sync_s: float | None = Field(1.0, gt=0)
+    """Most seconds of finished work that the loss of a machine costs: the journal is on its disk by then
+    (docs/resume.md). The death of a process costs none. Null: no journal, and a resumed run makes groups that were open
+    again."""
     stop_timeout_s: float = Field(60.0, gt=0)
     """Seconds within which a run ends after Ctrl-C or SIGTERM. Three quarters of them are for the version that was
     begun, which is given up then; the rest is for writing and for the workers' end. A checkpoint that needs longer is

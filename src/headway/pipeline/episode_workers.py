@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -213,7 +214,7 @@ class EpisodeWorkers:
                         yield finished
             except WorkerUnavailable as gone:
                 await self.lose(gone)
-                worker = None
+                worker, left = None, {number: replace(request, again=True) for number, request in left.items()}
 
     async def generate_on(self, replica: str, requests: Sequence[Group]) -> AsyncGenerator[Group, None]:
         """Have the first worker make groups with calls to ``replica`` alone. Raises `WorkerDied` when that leaves."""

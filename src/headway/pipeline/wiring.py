@@ -27,6 +27,7 @@ from headway.pipeline.actor_critic import Actor, Critic
 from headway.pipeline.admission.ledger import Ledger
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet, Samples
 from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
@@ -94,6 +95,8 @@ class Parts:
     """Time limits for the model's size and for what was measured at the start; None: those of a model without size."""
     workers: Callable[[], Sequence[Living]] = tuple
     """Function that returns the workers to ask for a heartbeat when no event came for long."""
+    journal: RunJournal | None = None
+    """Journal of what the run finishes; None for none."""
     samples: SampleOutlet | None = None
     """Outlet of samples of what was said; None where there are none."""
     probe_tolerance: Callable[[str], float] = lambda name: 1e-3
@@ -221,7 +224,7 @@ def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
         share = share_of(reports.samples, config.groups_per_version)
         samples = Samples(parts.samples, seed=config.run.seed, share=share, problems=reports.samples)
     ledger = Ledger(config.rollout.n + parts.greedy_baseline)
-    return RunState(staleness, ledger, MessageQueue(staleness), emit, samples=samples)
+    return RunState(staleness, ledger, MessageQueue(staleness), emit, samples=samples, journal=parts.journal)
 
 
 def _actor(config: Config, parts: Parts, state: RunState, stop: Callable[[str], None]) -> Actor:

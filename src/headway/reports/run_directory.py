@@ -8,6 +8,7 @@ tensorboard/   checkpoints/   logs/             model/         the exported mode
 trackers/      what other trackers leave here, and the ids of their entries
 run.lock       held by the process that trains  initial_model/ the model that was made, where one was
 control.sock   where that process is asked      profiles/      what workers computed, where that was asked for
+journal/       what was finished since the checkpoints, for a resumed run
 code/          functions that were given as objects, in Python
 run.alive      touched every minute by the process that trains, for machines that do not see its lock
 .room          space on the disk that a run holds for its summary, and gives up for it
@@ -46,7 +47,7 @@ BEAT_S = 60.0
 LOCKS = Path("/proc/locks")
 SILENT_S = 10 * BEAT_S
 """Seconds without a sign of life after which a process on another machine counts as gone; clocks may differ by less."""
-LEFTOVERS = frozenset({"run.lock", "run.alive", ".room", "tensorboard", "checkpoints", "logs"})
+LEFTOVERS = frozenset({"run.lock", "run.alive", ".room", "tensorboard", "checkpoints", "logs", "journal"})
 """Names that a failed start may leave in a directory: they are no run, and do not prevent one."""
 
 
@@ -144,6 +145,7 @@ class RunDirectory:
     trackers = _Inside("trackers")
     checkpoints = _Inside("checkpoints")
     logs = _Inside("logs")
+    journal = _Inside("journal")
     model = _Inside("model")
     _room = _Inside(".room")
 

@@ -45,6 +45,7 @@ class CallLog:
         id: TrajectoryId,
         sampling: SamplingParams,
         priority: Priority,
+        group: int,
         calls: RequestDispatcher,
         home: Affinity,
         on_aborted: Callable[[], object],
@@ -52,6 +53,7 @@ class CallLog:
     ) -> None:
         """
         Args:
+            group: number of the episode's group.
             home: of the group, for the first call.
             on_aborted: called when an engine has ended a call of this episode.
             on_failed: called when no engine takes a call of this episode, with the reason.
@@ -59,7 +61,7 @@ class CallLog:
         self.id, self.sampling = id, sampling
         self.cut: list[Completion] = []
         """Results of calls that engines ended themselves."""
-        self._priority = priority
+        self._priority, self._group = priority, group
         self._calls = calls
         self._home = home
         self._on_aborted = on_aborted
@@ -90,6 +92,7 @@ class CallLog:
                 self._home,
                 done=partial(self._finished, logged),
                 failed=partial(self._refused, logged),
+                group=self._group,
             )
             self._log[prompted.key] = logged
             self._calls.ask(logged.asked)

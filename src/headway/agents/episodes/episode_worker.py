@@ -28,6 +28,7 @@ from headway.agents.episodes.request_dispatcher import (
 )
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
+from headway.data.journal import CompletionJournal
 from headway.data.types import (
     FinishReason,
     RowAt,
@@ -80,6 +81,7 @@ class EpisodeWorker:
             simulated.
         hosting: what makes episodes by a user's program; None for the program of one turn.
         gather_s: seconds from when groups were handed on until the next ones are, unless none is being made any more.
+        journal: where finished calls are kept, and found by who makes their groups again; None for nowhere.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class EpisodeWorker:
         hosting: Hosting | None = None,
         *,
         gather_s: float = 0.0,
+        journal: CompletionJournal | None = None,
     ) -> None:
         self.name = name
         self._decode = decode
@@ -96,7 +99,8 @@ class EpisodeWorker:
         most = None if hosting is None else hosting.held_out_at_once
         self._room = None if most is None else asyncio.Semaphore(most)
         """Room for held-out episodes of programs; None for any number."""
-        self._calls = RequestDispatcher(name)
+        self._journal = journal
+        self._calls = RequestDispatcher(name, journal)
         self._clock = EpisodeClock()
         self._groups: dict[_OpenGroup, None] = {}
         """Groups that were started and are not over."""
@@ -124,6 +128,8 @@ class EpisodeWorker:
         groups = [_OpenGroup(request, inbox, Affinity(on), request.episodes) for request in requests]
         missing = len(groups)
         for group in groups:
+            if group.request.again and self._journal is not None:
+                self._journal.reread(group.request.number)
             if self._held is not None and _trains(group):
                 self._held[group] = None
             else:
@@ -200,6 +206,8 @@ class EpisodeWorker:
         if self._handing_on is not None:
             self._handing_on.cancel()
         await self._calls.close()
+        if self._journal is not None:
+            self._journal.close()
         if self._hosting is not None:
             await self._hosting.close()
 
@@ -224,6 +232,7 @@ class EpisodeWorker:
             group.home,
             done=lambda asked, finished: self._on_finished(group, k, asked, finished),
             failed=lambda asked, error: self._on_failed(group, error),
+            group=group.request.number,
         )
         self._calls.ask(asked)
 
@@ -245,6 +254,7 @@ class EpisodeWorker:
             group.request.prompt.trajectory_id(k),
             hosting.sampling(group.sampling(k)),
             group.request.priority,
+            group.request.number,
             self._calls,
             group.home,
             on_aborted=lambda: self._abort([group]),

@@ -1,7 +1,8 @@
 """Dispatch of one episode worker's calls: each goes to a replica, and to another one where that is lost.
 
 ask ──▶ Routes: a replica that takes calls? ──yes──▶ ReplicaClient ──one message a loop turn──▶ engine
-             │ no: wait for `route`                     └ the replica is lost: ask again
+   │         │ no: wait for `route`                     └ the replica is lost: ask again
+   └ the journal has the result: it is answered from there
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from headway.data.interfaces.rollout import Completion, GenerateRequest
+from headway.data.journal import CompletionJournal
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import DataError, HeadwayError, RunError, WorkerDied, boundary
 from headway.runtime.task_groups import concurrently, end
@@ -210,13 +212,17 @@ class PendingRequest:
     """The replica that has the call, or had it; empty before."""
     number: int = 0
     """Number of the call at the replicas; 0 before."""
+    group: int = 0
+    """Number of the episode's group, by which the journal keeps its calls."""
 
 
 class RequestDispatcher:
-    """All calls of one episode worker, and its lines to the replicas. ``name``: under which replicas know it."""
+    """All calls of one episode worker, and its lines to the replicas."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, journal: CompletionJournal | None = None) -> None:
+        """``name``: under which replicas know it. ``journal``: where results are written before anybody has them."""
         self._name = name
+        self._journal = journal
         self._lines: dict[str, ReplicaClient] = {}
         self._routes = Routes()
         self._open: dict[int, PendingRequest] = {}
@@ -229,8 +235,12 @@ class RequestDispatcher:
     # ------------------------------------------------------------------------------------- calls
 
     def ask(self, asked: PendingRequest) -> None:
-        """Send the call to a replica, once some replica takes calls."""
+        """Send the call to a replica, once some replica takes calls, unless the journal has its result."""
         home = asked.home
+        if self._journal is not None and (past := self._journal.recall(asked.group, asked.request)) is not None:
+            asked.replica, completion = past
+            asyncio.get_running_loop().call_soon(asked.done, asked, completion)
+            return
         if home.on is not None:
             if home.on not in self._lines:
                 asked.failed(asked, WorkerDied(f"{home.on} is gone"))
@@ -329,6 +339,8 @@ class RequestDispatcher:
             if (asked := self._open.pop(finished.number, None)) is None:
                 continue  # it was dropped
             self._routes.finished(replica)
+            if self._journal is not None:
+                self._journal.append(asked.group, asked.request, replica, finished)
             asked.done(asked, finished)
 
     def _on_refused(self, replica: str, calls: Sequence[GenerateRequest], error: DataError) -> None:

@@ -28,7 +28,8 @@ from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, nee
 from headway.data.sources import Rows, build_sources
 from headway.data.tokenize import LeftOutRows
 from headway.errors import HeadwayError, RunError, StallError, boundary, said_by
-from headway.events import Note, PromptsLeftOut, WorkerDescribed
+from headway.events import Note, Observer, PromptsLeftOut, WorkerDescribed
+from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet
 from headway.pipeline.recovery.checkpoint_manager import Taken
 from headway.pipeline.run import Pipeline, Status
@@ -245,6 +246,10 @@ class TrainingRun:
                 stack.push_async_callback(reward.close)
                 await reward.start()
 
+            journal = self._journal()  # before the workers, which write to it where they find it
+            if journal is not None:
+                stack.callback(journal.close)
+
             def tell(what: str) -> None:
                 reports.phase(STARTING if warm is None or warm.done() else WARMING, what)
 
@@ -288,6 +293,7 @@ class TrainingRun:
             else workers.episode_workers_replaced.start,
             timeouts=workers.timeouts,
             workers=workers.living,
+            journal=journal,
             samples=SampleOutlet(reports.on_sample, TokenTexts(tokenizer)) if config.reports.samples else None,
             probe_tolerance=workers.rounding.tolerance,
         )
@@ -295,7 +301,8 @@ class TrainingRun:
         checkpoints = Checkpoints(reports.directory.checkpoints)
         retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep, told=lambda: reports.resumable)
         control.window = window = await stack.enter_async_context(self._profile_window(workers))
-        pipeline = Pipeline(config, parts, [reports, retention, window], reports.directory.checkpoints, taken)
+        observers: list[Observer] = [reports, retention, window, *([] if journal is None else [journal])]
+        pipeline = Pipeline(config, parts, observers, reports.directory.checkpoints, taken)
         if config.cluster.backend == "ray":  # else the trainer computes in this process
             stack.enter_context(collecting_seldom())
         try:
@@ -315,6 +322,22 @@ class TrainingRun:
                 for newest in checkpoints.complete(with_critic=needs_critic(config))[-1:]:
                     write_version(reports.directory.model, newest)
         return status
+
+    def _journal(self) -> RunJournal | None:
+        """Open the run's journal; None where no checkpoint could be resumed with it, or none is wanted."""
+        if self._config.run.journal_sync_s is None or self._config.trainer.save_freq < 0:
+            return None
+        directory = self._reports.directory.journal
+        try:
+            journal = RunJournal(directory, self._config)
+        except OSError as cause:
+            text = f"no journal is written in {directory}, and a resumed run repeats more: {said_by(cause)}"
+            self._reports.emit(Note(time=time.monotonic(), level="warning", text=text))
+            return None
+        if self._start is not None and journal.changed:
+            text = f"groups that were open are made anew: {', '.join(journal.changed)} changed"
+            self._reports.emit(Note(time=time.monotonic(), level="info", text=text))
+        return journal
 
     def _profile_window(self, workers: Workers) -> ProfileWindow:
         engine, reports = self._config.rollout.name, self._reports

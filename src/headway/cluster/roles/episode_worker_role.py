@@ -16,6 +16,7 @@ from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Dispatch, register
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Priority
+from headway.data.journal import CompletionJournal, JournalWriter
 from headway.data.types import GroupTokens, Handle, Trajectory
 from headway.models.tokenizer import load_tokenizer, torch_hidden
 
@@ -30,14 +31,22 @@ class EpisodeWorkerRole(Role):
     Callers name the episode worker's own methods as those of ``worker``, such as ``worker.hold``.
     """
 
-    def __init__(self, *, logs: Path | None = None, tokens: TokenPlace | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        logs: Path | None = None,
+        journal: Path | None = None,
+        tokens: TokenPlace | None = None,
+        **arguments: Any,
+    ) -> None:
         """
         Args:
             logs: the directory for what programs print; None for the worker's own output.
+            journal: the directory of the run's journal; where it is not seen from here, none is written.
             tokens: where tokens of finished groups are left; None where they stay in this process.
         """
         super().__init__(**arguments)
-        self._logs = logs
+        self._logs, self._journal = logs, journal
         self._process = ExitStack()
         """Settings of the process, where it is the episode worker's own."""
         self._files = None if tokens is None else TokenFiles(self.name, tokens, self._host)
@@ -60,10 +69,16 @@ class EpisodeWorkerRole(Role):
         with torch_hidden():
             decode = answer_decoder(self._tokenizer, skip_special_tokens=self._config.rollout.skip_special_tokens)
         if self._files is None:  # the process is the driver's, which nobody has to wake up
-            self.worker = EpisodeWorker(self.name, decode, hosting)
+            self.worker = EpisodeWorker(self.name, decode, hosting, journal=self._completions())
         else:
             self._process.enter_context(collecting_seldom())
-            self.worker = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S)
+            self.worker = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S, journal=self._completions())
+
+    def _completions(self) -> CompletionJournal | None:
+        if self._journal is None or not self._journal.is_dir():
+            return None
+        block, sync_s = self._config.groups_per_version, self._config.run.journal_sync_s
+        return CompletionJournal(JournalWriter(self._journal, self.name, groups_per_block=block, sync_s=sync_s))
 
     async def generate(
         self, requests: Sequence[Group], on: str | None, forgotten: Sequence[TokenFile]

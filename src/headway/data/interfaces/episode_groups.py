@@ -37,6 +37,8 @@ class Group:
     """Sampling of one more episode, k = n, which is not trained on; None without one."""
     shown: bool = False
     """True where the group leaves a sample: its episodes come with their conversations, whoever scores them."""
+    again: bool = False
+    """True where the episode worker that made the group was lost: the journal may have calls of it."""
     trajectories: tuple[Trajectory, ...] = ()
     """One for each episode, in order of k; after scoring, those to train on."""
     tokens: Handle[GroupTokens] | None = None

@@ -72,6 +72,14 @@ class Ledger:
         """Prompts of the open groups, in order of the groups' numbers."""
         return [prompt for _, prompt in sorted(self._open.items())]
 
+    def prompt(self, number: int) -> Prompt:
+        """Return the prompt of an open group."""
+        return self._open[number]
+
+    def failed_episodes(self, number: int) -> int:
+        """Return how many episodes of an open group have failed so far."""
+        return self._failed[number]
+
     def settle(self, number: int, fate: Fate) -> None:
         """Record the fate of group ``number``. Raises `LedgerImbalance` if it was never admitted or already has one."""
         if self._open.pop(number, None) is None:

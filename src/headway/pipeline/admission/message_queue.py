@@ -13,7 +13,7 @@ Nothing is ever dropped to make room.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import floor
 from operator import itemgetter
 
@@ -42,6 +42,8 @@ class MessageQueue:
         """Number of the oldest live group, or of the next one to be admitted."""
         self._closed = False
         self._abandoned = False
+        self._resumed = False
+        """True where finished groups may have tokens of versions that the trainer has yet to reach again."""
         self._signal = Signal()
 
     def __len__(self) -> int:
@@ -50,10 +52,18 @@ class MessageQueue:
     def __contains__(self, number: int) -> bool:
         return number in self._finished
 
-    def restore(self, admitted: int, taken: int) -> None:
-        """Begin with an empty queue after so many groups were ``admitted`` and ``taken``; none of them is live."""
-        self._admitted = self._head = admitted
-        self._taken = taken
+    @property
+    def live(self) -> dict[int, int]:
+        """Number of each live group → the oldest version that any of its tokens can have."""
+        return dict(self._live)
+
+    def restore(self, admitted: int, taken: int, live: Mapping[int, int]) -> None:
+        """Begin with an empty queue after so many groups were ``admitted`` and ``taken``, of which some are `live`."""
+        self._admitted, self._taken = admitted, taken
+        self._head = min(live, default=admitted)
+        self._resumed = True
+        for number, version in live.items():
+            self._note(number, version)
 
     def expect(self, number: int, version: int) -> None:
         """Note that group ``number`` was admitted while ``version`` was the oldest version served."""
@@ -82,20 +92,42 @@ class MessageQueue:
         self._pass(number)
         self._signal.changed()
 
+    async def take_again(self, numbers: Sequence[int], version: int) -> list[Group] | None:
+        """Wait for these groups, which ``version`` was trained on before. None where they do not come: one of them has
+        ended otherwise, there is no room to admit them, or the queue ends first.
+        """
+
+        def there() -> bool:
+            return all(number in self._finished for number in numbers)
+
+        def missing() -> bool:
+            ended = any(number < self._admitted and number not in self._live for number in numbers)
+            full = self._is_full and self._staleness.served_version >= version
+            return ended or full or self._closed
+
+        await self._signal.until(lambda: self._abandoned or there() or missing())
+        if self._abandoned or not there():
+            return None
+        taken = [self._finished.pop(number) for number in numbers]
+        for number in numbers:
+            self._taken += 1
+            self._pass(number)
+        return taken
+
     async def take(self, count: int, version: int, drop: Callable[[Group], None]) -> list[Group]:
         """Wait for the next ``count`` groups in the order of consumption that the trainer's ``version`` may train on.
 
-        ``drop`` is called with each group that is too old for that version, and must `discard` it. Returns fewer groups
-        only when the producer closed and nothing is left, and none when the queue is abandoned meanwhile.
+        ``drop`` is called with each group that is too old or too new for that version, and must `discard` it. Returns
+        fewer groups only when the producer closed and nothing is left, and none when the queue is abandoned meanwhile.
         """
         taken: list[Group] = []
         while len(taken) < count:
             await self._signal.until(
-                lambda: self._closed or self._abandoned or bool(self._next(version) or self._overdue(version))
+                lambda: self._closed or self._abandoned or bool(self._next(version) or self._unfit(version))
             )
             if self._abandoned:
                 return []
-            for group in self._overdue(version):
+            for group in self._unfit(version):
                 drop(group)
             eligible = self._next(version)
             if not eligible and self._closed:
@@ -114,6 +146,10 @@ class MessageQueue:
     def _is_full(self) -> bool:
         return self._staleness.room == 0 and len(self._finished) == len(self._live)
 
+    def look_again(self) -> None:
+        """Note that a version was loaded: there may be room for other groups."""
+        self._signal.changed()
+
     def close(self) -> None:
         """Close the queue: no more groups will be put into it."""
         self._closed = True
@@ -123,6 +159,11 @@ class MessageQueue:
         """Note that the trainer takes no more groups; a pending `take` returns nothing."""
         self._abandoned = True
         self._signal.changed()
+
+    def _unfit(self, version: int) -> list[Group]:
+        """Return the finished groups that ``version`` cannot be trained on."""
+        ahead = [group for group in self._finished.values() if group.oldest_version > version] if self._resumed else []
+        return [*self._overdue(version), *ahead]
 
     def _overdue(self, version: int) -> list[Group]:
         oldest = self._staleness.oldest_trainable(version)

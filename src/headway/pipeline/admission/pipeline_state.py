@@ -16,7 +16,7 @@ from typing import Any
 from headway.data.interfaces.episode_groups import Group
 from headway.data.types import Prompt
 from headway.errors import LedgerImbalance
-from headway.events import Emit, GroupAdmitted, GroupSettled
+from headway.events import Emit, GroupAdmitted, GroupSettled, Note
 from headway.pipeline.admission.ledger import (
     DISCARDED_VERSIONS,
     FAILED_AT_FIRST,
@@ -27,6 +27,7 @@ from headway.pipeline.admission.ledger import (
     never_scored,
 )
 from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import Samples
 from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.channel import Signal
@@ -63,6 +64,14 @@ class RunState:
     """Reason why the run stops itself; None where the request came from outside."""
     samples: Samples | None = None
     """Record of what drawn groups say; None where nothing is drawn."""
+    journal: RunJournal | None = None
+    """Journal of what is finished; None where a resumed run makes open groups again."""
+    reopened: dict[tuple[int, int, int], tuple[int, Prompt]] = field(default_factory=dict)
+    """Numbers and prompts of the groups that were open at the checkpoint and are to be made again, by identity."""
+    made: set[int] = field(default_factory=set)
+    """Numbers of open groups whose episodes were reported."""
+    scored: set[int] = field(default_factory=set)
+    """Numbers of open groups whose rewards were reported."""
     _unrewarded: set[int] = field(default_factory=set)
     _discarded_in_row: Ends = field(default_factory=Counter)
     """Number of groups by (fate, reason) that were discarded since a group last passed Reward."""
@@ -121,6 +130,9 @@ class RunState:
             "eta_now": str(self.staleness.eta_now),
             "ledger": self.ledger.state(),
             "again": [[p.epoch, p.row, p.attempt] for p in self.waiting_again],
+            "live": [[number, version] for number, version in sorted(self.queue.live.items())],
+            "made": sorted(self.made),
+            "scored": sorted(self.scored),
         }
 
     def restore(
@@ -128,27 +140,49 @@ class RunState:
     ) -> None:
         """Begin at the boundary where `state` was taken.
 
-        What was under way is lost: groups that were open then are ``dropped(resume)``. Their prompts come back in
-        order, behind those (``again``) that were waiting already.
+        With a journal, groups that were open then are made again under their numbers, and what was finished of them
+        comes from there. Without one they are ``dropped(resume)``, and their prompts come back in order, behind those
+        (``again``) that were waiting already.
         """
         numbers = [number for number, *_ in state["ledger"]["open"]]
+        reopened = dict(zip(numbers, open_prompts, strict=True)) if self._reopens(state) else {}
         self.consumed, self.data_ended = state["consumed"], state["data_ended"]
         self.ledger.restore(state["ledger"], dict(zip(numbers, open_prompts, strict=True)))
         self._scored = any(self.ledger.counts()[fate] for fate in (Fate.TRAINED, Fate.FILTERED))
         self.staleness.restore(
             version=state["version"],
             admitted=state["admitted"],
-            discarded=state["discarded"] + len(numbers),
+            discarded=state["discarded"] + len(numbers) - len(reopened),
             eta_now=eta_now,
         )
-        self.queue.restore(admitted=state["admitted"], taken=self.consumed)
-        self.waiting_again.extend([*again, *open_prompts])
-        for number in numbers:
-            self._settle(number, Fate.DROPPED, "resume")
+        live = dict(state["live"]) if reopened else {}
+        self.queue.restore(admitted=state["admitted"], taken=self.consumed, live=live)
+        for number, prompt in reopened.items():
+            self.reopened[prompt.epoch, prompt.row, prompt.attempt] = number, prompt
+            self._unrewarded.add(number)
+            if self.samples is not None:
+                self.samples.admitted(number, prompt, now())
+        if reopened:
+            self.made, self.scored = set(state["made"]), set(state["scored"])
+        else:
+            again = [*again, *open_prompts]
+            for number in numbers:
+                self._settle(number, Fate.DROPPED, "resume")
+        self.waiting_again.extend(again)
+        if self.journal is not None:
+            self.journal.restore(self.consumed)
         self.check_balance()
 
+    def _reopens(self, state: Mapping[str, Any]) -> bool:
+        """Tell whether groups that were open go on: they are in the journal, made by the settings of now."""
+        return self.journal is not None and not self.journal.changed and "live" in state
+
     def admit(self, prompt: Prompt) -> int:
-        """Admit a group for ``prompt``, counted against the inequality. Returns its number."""
+        """Admit a group for ``prompt``, counted against the inequality. Returns its number, which one that was open at
+        the checkpoint has.
+        """
+        if (known := self.reopened.pop((prompt.epoch, prompt.row, prompt.attempt), None)) is not None:
+            return known[0]
         number = self.ledger.admit(prompt)
         limit = self.staleness.limit
         self.staleness.admit()
@@ -179,11 +213,26 @@ class RunState:
         self._unrewarded.discard(number)
         self._wake()
 
+    def ended_before(self, number: int, prompt: Prompt) -> bool:
+        """End a group at once which the journal says was not trained on; False where it does not say so. Those that
+        were filtered are scored and filtered again.
+        """
+        end = None if self.journal is None else self.journal.end(number, prompt)
+        if end is None:
+            return False
+        fate, reason, failed = end
+        if failed:
+            self.ledger.episodes_failed(number, failed)
+        self.discard(number, fate, reason)
+        return True
+
     def discard(self, number: int, fate: Fate, reason: str) -> None:
         """End a group that was not taken into a batch; its place under the inequality is free again.
 
         Raises `NothingToTrain` after 10·B discards in a row, and after 32 failures when the reward never worked.
         """
+        if self.journal is not None and fate is not Fate.FILTERED:
+            self.journal.ended(number, self.ledger.prompt(number), fate, reason, self.ledger.failed_episodes(number))
         self._end_early(number, fate, reason)
         self._scored |= fate is Fate.FILTERED
         self._discarded_in_row[fate, reason] += 1
@@ -224,13 +273,23 @@ class RunState:
 
     async def take(self, count: int) -> list[Group]:
         """Wait for the next groups to train on, as `MessageQueue.take` does; groups that became too old are dropped."""
-        version = self.version
+        version, taken, journal = self.version, self.taken, self.journal
 
         def drop(group: Group) -> None:
-            self.discard(group.number, Fate.DROPPED, "overdue")
+            self.discard(group.number, Fate.DROPPED, "overdue" if group.oldest_version <= version else "resume")
 
-        groups = await self.queue.take(count, version, drop)
+        groups = None
+        if journal is not None and (numbers := journal.composed(taken)) is not None:
+            groups = await self.queue.take_again(numbers, version)
+            if groups is None:
+                journal.forget_batches()
+                text = f"version {version} is trained on other groups than before: not all of {numbers} came again"
+                self.emit(Note(time=now(), level="warning", text=text))
+        if groups is None:
+            groups = await self.queue.take(count, version, drop)
         self.in_training += len(groups)
+        if journal is not None and groups:
+            journal.batch(taken, groups)
         return groups
 
     def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
@@ -244,6 +303,7 @@ class RunState:
     def load(self, replica: str, version: int) -> None:
         """Note that ``replica`` serves ``version`` from now on."""
         self.staleness.load(replica, version)
+        self.queue.look_again()
         self._wake()
 
     def admit_less_ahead(self) -> bool:
@@ -308,6 +368,8 @@ class RunState:
 
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:
         self.ledger.settle(number, fate)
+        self.made.discard(number)
+        self.scored.discard(number)
         self.emit(GroupSettled(time=now(), number=number, fate=fate.value, reason=reason, lag=lag))
         if self.samples is not None:
             self.samples.settled(number, fate.value, reason, lag, version=self.version, time=now())

@@ -112,9 +112,14 @@ class Staleness:
         return None
 
     @property
+    def serves(self) -> bool:
+        """True where all replicas have loaded the version that the run began with."""
+        return self.served_version >= self.starts_at
+
+    @property
     def room(self) -> int:
         """The number of groups that the inequality and the run's total allow right now."""
-        if self.served_version < self.starts_at:
+        if not self.serves:
             return 0
         limit = self.limit if self.total is None else min(self.limit, self.total)
         return max(0, limit - (self.admitted - self.discarded))

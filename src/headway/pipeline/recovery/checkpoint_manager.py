@@ -1,7 +1,7 @@
 """Checkpoints: the driver's state is taken at a boundary between versions, and saved with the trainer's and critic's.
 
     ActorTrain consumed all of version k−1 ──reached(k)──▶ taken, as JSON ──save(k), once k is published──▶ checkpoint
-    checkpoint ──restore()──▶ version k; the groups that were open: dropped(resume), their prompts again
+    checkpoint ──restore()──▶ version k; the groups that were open: made again under their numbers
 
 A boundary is the instant at which version k−1 is consumed and nothing of version k has begun: the update to k comes
 after it. When the checkpoint is written, groups of the next version may have been admitted and even finished: nothing
@@ -86,6 +86,8 @@ class CheckpointManager:
             "trainer": self._actor.state(),
             "guard": self._actor.guard.state(),
         }
+        if state.journal is not None:
+            state.journal.boundary(version, min(state.ledger.open_numbers, default=state.ledger.admitted))
         groups, episodes = state.ledger.counts(), state.ledger.episode_counts()
         state.emit(VersionReached(time=now(), version=version, groups=groups, episodes=episodes))
 

@@ -53,6 +53,9 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         return "the end of the run, with all groups admitted" if waiting and self._state.all_admitted else waiting
 
     async def get_input_data(self) -> list[Prompt] | None:
+        if self._state.reopened:
+            await self._state.changed.until(lambda: self._ended or self._state.staleness.serves)
+            return [prompt for _, prompt in self._state.reopened.values()]
         while not self._ended:
             await self._state.changed.until(lambda: self._ended or self._room() > 0)
             if not self._ended and (prompts := self._next(self._room())):
@@ -66,10 +69,14 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         return None
 
     async def process_data(self, prompts: list[Prompt]) -> AsyncGenerator[Wave, None]:
-        yield [self._admit(prompt) for prompt in prompts]
+        if wave := [group for prompt in prompts if (group := self._admit(prompt)) is not None]:
+            yield wave
 
-    def _admit(self, prompt: Prompt) -> Group:
+    def _admit(self, prompt: Prompt) -> Group | None:
+        """Admit a group; None where it had ended before the run was resumed."""
         number, samples = self._state.admit(prompt), self._state.samples
+        if self._state.ended_before(number, prompt):
+            return None
         shown = samples is not None and samples.draws(number)
         return Group(number, prompt, self._n, self._sampling, baseline_sampling=self._baseline, shown=shown)
 

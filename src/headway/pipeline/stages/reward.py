@@ -172,8 +172,13 @@ class Reward(Stage[Group, Group]):
         self._filtered = FilteredGroups(config.groups_per_version)
 
     async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
+        journal = self._state.journal
         try:
-            scores = await self._scoring.score(group.prompt, group.trajectories)
+            scores = None if journal is None else journal.scores(group)
+            if scores is None:
+                scores = await self._scoring.score(group.prompt, group.trajectories)
+                if journal is not None:
+                    journal.scored(group, scores)
         except ScoringAbandoned as given_up:
             self._state.drop_unscored(group.number, str(given_up))
             return
@@ -190,7 +195,9 @@ class Reward(Stage[Group, Group]):
             group.baseline = float(shaped[n])
             rewards, own, compared = rewards[:n], own[:n], compared[:n]
         parts = {name: values[:n] for name, values in scores.parts.items()} if len(scores.parts) > 1 else {}
-        self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
+        if group.number not in self._state.scored:  # else it was reported before the checkpoint
+            self._state.scored.add(group.number)
+            self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
         if self._state.samples is not None:
             self._state.samples.rewarded(group, scores, now())
         reason = None

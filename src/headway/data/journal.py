@@ -1,0 +1,237 @@
+"""The journal: what a run has finished, appended to files as it happens, for the process that resumes the run.
+
+    RUN/journal/WRITER.BLOCK.LIFE     of one writer in one life of its process, on the groups of one block of numbers
+
+    record: length, CRC-32 │ header: one line of JSON │ bytes
+
+A file is only appended to, in whole records. Reading ends at the first record that is not whole: its writer died, or
+its disk was full. So every prefix of a file is a state that some moment had. What is *finished* was written before
+anybody acted on it: the death of a process loses nothing, that of a machine what was not synced yet.
+
+Records are found again by what they are of: a completion by its trajectory, call and context, so that no bookkeeping is
+needed of what was under way. `headway.pipeline.admission.run_journal` has the driver's records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
+from headway.data.types import FinishReason, SampledTokens, version_spans
+
+log = logging.getLogger(__name__)
+
+FRAME = struct.Struct("<II")
+OPEN_BLOCKS = 8
+"""Most blocks of which a writer keeps files open, and a reader what it found."""
+
+
+class Record(NamedTuple):
+    """One record: named values, and bytes."""
+
+    values: Mapping[str, Any]
+    data: bytes | memoryview = b""
+
+    def packed(self) -> bytes:
+        """Return the record as it stands in a file."""
+        payload = json.dumps(self.values, separators=(",", ":")).encode() + b"\n" + self.data
+        return FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def records(path: Path) -> Iterator[Record]:
+    """Yield the whole records of a file, up to the first one that is not. A file that is gone has none."""
+    try:
+        whole = path.read_bytes()
+    except FileNotFoundError:
+        return
+    data, begin = memoryview(whole), 0
+    while begin + FRAME.size <= len(data):
+        length, checksum = FRAME.unpack_from(data, begin)
+        payload = data[begin + FRAME.size : begin + FRAME.size + length]
+        if len(payload) < length or zlib.crc32(payload) != checksum:
+            return
+        header = whole.index(b"\n", begin + FRAME.size) - begin - FRAME.size
+        yield Record(json.loads(bytes(payload[:header])), payload[header + 1 :])
+        begin += FRAME.size + length
+
+
+def segments(directory: Path, writer: str = "*", block: int | str = "*") -> list[Path]:
+    """Return the files of a ``writer`` and a ``block``, the earlier lives of a writer first."""
+    return sorted(directory.glob(f"{writer}.{block}.*"), key=lambda path: int(path.suffix[1:]))
+
+
+def block_of(path: Path) -> int:
+    """Return the block that a file is of."""
+    return int(path.stem.rpartition(".")[2])
+
+
+class JournalWriter:
+    """Writer of the records of one process. Groups ``groups_per_block`` · b and the following ones are block b.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> directory = Path(mkdtemp())
+        >>> writer = JournalWriter(directory, "driver", groups_per_block=4, sync_s=None)
+        >>> writer.append(6, [Record({"kind": "batch"})])
+        >>> [path.name for path in segments(directory)], [record.values for record in records(directory / "driver.1.0")]
+        (['driver.1.0'], [{'kind': 'batch'}])
+    """
+
+    def __init__(self, directory: Path, name: str, *, groups_per_block: int, sync_s: float | None) -> None:
+        """``sync_s``: most seconds from a record until the disk has it; None: whenever the system writes it."""
+        self.directory, self.groups_per_block = directory, groups_per_block
+        self._name, self._sync_s = name, sync_s
+        self._files: dict[int, tuple[int, int]] = {}
+        """Descriptor and length of each block's file."""
+        self._unsynced: set[int] = set()
+        self._told = False
+
+    def append(self, number: int, given: Iterable[Record]) -> None:
+        """Append records of group ``number``. A disk that does not take them is warned of once: they are missing then,
+        and are made again where they would be needed.
+        """
+        block = number // self.groups_per_block
+        try:
+            file, length = self._file(block)
+            data = b"".join(record.packed() for record in given)
+            if (written := os.write(file, data)) < len(data):
+                os.ftruncate(file, length)  # a half record would hide those behind it
+                raise OSError(f"{written} of {len(data)} bytes were written")
+        except OSError as cause:
+            if not self._told:
+                log.warning("the journal %s cannot be written: %s. A resumed run repeats more", self.directory, cause)
+            self._told = True
+            return
+        self._files[block] = file, length + len(data)
+        if self._sync_s is not None:
+            if not self._unsynced:
+                asyncio.get_running_loop().call_later(self._sync_s, self._sync)
+            self._unsynced.add(file)
+
+    def close(self) -> None:
+        """Close all files."""
+        for block in list(self._files):
+            self._close(block)
+
+    def _file(self, block: int) -> tuple[int, int]:
+        if block not in self._files:
+            if len(self._files) >= OPEN_BLOCKS:
+                self._close(min(self._files))
+            life = 1 + max((int(path.suffix[1:]) for path in segments(self.directory, self._name, block)), default=-1)
+            path = self.directory / f"{self._name}.{block}.{life}"
+            self._files[block] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666), 0
+        return self._files[block]
+
+    def _close(self, block: int) -> None:
+        file, _ = self._files.pop(block)
+        if file in self._unsynced:
+            self._unsynced.discard(file)
+            with suppress(OSError):
+                os.fsync(file)
+        os.close(file)
+
+    def _sync(self) -> None:
+        """Sync what was written, in a thread: a slow disk holds nobody up."""
+        files = [os.dup(file) for file in self._unsynced]
+        self._unsynced.clear()
+
+        def sync() -> None:
+            for file in files:
+                with suppress(OSError):
+                    os.fsync(file)
+                os.close(file)
+
+        asyncio.get_running_loop().run_in_executor(None, sync)
+
+
+class CompletionJournal:
+    """Finished calls of training groups: those of one episode worker are written, those of all are found again."""
+
+    def __init__(self, writer: JournalWriter) -> None:
+        self._writer = writer
+        self._found: dict[int, dict[tuple[int, ...], Record]] = {}
+        """What earlier processes wrote, by block, then by trajectory and call."""
+        self._sampling: tuple[SamplingParams | None, bytes] = None, b""
+        """The sampling that was described last, and its description."""
+
+    def append(self, number: int, request: GenerateRequest, replica: str, completion: Completion) -> None:
+        """Write a call of group ``number`` that ``replica`` has finished. Calls of validation, those that were aborted
+        and simulated ones are left out.
+        """
+        tokens = completion.tokens
+        training = request.priority is Priority.TRAINING
+        if tokens is None or not training or completion.finish_reason is FinishReason.ABORTED:
+            return
+        values = {
+            "kind": "completion",
+            "group": number,
+            "trajectory": request.trajectory,
+            "key": request.key,
+            "asked": self._asked(request),
+            "replica": replica,
+            "finish_reason": completion.finish_reason.value,
+        }
+        data = b"".join(array.tobytes() for array in (tokens.ids, tokens.logprobs, tokens.versions))
+        self._writer.append(number, [Record(values, data)])
+
+    def reread(self, number: int) -> None:
+        """Look again for what others wrote of group ``number``: its episode worker was lost."""
+        self._found.pop(number // self._writer.groups_per_block, None)
+
+    def recall(self, number: int, request: GenerateRequest) -> tuple[str, Completion] | None:
+        """Return the replica and the result of a call of group ``number`` that was finished before; None where it was
+        not, or was asked for with another context or other sampling.
+        """
+        block = number // self._writer.groups_per_block
+        if (found := self._found.get(block)) is None:
+            if len(self._found) >= OPEN_BLOCKS:
+                del self._found[min(self._found)]
+            found = self._found[block] = self._read(block)
+        if not found or request.priority is not Priority.TRAINING:
+            return None
+        record = found.get((*request.trajectory, request.key))
+        if record is None or record.values["asked"] != self._asked(request):
+            return None
+        ids, logprobs, versions = np.frombuffer(record.data, np.int32).reshape(3, -1)
+        now = asyncio.get_running_loop().time()
+        completion = Completion(
+            number=0,
+            length=len(ids),
+            version_spans=version_spans(versions),
+            finish_reason=FinishReason(record.values["finish_reason"]),
+            started=now,
+            finished=now,
+            tokens=SampledTokens(ids, logprobs.view(np.float32), versions),
+        )
+        return record.values["replica"], completion
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _read(self, block: int) -> dict[tuple[int, ...], Record]:
+        return {
+            (*record.values["trajectory"], record.values["key"]): record
+            for path in segments(self._writer.directory, block=block)
+            for record in records(path)
+            if record.values["kind"] == "completion"
+        }
+
+    def _asked(self, request: GenerateRequest) -> int:
+        """Sum over the context of a call and its sampling."""
+        if self._sampling[0] is not request.sampling:
+            self._sampling = request.sampling, repr(request.sampling).encode()
+        digest = xxhash.xxh64(self._sampling[1])
+        digest.update(request.input_ids.tobytes())
+        return digest.intdigest()

@@ -1,0 +1,186 @@
+"""The driver's part of the journal: scores, groups that ended early, and how batches were composed.
+
+    Reward ──scored──▶ ┐                            ┌ the same scores, without asking the reward
+    discard ──ended──▶ ├ RunJournal ── on resume ──▶├ the same groups out of the way
+    take ──batch─────▶ ┘                            └ the same batches, in the order of the run
+
+A resumed run does again what was done since its checkpoint: it admits the same groups, which are answered from the
+completions that `headway.data.journal` has, scores and discards them as before, and trains the same batches. Then it
+goes on, without a group that was finished being lost. That holds while the settings that make groups are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from headway.config.schema import Config
+from headway.data.interfaces.episode_groups import Group, Scores
+from headway.data.journal import JournalWriter, Record, block_of, records, segments
+from headway.data.types import Prompt
+from headway.events import CheckpointSaved, Event
+from headway.pipeline.admission.ledger import Fate
+
+DRIVER = "driver"
+SETTINGS = "settings.json"
+MAKES_GROUPS: Mapping[str, set[str]] = {
+    "agent": {"workers", "environment_processes", "endpoint_host", "endpoint_port"},
+    "algorithm": set(),
+    "async_training": set(),
+    "data": {"accept_changes"},
+    "reward": {"workers", "timeout_s", "retries"},
+}
+"""Sections of settings that decide which groups there are and what becomes of them, and keys of these that do not.
+How a completion is sampled stands with each."""
+
+
+class RunJournal:
+    """`headway.events.Observer`: the journal of one run in its directory, as its driver writes and reads it."""
+
+    def __init__(self, directory: Path, config: Config) -> None:
+        """Open the journal, which other processes of the run may write, too.
+
+        Raises `OSError` where nothing can be written.
+        """
+        self._directory = directory
+        self._settings = settings_of(config)
+        self._block = config.groups_per_version
+        self._writer = JournalWriter(directory, DRIVER, groups_per_block=self._block, sync_s=config.run.journal_sync_s)
+        self._scores: dict[int, Record] = {}
+        self._ends: dict[int, Record] = {}
+        self._batches: dict[int, Record] = {}
+        """What earlier processes wrote: by number of the group, and batches by how many groups were taken before."""
+        self._floors: dict[int, int] = {}
+        """Version of a boundary → number below which no group was open then."""
+        self._oldest_kept: int | None = None
+        directory.mkdir(exist_ok=True)
+        self.changed = self._open()
+        """Settings that changed since the journal was written, which therefore is not used."""
+
+    def _open(self) -> list[str]:
+        path = self._directory / SETTINGS
+        try:
+            before = json.loads(path.read_text())
+        except (OSError, ValueError):
+            before = {}
+        changed = [name for name, digest in self._settings.items() if before.get(name, digest) != digest]
+        if changed or not before:
+            for segment in segments(self._directory):
+                segment.unlink(missing_ok=True)
+        path.write_text(json.dumps(self._settings))
+        return changed
+
+    # ------------------------------------------------------------------------------------- resume
+
+    def restore(self, consumed: int) -> None:
+        """Read what was written since the boundary at which ``consumed`` groups were."""
+        kinds = {"scored": self._scores, "ended": self._ends, "batch": self._batches}
+        for path in segments(self._directory, DRIVER):
+            for record in records(path):
+                kinds[record.values["kind"]][record.values["at"]] = record
+        for taken in [taken for taken in self._batches if taken < consumed]:
+            del self._batches[taken]
+
+    @property
+    def batches(self) -> int:
+        """Number of batches to train again."""
+        return len(self._batches)
+
+    def composed(self, taken: int) -> list[int] | None:
+        """Return the numbers of the groups that were taken after ``taken`` others; None where no batch was."""
+        record = self._batches.get(taken)
+        return None if record is None else [number for number, *_ in record.values["groups"]]
+
+    def forget_batches(self) -> None:
+        """Compose batches anew from now on: one cannot be as it was."""
+        self._batches.clear()
+
+    # ------------------------------------------------------------------------------------- groups
+
+    def scores(self, group: Group) -> Scores | None:
+        """Return the scores that the group was given before, for the same answers; None where there are none."""
+        record = self._scores.pop(group.number, None)
+        if record is None or record.values["answers"] != _answers(group):
+            return None
+        return Scores(np.frombuffer(record.data, np.float32), record.values["parts"])
+
+    def scored(self, group: Group, scores: Scores) -> None:
+        values = {"kind": "scored", "at": group.number, "answers": _answers(group), "parts": dict(scores.parts)}
+        self._writer.append(group.number, [Record(values, scores.rewards.astype(np.float32).tobytes())])
+
+    def end(self, number: int, prompt: Prompt) -> tuple[Fate, str, int] | None:
+        """Return how the group ended that was admitted under this number for the same prompt, and its failed episodes;
+        None where it did not end early."""
+        record = self._ends.pop(number, None)
+        if record is None or record.values["prompt"] != _identity(prompt):
+            return None
+        return Fate(record.values["fate"]), record.values["reason"], record.values["failed"]
+
+    def ended(self, number: int, prompt: Prompt, fate: Fate, reason: str, failed: int) -> None:
+        values = {"kind": "ended", "at": number, "prompt": _identity(prompt), "fate": fate.value}
+        self._writer.append(number, [Record({**values, "reason": reason, "failed": failed})])
+
+    def batch(self, taken: int, groups: Sequence[Group]) -> None:
+        """Write that ``groups`` are trained on together, after ``taken`` others."""
+        self._batches.pop(taken, None)
+        numbers = [[group.number, *_identity(group.prompt)] for group in groups]
+        oldest = min(group.number for group in groups)
+        self._writer.append(oldest, [Record({"kind": "batch", "at": taken, "groups": numbers})])
+
+    # ------------------------------------------------------------------------------------- size
+
+    def boundary(self, version: int, floor: int) -> None:
+        """Note that no group below number ``floor`` is open at the boundary of ``version``."""
+        self._floors[version] = floor
+
+    def on_event(self, event: Event) -> None:
+        """Remove what no checkpoint needs any more: what is older than the one before the newest."""
+        if isinstance(event, CheckpointSaved):
+            oldest, self._oldest_kept = self._oldest_kept, event.version
+            if oldest is not None and (floor := self._floors.get(oldest)) is not None:
+                for path in segments(self._directory):
+                    if (block_of(path) + 1) * self._block <= floor:
+                        path.unlink(missing_ok=True)
+                self._floors = {version: of for version, of in self._floors.items() if version >= oldest}
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """Return a digest of each section that decides about groups, with the files of the user's functions it names."""
+    digests = {}
+    for name, others in MAKES_GROUPS.items():
+        values = getattr(config, name).model_dump(mode="json", exclude=others)
+        digest = xxhash.xxh64(json.dumps(values, sort_keys=True).encode())
+        for path in _files(values):
+            digest.update(path.read_bytes())
+        digests[name] = digest.hexdigest()
+    return digests | {"rollout.n": str(config.rollout.n)}
+
+
+def _files(values: Any) -> list[Path]:
+    """Files that are named as ``file.py:function`` anywhere in ``values``, and are there."""
+    if isinstance(values, Mapping):
+        return [path for value in values.values() for path in _files(value)]
+    if isinstance(values, list):
+        return [path for value in values for path in _files(value)]
+    path = Path(values.rpartition(":")[0]) if isinstance(values, str) and ".py:" in values else None
+    return [path] if path is not None and path.is_file() else []
+
+
+def _identity(prompt: Prompt) -> list[int]:
+    return [prompt.epoch, prompt.row, prompt.attempt]
+
+
+def _answers(group: Group) -> int:
+    """Sum over what is scored: the answers, and what programs said of them."""
+    digest = xxhash.xxh64()
+    for t in group.trajectories:
+        digest.update(repr((t.id, t.text, t.reward, t.turn_rewards)).encode())
+    return digest.intdigest()
