@@ -40,9 +40,10 @@ def resume(run_dir: Path, *overrides: str, own_process: bool = False) -> tuple[i
     return done.exit_code, done.output
 
 
-def kill(recipe: Path, run_dir: Path, versions: int, *overrides: str) -> None:
+def kill(recipe: Path, run_dir: Path, versions: int, *overrides: str, save_freq: int = 1) -> None:
     """SIGKILL the driver once it has reached so many versions, the first included. Its workers end by themselves."""
-    process = start("-m", "headway", "train", str(recipe), *overrides, "trainer.save_freq=1", f"run.dir={run_dir}")
+    settings = (*overrides, f"trainer.save_freq={save_freq}", f"run.dir={run_dir}")
+    process = start("-m", "headway", "train", str(recipe), *settings)
     wait_for(REACHED, process, run_dir, times=versions)
     workers = [pid for pid in descendants(process.pid) if not is_rays_own(pid)]
     process.kill()
@@ -78,6 +79,45 @@ def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit
     assert told["eval"] == expected["eval"]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["version"] for row in rows] == [0, 1, 2, 3, 4]
+
+
+@mostly_slow("backend", ["inline", "ray"], quick=["inline"])
+def test_what_was_trained_since_the_checkpoint_is_trained_again_on_the_same_tokens_and_nothing_is_lost(
+    recipe: Path, tmp_path: Path, backend: str
+) -> None:
+    """The run that is killed is a process of its own, whose imports take seconds."""
+    run_dir = tmp_path / "run"
+    settings = ("mode=async_partial", f"cluster.backend={backend}", "rollout.total_rollout_steps=256")
+    kill(recipe, run_dir, 9, *settings, save_freq=6)
+    code, output = resume(run_dir, own_process=backend == "ray")
+    assert code == 0, output
+    fetches: dict[int, list[list[int]]] = {}
+    for event in events(run_dir, "fetch.taken"):
+        fetches.setdefault(event["fetch"], []).append(event["numbers"])
+    norms: dict[int, list[float]] = {}
+    for event in events(run_dir, "optimizer.stepped"):
+        norms.setdefault(event["step"], []).append(event["metrics"]["grad_norm"])
+    assert sum(len(lives) > 1 for lives in fetches.values()) >= 3
+    assert sum(len(lives) > 1 for lives in norms.values()) >= 3
+    assert all(len(set(lives)) == 1 for lives in norms.values()), "the same tokens by the same weights"
+    assert all(numbers == lives[0] for lives in fetches.values() for numbers in lives)
+    told = summary(run_dir)
+    assert (told["resumed"], told["balanced"], told["groups"]["trained"]) == (1, True, 256)
+    assert told["groups"]["admitted"] == 256, "no group was given up"
+
+
+@pytest.mark.slow
+def test_groups_that_were_open_are_made_anew_where_settings_of_theirs_changed(recipe: Path, tmp_path: Path) -> None:
+    """The run that is killed is a process of its own, whose imports take seconds."""
+    run_dir = tmp_path / "run"
+    settings = ("mode=async_partial", "cluster.backend=inline", "rollout.total_rollout_steps=128")
+    kill(recipe, run_dir, 6, *settings, save_freq=4)
+    code, output = resume(run_dir, "async_training.staleness_threshold=0.25")
+    assert code == 0, output
+    assert "groups that were open are made anew: async_training changed" in output
+    told = summary(run_dir)
+    assert (told["balanced"], told["groups"]["trained"]) == (True, 128)
+    assert told["lag"]["max"] <= told["lag"]["bound"]
 
 
 @pytest.mark.slow

@@ -87,12 +87,13 @@ def check_history(whole: Killed) -> Killed:
     loaded: dict[str, int] = {}
     since, discarded = 0, 0
     due: list[GroupAdmitted] = []
-    """Whose prompts come back next."""
+    """Whose prompts come back next. With a journal none do: groups that were open go on under their numbers."""
     for event in history:
         match event:
             case RunResumed():
                 since = event.version
-                due += [admissions[number] for number in sorted(admissions.keys() - fates.keys())]
+                if scenario.journal is None:
+                    due += [admissions[number] for number in sorted(admissions.keys() - fates.keys())]
             case RunStarted():
                 loaded = dict.fromkeys(event.slots, 0)
             case UpdatePhase(phase="load") if event.where in loaded:

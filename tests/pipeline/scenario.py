@@ -22,6 +22,7 @@ from headway.events import (
     TrajectoryFinished,
     ValidationFinished,
 )
+from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet
 from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter
@@ -253,6 +254,8 @@ class Scenario:
     """What it takes to start an episode worker in the place of one that is gone; None where none can be started."""
     resume_from: Mapping[str, Any] | None = None
     """The driver's state of a checkpoint, of another run of the same scenario."""
+    journal: Path | None = None
+    """The directory of the run's journal; None for a run without any."""
     numbers: Numbers = field(default_factory=dict)
     """Which group each prompt was asked for."""
     failing: Failing | None = None
@@ -345,9 +348,11 @@ class Scenario:
             else lambda lost: self._replace_episode_worker(run, lost),
             watch=(lambda: self._watch(run)) if self.watched else None,
             workers=lambda: [trainer],
+            journal=None if self.journal is None else RunJournal(self.journal, self.config),
             samples=self.samples,
         )
-        pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"), self.resume_from)
+        observers = [recorder] if parts.journal is None else [recorder, parts.journal]
+        pipeline = Pipeline(self.config, parts, observers, Path("checkpoints"), self.resume_from)
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)
         run.others, run.logp, run.episode_workers, run.hosting = [*others, *ranks], logp, episode_workers, hosting
         if self.script is not None:
@@ -363,6 +368,8 @@ class Scenario:
         run.ended = asyncio.get_running_loop().time()
         for worker in run.episode_workers:
             await worker.bury()
+        if parts.journal is not None:
+            parts.journal.close()
         if beside is not None:
             beside.cancel()
             await asyncio.wait([beside])

@@ -299,3 +299,27 @@ def test_a_prompt_that_the_data_do_not_have_any_more_gives_way_to_the_next_one()
     back = resumed(scenario, gone).of(GroupAdmitted)[: 1 + len(others)]
     rows = [row for _, _, row, _ in others]
     assert [event.row for event in back] == [state["source"]["given"], *rows]
+
+
+@a_share_and_all
+def test_with_a_journal_open_groups_keep_their_numbers_and_batches_are_what_they_were(
+    share: float, tmp_path_factory: pytest.TempPathFactory
+):
+    """Takes long in its full share: each drawn case is run whole and killed up to four times."""
+    repeated = 0
+
+    def check(drawn: tuple[Case, list[float]]) -> None:
+        nonlocal repeated
+        case, moments = drawn
+        length = case.scenario().run().ended
+        lives = [floor(length * moment / 20 / TICK) * TICK for moment in moments]
+        scenario = replace(case.scenario(), journal=tmp_path_factory.mktemp("case") / "journal")
+        whole = check_history(run_with_kills(scenario, lives))
+        assert not [event for event in of(whole.record, GroupSettled) if event.reason == "resume"]
+        first: dict[int, list[int]] = {}
+        for taken in of(whole.record, BatchTaken):
+            repeated += taken.fetch in first
+            assert taken.numbers == first.setdefault(taken.fetch, taken.numbers)
+
+    for_each(st.tuples(st.one_of(cases(save_freq=1), cases(save_freq=2)), kills), share * 100, check)
+    assert repeated > enough(15, share), "batches that are never repeated prove nothing"

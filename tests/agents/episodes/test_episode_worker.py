@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
+from headway.data.journal import CompletionJournal, JournalWriter
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.errors import DataError, RunError, WorkerDied
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -74,8 +77,10 @@ def request(number: int, n: int = 2, priority: Priority = Priority.TRAINING) -> 
 
 
 @asynccontextmanager
-async def worker_of(*engines: ScriptedEngine, gather_s: float = 0.0) -> AsyncGenerator[EpisodeWorker, None]:
-    worker = EpisodeWorker("episode-worker", lambda ids: " ".join(map(str, ids)), gather_s=gather_s)
+async def worker_of(
+    *engines: ScriptedEngine, gather_s: float = 0.0, journal: CompletionJournal | None = None
+) -> AsyncGenerator[EpisodeWorker, None]:
+    worker = EpisodeWorker("episode-worker", lambda ids: " ".join(map(str, ids)), gather_s=gather_s, journal=journal)
     for engine in engines:
         await worker.join(engine)
     await worker.route([engine.name for engine in engines])
@@ -385,5 +390,31 @@ def test_a_group_that_cannot_be_put_together_fails_for_whoever_waits_for_it():
             engine.finish_all()
             with pytest.raises(RunError, match="episode-worker, group 0: ZeroDivisionError"):
                 await asked.task
+
+    run_virtual(main())
+
+
+def test_finished_calls_of_a_lost_worker_are_not_asked_for_again(tmp_path: Path):
+    """Of the lost worker's two calls one was finished: the other one alone is asked for."""
+
+    def journal(name: str) -> CompletionJournal:
+        return CompletionJournal(JournalWriter(tmp_path, name, groups_per_block=4, sync_s=None))
+
+    async def main() -> None:
+        first, second = ScriptedEngine("a"), ScriptedEngine("b")
+        async with worker_of(first, journal=journal("lost")) as worker:
+            Asked(worker, [request(5)])
+            await settle()
+            first.finish([1], version=3)
+            await settle()
+        async with worker_of(second, journal=journal("other")) as worker:
+            asked = Asked(worker, [replace(request(5), again=True)])
+            await settle()
+            assert [call.trajectory.k for call in second.calls.values()] == [1]
+            second.finish_all(version=4)
+            await asked.task
+        of_first, of_second = asked.groups[0].trajectories
+        assert (of_first.text, of_first.replica, of_first.version_spans) == ("5 0", "a", [[0, 3]])
+        assert (of_second.text, of_second.replica, of_second.version_spans) == ("5 1", "b", [[0, 4]])
 
     run_virtual(main())

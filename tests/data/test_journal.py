@@ -1,0 +1,186 @@
+"""The journal's files: whatever a process that died has left of them, what is read was written."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
+from headway.data.journal import CompletionJournal, JournalWriter, Record, block_of, records, segments
+from headway.data.types import FinishReason, SampledTokens, TrajectoryId
+
+values = st.dictionaries(st.text(max_size=5), st.integers(-5, 5) | st.text(max_size=8), max_size=3)
+written = st.lists(st.builds(Record, values, st.binary(max_size=40)), min_size=1, max_size=6)
+
+
+def read(path: Path) -> list[tuple[dict[str, object], bytes]]:
+    return [(dict(record.values), bytes(record.data)) for record in records(path)]
+
+
+def writer(directory: Path, name: str = "episode-worker-0") -> JournalWriter:
+    return JournalWriter(directory, name, groups_per_block=4, sync_s=None)
+
+
+@given(written, st.data())
+def test_a_file_torn_at_any_byte_holds_what_was_written_before(given_records: list[Record], data: st.DataObject):
+    with TemporaryDirectory() as folder:
+        one = writer(Path(folder))
+        for record in given_records:
+            one.append(0, [record])
+        one.close()
+        (path,) = segments(Path(folder))
+        whole = path.read_bytes()
+        ends = np.cumsum([len(record.packed()) for record in given_records]).tolist()
+        assert ends[-1] == len(whole)
+        torn = data.draw(st.integers(0, len(whole)))
+        path.write_bytes(whole[:torn])
+        expected = [(dict(record.values), bytes(record.data)) for record in given_records]
+        assert read(path) == expected[: sum(end <= torn for end in ends)]
+
+
+@given(written, st.data())
+def test_a_byte_that_changed_hides_its_record_and_those_behind_it(given_records: list[Record], data: st.DataObject):
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "driver.0.0"
+        whole = bytearray(b"".join(record.packed() for record in given_records))
+        place = data.draw(st.integers(0, len(whole) - 1))
+        whole[place] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(whole)
+        ends = np.cumsum([len(record.packed()) for record in given_records]).tolist()
+        assert len(read(path)) == sum(end <= place for end in ends)
+
+
+def test_each_life_of_a_writer_has_a_file_of_its_own_and_what_is_torn_hides_nothing_of_the_next(tmp_path: Path):
+    first = writer(tmp_path)
+    first.append(5, [Record({"n": 1}), Record({"n": 2})])
+    first.close()
+    (path,) = segments(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])
+    second = writer(tmp_path)
+    second.append(5, [Record({"n": 2})])
+    second.close()
+    found = segments(tmp_path, block=1)
+    assert [record.values for path in found for record in records(path)] == [{"n": 1}, {"n": 2}]
+    assert {block_of(path) for path in found} == {1}
+
+
+def test_a_disk_that_takes_half_a_record_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    one, write = writer(tmp_path), os.write
+    one.append(0, [Record({"n": 0})])
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
+        one.append(0, [Record({"n": 1})])
+        one.append(0, [Record({"n": 2})])
+    one.append(0, [Record({"n": 3})])
+    one.close()
+    assert [record.values["n"] for record in records(segments(tmp_path)[0])] == [0, 3]
+    (warning,) = caplog.messages
+    assert "cannot be written" in warning
+
+
+def test_a_directory_that_is_gone_is_warned_of_once(tmp_path: Path, caplog):
+    one = writer(tmp_path / "gone")
+    for number in range(0, 40, 4):
+        one.append(number, [Record({})])
+    assert len(caplog.messages) == 1
+
+
+def test_what_was_written_is_synced_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+
+    async def run() -> None:
+        one = JournalWriter(tmp_path, "driver", groups_per_block=4, sync_s=0.001)
+        one.append(0, [Record({})])
+        one.append(9, [Record({})])
+        while len(synced) < 2:
+            await asyncio.sleep(0.001)
+        one.close()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    assert {Path(path).name for path in synced} == {"driver.0.0", "driver.2.0"}
+
+
+# ------------------------------------------------------------------------------------- completions
+
+SAMPLING = SamplingParams(max_tokens=8, temperature=0.7)
+
+
+def request(k: int = 0, key: int = 0, ids: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
+    return GenerateRequest(7, TrajectoryId(0, 5, 0, k), np.array(ids, np.int32), SAMPLING, key)
+
+
+def completion(*ids: int, reason: FinishReason = FinishReason.STOP) -> Completion:
+    tokens = SampledTokens(
+        np.array(ids, np.int32),
+        -np.arange(len(ids), dtype=np.float32) / 7,
+        np.array([3 + 2 * (place > 1) for place in range(len(ids))], np.int32),
+    )
+    return Completion(7, len(ids), [[0, 3], [2, 5]][: 1 + (len(ids) > 2)], reason, 1.0, 2.0, tokens)
+
+
+@pytest.fixture
+def journals(tmp_path: Path) -> Iterator[tuple[CompletionJournal, CompletionJournal]]:
+    """Those of an episode worker, and of the one that makes its groups again."""
+    both = CompletionJournal(writer(tmp_path)), CompletionJournal(writer(tmp_path, "episode-worker-0+1"))
+    yield both
+    for one in both:
+        one.close()
+
+
+def recalled(journal: CompletionJournal, asked: GenerateRequest, number: int = 6) -> tuple[str, Completion] | None:
+    async def recall() -> tuple[str, Completion] | None:
+        return journal.recall(number, asked)
+
+    return asyncio.run(recall())
+
+
+def test_a_finished_call_is_found_with_its_tokens_log_probs_and_versions(journals):
+    first, second = journals
+    first.append(6, request(), "rollout-1", completion(4, 9, 2))
+    replica, found = recalled(second, request())
+    expected = completion(4, 9, 2)
+    assert (replica, found.length, found.version_spans) == ("rollout-1", 3, [[0, 3], [2, 5]])
+    assert found.finish_reason is FinishReason.STOP
+    for name in ("ids", "logprobs", "versions"):
+        have, want = getattr(found.tokens, name), getattr(expected.tokens, name)
+        assert have.dtype == want.dtype
+        assert have.tobytes() == want.tobytes()
+
+
+def test_a_call_that_is_asked_for_in_another_way_is_not(journals):
+    first, second = journals
+    first.append(6, request(), "rollout-1", completion(4, 9))
+    assert recalled(second, request(k=1)) is None
+    assert recalled(second, request(key=3)) is None
+    assert recalled(second, request(ids=(1, 2, 4))) is None
+    assert recalled(second, replace(request(), sampling=replace(SAMPLING, temperature=0.8))) is None
+    assert recalled(second, replace(request(), priority=Priority.VALIDATION)) is None
+    assert recalled(second, request(), number=2) is None, "of another block"
+    assert recalled(second, request()) is not None
+
+
+def test_calls_that_were_aborted_validated_or_simulated_are_left_out(journals, tmp_path: Path):
+    first, _ = journals
+    first.append(6, request(), "rollout-1", completion(4, reason=FinishReason.ABORTED))
+    first.append(6, replace(request(), priority=Priority.VALIDATION), "rollout-1", completion(4))
+    first.append(6, request(), "rollout-1", replace(completion(4), tokens=None))
+    assert segments(tmp_path) == []
+
+
+def test_what_another_episode_worker_writes_later_is_found_after_it_was_lost(journals):
+    first, second = journals
+    assert recalled(second, request()) is None
+    first.append(6, request(), "rollout-1", completion(4, 9))
+    assert recalled(second, request()) is None, "files are read once"
+    second.reread(6)
+    assert recalled(second, request()) is not None
