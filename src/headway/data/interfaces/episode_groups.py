@@ -37,8 +37,6 @@ class Group:
     """Sampling of one more episode, k = n, which is not trained on; None without one."""
     shown: bool = False
     """True where the group leaves a sample: its episodes come with their conversations, whoever scores them."""
-    again: bool = False
-    """True where the episode worker that made the group was lost: the journal may have calls of it."""
     trajectories: tuple[Trajectory, ...] = ()
     """One for each episode, in order of k; after scoring, those to train on."""
     tokens: Handle[GroupTokens] | None = None
@@ -49,6 +47,8 @@ class Group:
     """The score of the policy's greedy episode, those of its turns included, where one was generated (ReMax)."""
     columns: dict[str, tuple[AnyColumn, ...]] = field(default_factory=dict)
     """The numbers computed per token, by name: one [T] column per row, in the order of `samples`."""
+    again: bool = False
+    """True where the episode worker that made the group was lost: the journal may have calls of it."""
 
     @property
     def episodes(self) -> int:
