@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -95,19 +96,18 @@ def test_a_directory_that_is_gone_is_warned_of_once(tmp_path: Path, caplog):
 
 
 def test_what_was_written_is_synced_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+    synced: Queue[str] = Queue()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.put(Path(f"/proc/self/fd/{file}").readlink().name))
 
-    async def run() -> None:
+    async def run() -> set[str]:
         one = JournalWriter(tmp_path, "driver", groups_per_block=4, sync_s=0.001)
         one.append(0, [Record({})])
         one.append(9, [Record({})])
-        while len(synced) < 2:
-            await asyncio.sleep(0.001)
+        names = {await asyncio.to_thread(synced.get, timeout=10) for _ in range(2)}
         one.close()
+        return names
 
-    asyncio.run(asyncio.wait_for(run(), 10))
-    assert {Path(path).name for path in synced} == {"driver.0.0", "driver.2.0"}
+    assert asyncio.run(run()) == {"driver.0.0", "driver.2.0"}
 
 
 # ------------------------------------------------------------------------------------- completions
