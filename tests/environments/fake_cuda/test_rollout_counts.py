@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from headway.data.interfaces.rollout import GenerateRequest, SamplingParams
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.native.native_core import EngineCore
 from tests.environments.fake_cuda.counting import Counts, fake_model, on_fake_cuda
-from tests.environments.fake_cuda.models import qwen
+from tests.environments.fake_cuda.models import mistral, qwen
 
 LAYERS = 4
 PLAIN = SamplingParams(50)
@@ -50,18 +51,18 @@ class Step:
 
 
 @contextmanager
-def engine(layers: int = LAYERS) -> Iterator[tuple[Counts, EngineCore]]:
+def engine(config: PreTrainedConfig) -> Iterator[tuple[Counts, EngineCore]]:
     with on_fake_cuda() as counts, torch.no_grad():
-        model = fake_model(Qwen2ForCausalLM, qwen(layers))
+        model = fake_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
         core = EngineCore(model, name="fake", seed=0, slots=64, max_context=2048, max_batched_tokens=16_384, decode=str)
         yield counts, core
 
 
-def submit(core: EngineCore, lengths: list[int], sampling: SamplingParams) -> None:
-    calls = [
-        GenerateRequest(number, TrajectoryId(0, number, 0, 0), np.arange(length, dtype=np.int32), sampling)
-        for number, length in enumerate(lengths)
-    ]
+def submit(core: EngineCore, lengths: list[int], sampling: SamplingParams, *, goes_on: bool = False) -> None:
+    calls = []
+    for number, length in enumerate(lengths):
+        ids, trajectory = np.arange(length, dtype=np.int32), TrajectoryId(0, number, 0, 0)
+        calls.append(GenerateRequest(number, trajectory, ids, sampling, goes_on=goes_on))
     core.submit("a client", calls)
 
 
@@ -73,7 +74,7 @@ def counted(counts: Counts, work: Callable[[], object]) -> Step:
 
 def decode_step(layers: int = LAYERS, sampling: SamplingParams = PLAIN) -> Step:
     """The second of two decoding steps of 16 rows: in the first the cache may be divided anew."""
-    with engine(layers) as (counts, core):
+    with engine(qwen(layers)) as (counts, core):
         submit(core, PROMPTS, sampling)
         core.step()
         core.step()
@@ -106,12 +107,29 @@ def test_copies_of_a_decode_step_are_few_and_none_is_from_pageable_memory() -> N
     assert step.waits <= 1
 
 
-def test_a_prefill_of_16_prompts_of_16_lengths_attends_once_in_each_layer() -> None:
-    with engine() as (counts, core):
-        submit(core, PROMPTS, PLAIN)
-        step = counted(counts, core.step)
-    assert step.attention <= LAYERS
-    assert "clone" not in step.names
+def prefill_step(lengths: list[int], config: PreTrainedConfig, *, continued: bool = False) -> Step:
+    """The step in which all prompts start; ``continued``: those whose episodes have each answered once."""
+    with engine(config) as (counts, core):
+        if continued:
+            submit(core, [max(1, length // 2) for length in lengths], SamplingParams(1), goes_on=True)
+            core.step()
+        submit(core, lengths, PLAIN)
+        return counted(counts, core.step)
+
+
+@pytest.mark.parametrize("continued", [False, True], ids=["whole", "continued"])
+@pytest.mark.parametrize("config", [qwen(LAYERS), mistral(LAYERS)], ids=["qwen", "windows"])
+@pytest.mark.parametrize("lengths", [PROMPTS, [37], [64, 64, 200, 900, 1]], ids=["16", "1", "5"])
+def test_a_prefill_of_prompts_of_any_lengths_attends_once_in_each_layer_and_copies_nothing_for_it(
+    lengths: list[int], config: PreTrainedConfig, continued: bool
+) -> None:
+    step = prefill_step(lengths, config, continued=continued)
+    assert step.attention == LAYERS, step.names
+    assert not step.names.get("clone", 0), step.names
+    assert step.pageable == 0
+    assert step.waits <= 1
+
+
+def test_copies_to_the_device_are_few_in_a_prefill_of_16_prompts() -> None:
+    step = prefill_step(PROMPTS, qwen(LAYERS))
     assert step.uploads <= 18
-    assert step.pageable <= 1
-    assert step.waits <= 2

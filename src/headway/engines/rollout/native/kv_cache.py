@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headway.devices import to_device
 from headway.engines.rollout.native.prefix_cache import BLOCK, BlockCopy
 from headway.engines.rollout.native.supported_models import KvGeometry
 
@@ -166,8 +167,8 @@ class SlotCache:
 
     def gather(self, blocks: Sequence[int], length: int) -> torch.Tensor:
         """A copy of the first ``length`` tokens in ``blocks``: [layers, 2·kv_heads, length, head_dim]."""
-        copy: torch.Tensor = self._blocks[:, self._at(blocks)].transpose(1, 2).flatten(2, 3)[:, :, :length]
-        return copy
+        parts: torch.Tensor = self._blocks.transpose(1, 2).index_select(2, self._at(blocks))
+        return parts.flatten(2, 3)[:, :, :length]
 
     def store(self, copies: Sequence[BlockCopy], kv: torch.Tensor) -> None:
         """Copy parts of a context's keys and values [layers, 2·kv_heads, T, head_dim] into blocks."""
@@ -178,7 +179,7 @@ class SlotCache:
         for copy in copies:
             count = copy.stop - copy.start
             if count < BLOCK:
-                target = self._blocks[:, self._at([copy.block])[0], :, copy.offset : copy.offset + count]
+                target = self._blocks[:, self._last - copy.block, :, copy.offset : copy.offset + count]
                 target.copy_(kv[:, :, copy.start : copy.stop])
 
     def shift(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -187,10 +188,14 @@ class SlotCache:
             sources, targets = zip(*moves, strict=True)
             self._blocks[:, self._at(targets)] = self._blocks[:, self._at(sources)]
 
-    def _at(self, blocks: Sequence[int]) -> list[int]:
-        """Indices of blocks, which are counted from the memory's end."""
-        last = self._blocks.shape[1] - 1
-        return [last - block for block in blocks]
+    @property
+    def _last(self) -> int:
+        """Index of block 0: blocks are counted from the memory's end."""
+        return int(self._blocks.shape[1]) - 1
+
+    def _at(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Indices of blocks, on the device."""
+        return to_device([self._last - np.array(blocks)], self._device)[0]
 
     def _room_for(self, rows: int, positions: int) -> int:
         """Positions of a row when ``rows`` are reserved with room for ``positions``: as now, unless that is unfit."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from headway.devices import kind_of
+from headway.devices import kind_of, to_device
 from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.step_attention import (
     AttentionShape,
@@ -56,11 +56,10 @@ class VarlenPrefill:
         index = np.arange(self.count)
         positions = index - np.repeat(ends - self._lengths - starts, self._lengths)
         places = index + np.repeat(self._ends - ends, self._lengths)
-        # One copy to the device: each is a wait of its own.
-        parts = (positions, places, ends - 1, [0, *ends], [0, *self._ends])
-        on_device = torch.from_numpy(np.concatenate(parts)).to(device)
-        self.positions, self._places, self.last, of_queries, of_keys = on_device.split([len(part) for part in parts])
-        self._bounds = of_queries.int(), of_keys.int()
+        bounds = [np.array([0, *each], np.int32) for each in (ends, self._ends)]
+        self.positions, self._places, self.last, *self._bounds = to_device(
+            [positions, places, ends - 1, *bounds], device
+        )
         self._most = int(self._lengths.max()), int((starts + self._lengths).max())
         layers, kv_heads, size = len(shape.windows.layers), shape.kv_heads, shape.head_dim
         self._kv = torch.empty(layers, int(self._ends[-1]), 2 * kv_heads, size, dtype=shape.dtype, device=device)
@@ -185,5 +184,5 @@ def _difference(shape: AttentionShape, device: torch.device) -> float:
     for ours, other in pairs:
         for layer in range(geometry.layers):
             qkv = random(ours.count, shape.heads + 2 * shape.kv_heads, shape.head_dim)
-            differences.append(float((ours.attend(layer, qkv) - other.attend(layer, qkv)).abs().max()))
+            differences.append(float((ours.attend(layer, qkv).float() - other.attend(layer, qkv)).abs().max()))
     return max(differences)
