@@ -431,11 +431,31 @@ class RunResumed(Event):
     """Number of times that the run was resumed, this time included."""
 
 
+@event("checkpoint.copied", "span")
+class CheckpointCopied(Event):
+    """Event: training stood still during ``span``, until the state of ``version`` was copied for a checkpoint."""
+
+    version: int
+    span: Span
+
+
 @event("checkpoint.saved", "span")
 class CheckpointSaved(Event):
+    """Event: the checkpoint of ``version`` was written during ``span``, beside training, and is complete."""
+
     version: int
     path: str
     span: Span
+
+
+@event("checkpoint.failed")
+class CheckpointFailed(Event):
+    """Event: the checkpoint of ``version`` could not be written. The one before it is still there."""
+
+    version: int
+    reason: str
+    in_row: int
+    """Number of checkpoints that failed one after the other, this one included."""
 
 
 @event("profile.taken", "span")

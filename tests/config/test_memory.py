@@ -26,7 +26,7 @@ from headway.config.schema import Config
 from headway.config.sections.learning import ParallelConfig
 from headway.config.sections.model_section import MakeModelConfig
 from headway.config.sizing.model_shape import ModelShape
-from headway.config.sizing.process_memory import Mesh, TrainingStep, activations, critic, trainer
+from headway.config.sizing.process_memory import Mesh, ProcessMemory, TrainingStep, activations, critic, trainer
 from headway.config.sizing.run_memory import made, processes
 from headway.data.packing import CollatedRow, Packing
 from headway.engines.train.fsdp.micro_batches import collate
@@ -205,6 +205,11 @@ def test_processes_of_a_run_have_what_its_settings_ask_for() -> None:
         config = Config.model_validate(settings)
         return next(p.memory for p in processes(config, shape, on_cpu=on_cpu) if p.name == name)
 
+    def host(settings: dict[str, Any], name: str) -> int:
+        """Bytes beside the copy for a checkpoint."""
+        found = memory(settings, name)
+        return int(found.host - sum(line.nbytes for line in found.held if "checkpoint" in line.name))
+
     four = {"rollout": {"n_gpus_per_node": 4}}
     assert memory(four, "replica").host == 0
     assert memory(four, "machine with replicas").host == 2 * shape.parameters, "once for all four"
@@ -214,18 +219,35 @@ def test_processes_of_a_run_have_what_its_settings_ask_for() -> None:
         memory(in_place, "machine with replicas")
     assert memory({}, "replica", on_cpu=True).host == 0
     overlapped = {"param_update": {"schedule": "overlapped"}}
-    assert memory(overlapped, "trainer rank").host == 2 * shape.parameters
+    assert host(overlapped, "trainer rank") == 2 * shape.parameters
     of_ranks = {**overlapped, "trainer": {"n_gpus_per_node": 2}}
-    assert memory(of_ranks, "trainer rank").host == shape.parameters, "each has the half that it sends"
+    assert host(of_ranks, "trainer rank") == shape.parameters, "each has the half that it sends"
     copies = {**of_ranks, "actor": {"parallel": {"replicate": 2}}}
-    assert memory(copies, "trainer rank that sends").host == 2 * shape.parameters
-    assert memory(copies, "trainer rank that does not").host == 0
+    assert host(copies, "trainer rank that sends") == 2 * shape.parameters
+    assert host(copies, "trainer rank that does not") == 0
     with_reference = memory({"actor": {"use_kl_loss": True}}, "trainer rank")
     assert "weights of the reference" in [line.name for line in with_reference.held]
     own = {"actor": {"use_kl_loss": True}, "ref": {"nnodes": 1, "n_gpus_per_node": 2}}
     assert memory(own, "reference rank").held[0].nbytes == pytest.approx(shape.parameters, abs=8)
     shared = memory({"cluster": {"placement": "shared"}}, "trainer rank")
     assert "generation" in shared.moments
+
+
+def test_a_checkpoint_takes_the_weights_and_moments_once_more_in_host_memory() -> None:
+    shape = shape_of(FAMILIES["qwen3"]())
+
+    def rank(settings: dict[str, Any], *, on_cpu: bool) -> ProcessMemory:
+        config = Config.model_validate(settings)
+        return next(p.memory for p in processes(config, shape, on_cpu=on_cpu) if p.name == "trainer rank")
+
+    at_the_end: dict[str, Any] = {"trainer": {"save_freq": -1}}
+    alone = rank(at_the_end, on_cpu=False)
+    assert alone.host == 12 * shape.parameters, "which is more than a bucket of an update, which there is then no more"
+    assert rank({}, on_cpu=False).host == (12 + 2) * shape.parameters
+    assert rank({}, on_cpu=False).device == alone.device
+    assert rank({}, on_cpu=True).device == rank(at_the_end, on_cpu=True).device + 12 * shape.parameters
+    critic = {"algorithm": {"adv_estimator": "gae"}}
+    assert rank(critic, on_cpu=False).host > 20 * shape.parameters
 
 
 def test_a_replica_on_a_cpu_has_its_large_matrices_twice() -> None:

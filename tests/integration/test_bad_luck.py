@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import typer
@@ -25,12 +25,15 @@ from headway.cli.common import errors_as_messages
 from headway.cli.train_command import load_checked
 from headway.cluster.machine.child_processes import descendants
 from headway.cluster.worker_engines import TrainGroup
+from headway.engines.train.fsdp import learner
 from headway.errors import RunError, StallError
 from headway.events import Event, Note
 from headway.pipeline.run import Pipeline
 from headway.reports.report_manager import Reports
 from headway.runtime.signals import terminations_as_interrupts
-from tests.integration.support import START_S, alive, finish, make_job, run_here, start, summary, wait_for
+from tests.integration import support
+from tests.integration.support import START_S, alive, events, finish, make_job, run_here, start, summary, wait_for
+from tests.integration.test_on_policy import weights
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
@@ -370,17 +373,40 @@ def no_large_file() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_at_a_checkpoint_is_one_message_and_half_a_checkpoint_is_removed(
+def test_a_full_disk_at_one_checkpoint_is_told_and_training_goes_on_as_if_nothing_had_happened(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Takes seconds: two whole runs."""
+    support.train(recipe, tmp_path / "undisturbed", "cluster.backend=inline", "trainer.save_freq=1")
+    save, first = learner.save_checkpoint, iter([True])
+
+    def full_at_first(*args: Any, **kwargs: Any) -> None:
+        with no_large_file() if next(first, False) else nullcontext():
+            save(*args, **kwargs)
+
+    monkeypatch.setattr(learner, "save_checkpoint", full_at_first)
+    run_dir = tmp_path / "run"
+    told = support.train(recipe, run_dir, "cluster.backend=inline", "trainer.save_freq=1")
+    assert (told["status"], told["balanced"], told["checkpoints"]["failed"]) == ("completed", True, 1)
+    assert told["checkpoints"]["saved"] == told["version"] - 1
+    (failed,) = events(run_dir, "checkpoint.failed")
+    assert failed["version"] == 1 and "File too large" in failed["reason"]
+    assert weights(run_dir / "model") == weights(tmp_path / "undisturbed" / "model")
+
+
+def test_a_full_disk_at_three_checkpoints_is_one_message_and_half_a_checkpoint_is_removed(
     recipe: Path, tmp_path: Path
 ) -> None:
-    """Takes seconds: a whole run until its first checkpoint."""
+    """Takes seconds: a whole run until its third checkpoint."""
     run_dir = tmp_path / "run"
     with no_large_file():
         done = run_here(*inline(recipe, run_dir, "trainer.save_freq=1"))
     code, output = done.exit_code, done.output
     assert code == 1, output
     errors = output[output.index("error: ") :].splitlines()
-    where = run_dir / "checkpoints" / "version_1"
+    assert output.count("was not saved, and training goes on") == 3
+    where = run_dir / "checkpoints" / "version_3"
+    assert errors[0].endswith("No checkpoint could be saved 3 times in a row")
     assert errors[0].startswith(f"error: could not write the checkpoint {where}: File too large; raise the limit")
     assert errors[1:] == [
         "There is no checkpoint to go on from; trainer.save_freq=1 saves every version, and at a run's end"

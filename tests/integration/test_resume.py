@@ -141,6 +141,39 @@ def test_a_run_with_restarts_ends_as_one_that_nothing_happened_to(
     assert (told["resumed"], told["balanced"], told["groups"]) == (1, True, expected["groups"])
 
 
+SLOW_SECOND_SAVE = """
+import itertools, runpy, time
+from headway.engines.train.fsdp import checkpoint
+
+save, calls = checkpoint.save, itertools.count()
+
+def slow(*args, **kwargs):
+    time.sleep(1000 if next(calls) == 1 else 0)
+    save(*args, **kwargs)
+
+checkpoint.save = slow
+runpy.run_module("headway", run_name="__main__")
+"""
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
+    recipe: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The run that is killed is a process of its own, whose imports take seconds. Training goes on meanwhile."""
+    run_dir = tmp_path / "run"
+    settings = ("cluster.backend=inline", "trainer.save_freq=1", f"run.dir={run_dir}")
+    process = start("-c", SLOW_SECOND_SAVE, "train", str(recipe), *settings)
+    wait_for(REACHED, process, run_dir, times=4)
+    process.kill()
+    process.communicate()
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [".version_2.partial", "version_1"]
+    code, output = resume(run_dir)
+    assert code == 0, output
+    assert "resuming from the checkpoint of version 1" in output
+    assert weights(run_dir / "model") == weights(undisturbed / "model")
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["version_3", "version_4"]
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -72,9 +72,11 @@ class FakeTrainer(SimulatedTrainer):
         ess: Callable[[int], float | None] = lambda _: None,
         forward_s: float = 0.5,
         save_s: float = 0.5,
+        copy_s: float = 0.125,
         update: UpdateProfile = UPDATE,
     ) -> None:
-        super().__init__(TrainCost(step_s=0.0, token_s=0.0, forward_token_s=0.0), update, transport, save_s=save_s)
+        cost = TrainCost(step_s=0.0, token_s=0.0, forward_token_s=0.0)
+        super().__init__(cost, update, transport, save_s=save_s, copy_s=copy_s)
         self.hangs_at: set[int] = set()
         """Steps that never end, and in which nothing moves."""
         self.raises_at: dict[int, BaseException] = {}
@@ -87,6 +89,10 @@ class FakeTrainer(SimulatedTrainer):
         self.forwards: list[tuple[float, int]] = []
         """(time, samples) of every `forward_logprobs`."""
         self.saved: list[tuple[Path, dict[str, Any]]] = []
+        self.writes: list[Time] = []
+        """When each checkpoint was written, or failed to be."""
+        self.fails_to_save: list[str] = []
+        """Of the next checkpoints: ``copy`` or ``write`` where that fails; nothing where it does not."""
         self.computed: list[tuple[str, Time]] = []
         """(what, when) of everything that kept the ranks busy."""
         self.reached: list[tuple[float, tuple[str, ...]]] = []
@@ -165,8 +171,18 @@ class FakeTrainer(SimulatedTrainer):
     def _probe(self, version: int) -> NDArray[np.float32] | None:
         return self.probes(version) if self.probes else None
 
+    async def copy_state(self) -> None:
+        if self.fails_to_save and self.fails_to_save[0] == "copy":
+            self.fails_to_save.pop(0)
+            raise RunError("worker actor-0 ran out of memory in 'copy_state'")
+        await super().copy_state()
+
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        started = now()
         await super().save(path, driver_state)
+        self.writes.append((started, now()))
+        if self.fails_to_save and self.fails_to_save.pop(0):
+            raise RunError(f"could not write the checkpoint {path}: No space left on device; make room there")
         self.saved.append((path, dict(driver_state)))
 
 
@@ -247,17 +263,19 @@ class FakeCritic:
         value_s: float = 0.5,
         step_s: float = 1.0,
         save_s: float = 0.25,
+        copy_s: float = 0.125,
         skips: Callable[[int], bool] | None = None,
     ) -> None:
         self.turns: list[Turn] = []
         self.saved: list[tuple[Path, Time]] = []
+        self.copied: list[Time] = []
         self.trained: list[list[TrainSample]] = []
         """The samples of every step."""
         self.ranks: Callable[[str, float], Any] = self._compute
         """Takes the time; the trainer's where it shares their ranks."""
         self._value_s = value_s
         self._step_s = step_s
-        self._save_s = save_s
+        self._save_s, self._copy_s = save_s, copy_s
         self._skips = skips or (lambda _: False)
         self._valued = 0
         self._doing: str | None = None
@@ -293,9 +311,14 @@ class FakeCritic:
         self.turns.append(Turn("train", fetch, (started, now())))
         return StepReport(skipped=self._skips(step), metrics={"critic/loss": float(step)})
 
+    async def copy_state(self) -> None:
+        started = now()
+        await self.ranks("the copy of the critic for a checkpoint", self._copy_s)
+        self.copied.append((started, now()))
+
     async def save(self, path: Path) -> None:
         started = now()
-        await self.ranks("a checkpoint of the critic", self._save_s)
+        await asyncio.sleep(self._save_s)
         self.saved.append((path, (started, now())))
 
     async def load(self, path: Path) -> None:

@@ -80,17 +80,17 @@ def check_turns(run: Run) -> Run:
 
 def check_saved(run: Run) -> Run:
     """The critic comes before the trainer, and has learned from just what the trainer has."""
-    saved = [(what, span) for what, span in run.trainer.computed if what == "a checkpoint"]
+    copied = [(what, span) for what, span in run.trainer.computed if what == "the copy for a checkpoint"]
     versions = [event.version for event in run.of(CheckpointSaved)]
     names = [path for path, _ in critic(run).saved]
     assert names[: len(versions)] == [Path(f"checkpoints/critic/version_{version}") for version in versions]
     ended = run.status is not None
     assert not ended or len(names) == len(versions)
-    for version, (_, (began, end)), (_, whole) in zip(versions, critic(run).saved, saved, strict=False):
+    for version, (began, end), (_, whole) in zip(versions, critic(run).copied, copied, strict=False):
         assert end <= whole[0]
         learned = {turn.fetch for turn in critic(run).turns if turn.what == "train" and turn.span[1] <= began}
         assert learned == {fetch.fetch for fetch in run.of(BatchTaken) if fetch.version < version}
-        assert not any(overlap((began, end), turn.span) for turn in critic(run).turns), "it was busy when it was saved"
+        assert not any(overlap((began, end), turn.span) for turn in critic(run).turns), "it was busy when it was copied"
     return run
 
 

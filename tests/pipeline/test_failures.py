@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from itertools import product
 
@@ -195,7 +194,7 @@ def test_a_reference_that_raises_ends_the_run():
     failed(Scenario("async_stale", reference=Broken()), StageFailed, "RefLogProb failed: ValueError")
 
 
-def test_a_checkpoint_that_cannot_be_saved_fails_the_run():
+def test_the_last_checkpoint_fails_the_run_where_it_cannot_be_saved():
     def script(run: Run) -> None:
         async def save(*_: object) -> None:
             raise OSError("no space left on device")
@@ -204,7 +203,9 @@ def test_a_checkpoint_that_cannot_be_saved_fails_the_run():
 
     run = Scenario("async_partial", script=script).run()
     assert isinstance(run.error, RunError)
-    assert re.match(r"could not write the checkpoint .*version_6: OSError: no space left on device", str(run.error))
+    assert "not saved: could not write the checkpoint checkpoints/version_6: OSError: no space left on device" in str(
+        run.error
+    )
     run.assert_clean()
     assert run.of(RunFinished)[0].status == "failed"
     assert run.groups["trained"] == 96

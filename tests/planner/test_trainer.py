@@ -124,12 +124,30 @@ def test_its_ranks_do_one_thing_at_a_time() -> None:
             trainer.forward_logprobs(SAMPLES),
             trainer.gather_weights(1),
             trainer.send_weights(1, ["a"]),
-            trainer.save(Path("x"), {}),
+            trainer.copy_state(),
         ):
             with pytest.raises(RunError, match="during an optimizer step; they do one at a time"):
                 await call
         await step
         await trainer.train_step(SAMPLES, StepContext())
+
+    trained(script)
+
+
+def test_a_checkpoint_is_written_beside_a_step_and_copied_between_steps() -> None:
+    async def script(trainer: SimulatedTrainer, _: SimulatedTransport) -> None:
+        saving = asyncio.create_task(trainer.save(Path("x"), {}))
+        await asyncio.sleep(0)
+        with pytest.raises(RunError, match="copied over the one that is being written"):
+            await trainer.copy_state()
+        began = now()
+        await trainer.train_step(SAMPLES, StepContext())
+        alone = now() - began
+        await saving
+        began = now()
+        await trainer.train_step(SAMPLES, StepContext())
+        assert now() - began == alone
+        await trainer.copy_state()
 
     trained(script)
 

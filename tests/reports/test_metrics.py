@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headway.events import (
     BatchTaken,
-    CheckpointSaved,
+    CheckpointCopied,
     Event,
     GroupAdmitted,
     GroupRewarded,
@@ -591,13 +591,13 @@ def test_a_run_that_saves_for_longer_than_it_trains_blames_the_saving() -> None:
             admitted(0, 0.0),
             BatchTaken(time=2.0, fetch=0, version=0, numbers=[0], waited=(0.0, 2.0)),
             TrainerBusy(time=4.0, what="step", version=0, span=(2.0, 4.0)),
-            CheckpointSaved(time=9.0, version=1, path="", span=(4.0, 9.0)),
+            CheckpointCopied(time=9.0, version=1, span=(4.0, 9.0)),
             ReplicaActivity(
                 time=7.0, replica=REPLICA, busy=[(0.0, 7.0)], slot_seconds=7.0, generated_tokens=1, prefilled_tokens=1
             ),
             TrainerBusy(time=10.0, what="step", version=1, span=(9.0, 10.0)),
             stepped(10.0, 1),
-            CheckpointSaved(time=19.0, version=2, path="", span=(10.0, 19.0)),
+            CheckpointCopied(time=19.0, version=2, span=(10.0, 19.0)),
         ]
     )
     shares = time_shares(metrics)

@@ -9,6 +9,7 @@ import pytest
 
 from headway.config.presets import PRESETS
 from headway.events import (
+    CheckpointCopied,
     CheckpointSaved,
     Event,
     GroupAdmitted,
@@ -213,14 +214,19 @@ def test_the_trainer_waits_for_rewards_where_nothing_decodes_and_some_are_being_
     ]
 
 
-def test_saving_a_checkpoint_is_idle_time_with_a_reason() -> None:
-    saved = CheckpointSaved(time=9, version=2, path="checkpoints/version_2", span=(3, 9))
-    shown = lane(build_timeline([started(), saved]), "trainer").spans[-1]
-    assert (shown.kind, shown.reason, shown.label) == (
-        SpanKind.CHECKPOINT,
+def test_copying_the_state_for_a_checkpoint_is_idle_time_with_a_reason() -> None:
+    copied = CheckpointCopied(time=4, version=2, span=(3, 4))
+    saved = CheckpointSaved(time=9, version=2, path="checkpoints/version_2", span=(4, 9))
+    timeline = build_timeline([started(), copied, saved])
+    (shown,) = (span for span in lane(timeline, "trainer").spans if span.kind is SpanKind.CHECKPOINT)
+    assert (shown.start, shown.end, shown.reason, shown.label) == (
+        3,
+        4,
         "saves a checkpoint",
-        "saves the checkpoint of v2",
+        "copies the state of v2",
     )
+    (written,) = lane(timeline, "checkpoints").spans
+    assert (written.start, written.end) == (4, 9)
 
 
 def test_handing_shared_devices_over_is_the_trainers_wait() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from headway.errors import HeadwayError, RunError, said_by
 from headway.runtime.logs import of_worker
-from headway.runtime.progress import Heartbeat, Progress, count_for
+from headway.runtime.progress import Heartbeat, Progress, count_for, counting
 
 SAID = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 """Texts of a `RuntimeError` about memory: from torch's CPU allocator, CUDA's runtime (``CUDA error: out of memory``),
@@ -83,6 +83,8 @@ class RoleHost:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=count_for, initargs=(self._progress,))
         self._open: dict[object, tuple[str, float]] = {}
         """Open calls of coroutines: the method, and when it was called."""
+        self._beside: dict[object, Progress] = {}
+        """Progress of open calls of coroutines: of those that work with files beside the role's thread it is told."""
         self._closing = False
         self._log = of_worker(logger, name)
         self._log.info("started in process %d", os.getpid())
@@ -95,7 +97,7 @@ class RoleHost:
         function = attrgetter(method)(self._role)
         with self._failures_logged(method), memory_errors_told(self.name, method):
             if inspect.iscoroutinefunction(function):
-                with self._call(method):
+                with self._call(method) as call, counting(self._beside.setdefault(call, Progress()), method):
                     return await function(*args)
             return await asyncio.get_running_loop().run_in_executor(
                 self._thread, partial(self._run, method, function, args)
@@ -117,7 +119,12 @@ class RoleHost:
         first = dict(reversed(self._open.values()))  # the oldest call of each method counts
         now = time.monotonic()
         calls = [f"{n} × {method} for {now - first[method]:.0f} s" for method, n in counts.items()]
-        return replace(beat, doing="; ".join(filter(None, [beat.doing, *calls])))
+        beat = replace(beat, doing="; ".join(filter(None, [beat.doing, *calls])))
+        for other in [progress.heartbeat() for progress in self._beside.values()]:
+            if other.file_nbytes is not None:
+                quiet_s, doing = min(beat.quiet_s, other.quiet_s), f"{beat.doing}; {other.doing}"
+                beat = Heartbeat(doing, quiet_s, max(beat.file_nbytes or 0, other.file_nbytes))
+        return beat
 
     def _run(self, method: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         began = time.monotonic()
@@ -137,13 +144,14 @@ class RoleHost:
             raise
 
     @contextmanager
-    def _call(self, method: str) -> Iterator[None]:
+    def _call(self, method: str) -> Iterator[object]:
         call = object()
         self._open[call] = method, time.monotonic()
         try:
-            yield
+            yield call
         finally:
             del self._open[call]
+            self._beside.pop(call, None)
 
     async def end(self) -> None:
         """Close the role once its current work is done, and end its thread. A second call does nothing."""

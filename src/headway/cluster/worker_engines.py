@@ -35,7 +35,8 @@ class TrainGroup:
         self._ranks = ranks
         self._engine = engine = proxy(ranks, TrainEngine)
         self.forward_logprobs, self.proximal_logprobs = engine.forward_logprobs, engine.proximal_logprobs
-        self.train_step, self.save, self.load = engine.train_step, engine.save, engine.load
+        self.train_step, self.copy_state = engine.train_step, engine.copy_state
+        self.save, self.load = engine.save, engine.load
         self.begin_batch, self.end_batch = engine.begin_batch, engine.end_batch
         self._paths = paths
         self._with_returns = with_returns
@@ -78,7 +79,8 @@ def reference_of(ranks: WorkerGroup) -> LogProbEngine:
 
 def critic_of(ranks: WorkerGroup) -> CriticEngine:
     """Return the critic on ranks of `CriticRole`, or on the trainer's own: both register the methods."""
-    return proxy(ranks, CriticEngine, train_step="critic_step", save="save_critic", load="load_critic")
+    names = {"train_step": "critic_step", "copy_state": "copy_critic", "save": "save_critic", "load": "load_critic"}
+    return proxy(ranks, CriticEngine, **names)
 
 
 class LogpReceiver:

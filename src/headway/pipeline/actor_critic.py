@@ -275,8 +275,12 @@ class Critic:
         self._skipped.restore(state["skipped_in_row"])
         self._handed = self._trained = batches
 
-    async def save(self, path: Path) -> None:
-        """Save the critic's checkpoint, once it was trained on all batches that the trainer was."""
+    async def copy_state(self) -> None:
+        """Copy the critic for a checkpoint, once it was trained on all batches that the trainer was."""
         await self._changed.until(lambda: not self.behind)
         async with self._ranks:
-            await self._engine.save(path)
+            await self._engine.copy_state()
+
+    async def save(self, path: Path) -> None:
+        """Save the copy. The critic's ranks may work meanwhile."""
+        await self._engine.save(path)

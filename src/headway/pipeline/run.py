@@ -133,6 +133,7 @@ class Pipeline:
         """Run all stages side by side, until those behind the queue end; then end those before it."""
         wiring = self._wiring
         watchers = self._start_watchers(tasks)
+        wiring.checkpoints.start(tasks)
         serving_again = tasks.start(wiring.param_update.serve_again())
         for supervision in wiring.supervisions:
             supervision.start(tasks)

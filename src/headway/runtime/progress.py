@@ -184,6 +184,17 @@ def count_for(progress: Progress) -> None:
     _current.set(progress)
 
 
+@contextmanager
+def counting(progress: Progress, work: str) -> Iterator[None]:
+    """Count what the block does, and threads that it starts by `asyncio.to_thread`, as ``work`` of ``progress``."""
+    before = _current.set(progress)
+    try:
+        with progress.working(work):
+            yield
+    finally:
+        _current.reset(before)
+
+
 def advance(place: str = "") -> None:
     """Count a step of this thread's work, as `Progress.advance` does."""
     progress_here().advance(place)

@@ -6,7 +6,10 @@ import contextvars
 import dataclasses
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +21,14 @@ from headway.config.sections.learning import ActorConfig, AlgorithmConfig, Optim
 from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
+from headway.engines.train.fsdp import checkpoint
+from headway.engines.train.fsdp.checkpoint import save
 from headway.engines.train.fsdp.column_engines import ReferenceEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.weights.buckets import view
-from headway.errors import ModelError
+from headway.errors import ModelError, RunError
 from headway.models.pretrained import load_model
 from headway.runtime.progress import Progress, count_for
 from tests.engines.train.rows import plain_loss, random_rows, response_logprobs, with_columns, without_column
@@ -215,6 +220,44 @@ def test_log_probs_after_a_step_are_those_of_the_new_weights(model_path: ModelPa
     trainer.load(tmp_path / "start")
     for restored, original in zip(trainer.forward_logprobs(rows), before, strict=True):
         assert np.array_equal(restored, original)
+
+
+def test_a_checkpoint_is_of_the_moment_of_its_copy_though_steps_were_made_before_it_was_written(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    trainer = engine(model_path())
+    trainer.train_step(random_rows(4), StepContext())
+    trainer.copy_state()
+    at_copy, expected = weights(trainer), trainer.train_step(random_rows(4, seed=1), StepContext()).metrics
+    writing = ThreadPoolExecutor(1).submit(trainer.save, tmp_path / "version_1", {"version": 1})
+    for seed in range(2, 5):
+        trainer.train_step(random_rows(4, seed=seed), StepContext())
+    writing.result()
+    resumed = engine(model_path())
+    assert resumed.load(tmp_path / "version_1") == {"version": 1}
+    assert_same(weights(resumed), at_copy)
+    assert resumed.train_step(random_rows(4, seed=1), StepContext()).metrics == expected
+
+
+def test_nothing_is_copied_over_what_is_being_written(
+    model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, begun, go_on = engine(model_path()), Event(), Event()
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    trainer.copy_state()
+    writing = ThreadPoolExecutor(1).submit(trainer.save, tmp_path / "version_1", {})
+    assert begun.wait(60)
+    with pytest.raises(RunError, match="still being written"):
+        trainer.copy_state()
+    go_on.set()
+    writing.result()
+    trainer.copy_state()
 
 
 def test_training_resumes_bit_for_bit(model_path: ModelPath, tmp_path: Path) -> None:

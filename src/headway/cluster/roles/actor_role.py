@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -195,9 +196,14 @@ class ActorRole(WithCritic):
         """Dtype of the model's matrix products, as torch spells it without the prefix."""
         return self._computed_dtype()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def copy_state(self) -> None:
+        self._engine.copy_state()
+
     @register(Dispatch.ONE_TO_ALL, files="saving the checkpoint")
-    def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
-        self._engine.save(path, dict(driver_state))
+    async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        """Write the copy in a thread, so that the rank can train meanwhile."""
+        await asyncio.to_thread(self._engine.save, path, dict(driver_state))
 
     @register(Dispatch.ONE_TO_ALL, files="loading the checkpoint")
     def load(self, path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,9 +44,14 @@ class WithCritic(Role):
     def critic_step(self, samples: Sequence[TrainSample]) -> StepReport:
         return self._the_critic.train_step(self.batch.rows(samples))
 
+    @register(Dispatch.ONE_TO_ALL)
+    def copy_critic(self) -> None:
+        self._the_critic.copy_state()
+
     @register(Dispatch.ONE_TO_ALL, files="saving the critic's checkpoint")
-    def save_critic(self, path: Path) -> None:
-        self._the_critic.save(path)
+    async def save_critic(self, path: Path) -> None:
+        """Write the copy in a thread, so that the rank can train meanwhile."""
+        await asyncio.to_thread(self._the_critic.save, path)
 
     @register(Dispatch.ONE_TO_ALL, files="loading the critic's checkpoint")
     def load_critic(self, path: Path) -> None:

@@ -167,6 +167,15 @@ def critic(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
     return ProcessMemory((held,), moments)
 
 
+def checkpoint(name: str, weights: int, *, beside_training: bool, on_cpu: bool) -> ProcessMemory:
+    """Memory of the copy that a checkpoint is written from, of a rank that holds so many ``weights`` of a model.
+
+    ``beside_training``: False where there is one only when training is over.
+    """
+    copy = MemoryItem(f"copy for the {name}'s checkpoint", 3 * FLOAT * weights, on_host=not on_cpu)
+    return ProcessMemory((copy,), {}) if beside_training else ProcessMemory((), {f"checkpoint of the {name}": (copy,)})
+
+
 def update(
     shape: ModelShape, itemsize: int, bucket: int, *, senders: int, copy: bool, on_cpu: bool, shared: bool = False
 ) -> ProcessMemory:

@@ -15,6 +15,7 @@ from headway.config.sizing.process_memory import (
     Mesh,
     ProcessMemory,
     TrainingStep,
+    checkpoint,
     critic,
     machine,
     reference,
@@ -60,7 +61,10 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     roles: dict[str, ProcessMemory] = {ACTOR: _trainer(config, shape, step, placement, on_cpu=on_cpu, senders=0)}
     for role, of in ((REF, reference), (LOGP, reference), (CRITIC, critic)):
         if role in placement.devices and not placement.shared(role, ACTOR):
-            roles[role] = of(shape, _on(step, len(placement.devices[role])))
+            own = _on(step, len(placement.devices[role]))
+            roles[role] = of(shape, own)
+            if role == CRITIC:
+                roles[role] = roles[role].beside(_saved(config, "critic", shape, own, on_cpu=on_cpu))
     senders = _senders(config, len(placement.devices[ACTOR]), on_cpu=on_cpu)
     generates = _replica(config, shape, senders, on_cpu=on_cpu)
     if placement.shared(ROLLOUT, ACTOR):
@@ -166,11 +170,11 @@ def _trainer(
     config: Config, shape: ModelShape, step: TrainingStep, placement: Placement, *, on_cpu: bool, senders: int
 ) -> ProcessMemory:
     """``senders``: number of ranks that send weights, of which this is one; 0 if it is not."""
-    memory = trainer(shape, step)
+    memory = trainer(shape, step).beside(_saved(config, "trainer", shape, step, on_cpu=on_cpu))
     if placement.shared(REF, ACTOR):
         memory = memory.beside(reference(shape, step))
     if placement.shared(CRITIC, ACTOR):
-        memory = memory.beside(critic(shape, step))
+        memory = memory.beside(critic(shape, step)).beside(_saved(config, "critic", shape, step, on_cpu=on_cpu))
     if placement.shared(LOGP, ACTOR) and config.async_training.trigger_parameter_sync_step > 1:
         share = FLOAT * step.mesh.share(shape)
         copy = MemoryItem("weights at the version's start", share, on_host=not on_cpu)
@@ -181,6 +185,12 @@ def _trainer(
     keeps = config.param_update.schedule == "overlapped" or config.param_update.encoding == "delta"
     shared = placement.shared(ROLLOUT, ACTOR) and len(placement.devices[ACTOR]) > 1
     return memory.beside(update(shape, served, bucket, senders=senders, copy=keeps, on_cpu=on_cpu, shared=shared))
+
+
+def _saved(config: Config, name: str, shape: ModelShape, step: TrainingStep, *, on_cpu: bool) -> ProcessMemory:
+    """Memory of a rank for the checkpoints of a model that it trains: the trainer's, or the critic's without a head."""
+    weights = step.mesh.share(replace(shape, tied=True) if name == "critic" else shape)
+    return checkpoint(name, weights, beside_training=config.trainer.save_freq > 0, on_cpu=on_cpu)
 
 
 def _replica(

@@ -171,7 +171,8 @@ class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
         await trainer.end_batch()
         await trainer.reach(["rollout-0"])
         await trainer.send_weights(3, ["rollout-0"])        # while rollout-0 stages version 3
-        await trainer.save(path, driver_state)
+        await trainer.copy_state()
+        await trainer.save(path, driver_state)              # the ranks may train meanwhile
 
     For log-probs under a version's weights, ask before the version's first step; the engine then keeps what it needs to
     be asked again.
@@ -193,8 +194,14 @@ class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
         They are those of the last `reach`. Raises `UpdateFailed` when one of them does not answer or gives up.
         """
 
+    async def copy_state(self) -> None:
+        """Copy model, optimizer and schedule into the ranks' host memory, for `save`. Not while that runs."""
+
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
-        """Save a complete checkpoint: model, optimizer, schedule, and ``driver_state`` as JSON. Atomic, by a rename."""
+        """Save a complete checkpoint: the copy, and ``driver_state`` as JSON. Atomic, by a rename.
+
+        Takes no time of the ranks, which may train on. One at a time.
+        """
 
     async def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint. Returns its ``driver_state``."""
@@ -232,8 +239,11 @@ class CriticEngine(BatchEngine, Protocol):
     async def train_step(self, samples: Sequence[TrainSample]) -> StepReport:
         """Make one optimizer step towards the samples' ``returns``, from their ``values``."""
 
+    async def copy_state(self) -> None:
+        """Copy model, optimizer and schedule into the ranks' host memory, for `save`. Not while that runs."""
+
     async def save(self, path: Path) -> None:
-        """Save a complete checkpoint: model, optimizer, schedule. Atomic, by a rename."""
+        """Save the copy as a complete checkpoint. Atomic, by a rename. Takes no time of the ranks; one at a time."""
 
     async def load(self, path: Path) -> None: ...
 

@@ -1,18 +1,23 @@
 """Checkpoints: the driver's state is taken at a boundary between versions, and saved with the trainer's and critic's.
 
-    ActorTrain consumed all of version k−1 ──reached(k)──▶ taken, as JSON ──save(k), once k is published──▶ checkpoint
+    ActorTrain consumed all of version k−1 ──reached(k)──▶ taken, as JSON ──k is published──▶ models are copied ─┐
+                                                       training goes on ◀─┤                                    ◀┘
+                                                                          └▶ the copy is written ──▶ checkpoint
     checkpoint ──restore()──▶ version k; the groups that were open: made again under their numbers
 
 A boundary is the instant at which version k−1 is consumed and nothing of version k has begun: the update to k comes
-after it. When the checkpoint is written, groups of the next version may have been admitted and even finished: nothing
+after it. When the models are copied, groups of the next version may have been admitted and even finished: nothing
 of them is in it. So a resumed run begins with that update, and admits nothing before it. What is not listed in
 `CheckpointManager` is either configuration, or made anew at every start (docs/resume.md lists it).
+
+One checkpoint is written at a time; one that falls due meanwhile waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -21,15 +26,19 @@ from typing import Any
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.episode_groups import PromptSource
 from headway.data.types import Prompt
-from headway.errors import DataError, RunError, boundary
-from headway.events import CheckpointSaved, Note, VersionReached
+from headway.errors import DataError, RunError, WorkerDied, boundary
+from headway.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, Note, VersionReached
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.ledger import Fate, Ledger
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.admission.train_batches import TrainBatches
+from headway.pipeline.stage import WaitingFor
+from headway.runtime.task_groups import Tasks
 
 Taken = Mapping[str, Any]
 """State of the driver as JSON values."""
+MOST_FAILURES = 3
+"""Number of checkpoints in a row that cannot be written after which the run ends."""
 
 
 def balance(taken: Taken) -> dict[str, int]:
@@ -57,7 +66,7 @@ class CheckpointManager:
     ) -> None:
         """Set up. ``save_freq``: number of versions from one checkpoint to the next; -1 for none before the end."""
         self.writing = asyncio.Lock()
-        """Lock held while a checkpoint is written."""
+        """Lock held while a checkpoint is copied and written."""
         self.saved: int | None = None
         """Version of the newest checkpoint."""
         self._state = state
@@ -69,6 +78,9 @@ class CheckpointManager:
         self._save_freq = save_freq
         self._took_s: float | None = None
         """Seconds that the last checkpoint took; None before the first one."""
+        self._failures: list[str] = []
+        """Reasons of the failures since the last checkpoint that was saved."""
+        self._tasks: Tasks | None = None
         self._taken: Taken | None = None
         """Driver's state at the last boundary."""
 
@@ -134,34 +146,92 @@ class CheckpointManager:
         critic = self._actor.critic
         return not self._state.unfinished and (critic is None or not critic.behind)
 
-    async def save_if_due(self, version: int) -> None:
-        """Save the checkpoint of ``version`` every ``save_freq`` versions, except the last, which `save` writes."""
+    def start(self, tasks: Tasks) -> None:
+        """Write checkpoints beside training from now on, in tasks of the run."""
+        self._tasks = tasks
+
+    async def save_if_due(self, version: int, waiting_for: WaitingFor) -> None:
+        """Begin to save the checkpoint of ``version`` every ``save_freq`` versions, except the last: `save` does that.
+
+        Returns when all is copied, so that training may go on. Raises what `_failed` raises.
+        """
         if self._save_freq > 0 and version % self._save_freq == 0 and self._state.trains_more:
-            await self.save(version)
+            await self._begin(version, waiting_for)
 
     async def save(self, version: int) -> None:
-        """Save all that a resumed run needs: the state at the last boundary, and the models, not trained since.
+        """Save the run's last checkpoint, that of ``version``, and wait until it is written. What is open comes first.
 
         Does nothing where that is saved already. Raises `RunError` when it cannot be written.
         """
-        async with self.writing:
-            self._state.check_balance()
-            if self.saved != version:
-                await self._save(version)
+        await self._written()
+        self._state.check_balance()
+        if self.saved == version:
+            return
+        await self._begin(version)
+        await self._written()
+        if self.saved != version:
+            raise RunError(f"the run's last checkpoint was not saved: {self._failures[-1]}")
 
-    async def _save(self, version: int) -> None:
-        state, critic = self._state, self._actor.critic
+    async def _begin(self, version: int, waiting_for: WaitingFor = lambda _: nullcontext()) -> None:
+        """Copy the state of ``version``, and begin to write it. Waits for the checkpoint that is being written."""
         if self._taken is None:
             raise RunError(f"version {version} cannot be saved: no version boundary was reached before")
-        path = self._checkpoints / f"version_{version}"
-        started, taken = now(), self._taken
+        state, critic, asked, taken = self._state, self._actor.critic, now(), self._taken
+        if self.writing.locked():
+            text = f"the checkpoint of version {version} is due, and waits for the one before, which is being written"
+            state.emit(Note(time=asked, level="info", text=text))
         if state.hurried:
             text = f"writing the checkpoint of version {version}, which takes {self.takes}"
-            state.emit(Note(time=started, level="info", text=text))
-        with boundary(f"could not write the checkpoint {path}", RunError):
-            if critic is not None:  # first: a checkpoint whose own folder is there is complete
-                await critic.save(self._checkpoints / "critic" / path.name)
-                taken = {**taken, "critic": critic.state()}
-            await self._actor.trainer.save(path, taken)
-        self.saved, self._took_s = version, now() - started
+            state.emit(Note(time=asked, level="info", text=text))
+        with waiting_for("the checkpoint before to be written"):
+            await self.writing.acquire()
+        try:
+            with self._attributed(version), waiting_for("the state to be copied for a checkpoint"):
+                if critic is not None:
+                    await critic.copy_state()
+                    taken = {**taken, "critic": critic.state()}
+                await self._actor.trainer.copy_state()
+        except BaseException as failure:
+            self.writing.release()
+            self._failed(version, failure)
+            return
+        state.emit(CheckpointCopied(time=now(), version=version, span=(asked, now())))
+        assert self._tasks is not None, "start comes first"
+        self._tasks.start(self._write(version, taken)).add_done_callback(lambda _: self.writing.release())
+
+    async def _write(self, version: int, taken: Taken) -> None:
+        state, critic, path, started = self._state, self._actor.critic, self._path(version), now()
+        try:
+            with self._attributed(version):
+                if critic is not None:  # first: a checkpoint whose own folder is there is complete
+                    await critic.save(self._checkpoints / "critic" / path.name)
+                await self._actor.trainer.save(path, taken)
+        except Exception as failure:
+            self._failed(version, failure)
+            return
+        self.saved, self._took_s, self._failures = version, now() - started, []
         state.emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))
+
+    def _failed(self, version: int, failure: BaseException) -> None:
+        """Report a checkpoint that could not be saved. Raises ``failure`` where that ends the run: it is the third in a
+        row, or no matter of the checkpoint.
+        """
+        if not isinstance(failure, RunError) or isinstance(failure, WorkerDied):
+            raise failure
+        self._failures.append(str(failure))
+        in_row = len(self._failures)
+        event = CheckpointFailed(time=now(), version=version, reason=str(failure), in_row=in_row)
+        self._state.emit(event)
+        if in_row == MOST_FAILURES:
+            raise RunError(f"{failure}. No checkpoint could be saved {in_row} times in a row") from failure
+
+    async def _written(self) -> None:
+        """Wait until no checkpoint is being written."""
+        async with self.writing:
+            return
+
+    def _attributed(self, version: int) -> AbstractContextManager[None]:
+        return boundary(f"could not write the checkpoint {self._path(version)}", RunError)
+
+    def _path(self, version: int) -> Path:
+        return self._checkpoints / f"version_{version}"

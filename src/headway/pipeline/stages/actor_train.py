@@ -106,7 +106,7 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
                     # Before the first wait: nothing that follows belongs to this boundary.
                     self._checkpoints.reached(version)
                     yield PendingUpdate(version)
-                    await self._checkpoints.save_if_due(version)
+                    await self._checkpoints.save_if_due(version, self._waiting_within)
             # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
             await self._lease.to_generate(self._waiting_within)
 

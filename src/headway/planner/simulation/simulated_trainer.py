@@ -1,7 +1,7 @@
 """A trainer that takes the time of a real one. Nothing is computed: a step is a wait of known length.
 
-ranks      train_step | forward_logprobs | gather | save        one at a time
-beside     send_gathered to any number of replicas, from the copy that gather made
+ranks      train_step | forward_logprobs | gather | copy_state  one at a time
+beside     send_gathered to any number of replicas, from the copy that gather made; save
 
 What the driver does for a batch beside these passes is within the first step after its advantages.
 
@@ -170,9 +170,16 @@ class SimulatedTrainer:
         ranks: int = 1,
         fetch_s: float = 0.0,
         save_s: float = 0.0,
+        copy_s: float = 0.0,
         contention: Contention | None = None,
     ) -> None:
-        """Create the trainer. ``ranks``: number of data ranks that wait for the one with most of a step's work."""
+        """Create the trainer.
+
+        Args:
+            ranks: number of data ranks that wait for the one with most of a step's work.
+            save_s: seconds to write a checkpoint, beside the ranks' work.
+            copy_s: seconds of the ranks to copy what is written.
+        """
         self._cost = cost
         self._division = Division(ranks)
         self._nbytes = update.nbytes
@@ -181,7 +188,8 @@ class SimulatedTrainer:
         self._fetch_s = fetch_s
         self._owed_s = 0.0
         """Latency, in seconds, of a batch whose first step is still to come; 0 after that step."""
-        self._save_s = save_s
+        self._save_s, self._copy_s = save_s, copy_s
+        self._saving = False
         self._contention = contention
         self.name = "trainer"
         self._doing: str | None = None
@@ -248,9 +256,18 @@ class SimulatedTrainer:
             self._sending -= 1
         return SendReport(0.0, send_s, self._nbytes, checksum(version))
 
+    async def copy_state(self) -> None:
+        if self._saving:
+            raise RunError("a checkpoint was to be copied over the one that is being written")
+        await self._compute("the copy for a checkpoint", self._copy_s)
+
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
         """Wait as long as a checkpoint takes, and write nothing. The latest ``driver_state`` is kept, for `load`."""
-        await self._compute("a checkpoint", self._save_s)
+        self._saving = True
+        try:
+            await asyncio.sleep(self._save_s)
+        finally:
+            self._saving = False
         self._saved = (path, dict(driver_state))
 
     async def load(self, path: Path) -> dict[str, Any]:
@@ -265,7 +282,7 @@ class SimulatedTrainer:
 
     async def heartbeat(self) -> Heartbeat:
         """The trainer's heartbeat: work that takes time moves all the while, as a simulated clock passes."""
-        return Heartbeat(self._doing or "", 0.0 if self._computes else math.inf)
+        return Heartbeat(self._doing or "", 0.0 if self._computes or self._saving else math.inf)
 
     async def _work(self, doing: str, seconds: float) -> None:
         """Take ``seconds``, or longer while engines that share the trainer's cores compute."""

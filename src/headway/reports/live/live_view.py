@@ -24,7 +24,7 @@ from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
-from headway.events import EpisodeWorkerLost, Event, Note, PromptsLeftOut, ReplicaLost, RunStarted
+from headway.events import CheckpointFailed, EpisodeWorkerLost, Event, Note, PromptsLeftOut, ReplicaLost, RunStarted
 from headway.reports import human
 from headway.reports.live.panel import ACCENT, GOOD, LOOK_HERE, QUIET, RunProgress, panel
 from headway.reports.live.plain_log import left_out_line, lost_line
@@ -185,7 +185,7 @@ class LiveView:
                 self._end_phase()
             case PromptsLeftOut():
                 self._lines.append(Text(f"    {left_out_line(event)}"))
-            case ReplicaLost() | EpisodeWorkerLost():
+            case ReplicaLost() | EpisodeWorkerLost() | CheckpointFailed():
                 self.warn(lost_line(event))
             case Note(level="info"):
                 self._lines.append(Text(f"    {event.text}"))

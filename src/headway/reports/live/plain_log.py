@@ -50,7 +50,7 @@ class PlainView:
                 self._line(validation_line(event))
             case events.PromptsLeftOut():
                 self._line(left_out_line(event))
-            case events.ReplicaLost() | events.EpisodeWorkerLost():
+            case events.ReplicaLost() | events.EpisodeWorkerLost() | events.CheckpointFailed():
                 self._line(f"warning: {lost_line(event)}")
             case events.Note():
                 self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
@@ -102,12 +102,14 @@ def started_line(event: events.RunStarted) -> str:
     )
 
 
-def lost_line(event: events.ReplicaLost | events.EpisodeWorkerLost) -> str:
+def lost_line(event: events.ReplicaLost | events.EpisodeWorkerLost | events.CheckpointFailed) -> str:
     match event:
         case events.ReplicaLost():
             return f"{event.replica} is lost, what it was generating runs again elsewhere: {event.reason}"
         case events.EpisodeWorkerLost():
             return f"{event.worker} is lost, the groups that it had not handed on are made again: {event.reason}"
+        case events.CheckpointFailed():
+            return f"the checkpoint of version {event.version} was not saved, and training goes on: {event.reason}"
 
 
 def left_out_line(event: events.PromptsLeftOut) -> str:
@@ -136,7 +138,7 @@ def validation_line(event: events.ValidationFinished) -> str:
 
 
 logger = logging.getLogger(__name__)
-WARNINGS = (events.ReplicaLost, events.EpisodeWorkerLost, events.UpdateRetried)
+WARNINGS = (events.ReplicaLost, events.EpisodeWorkerLost, events.UpdateRetried, events.CheckpointFailed)
 TOLD = (
     events.RunStarted,
     events.RunResumed,

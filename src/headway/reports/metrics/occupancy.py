@@ -4,7 +4,7 @@
     BatchTaken.waited ┤                            ┌─▶ idle ratios, slot utilization
     ReplicaActivity ──┼─▶ IntervalUnion per party ─┤
     StageChanged ─────┤        (clipped to a window) └─▶ who waited for whom, for how long
-    CheckpointSaved ──┘
+    CheckpointCopied ─┘
 
 The run's window reaches from the first admission to the last optimizer step. Time in which a party reported nothing is
 idle time: a paused or loading replica decodes nothing and therefore reports nothing. A replica's time, busy or idle, is
@@ -119,7 +119,7 @@ class Occupancy:
         self.trainer_waits = IntervalUnion()
         """Waits of the trainer for groups."""
         self.saves = IntervalUnion()
-        """Spans in which checkpoints were saved."""
+        """Spans in which training stood still for the copy of a checkpoint."""
         self.handovers = IntervalUnion()
         """Spans in which shared devices changed hands."""
         self._stage_waits: dict[tuple[str, str], IntervalUnion] = {}
@@ -227,7 +227,7 @@ class Occupancy:
         return summed + within((max(window[0], self._summed_until), window[1]))
 
     def trainer_saved(self, window: Span) -> float:
-        """Seconds of ``window`` in which a checkpoint was saved and the trainer computed nothing."""
+        """Seconds of ``window`` in which the trainer copied its state for a checkpoint."""
         return self._whole(self._saved, window)
 
     def _saved(self, window: Span) -> float:
@@ -256,7 +256,7 @@ class Occupancy:
         return 1.0 - sum(replica.busy_seconds(window) for replica in self.replicas.values()) / present
 
     def idle_while_saving(self, window: Span) -> float:
-        """The part of `rollouter_idle` in which a checkpoint was saved; 0 when no replica was part of the run."""
+        """The part of `rollouter_idle` in which the trainer copied its state; 0 when no replica was part of the run."""
         present = sum(replica.seconds(window) for replica in self.replicas.values())
         if present <= 0:
             return 0.0

@@ -69,6 +69,8 @@ class RunMetrics:
         self.finished: events.RunFinished | None = None
         self.resumed = 0
         """Number of times that the run was resumed."""
+        self.checkpoints = {"saved": 0, "failed": 0, "paused_s": 0.0}
+        """Numbers of checkpoints, and seconds for which training stood still to copy them."""
         self.version = 0
         self.served: dict[str, int] = {}
         """Version that each replica has loaded."""
@@ -130,8 +132,13 @@ class RunMetrics:
             case events.TrainerBusy():
                 self.occupancy.trainer.report(event)
                 self._hand_out_known()
-            case events.CheckpointSaved():
+            case events.CheckpointCopied():
                 self.occupancy.saves.add(event.span)
+                self.checkpoints["paused_s"] += event.span[1] - event.span[0]
+            case events.CheckpointSaved():
+                self.checkpoints["saved"] += 1
+            case events.CheckpointFailed():
+                self.checkpoints["failed"] += 1
             case events.WorkerDescribed():
                 self.workers[event.worker] = event
             case events.BatchTaken():

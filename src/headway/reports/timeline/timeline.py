@@ -1,7 +1,7 @@
 """Timelines: a run, real or simulated, as lanes on one time axis that show who did what, and why nothing was done.
 
     StageChanged ───────────────────────────────────────────▶ Stages: one lane each
-    TrainerBusy, BatchTaken, CheckpointSaved ───────────────▶ Trainer
+    TrainerBusy, BatchTaken, CheckpointCopied ──────────────▶ Trainer
     ReplicaActivity, ReplicaHalted ─────────────────────────▶ Replicas: one lane each, and the version that it serves
     TrajectoryFinished ─────────────────────────────────────▶ Environments: steps of programs, and what waits for them
     UpdatePhase ────────────────────────────────────────────▶ Parameter update: phases at the trainer and each replica
@@ -272,8 +272,9 @@ class TimelineBuilder:
                 reward = "" if self.simulated else f"mean reward {score(event.accuracy)} on "
                 label = f"validates v{event.version}: {reward}{event.problems} problems"
                 self.validations.append(LaneSpan(*event.span, SpanKind.VALIDATE, label))
-            case events.CheckpointSaved():
+            case events.CheckpointCopied():
                 self.trainer.save(event)
+            case events.CheckpointSaved():
                 self.saves.append(LaneSpan(*event.span, SpanKind.CHECKPOINT, f"saves v{event.version} to {event.path}"))
 
     def _mark(self, event: Event) -> None:
@@ -379,6 +380,8 @@ def _mark_of(event: Event) -> Mark | None:
             return Mark(event.time, MarkKind.JOINED, f"{event.replica} joins with v{event.version}")
         case events.ReplicaLost():
             return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
+        case events.CheckpointFailed():
+            return Mark(event.time, MarkKind.LOST, f"the checkpoint of v{event.version} failed: {event.reason}")
         case events.EpisodeWorkerLost():
             return Mark(event.time, MarkKind.LOST, f"{event.worker} is lost: {event.reason}")
         case events.ProfileTaken():

@@ -274,8 +274,8 @@ class TrainerLanes:
             batch = "" if self._batch is None or event.what == "gather" else f", batch {self._batch}"
             self._work.append(LaneSpan(*event.span, TRAINER_KINDS[event.what], f"{event.what} v{event.version}{batch}"))
 
-    def save(self, event: events.CheckpointSaved) -> None:
-        self._saves.append(idle(event.span, SAVES, f"saves the checkpoint of v{event.version}", SpanKind.CHECKPOINT))
+    def save(self, event: events.CheckpointCopied) -> None:
+        self._saves.append(idle(event.span, SAVES, f"copies the state of v{event.version}", SpanKind.CHECKPOINT))
 
     def lane(
         self,

@@ -3,9 +3,10 @@
     <path>/  *.distcp, .metadata   model and optimizer   (torch.distributed.checkpoint)
              state.json            optimizer steps, what the driver gave, and the sizes of the other files
 
-A checkpoint is written beside its final path and renamed when every rank is done and every file that ``.metadata``
-names is there, so a folder of that name is complete: older checkpoints may go. With ranks on several machines the path
-must be on a file system that they share.
+Tensors are copied into host memory first (`HostState`); what is written is the copy, on another thread, while training
+goes on. A checkpoint is written beside its final path and renamed when every rank is done and every file that
+``.metadata`` names is there, so a folder of that name is complete: older checkpoints may go. With ranks on several
+machines the path must be on a file system that they share.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from headway.devices import host_buffer
 from headway.engines.train.fsdp.device_mesh import from_rank_zero, on_rank_zero
+from headway.engines.train.fsdp.shards import Pieces
 from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, read_state
 from headway.errors import ModelError, RunError, said_by
 from headway.models.pretrained import replace_folder
@@ -37,10 +42,41 @@ PROBE = 2**20
 """Number of bytes that are written to find out whether a disk that has refused a checkpoint is full."""
 
 
-def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any]) -> None:
+class HostState:
+    """Copy of a checkpoint's tensors in host memory, for which the same memory is used each time."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        """``pinned``: the memory is page-locked, for copies from a GPU."""
+        self._pinned = pinned
+        self._buffers: dict[Any, torch.Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Any], of: tuple[Any, ...] = ()) -> dict[str, Any]:
+        """Return ``tensors``, as `save_checkpoint` takes them, with copies of all that this rank writes of them.
+
+        ``of``: names of the dictionaries that ``tensors`` are in.
+        """
+        copied: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Mapping):
+                copied[name] = self.copy(tensor, (*of, name))
+            elif isinstance(tensor, Pieces):
+                copied[name] = tensor.copied(lambda start, box, key=(*of, name): self._copied((*key, start), box))  # type: ignore[misc]
+            else:
+                copied[name] = self._copied((*of, name), tensor)
+        return copied
+
+    def _copied(self, key: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if key not in self._buffers:
+            buffer = host_buffer(tensor.nbytes, pinned=self._pinned)
+            self._buffers[key] = buffer.view(tensor.dtype).view(tensor.shape)
+        return self._buffers[key].copy_(tensor)
+
+
+def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any], group: ProcessGroup) -> None:
     """Write a checkpoint to ``path``, ``state`` (JSON values) with it; one that is there is replaced. Collective.
 
-    ``tensors``: `Pieces`, or tensors that are the same on all ranks, in dictionaries.
+    ``tensors``: `Pieces`, or tensors that are the same on all ranks, in dictionaries. ``group``: all ranks, on Gloo; no
+    other thread may use it meanwhile.
 
     Raises:
         RunError: a rank could not write its part, or wrote it where rank zero does not see it; what was at ``path``
@@ -73,10 +109,10 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
             rmtree(temporary, ignore_errors=True)  # where the disk was full, others need the space
             raise RunError(f"could not write the checkpoint {path}: {type(error).__name__}: {error}") from error
 
-    on_rank_zero(partial(told, prepare))
+    on_rank_zero(partial(told, prepare), group)
     try:
         with progress_here().writing(temporary):
-            save(tensors, checkpoint_id=temporary)
+            save(tensors, checkpoint_id=temporary, process_group=group)
     except CheckpointException as error:  # raised on every rank: torch gathers who failed
 
         def give_up() -> str:
@@ -86,9 +122,9 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
             rmtree(temporary, ignore_errors=True)
             return why
 
-        why = from_rank_zero(give_up) or _causes(error)
+        why = from_rank_zero(give_up, group) or _causes(error)
         raise RunError(f"could not write the checkpoint {path}: {why}") from error
-    on_rank_zero(partial(told, finish))
+    on_rank_zero(partial(told, finish), group)
 
 
 def _no_room(folder: Path) -> str:

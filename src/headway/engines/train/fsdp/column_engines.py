@@ -243,8 +243,12 @@ class FsdpCritic:
         metrics["vf_explained_var"] = 1.0 - error / variance if variance > 1e-12 * square else 0.0
         return report
 
+    def copy_state(self) -> None:
+        """Copy model, optimizer and schedule into host memory, for `save`. Raises as `Learner.copy_state` does."""
+        self._learner.copy_state()
+
     def save(self, path: Path) -> None:
-        """Write a checkpoint of model, optimizer and schedule. Atomic: a rename ends it."""
+        """Write the copy, or else what is there now, as a checkpoint. Atomic: a rename ends it."""
         self._learner.save(path, {})
 
     def load(self, path: Path) -> None:

@@ -51,6 +51,8 @@ class TrainMesh:
     """Ranks that compute the same rows as this one; None where it does so alone."""
     sequence: SequenceRanks | None
     """Ranks that divide lines of tokens with this one; None where it has them whole."""
+    files: ProcessGroup
+    """All ranks, for collectives on other threads than those that compute: what writes checkpoints."""
 
     @classmethod
     def make(cls, parallel: ParallelConfig, device: torch.device, timeout: timedelta | None = None) -> TrainMesh:
@@ -75,12 +77,13 @@ class TrainMesh:
         of_copy = ranks // parallel.replicate
         copy = _own_group([range(first, first + of_copy) for first in range(0, ranks, of_copy)])
         rows, inner, sequence = _groups(parallel, ranks)
+        files = dist.new_group(backend="gloo")
         if timeout is not None:
-            made = [copy, rows, inner, None if sequence is None else sequence.group]
+            made = [copy, rows, inner, None if sequence is None else sequence.group, files]
             for group in (*dense.get_all_groups(), *experts.get_all_groups(), *made):
                 if group is not None:
                     _set_pg_timeout(timeout, group)
-        return cls(device, parallel, dense, experts, copy, rows, inner, sequence)
+        return cls(device, parallel, dense, experts, copy, rows, inner, sequence, files)
 
     def sharding(self, *, experts: bool = False) -> DeviceMesh:
         """The dimensions over which weights are sharded: one, or two with copies (HSDP)."""
@@ -141,10 +144,11 @@ def reduce_numbers(
     return reduced.tolist()
 
 
-def on_rank_zero(action: Callable[[], T]) -> T | None:
+def on_rank_zero(action: Callable[[], T], group: ProcessGroup | None = None) -> T | None:
     """Run ``action`` on rank zero while the others wait for it. Returns its result there, None elsewhere.
 
-    What it raises is raised on every rank: otherwise the others would wait in the next collective for ever.
+    What it raises is raised on every rank: otherwise the others would wait in the next collective for ever. ``group``:
+    one of all ranks, in place of the default one.
     """
     result: T | None = None
     outcome: list[Exception | None] = [None]
@@ -153,7 +157,7 @@ def on_rank_zero(action: Callable[[], T]) -> T | None:
             result = action()
         except Exception as error:
             outcome = [error]
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[0] is not None:
         raise outcome[0]
     return result
@@ -178,9 +182,9 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def from_rank_zero(action: Callable[[], T]) -> T:
+def from_rank_zero(action: Callable[[], T], group: ProcessGroup | None = None) -> T:
     """Run ``action`` on rank zero alone and return its result, pickled, on every rank. Errors as in `on_rank_zero`."""
-    shared: list[Any] = [on_rank_zero(action)]
-    dist.broadcast_object_list(shared, src=0)
+    shared: list[Any] = [on_rank_zero(action, group)]
+    dist.broadcast_object_list(shared, src=0, group=group)
     result: T = shared[0]
     return result

@@ -261,8 +261,15 @@ class FsdpEngine:
 
     # ------------------------------------------------------------------------------------------ files
 
+    def copy_state(self) -> None:
+        """Copy model, optimizer and schedule into host memory, for `save`. Raises as `Learner.copy_state` does."""
+        self._learner.copy_state(prefix="lm.")
+
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """Write a checkpoint of model, optimizer and schedule, with ``extra`` (JSON). Atomic: a rename ends it."""
+        """Write the copy, or else what is there now, as a checkpoint with ``extra`` (JSON). Atomic: a rename ends it.
+
+        May be called beside all other methods, one at a time.
+        """
         self._learner.save(path, dict(extra), prefix="lm.")
 
     def load(self, path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,10 +27,12 @@ from headway.config.sections.learning import OptimConfig
 from headway.data.interfaces.training import StepReport
 from headway.data.packing import CollatedRow, Tree, by_episode
 from headway.data.types import TrajectoryId
-from headway.engines.train.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from headway.devices import kind_of
+from headway.engines.train.fsdp.checkpoint import HostState, load_checkpoint, save_checkpoint
 from headway.engines.train.fsdp.device_mesh import reduce_numbers
 from headway.engines.train.fsdp.sharded_module import ShardedModule, micro_batches, rows_of
 from headway.engines.train.fsdp.shards import Pieces, copies, local
+from headway.errors import RunError
 from headway.runtime.progress import advance
 
 Sums = dict[str, Tensor]
@@ -148,6 +151,10 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             self._shards.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
+        self._host = HostState(pinned=kind_of(self._mesh.device.type).pins_host_memory)
+        self._copied: tuple[dict[str, Any], int] | None = None
+        """Tensors and optimizer steps of the next checkpoint; None before they were copied."""
+        self._writing = Lock()
 
     def step(self, rows: Sequence[CollatedRow], part: StepPart, *, whole_episodes: bool = False) -> StepReport:
         """Take one optimizer step on a mini-batch of which ``rows`` are this rank's share.
@@ -172,9 +179,26 @@ class Learner:
         self._steps += 1
         return StepReport(skipped=not finite, metrics=metrics)
 
+    def copy_state(self, prefix: str = "") -> None:
+        """Copy all that a checkpoint has into host memory, for `save`. ``prefix`` is taken off the names of parameters.
+
+        Raises `RunError` while the checkpoint before is being written: the copy is still needed.
+        """
+        if self._writing.locked():
+            raise RunError("the checkpoint before is still being written, from the memory that the next one would take")
+        self._copied = self._host.copy(self._state(prefix)), self._steps
+
     def save(self, path: Path, extra: dict[str, Any], prefix: str = "") -> None:
-        """Write a checkpoint. Atomic: a rename ends it. ``prefix`` is taken off the names of parameters."""
-        save_checkpoint(self._state(prefix), path, {"optimizer_steps": self._steps, "extra": extra})
+        """Write what `copy_state` copied, or else what is there now, as a checkpoint. Atomic: a rename ends it.
+
+        Any other thread may call it, while steps are made.
+        """
+        if self._copied is None:
+            self.copy_state(prefix)
+        assert self._copied is not None
+        with self._writing:
+            (tensors, steps), self._copied = self._copied, None
+            save_checkpoint(tensors, path, {"optimizer_steps": steps, "extra": extra}, self._mesh.files)
 
     def load(self, path: Path, prefix: str = "") -> dict[str, Any]:
         """Restore what `save` wrote, on any mesh; returns its ``extra``."""

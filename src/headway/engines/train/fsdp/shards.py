@@ -18,7 +18,7 @@ however large a tensor is:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from typing import Any
 
@@ -153,6 +153,13 @@ class Pieces(torch.Tensor):
         pieces: Pieces = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=dtype)
         pieces._boxes = {torch.Size(box.start): box.values for box in boxes(tensor, part) if box.values.numel()}
         pieces._written = is_first(tensor)
+        return pieces
+
+    def copied(self, copy: Callable[[torch.Size, torch.Tensor], torch.Tensor]) -> Pieces:
+        """Return pieces to be written: of each box that this rank writes, what ``copy`` makes of its start and it."""
+        pieces: Pieces = torch.Tensor._make_wrapper_subclass(type(self), self.shape, dtype=self.dtype)
+        pieces._boxes = {start: copy(start, box) for start, box in self._boxes.items()} if self._written else {}
+        pieces._written = self._written
         return pieces
 
     @classmethod
