@@ -7,7 +7,6 @@ the process: the next one begins in a new one, with nothing left of it.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -42,8 +41,7 @@ def main(setting_json: str) -> None:
             break
         if dynamo := sys.modules.get("torch._dynamo"):
             dynamo.reset()  # torch compiles so many variants of a function in a process, and no more
-        gc.collect()
-        setting.kind.release_cached()
+        setting.give_back()
 
 
 def outcome(name: str, setting: Setting, say: Callable[[Finding], None]) -> dict[str, str]:

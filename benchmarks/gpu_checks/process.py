@@ -33,7 +33,7 @@ LAST_CHARACTERS = 300
 WARM_UP, ALONE = "kernels", "alone"
 LANES: Mapping[str, str] = {
     "compile": """
-        kernels 110 warm_up:kernels              head size 64, head size 128, windows, compiled layers
+        kernels 110 packing:kernels              head size 64, head size 128, windows, compiled layers
         training 30 training:training +          float32, bfloat16, with recomputation
         packing 45 packing:gradients +           float32, bfloat16, head size 128, windows""",
     "tokens": """
@@ -51,8 +51,8 @@ LANES: Mapping[str, str] = {
         sleep 35 serving:sleep                   weights kept, weights given up
         training_speed 60 speed:training_speed   headway, plain step, with recomputation, compiled layers
         decoding_speed 60 speed:decoding_speed   native, top-p, transformers.generate, without graphs
-        steps 40 steps:steps                     decode step, train step, 16 prompts of 16 lengths, interrupt
-        updating_speed 50 updating:updating_speed    0.5 B, 7 B
+        steps 40 speed:steps                     decode step, train step, 16 prompts of 16 lengths, interrupt
+        updating_speed 50 transports:updating_speed    0.5 B, 7 B
         packing_speed 35 packing:speed           padded, packed, shared""",
 }
 """Checks by lane, in their order: name, seconds on a GPU, function, and findings; +: after `WARM_UP`, which compiles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ class Setting:
         from headway.devices import kind_of  # what can be run is known before Headway has to be there
 
         return kind_of(self.device)
+
+    def give_back(self) -> None:
+        """Give memory that nothing holds any more back to the device."""
+        gc.collect()
+        self.kind.release_cached()
 
     def wait(self) -> None:
         """Return when the device has computed everything that it was given."""

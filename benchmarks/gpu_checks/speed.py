@@ -3,13 +3,14 @@
     training    FsdpEngine, also with recomputation and with compiled layers; Hugging Face's module under autocast
     decoding    the native engine, also with top-p and without CUDA graphs; ``transformers.generate``
 
+    steps       a decode step, a train step, a prefill, an interrupt: where their time goes
+
 One after the other in one process, each with the device for itself. The only thing that can be wrong here is a figure
 that is not finite or an answer that is too short.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,14 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION
+from benchmarks.gpu_checks.engine import core_of, finish, recorder_of
+from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION, on_device, requests
+from benchmarks.gpu_checks.profiling import profiled
 from benchmarks.gpu_checks.setting import Finding, Findings, Setting, one_rank_group, require
 from benchmarks.rollout_engines import Engine, Generate, Native, Request
 from benchmarks.runner import timed
 from benchmarks.shapes import Shape, group_rows, work
 from benchmarks.train_sides import Plain, train_engine
+from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
+from headway.engines.rollout.native.native_core import EngineCore
 
 PEAKS = {
     "B200": 2250.0,
@@ -44,6 +49,8 @@ PEAKS = {
 that fits counts."""
 STEPS = 3
 """Training steps that are measured, after one that is not."""
+DECODE_STEPS = 16
+"""Decoding steps that are measured."""
 CONCURRENT = (1, 4, 16, 64, 256)
 GENERATED = (1, 4, 64, 256)
 """Numbers of sequences for ``transformers.generate``, which takes longest."""
@@ -64,7 +71,7 @@ def model_folder(setting: Setting) -> Path:
     if not (folder / "config.json").exists():
         with torch.device(setting.device):
             shape_of(setting).random("qwen2").to(torch.bfloat16).save_pretrained(folder)
-        empty(setting)
+        setting.give_back()
     return folder
 
 
@@ -113,7 +120,7 @@ def step_rows(setting: Setting) -> tuple[list[CollatedRow], int]:
 
 def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float | None]:
     """Median seconds of a step, and on a GPU the most memory, in GB, that it had. Everything is given back."""
-    empty(setting)
+    setting.give_back()
     setting.kind.reset_peak(setting.device)
     once = make()
     seconds = []
@@ -124,7 +131,7 @@ def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float |
         seconds.append(time.perf_counter() - started)
     peak = setting.kind.peak_memory(setting.device)
     del once
-    empty(setting)
+    setting.give_back()
     return median(seconds[1:]), None if peak is None else peak / 1e9
 
 
@@ -187,7 +194,7 @@ def decoding_speed(setting: Setting) -> Findings:
     }
     native_rates: dict[int, float] = {}
     for way, (load, of_way) in ways.items():
-        empty(setting)
+        setting.give_back()
         setting.kind.reset_peak(setting.device)
         for count, rate in _decoded(setting, load(), of_way, tokens, 0.95 if way == "top-p" else 1.0):
             native_rates.setdefault(count, rate)
@@ -231,7 +238,79 @@ def _decoded(
         engine.close()
 
 
-def empty(setting: Setting) -> None:
-    """Give memory that nothing holds any more back to the device."""
-    gc.collect()
-    setting.kind.release_cached()
+# ---------------------------------------------------------------------------------------- steps
+
+
+def steps(setting: Setting) -> Findings:
+    """Profile a decode step, an interrupt, a prefill of mixed lengths, and a train step."""
+    yield from _decode_steps(setting)
+    setting.give_back()
+    with one_rank_group(setting):
+        rows, budget = step_rows(setting)
+        once = headway_step(setting, model_folder(setting), rows, budget)()
+        once()
+        yield _found(setting, "train step", f"{sum(len(row.input_ids) for row in rows)} tokens", once, 1)
+
+
+def _decode_steps(setting: Setting) -> Findings:
+    model = on_device(model_folder(setting), setting, torch.bfloat16 if setting.on_gpu else torch.float32)
+    count, unit = (4, 16) if setting.small else (64, 64)
+    core = core_of(setting, model, recorder_of(setting), slots=max(count, 16), batched=16_384, context=2048)
+    with torch.inference_mode():
+        # As many tokens as leave all within one span of recorded steps, whatever is measured.
+        asked = requests([PROMPT] * count, shape_of(setting).vocabulary, tokens=4 * DECODE_STEPS + 32)
+        sampling = asked[0].sampling
+        calls = [GenerateRequest(r.number, r.prompt.trajectory_id(0), r.prompt.token_ids, sampling) for r in asked]
+        core.submit("check", calls)
+        _advance(core, 2 * DECODE_STEPS)
+        usual = _found(setting, "decode step", f"{count} sequences", lambda: _advance(core, DECODE_STEPS), DECODE_STEPS)
+        yield usual
+        cost, step = timed(lambda: _interrupted(setting, core)), usual.figures["seconds"]
+        text = f"{count} contexts of {PROMPT + 4 * DECODE_STEPS} tokens decode again after {cost * 1e3:.1f} ms"
+        yield Finding("interrupt", f"{text} (a step: {step * 1e3:.1f} ms)", {"seconds": cost, "step_seconds": step})
+        core.forget("check")
+        mixed = requests([unit * k for k in range(1, 17)], shape_of(setting).vocabulary, tokens=1)
+        tokens = sum(len(request.prompt.token_ids) for request in mixed)
+        alike = requests([tokens // 16] * 16, shape_of(setting).vocabulary, tokens=1)
+        seconds = []
+        for some in (mixed, alike):
+            finish(core, some)
+            core.activate(core.version + 1, lambda: None)  # what was kept of the contexts is given up
+            seconds.append(timed(lambda some=some: (finish(core, some), setting.wait())))
+            core.activate(core.version + 1, lambda: None)
+        layers, attention = shape_of(setting).layers, profiled(setting, lambda: finish(core, mixed)).attention
+        text = f"{tokens / seconds[0]:,.0f} tokens/s, {seconds[1] / seconds[0]:.2f} × 16 of one length"
+        figures = {"tokens": tokens, "seconds": seconds[0], "alike_seconds": seconds[1]}
+        yield Finding("16 prompts of 16 lengths", f"{text}; {layers} layers: {attention}", figures)
+
+
+def _found(setting: Setting, name: str, what: str, work: Once, count: int) -> Finding:
+    """Time ``work`` of ``count`` steps, then profile it."""
+    seconds = timed(lambda: (work(), setting.wait())) / count
+    seen = profiled(setting, work, count)
+    unit = "kernels" if setting.on_gpu else "operations"
+    text = f"{seconds * 1e3:.1f} ms, {what}; {seen.launched:.0f} {unit} take {seen.device_seconds * 1e3:.1f} ms; "
+    figures = {
+        "seconds": seconds,
+        "device_seconds": seen.device_seconds,
+        "launched": seen.launched,
+        "lines": seen.lines,
+    }
+    return Finding(name, f"{text}{seen.attention}", figures)
+
+
+def _advance(core: EngineCore, steps: int) -> None:
+    for _ in range(steps):
+        core.step()
+
+
+def _interrupted(setting: Setting, core: EngineCore) -> None:
+    """Interrupt all that decodes, and go on until each has another token."""
+    core.stats()
+    paused = core.pause(OnUpdate.INTERRUPT)
+    require(paused.interrupted > 0, "nothing decoded that could be interrupted")
+    core.resume()
+    core.step()
+    while core.stats().waiting:
+        core.step()
+    setting.wait()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu_checks import demo, engine, packing, serving, speed, steps, training, transports, updating
+from benchmarks.gpu_checks import demo, engine, packing, serving, speed, training, transports
 from benchmarks.gpu_checks.models import HALF_BILLION
 from benchmarks.gpu_checks.process import CHECKS
 from benchmarks.gpu_checks.setting import CheckFailed, Findings, Setting
@@ -58,8 +58,8 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
         serving.sleep,
         packing.speed,
         speed.decoding_speed,
-        steps.steps,
-        updating.updating_speed,
+        speed.steps,
+        transports.updating_speed,
     ],
     ids=lambda check: check.__name__,
 )
@@ -258,7 +258,7 @@ def answers_are_cut_short(patch: pytest.MonkeyPatch) -> None:
         (training.fsdp, gathering_leaves_bytes_out, "gathered from the ranks are not those of the model's folder"),
         (training.fsdp, checkpoints_are_not_read, "brought other weights back"),
         (transports.transports, the_last_value_is_not_written, "version 1 .* came with other bits"),
-        (updating.updating_speed, the_last_value_is_not_written, "0.5 B, beside decoding: .* have other bits"),
+        (transports.updating_speed, the_last_value_is_not_written, "0.5 B, beside decoding: .* have other bits"),
         (serving.update, new_weights_are_not_loaded, "off that of its version's weights|cannot"),
         (serving.update, tokens_keep_the_old_version, "tokens are of versions"),
         (serving.sleep, sleep_keeps_the_cache, r"sleep freed \d+ MiB of"),
