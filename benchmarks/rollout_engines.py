@@ -339,4 +339,4 @@ def check(lengths: Sequence[int], asked: Sequence[Request]) -> None:
 
 if __name__ == "__main__":
     engine, folder, cell = sys.argv[1:]
-    serve(lambda: load(engine, Path(folder), Cell(**json.loads(cell))))
+    serve(lambda say: load(engine, Path(folder), Cell(**json.loads(cell))))

@@ -150,4 +150,4 @@ def load(kind: str, path: Path, threads: int) -> Callable[[int], list[Update]]:
 
 
 if __name__ == "__main__":
-    serve(lambda: load(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
+    serve(lambda say: load(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))

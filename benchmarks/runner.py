@@ -18,12 +18,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Hear = Callable[[Mapping[str, Any]], None]
+"""Function that takes what a process says beside its answers."""
 
 DEMO = Path("recipes/demo.yaml")
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads that wait do not spin, as in Headway's own processes."""
 RUN_S = 900.0
 """Most seconds of a run of training."""
+LOOK_S = 1.0
+"""Seconds after which a process that says nothing is looked at: it may have ended, and one that it forked live on."""
 STOP_S = 60.0
 """Seconds for a run that was told to stop."""
 
@@ -168,56 +172,72 @@ def _last_lines(output: str) -> str:
 class Worker:
     """A process that answers questions, a line of JSON each. The next question starts one that has ended again.
 
-    Its other output goes to ``log``. One that cannot be loaded is not started again.
+    Its other output goes to ``log``. One that cannot be loaded is not started again, unless it is ``retried``.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] = PASSIVE) -> None:
-        self._command, self._log, self._environment = command, log, environment
-        self._process: subprocess.Popen[str] | None = None
+    def __init__(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str] = PASSIVE, *, retried: bool = False
+    ) -> None:
+        self._command, self._log, self._environment, self._retried = command, log, environment, retried
+        self._process: subprocess.Popen[bytes] | None = None
         self._unusable: str | None = None
+        self._unread = b""
+        log.unlink(missing_ok=True)
 
-    def start(self, timeout_s: float = 180.0) -> None:
+    def start(self, timeout_s: float = 180.0, hear: Hear = print) -> None:
         """Start the process if there is none, and wait until it is ready. Raises `Failed`."""
         if self._unusable is not None:
             raise Failed(self._unusable)
-        if self._process is not None:
+        if self._process is not None and self._process.poll() is None:
             return
+        self.stop()
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        environment, pipe = {**os.environ, **self._environment}, subprocess.PIPE
-        with self._log.open("w") as log:
+        environment, pipe, self._unread = {**os.environ, **self._environment}, subprocess.PIPE, b""
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
+                self._command, env=environment, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True
             )
         try:
-            self._answer(timeout_s)
+            self._answer(timeout_s, hear)
         except Failed as error:
             self.stop()
-            self._unusable = f"not loaded: {error}"
-            raise Failed(self._unusable) from None
+            if not self._retried:
+                self._unusable = f"not loaded: {error}"
+            raise Failed(f"not loaded: {error}") from None
 
-    def ask(self, question: Any, timeout_s: float) -> Any:
-        """Return the answer to ``question``. Raises `Failed`."""
-        self.start()
+    def ask(self, question: Any, timeout_s: float, hear: Hear = print) -> Any:
+        """Return the answer to ``question``; ``hear`` gets what the process says before. Raises `Failed`."""
+        self.start(hear=hear)
         assert self._process is not None and self._process.stdin is not None
         with suppress(BrokenPipeError):  # the answer says why
-            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.write(f"{json.dumps(question)}\n".encode())
             self._process.stdin.flush()
-        return self._answer(timeout_s)
+        return self._answer(timeout_s, hear)
 
-    def _answer(self, timeout_s: float) -> Any:
-        assert self._process is not None and self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            self.stop(by_force=True)
-            raise TimedOut(f"over {timeout_s:g} s")
-        line = self._process.stdout.readline()  # written at once: the rest of it is there
-        if not line:
-            self.stop()
-            lines = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-            raise Failed(f"its process ended; the last that it printed: {lines[-1][:200]}")
-        said = json.loads(line)
-        if "error" in said:
-            raise Failed(said["error"])
-        return said["answer"]
+    def _answer(self, timeout_s: float, hear: Hear) -> Any:
+        process, deadline = self._process, time.monotonic() + timeout_s
+        assert process is not None and process.stdout is not None
+        while (left := deadline - time.monotonic()) > 0:
+            readable = select.select([process.stdout], [], [], min(left, LOOK_S))[0]
+            if not readable and process.poll() is None:
+                continue
+            if not (read := os.read(process.stdout.fileno(), 2**16) if readable else b""):
+                self.stop()
+                raise Failed(f"its process {_ended(process.returncode)}; {self.last_words()}")
+            *lines, self._unread = (self._unread + read).split(b"\n")
+            for said in map(json.loads, lines):
+                if "error" in said:
+                    raise Failed(said["error"])
+                if "answer" in said:
+                    return said["answer"]
+                hear(said)
+        self.stop(by_force=True)
+        raise TimedOut(f"over {timeout_s:g} s")
+
+    def last_words(self) -> str:
+        """Say what the process printed last."""
+        text = " ".join(self._log.read_text(errors="replace").split()) if self._log.exists() else ""
+        return f"the last that it printed: {text[-200:] or 'nothing'}"
 
     def stop(self, *, by_force: bool = False) -> None:
         """End the process, and all that it started."""
@@ -236,11 +256,24 @@ class Worker:
         process.stdout.close()
 
 
-def serve(load: Callable[[], Callable[[Any], Any]]) -> None:
-    """Be a `Worker`'s process: ``load`` returns the function that answers a question. Ends with its input."""
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = -code in {one.value for one in signal.Signals}
+    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
+
+
+def serve(load: Callable[[Hear], Callable[[Any], Any]]) -> None:
+    """Be a `Worker`'s process: ``load`` returns the function that answers a question. Ends with its input.
+
+    ``load`` gets a function that says something else to who asked, before the answer.
+    """
     # What libraries print goes to the log: the pipe is for answers alone.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+
+    def say(message: Mapping[str, Any]) -> None:
+        print(json.dumps(message), file=answers)
 
     def tried(work: Callable[..., Any], *given: Any) -> Any:
         try:
@@ -250,10 +283,10 @@ def serve(load: Callable[[], Callable[[Any], Any]]) -> None:
             traceback.print_exc()
             found, text = None, " ".join(str(error).split()).replace("|", "/")  # one line, for a table
             said = {"error": f"{type(error).__name__}: {text[:200]}"}
-        print(json.dumps(said), file=answers)
+        say(said)
         return found
 
-    answer = tried(load)
+    answer = tried(load, say)
     for line in sys.stdin if answer else ():
         tried(answer, json.loads(line))
     answers.flush()

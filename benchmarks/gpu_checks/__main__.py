@@ -1,47 +1,37 @@
-"""``python -m benchmarks.gpu_checks SETTING``: a lane's process. It makes the checks that its input names, one a line.
+"""``python -m benchmarks.gpu_checks SETTING``: a lane's process, which makes the checks that it is asked for by name.
 
-SETTING is a `Setting` as JSON. Its output has a line of JSON for what it is (``machine``), for each finding as soon as
-it is known, and for each check's ``outcome``. What libraries print goes to its error output. A check that failed ends
-the process: the next one begins in a new one, with nothing left of it.
+SETTING is a `Setting` as JSON. It says what it is (``machine``), and each ``finding`` as soon as it is known.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu_checks.process import CHECKS
 from benchmarks.gpu_checks.setting import CheckFailed, Finding, Setting, Skipped
+from benchmarks.runner import Hear, serve
 
 
-def main(setting_json: str) -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def say(message: Mapping[str, Any]) -> None:
-        print(json.dumps(message), file=answers)
-
+def load(setting_json: str, say: Hear) -> Callable[[str], dict[str, str]]:
     fields = json.loads(setting_json)
     setting = Setting(**{**fields, "scratch": Path(fields["scratch"])})
     say({"machine": described(setting)})
-    for line in sys.stdin:
-        name, started = line.strip(), time.monotonic()
+
+    def make(name: str) -> dict[str, str]:
         print(f"== {name}", file=sys.stderr, flush=True)
         ended = outcome(name, setting, lambda finding: say({"finding": asdict(finding)}))
-        say({**ended, "seconds": time.monotonic() - started})
-        if ended["outcome"] == "failed":
-            break
         if dynamo := sys.modules.get("torch._dynamo"):
             dynamo.reset()  # torch compiles so many variants of a function in a process, and no more
         setting.give_back()
+        return ended
+
+    return make
 
 
 def outcome(name: str, setting: Setting, say: Callable[[Finding], None]) -> dict[str, str]:
@@ -79,4 +69,4 @@ def described(setting: Setting) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(lambda say: load(sys.argv[1], say))

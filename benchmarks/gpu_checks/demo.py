@@ -13,10 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu_checks.process import ROOT
 from benchmarks.gpu_checks.setting import CheckFailed, Finding, Findings, Setting, require
 from benchmarks.runner import metrics_of, summary_of
 
-RECIPE = "recipes/demo.yaml"
+RECIPE = str(ROOT / "recipes" / "demo.yaml")
 GROUPS = 768
 """Trained by the recipe."""
 RUN_S = 130.0

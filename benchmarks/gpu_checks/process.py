@@ -10,24 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_checks.setting import Setting
+from benchmarks.runner import Failed, Hear, TimedOut, Worker
 
 ROOT = Path(__file__).parents[2]
-LOOK_S = 1.0
-"""Seconds after which a process that says nothing is looked at: it may have ended, and one that it forked live on."""
-LAST_CHARACTERS = 300
-"""The most that an answer quotes of a log."""
 
 
 WARM_UP, ALONE = "kernels", "alone"
@@ -82,81 +75,42 @@ CHECKS = dict(_listed(lane, line) for lane, lines in LANES.items() for line in l
 
 
 class Lane:
-    """A process that makes one check after the other. The next check starts one that has ended again.
+    """A process that makes one check after the other. What they print goes to ``log``.
 
-    Its other output, and that of all processes that it started, goes to ``log``; these end with it.
+    A check that failed ends it, and all that was started there: the next one begins in a new one.
     """
 
     def __init__(self, setting: Setting, log: Path) -> None:
-        fields = {**asdict(setting), "scratch": str(setting.scratch)}
-        self.command = [sys.executable, "-m", "benchmarks.gpu_checks", json.dumps(fields)]
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
-        log.unlink(missing_ok=True)
-
-    def make(self, name: str, limit_s: float, hear: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Return the ``outcome`` of a check, its ``reason`` and ``seconds``, after at most ``limit_s``.
-
-        ``hear`` gets every other message of the process as it comes.
-        """
-        started = time.monotonic()
-        if self._process is not None and self._process.poll() is not None:
-            self.stop()
-        process = self._process = self._process or self._started()
-        assert process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError):  # what became of it is said below
-            process.stdin.write(f"{name}\n".encode())
-            process.stdin.flush()
-        output, unread = process.stdout.fileno(), b""
-        became = f"it was not over after {limit_s:.0f} s"
-        while (left := started + limit_s - time.monotonic()) > 0:
-            readable = select.select([output], [], [], min(left, LOOK_S))[0]
-            if not readable and process.poll() is None:
-                continue
-            if not (read := os.read(output, 2**16) if readable else b""):
-                with suppress(subprocess.TimeoutExpired):
-                    became = f"its process {_ended(process.wait(LOOK_S))}"
-                break
-            *lines, unread = (unread + read).split(b"\n")
-            for message in map(json.loads, lines):
-                if "outcome" not in message:
-                    hear(message)
-                    continue
-                if message["outcome"] == "failed":  # the process ends, and all that the check has left
-                    self.stop()
-                return {**message, "seconds": time.monotonic() - started}
-        self.stop()
-        reason = f"{became}; the last that it printed: {self._last()}"
-        return {"outcome": "failed", "reason": reason, "seconds": time.monotonic() - started}
-
-    def stop(self) -> None:
-        """End the process, and all that it started."""
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def _started(self) -> subprocess.Popen[bytes]:
         from headway.cluster.machine.worker_setup import math_environment  # Headway can be run, it is known by now
 
         path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
         # Those of Headway's own processes but for the number of threads, and never a look at the network.
         own = {name: value for name, value in math_environment(0).items() if not name.endswith("_NUM_THREADS")}
-        environment = {**own, "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path}
-        pipe = subprocess.PIPE
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                self.command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True
-            )
+        fields = {**asdict(setting), "scratch": str(setting.scratch)}
+        self.worker = Worker(
+            [sys.executable, "-m", "benchmarks.gpu_checks", json.dumps(fields)],
+            log,
+            {**own, "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path},
+            retried=True,
+        )
 
-    def _last(self) -> str:
-        text = " ".join(self._log.read_text(encoding="utf-8", errors="replace").split())
-        return text[-LAST_CHARACTERS:] or "nothing"
+    def make(self, name: str, limit_s: float, hear: Hear) -> dict[str, Any]:
+        """Return the ``outcome`` of a check, its ``reason`` and ``seconds``, after at most ``limit_s``.
 
+        ``hear`` gets every other message of the process as it comes.
+        """
+        started = time.monotonic()
+        try:
+            self.worker.start(limit_s, hear)
+            ended = self.worker.ask(name, limit_s - (time.monotonic() - started), hear)
+        except TimedOut:
+            reason = f"it was not over after {limit_s:.0f} s; {self.worker.last_words()}"
+            ended = {"outcome": "failed", "reason": reason}
+        except Failed as error:
+            ended = {"outcome": "failed", "reason": str(error)}
+        if ended["outcome"] == "failed":
+            self.stop()
+        return {**ended, "seconds": time.monotonic() - started}
 
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    known = -code in {one.value for one in signal.Signals}
-    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
+    def stop(self) -> None:
+        self.worker.stop(by_force=True)

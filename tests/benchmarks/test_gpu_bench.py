@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
@@ -25,6 +25,7 @@ from benchmarks.gpu_checks import __main__ as one_check
 from benchmarks.gpu_checks import engine
 from benchmarks.gpu_checks.process import ALONE, CHECKS, ROOT, WARM_UP, Lane
 from benchmarks.gpu_checks.setting import CheckFailed, Finding, Findings, Setting, Skipped
+from benchmarks.runner import Hear
 
 FOUND = {"finding": {"name": "interrupt", "text": "all is well", "figures": {"a": 1}}}
 GOOD = {"outcome": "passed", "reason": "", "seconds": 0.1}
@@ -38,10 +39,10 @@ def into_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def lane_of(tmp_path: Path, code: str) -> Lane:
     """A lane whose process runs ``code`` for each check; ``say`` writes a message."""
     lane = Lane(Setting("cpu", tmp_path, small=True), tmp_path / "log")
-    start = (
-        "import json, os, pathlib, signal, subprocess, sys, time\nsay = lambda m: print(json.dumps(m), flush=True)\n"
-    )
-    lane.command = [sys.executable, "-c", f"{start}for name in sys.stdin:\n" + textwrap.indent(code, "    ")]
+    start = "import json, os, pathlib, signal, subprocess, sys, time\n"
+    start += "say = lambda message: print(json.dumps(message), flush=True)\nsay({'answer': None})\n"
+    script = f"{start}for name in sys.stdin:\n" + textwrap.indent(code, "    ")
+    lane.worker._command = [sys.executable, "-c", script]
     return lane
 
 
@@ -50,7 +51,7 @@ def lane_of(tmp_path: Path, code: str) -> Lane:
 
 def test_what_a_check_finds_is_heard_at_once_and_its_process_makes_the_next(tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
-    lane = lane_of(tmp_path, f"say({FOUND}); say({{**{GOOD}, 'reason': str(os.getpid())}})")
+    lane = lane_of(tmp_path, f"say({FOUND}); say({{'answer': {{**{GOOD}, 'reason': str(os.getpid())}}}})")
     one, two = (lane.make(name, 20.0, heard.append) for name in ("decoding", "logprobs"))
     lane.stop()
     assert heard == [FOUND, FOUND]
@@ -139,7 +140,7 @@ def test_a_check_that_leaves_a_finding_out_has_failed(tmp_path: Path, monkeypatc
 
 def test_attention_takes_cudnns_kernels_last_in_every_lane(tmp_path: Path) -> None:
     """Compiled for each new length, they took most of the time of a loop over ``transformers.generate``."""
-    lane = lane_of(tmp_path, f"say({{**{GOOD}, 'reason': os.environ['TORCH_CUDNN_SDPA_DEPRIORITIZED']}})")
+    lane = lane_of(tmp_path, f"say({{'answer': {{**{GOOD}, 'reason': os.environ['TORCH_CUDNN_SDPA_DEPRIORITIZED']}}}})")
     assert lane.make("decoding", 20.0, lambda message: None)["reason"] == "1"
     lane.stop()
 
@@ -151,7 +152,7 @@ def made(monkeypatch: pytest.MonkeyPatch, outcomes: Mapping[str, str], took_s: f
     """Let checks end as ``outcomes`` say, each after ``took_s``; the limits that they were given are returned."""
     now, limits = [0.0], list[float]()
 
-    def make(self: Lane, name: str, limit_s: float, hear: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def make(self: Lane, name: str, limit_s: float, hear: Hear) -> dict[str, Any]:
         limits.append(limit_s)
         now[0] += took_s
         hear({"machine": {"device": "a device", "torch": "torch 2.11"}})

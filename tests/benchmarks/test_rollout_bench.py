@@ -145,7 +145,7 @@ def answer(question):
     print("a library says hello")
     return question
 
-serve(lambda: answer)
+serve(lambda say: answer)
 """
 
 
