@@ -25,15 +25,7 @@ from headway.config.sections.learning import AlgorithmConfig
 from headway.data.assignment import Cost, assign, split
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
-from headway.data.types import (
-    FinishReason,
-    Prompt,
-    RowAt,
-    RowTokens,
-    SampledTokens,
-    TrainSample,
-    Trajectory,
-)
+from headway.data.types import FinishReason, Prompt, RowAt, RowTokens, SampledTokens, TrainSample, Trajectory
 from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.pipeline.admission.train_batches import add_column, outcomes, samples_of
 

@@ -6,8 +6,8 @@ checked    FsdpEngine: padded micro-batches, chunked log-probs, FSDP2         (t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
@@ -122,10 +122,7 @@ def compare(
     engine._learner._optimizer.register_step_pre_hook(keep)
     report = engine.train_step(share, StepContext())
     require(not report.skipped, f"{dtype}: the step was skipped: loss {report.metrics['loss']}")
-    found = {
-        "gradient": distance(gradient, expected.gradient),
-        "loss": abs(report.metrics["loss"] - expected.loss),
-    }
+    found = {"gradient": distance(gradient, expected.gradient), "loss": abs(report.metrics["loss"] - expected.loss)}
     require(
         found["gradient"] <= limit,
         f"{dtype}: the gradient is off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), most at "
@@ -195,14 +192,7 @@ def worst(found: Weights, expected: Weights) -> str:
 # ---------------------------------------------------------------------------------------- the two sides
 
 
-def engine_of(
-    setting: Setting,
-    folder: Path,
-    dtype: str,
-    *,
-    offload: bool = False,
-    **model: Any,
-) -> FsdpEngine:
+def engine_of(setting: Setting, folder: Path, dtype: str, *, offload: bool = False, **model: Any) -> FsdpEngine:
     """Return the checked engine. ``model``: settings of that section."""
     actor = {
         "ppo_max_token_len_per_gpu": MICRO_BATCH_TOKENS,
@@ -278,39 +268,25 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_processes(setting: Setting, folder: Path, rows: Sequence[CollatedRow], world: int) -> dict[str, str]:
-    context = get_context("spawn")
-    store, answers = setting.scratch / "ranks", setting.scratch / "ranks.json"
+    store = setting.scratch / "ranks"
     store.unlink(missing_ok=True)
-    answers.unlink(missing_ok=True)
-    shares = [list(rows[rank::world]) for rank in range(world)]
-    ranks = [
-        context.Process(target=_rank, args=(setting, folder, shares[rank], rank, world, store, answers), daemon=True)
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    said = json.loads(answers.read_text()) if answers.exists() else {}
-    if "failed" in said:
-        raise CheckFailed(f"on {world} ranks: {said['failed']}")
-    codes = [process.exitcode for process in ranks]
-    require(codes == [0] * world and bool(said), f"ranks ended with exit codes {codes}; their output is in the log")
-    return dict(said)
+    with ProcessPoolExecutor(world, get_context("spawn")) as ranks:
+        shares = [list(rows[rank::world]) for rank in range(world)]
+        made = [ranks.submit(_rank, setting, folder, share, rank, world, store) for rank, share in enumerate(shares)]
+        try:
+            said, *_ = (one.result() for one in made)
+        except CheckFailed as failure:
+            raise CheckFailed(f"on {world} ranks: {failure}") from None
+    return said
 
 
 def _rank(
-    setting: Setting, folder: Path, share: Sequence[CollatedRow], rank: int, world: int, store: Path, answers: Path
-) -> None:
+    setting: Setting, folder: Path, share: Sequence[CollatedRow], rank: int, world: int, store: Path
+) -> dict[str, str]:
     setting.kind.make_current(torch.device(setting.device, rank))
-    file = dist.FileStore(str(store), world)
-    meeting = {"store": file, "rank": rank, "world_size": world, "timeout": timedelta(seconds=MEET_S)}
-    dist.init_process_group(setting.kind.process_groups, **meeting)
-    expected = torch.load(setting.scratch / "reference.pt", weights_only=False)
+    meeting = {"store": dist.FileStore(str(store), world), "rank": rank, "world_size": world}
+    dist.init_process_group(setting.kind.process_groups, **meeting, timeout=timedelta(seconds=MEET_S))
     try:
-        said = on_each_rank(setting, folder, share, expected)
-    except CheckFailed as failure:
-        said = {"failed": str(failure)}
-    if rank == 0:
-        answers.write_text(json.dumps(said))
-    dist.destroy_process_group()
+        return on_each_rank(setting, folder, share, torch.load(setting.scratch / "reference.pt", weights_only=False))
+    finally:
+        dist.destroy_process_group()

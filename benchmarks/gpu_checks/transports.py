@@ -12,12 +12,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -209,21 +208,12 @@ def broadcast(setting: Setting) -> Findings:
     nbytes = 2**20 if setting.small else 2**30
     store, port = open_store(HOST, PEER_LOADS_S)
     link = BroadcastLink((HOST, port), "this", ("peer",), PEER_LOADS_S, device=setting.device)
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    peer = context.Process(target=_peer, args=(link, nbytes, theirs), daemon=True)
-    peer.start()
-    theirs.close()
-    try:
+    with ProcessPoolExecutor(1, get_context("spawn")) as peers:
+        receiving = peers.submit(_peer, link, nbytes)
         sender = BroadcastSender(link, HOST)
         seconds = [_send(sender, version, nbytes, setting) for version in (1, 2)]
-        received = ours.recv() if ours.poll(PEER_LOADS_S) else "nothing: it did not answer"
+        received = receiving.result(PEER_LOADS_S)
         sender.close()
-    except EOFError:
-        received = "nothing: its process ended"
-    finally:
-        peer.join(TIMEOUT_S)
-        peer.kill()
     del store
     require(received == "the same bits", f"the other process received {received}")
     rate = nbytes / seconds[-1] / 1e9
@@ -243,7 +233,8 @@ def _send(sender: BroadcastSender, version: int, nbytes: int, setting: Setting) 
     return timed(lambda: sender.send(version, stream)) - stream.gather_s
 
 
-def _peer(link: BroadcastLink, nbytes: int, pipe: Connection) -> None:
+def _peer(link: BroadcastLink, nbytes: int) -> str:
+    """Receive in another process; returns what came."""
     kind = kind_of(link.device)
     kind.make_current(torch.device(link.device, 1))
     receiver = BroadcastReceiver(link, 0, HOST)
@@ -254,17 +245,14 @@ def _peer(link: BroadcastLink, nbytes: int, pipe: Connection) -> None:
         (sink,) = incoming.shares
         receiver.receive(version, sink)
 
-    try:
-        for version in (1, 2):
-            buffer.fill(version, partial(receive, version))
-            ((_, arrived),) = buffer.windows(nbytes)
-            if not torch.equal(arrived, payload(version, nbytes, "cpu")):
-                answer = f"other bytes than were sent as version {version}"
-            buffer.loaded()
-    except Exception as error:
-        answer = f"{type(error).__name__}: {error}"
-    pipe.send(answer)
+    for version in (1, 2):
+        buffer.fill(version, partial(receive, version))
+        ((_, arrived),) = buffer.windows(nbytes)
+        if not torch.equal(arrived, payload(version, nbytes, "cpu")):
+            answer = f"other bytes than were sent as version {version}"
+        buffer.loaded()
     receiver.close()
+    return answer
 
 
 def _flat_manifest(nbytes: int) -> Manifest:
