@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headway.models import logprobs
 from headway.models.logits import LogitRule
 from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
 
@@ -175,3 +177,21 @@ def test_a_chunk_suits_the_memory_of_the_device(monkeypatch: pytest.MonkeyPatch)
         memory = SimpleNamespace(total_memory=gib * 2**30)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, memory=memory: memory)
         assert default_chunk_tokens(152_000, torch.device("cuda")) == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.5, cap=3.0)], ids=["plain", "capped"])
+def test_compiled_log_probs_have_the_values_and_gradients_of_others(
+    monkeypatch: pytest.MonkeyPatch, rule: LogitRule
+) -> None:
+    """Slow, as torch's compiler is imported and traces. The graphs run as they are, without kernels of their own."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    logprobs._compiled.cache_clear()
+    for tokens in (1, 9, 13):  # the last chunk of 9 and of 13 tokens has one
+        inputs = problem(tokens=tokens)
+        actual = chunked_logprobs(**inputs, temperature=0.7, chunk_tokens=4, rule=rule, compiled=True)
+        expected = chunked_logprobs(**inputs, temperature=0.7, chunk_tokens=4, rule=rule)
+        for ours, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        for ours, theirs in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):
+            torch.testing.assert_close(ours, theirs)

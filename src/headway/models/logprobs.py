@@ -18,6 +18,7 @@ every update, and its sequences are spread over the vocabulary so that embedding
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     rule: LogitRule = PLAIN,
+    compiled: bool = False,
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
     """Log-prob (nats) of ``targets`` under softmax(logits / temperature), and its entropy.
 
@@ -60,12 +62,13 @@ def chunked_logprobs(
         temperature: positive; logits are divided by it.
         chunk_tokens: tokens computed at once; the default suits the device. The results do not depend on it.
         rule: the model's own scale and soft cap (`headway.models.logits.logit_rule`).
+        compiled: compile what is computed of a chunk; results differ in the last bits.
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], weight.device)
     logprobs_M, entropy_M = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), temperature, rule, chunk
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), temperature, rule, chunk, compiled
     )
     if targets.ndim == 1:  # no view of an output: FSDP2 hooks onto what a module returns, and warns of views
         return logprobs_M, entropy_M
@@ -111,41 +114,82 @@ class _ChunkedLogProbs(torch.autograd.Function):
         temperature: float,
         rule: LogitRule,
         chunk: int,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # an entropy that is only reported then costs no backward pass
         dtype = accumulation_dtype(hidden_MH)
         logprobs_M = torch.empty(len(targets_M), dtype=dtype, device=hidden_MH.device)
         entropy_M = torch.empty_like(logprobs_M)
+        compute = _of_chunks(_logprobs, compiled)
         for start in range(0, len(targets_M), chunk):
             part = slice(start, start + chunk)
-            logp_CV = scaled_logits(hidden_MH[part], weight_VH, bias_V, rule, temperature).log_softmax(dim=-1)
-            logprobs_M[part] = logp_CV.gather(1, targets_M[part, None]).squeeze(1)
-            # −inf logits (a masked vocabulary entry) have p = 0 and contribute nothing: 0·log 0 is 0
-            entropy_M[part] = torch.special.entr(logp_CV.exp()).sum(dim=-1)
+            logprobs_M[part], entropy_M[part] = compute(
+                weight_VH, bias_V, rule, temperature, hidden_MH[part], targets_M[part]
+            )
         ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, entropy_M)
         ctx.temperature, ctx.rule, ctx.chunk = temperature, rule, chunk
+        ctx.compiled = compiled
         return logprobs_M, entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         targets_M = ctx.saved_tensors[3]
+        of_head = head_gradients(ctx, grads, _normalised, lambda part: (targets_M[part],), ctx.compiled)
+        return *of_head, None, None, None, None, None
 
-        def normalised(logits_CV: Tensor, part: slice) -> Normalised:
-            return logits_CV.log_softmax(dim=-1), targets_M[part], None
 
-        return *head_gradients(ctx, grads, normalised), None, None, None, None
+def _logprobs(
+    weight_VH: Tensor, bias_V: Tensor | None, rule: LogitRule, temperature: float, hidden_CH: Tensor, targets_C: Tensor
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
+    """Log-probs of the targets of one chunk, and entropies."""
+    logp_CV = scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature).log_softmax(dim=-1)
+    # −inf logits (a masked vocabulary entry) have p = 0 and contribute nothing: 0·log 0 is 0
+    return logp_CV.gather(1, targets_C[:, None]).squeeze(1), torch.special.entr(logp_CV.exp()).sum(dim=-1)
 
 
 Normalised = tuple[Tensor, Tensor, Tensor | None]
 """Log-probs of a chunk [C, V], the place of each target among the V, and which targets are there; None for all."""
 
 
+def _normalised(logits_CV: Tensor, targets_C: Tensor) -> Normalised:
+    return logits_CV.log_softmax(dim=-1), targets_C, None
+
+
+def _of_chunks(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    """Return ``function`` of a head and one chunk's tensors: as it is, or compiled once for chunks of all lengths."""
+    if not compiled:
+        return function
+
+    def run(weight_VH: Tensor, bias_V: Tensor | None, *given: Any) -> Any:
+        # Detached: whether a gradient is wanted is nothing to these functions, and would be another variant.
+        given = tuple(one.detach() if isinstance(one, Tensor) else one for one in given)
+        tensors = [one for one in given if isinstance(one, Tensor)]
+        if len(tensors[0]) == 1:  # for torch another variant
+            return function(weight_VH, bias_V, *given)
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return _compiled(function)(weight_VH.detach(), None if bias_V is None else bias_V.detach(), *given)
+
+    return run
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function)
+    return compiled
+
+
 def head_gradients(
-    ctx: Any, grads: tuple[Tensor | None, ...], normalised: Callable[[Tensor, slice], Normalised]
+    ctx: Any,
+    grads: tuple[Tensor | None, ...],
+    normalised: Callable[..., Normalised],
+    given: Callable[[slice], tuple[Any, ...]],
+    compiled: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden states, weight and bias of an output layer, of which ``ctx`` has saved what it read.
 
-    The logits of each chunk are computed again; ``normalised`` makes log-probs of them, and may work in place.
+    The logits of each chunk are computed again. ``normalised`` makes log-probs of them, from what is ``given`` for the
+    chunk, and may work in place.
     """
     grad_logprobs_M, grad_entropy_M = grads
     hidden_MH, weight_VH, bias_V, targets_M, entropy_M, *_ = ctx.saved_tensors
@@ -153,24 +197,24 @@ def head_gradients(
     grad_hidden_MH = torch.zeros_like(hidden_MH) if ctx.needs_input_grad[0] else None
     grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
     grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
+    compute = _of_chunks(_chunk_gradient, compiled)
     for start in range(0, len(targets_M) if len(weight_VH) else 0, ctx.chunk):
         part = slice(start, start + ctx.chunk)
-        logits_CV = scaled_logits(hidden_MH[part], weight_VH, bias_V, ctx.rule, ctx.temperature)
-        factor = slope(logits_CV, ctx.rule, ctx.temperature)
-        logp_CV, targets_C, there_C = normalised(logits_CV, part)
-        del logits_CV
-        grad_CV = grad_logits(
-            logp_CV,
-            targets_C,
+        grad_CV, of_bias_V = compute(
+            weight_VH,
+            bias_V,
+            ctx.rule,
+            ctx.temperature,
+            hidden_MH[part],
             None if grad_logprobs_M is None else grad_logprobs_M[part],
             None if grad_entropy_M is None else grad_entropy_M[part],
             entropy_M[part],
-            there_C,
+            normalised,
+            grad_bias_V is not None,
+            *given(part),
         )
-        grad_CV = grad_CV.mul_(factor)  # before the cast, or it would be rounded twice
         if grad_bias_V is not None:
-            grad_bias_V += grad_CV.sum(dim=0)
-        grad_CV = grad_CV.to(hidden_MH.dtype)
+            grad_bias_V += of_bias_V
         if grad_hidden_MH is not None:
             grad_hidden_MH[part] = grad_CV @ weight_VH
         if grad_weight_VH is not None:
@@ -180,6 +224,29 @@ def head_gradients(
         None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
         None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
     )
+
+
+def _chunk_gradient(
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    rule: LogitRule,
+    temperature: float,
+    hidden_CH: Tensor,
+    grad_logp_C: Tensor | None,
+    grad_entropy_C: Tensor | None,
+    entropy_C: Tensor,
+    normalised: Callable[..., Normalised],
+    with_bias: bool,
+    *given: Any,
+) -> tuple[Float[Tensor, "C V"], Float[Tensor, " V"] | None]:
+    """Gradient of what the output layer gives for one chunk, in its dtype, and that of the bias."""
+    logits_CV = scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature)
+    factor = slope(logits_CV, rule, temperature)
+    logp_CV, targets_C, there_C = normalised(logits_CV, *given)
+    del logits_CV
+    grad_CV = grad_logits(logp_CV, targets_C, grad_logp_C, grad_entropy_C, entropy_C, there_C)
+    grad_CV = grad_CV.mul_(factor)  # before the cast, or it would be rounded twice
+    return grad_CV.to(hidden_CH.dtype), grad_CV.sum(dim=0) if with_bias else None
 
 
 def grad_logits(

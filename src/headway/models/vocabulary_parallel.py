@@ -84,16 +84,18 @@ class DividedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        weight_VH, targets_M, logsum_M = (ctx.saved_tensors[place] for place in (1, 3, 5))
-
-        def normalised(logits_CV: Tensor, part: slice) -> Normalised:
-            places_C, own_C = ctx.part.places(targets_M[part], len(weight_VH))
-            return logits_CV.sub_(logsum_M[part, None]), places_C, own_C
-
-        grad_hidden_MH, *others = head_gradients(ctx, grads, normalised)
+        targets_M, logsum_M = ctx.saved_tensors[3], ctx.saved_tensors[5]
+        grad_hidden_MH, *others = head_gradients(
+            ctx, grads, _normalised, lambda of: (ctx.part, targets_M[of], logsum_M[of])
+        )
         if grad_hidden_MH is not None:
             dist.all_reduce(grad_hidden_MH, group=ctx.part.group)
         return grad_hidden_MH, *others, None, None, None, None, None
+
+
+def _normalised(logits_CV: Tensor, part: VocabularyPart, targets_C: Tensor, logsum_C: Tensor) -> Normalised:
+    places_C, own_C = part.places(targets_C, logits_CV.shape[1])
+    return logits_CV.sub_(logsum_C[:, None]), places_C, own_C
 
 
 def divided_logprobs(

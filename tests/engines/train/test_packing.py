@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch.distributed.tensor import DTensor
 from transformers import BloomConfig, BloomForCausalLM
 
@@ -29,8 +29,10 @@ from headway.data.types import TrajectoryId
 from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy, ReferenceEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.micro_batches import filler_row
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective
 from headway.engines.weights.weight_layout import build_manifest
+from headway.models import logprobs
 from headway.models.attention import packed_layout
 from headway.models.attention.packed_attention import NAME
 from headway.models.pretrained import load_model
@@ -259,23 +261,55 @@ def test_all_layers_attend_by_the_same_parts(
     assert len(made) == len(engine._policy.packing(rows)) < len(engine._policy.decoder_layers())
 
 
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled yet, chunks of log-probs are short, and graphs run as they are, without other kernels."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(logprobs, "default_chunk_tokens", lambda *_: 7)
+    logprobs._compiled.cache_clear()
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_layers_have_the_same_gradient_and_are_compiled_once_for_all_lengths(
-    one_rank: None, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch, recompute: bool
+def test_compiled_parts_have_the_gradient_of_rows_one_by_one(
+    one_rank: None, model_path: ModelPath, compiling: None, recompute: bool
 ) -> None:
-    """Slow, as torch's compiler is imported and traces. The graphs run as they are, without its kernels."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    counters.clear()
+    """Slow, as torch's compiler is imported and traces: half a minute."""
     rows = fetch(8)
-    expected, metrics, logprobs = look(model_path(), configured("shared", 60), [rows])
+    _, metrics, expected = look(model_path(), configured("shared", 60), [rows])
     config = configured("shared", 60, compile=True, enable_gradient_checkpointing=recompute)
     grads, found, own = look(model_path(), config, [rows])
-    assert_close(grads, expected)
+    model = load_model(model_path(), dtype=torch.float64)
+    plain_loss(model, rows, config).backward()
+    assert_close(grads, {name: parameter.grad for name, parameter in model.named_parameters()}, 1e-4)
     assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-    assert_same_numbers(own, logprobs)
-    assert 0 < counters["stats"]["unique_graphs"] <= 8  # with a gradient and without
+    assert_same_numbers(own, expected)
+
+
+@pytest.mark.slow
+def test_steps_of_all_kinds_are_compiled_in_few_variants(
+    one_rank: None, model_path: ModelPath, compiling: None
+) -> None:
+    """Slow, as torch's compiler is imported and traces: half a minute.
+
+    Rows of many lengths, packed and with shared prompts, kept and recomputed activations, with a gradient and without:
+    one variant more of each of a layer's four graphs, which attention divides it into, and none of the log-probs'.
+    """
+    for packing, recompute in (("shared", False), ("packed", False), ("shared", True)):
+        config = configured(packing, 60, compile=True, enable_gradient_checkpointing=recompute, dtype="bfloat16")
+        engine = built(model_path(), config)
+        for seed in range(3):
+            rows = fetch(seed, groups=1 + 2 * seed)
+            engine.forward_logprobs(rows)
+            gradient_of(engine, rows)
+        engine.forward_logprobs([filler_row()])
+    compiled = get_compilation_metrics()
+    again = [f"{of.co_name}: {of.recompile_reason}" for of in compiled if of.recompile_reason]
+    assert {"_logprobs", "_chunk_gradient"} < {of.co_name for of in compiled}
+    assert all(of.graph_op_count for of in compiled), "something was compiled that computes nothing"
+    assert len(again) <= 4, again
 
 
 # ---------------------------------------------------------------------------------------------- the other roles

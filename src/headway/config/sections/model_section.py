@@ -127,8 +127,8 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     compile: bool = False
-    """Compile the decoder layers with ``torch.compile``: a minute at the start, and fewer, larger kernels from then on.
-    Results differ in the last bits."""
+    """Compile the decoder layers and the chunked log-probs with ``torch.compile``: a minute at the start, and fewer,
+    larger kernels from then on. Results differ in the last bits."""
     packing: Literal["shared", "packed", "padded"] = "shared"
     """Micro-batches: ``shared`` puts rows into one line without padding, and computes what the rows of a group have in
     common once; ``packed`` computes it for each row; ``padded`` pads rows. Models whose attention cannot be packed have

@@ -25,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import unwrap
+from types import MethodType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,6 +58,8 @@ from headway.models.vocabulary_parallel import VocabularyPart, divided_logprobs
 from headway.runtime.progress import Progress, advance, progress_here
 
 T = TypeVar("T")
+WRAPPING = GradientCheckpointingLayer.__module__
+"""The module whose functions `transformers` wraps forward passes of layers in, to recompute them."""
 
 
 class ShardedModule(nn.Module):
@@ -76,6 +80,8 @@ class ShardedModule(nn.Module):
         """How rows are put together for this model; `sharded` sets it."""
         self.padded: str | None = None
         """Reason why the model's rows have to be padded; None where they can be packed. Set before the first pass."""
+        self.compiled = False
+        """True where layers are compiled, and log-probs."""
         _count_layers(self._layers, progress_here())
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
@@ -132,13 +138,17 @@ class ShardedModule(nn.Module):
         for layer in self.decoder_layers():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
-    def compile_layers(self) -> None:
-        """Compile the layers' forward passes, for lines of any length: one layer's kernels serve all.
+    def compile_parts(self) -> None:
+        """Compile the layers' forward passes, for lines of any length: one layer's kernels serve all; and what comes
+        behind them, where `compute` has use for it.
 
         Like `recompute_activations`, which comes after it, inside FSDP's hooks.
         """
+        self.compiled = True
         for layer in self.decoder_layers():
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            # Without the functions that transformers wraps it in, one for each class: FSDP's is one more.
+            own = unwrap(type(layer).forward, stop=lambda f: f.__globals__["__name__"] != WRAPPING)
+            layer.forward = torch.compile(MethodType(own, layer), dynamic=True)
 
 
 class PolicyModule(ShardedModule):
@@ -167,7 +177,7 @@ class PolicyModule(ShardedModule):
         weight, bias, part = _own(head.weight), None if head.bias is None else _own(head.bias), _part(head.weight)
         if part is None:
             logprobs_U, entropy_U = chunked_logprobs(
-                hidden_UH, weight, bias, targets_U, self._temperature, rule=self._rule
+                hidden_UH, weight, bias, targets_U, self._temperature, rule=self._rule, compiled=self.compiled
             )
         else:
             # The same on all ranks, which meet in each chunk: their parts may differ in length.
@@ -354,7 +364,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
     if mesh.sequence is not None and module.padded is not None:
         raise undivided(model_path, mesh.parallel.cp, module.padded)
     if config.model.compile:
-        module.compile_layers()
+        module.compile_parts()
     if config.model.enable_gradient_checkpointing:
         module.recompute_activations()
     return module
