@@ -54,7 +54,9 @@ def rows_of(lengths: list[int], prompt: int = 200) -> list[CollatedRow]:
 
 def _mesh() -> tuple[TrainMesh, DeviceMesh]:
     """Make the mesh of this rank alone, and what weights are sharded over: torch reads numbers of it."""
-    with _disable_current_modes():
+    group = dist.new_group
+    of_fakes = patch.object(dist, "new_group", lambda *of, backend=None, **rest: group(*of, backend="fake", **rest))
+    with _disable_current_modes(), of_fakes:
         mesh = TrainMesh.make(ParallelConfig(), torch.device("cpu"))
         dense = init_device_mesh("cuda", (1, 1, 1, 1), mesh_dim_names=mesh.dense.mesh_dim_names)
         return replace(mesh, device=CUDA, dense=dense, experts=dense), dense[FSDP]
