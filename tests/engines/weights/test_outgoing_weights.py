@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from headway.engines.weights.digests import digest
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.outgoing_version import Staged, Stream, Window
-from headway.engines.weights.weight_layout import build_manifest, combined, digest
+from headway.engines.weights.weight_layout import build_manifest, combined
 from headway.errors import UpdateFailed
 from tests.engines.weights.versions import BUCKET, MANIFEST, assert_same, contents, hand_over, stream, weights, windows
 

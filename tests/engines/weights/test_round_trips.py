@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.engines.weights.buckets import Part, Tensors, pack, slot_dtype, view, whole
+from headway.engines.weights.digests import digest
 from headway.engines.weights.incoming_version import BackBuffer, InPlace
 from headway.engines.weights.outgoing_version import Staged, Stream
 from headway.engines.weights.weight_layout import (
@@ -20,7 +21,6 @@ from headway.engines.weights.weight_layout import (
     buckets,
     build_manifest,
     combined,
-    digest,
 )
 from headway.errors import UpdateFailed
 from tests.engines.weights.versions import assert_same, contents, hand_over, manifest_of, same_bits, weights, windows

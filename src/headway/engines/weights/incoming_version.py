@@ -24,9 +24,10 @@ import torch
 from headway.data.interfaces.weights import ReceiveReport
 from headway.devices import host_buffer
 from headway.engines.weights.buckets import Tensors, apply
+from headway.engines.weights.digests import RunningDigests, digest
 from headway.engines.weights.protocols import Header, HostCopy, IncomingWeights
 from headway.engines.weights.receiver_state import ReceiverState
-from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, RunningDigests, buckets, combined, digest
+from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, buckets, combined
 from headway.errors import UpdateFailed
 
 NOTHING = -1

@@ -19,8 +19,9 @@ import torch
 from headway.data.interfaces.weights import GatherReport
 from headway.devices import host_buffer
 from headway.engines.weights.buckets import encode
+from headway.engines.weights.digests import RunningDigests, digest
 from headway.engines.weights.protocols import Chunk, Header, OutgoingWeights
-from headway.engines.weights.weight_layout import Manifest, RunningDigests, buckets, digest
+from headway.engines.weights.weight_layout import Manifest, buckets
 from headway.errors import UpdateFailed
 from headway.runtime.progress import advance
 

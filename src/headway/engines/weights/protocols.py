@@ -48,7 +48,7 @@ class Header:
     base: int = -1
     """The version that a delta was computed against; -1 when the payload is the bucket itself."""
     checksum: int = 0
-    """Checksum of a delta's payload (xxh3, 64 bits); 0 for a whole bucket, which the digests cover."""
+    """Digest of a delta's payload; 0 for a whole bucket, which the digests cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class OutgoingWeights(Protocol):
 
     @property
     def digests(self) -> tuple[int, ...]:
-        """The xxh3 (64 bits) of each tensor's bytes, in the layout's order; known when all chunks were drawn."""
+        """The digest (64 bits) of each tensor's bytes, in the layout's order; known when all chunks were drawn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,10 @@
-"""The layout of weights: where each tensor lies in the flat bytes of a complete set, and the digests of its bytes.
+"""The layout of weights: where each tensor lies in the flat bytes of a complete set.
 
     widest dtypes first, in the order given:   │ w0 │ w1 │ … │ wn │       no gaps; that of a safetensors file's data
     cut into buckets of any size:              │ bucket 0 │ bucket 1 │ … │  a tensor may lie across several
 
 Both sides know the layout, so each may cut it into buckets of a size of its own. Without gaps, equal weights always
-have equal bytes. Digests are xxh3 with 64 bits, per tensor, so that a mismatch names the tensor. xxh3 runs at memory
-speed, an order of magnitude faster than CRC-32, so it can be on for every update.
+have equal bytes.
 
 Nothing here imports torch.
 """
@@ -15,13 +14,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
-from struct import pack
 from typing import TYPE_CHECKING
 
-import xxhash
-
-from headway.errors import ModelError, UpdateFailed
+from headway.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -152,61 +149,6 @@ def slots_in(slots: Sequence[TensorSlot], start: int, stop: int) -> Iterator[tup
             yield slot, max(start, slot.offset) - slot.offset, min(stop, slot.end) - slot.offset
 
 
-def digest(data: torch.Tensor) -> int:
-    """The xxh3 of ``data`` [n] uint8. What lies on a device is copied to the host first."""
-    return xxhash.xxh3_64_intdigest(_bytes(data))
-
-
 def combined(digests: Sequence[int]) -> int:
-    """Combine the digests of all tensors, in order, into one number."""
-    return xxhash.xxh3_64_intdigest(pack(f"<{len(digests)}Q", *digests))
-
-
-class RunningDigests:
-    """Computes the digest of each tensor of a layout as its bytes pass by, in order.
-
-    Example:
-        >>> import torch
-        >>> digests = RunningDigests(Manifest((TensorSlot("w", (4,), "uint8", 0, 4),)))
-        >>> digests.add(0, torch.zeros(3, dtype=torch.uint8))
-        >>> digests.add(3, torch.ones(1, dtype=torch.uint8))
-        >>> digests.finished() == (digest(torch.tensor([0, 0, 0, 1], dtype=torch.uint8)),)
-        True
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._at = manifest.start
-        self._done: list[int] = []
-        self._open = xxhash.xxh3_64()
-
-    def add(self, offset: int, data: torch.Tensor) -> None:
-        """Take in ``data`` [n] uint8, the flat bytes from ``offset`` on. Raises `UpdateFailed` if out of order."""
-        if offset != self._at:
-            raise UpdateFailed(f"bytes of the weights from {offset} on came where those from {self._at} on were due")
-        view = _bytes(data)
-        self._at += len(view)
-        for slot, first, last in slots_in(self._manifest.slots, offset, self._at):
-            while self._manifest.slots[len(self._done)] is not slot:  # tensors without elements
-                self._close()
-            at = slot.offset + first - offset
-            self._open.update(view[at : at + last - first])
-            if last == slot.nbytes:
-                self._close()
-
-    def finished(self) -> tuple[int, ...]:
-        """Return all tensors' digests; an empty tensor has that of no bytes. Raises `UpdateFailed` before the end."""
-        if self._at != self._manifest.stop:
-            came = self._at - self._manifest.start
-            raise UpdateFailed(f"the weights ended after {came} of {self._manifest.nbytes} bytes")
-        while len(self._done) < len(self._manifest.slots):
-            self._close()
-        return tuple(self._done)
-
-    def _close(self) -> None:
-        self._done.append(self._open.intdigest())
-        self._open.reset()
-
-
-def _bytes(data: torch.Tensor) -> memoryview:
-    return data.cpu().numpy().data
+    """Combine the digests of all tensors, in order, into one number of 64 bits."""
+    return reduce(lambda all_before, digest: (all_before * 0x9E3779B97F4A7C15 + digest + 1) % 2**64, digests, 0)
