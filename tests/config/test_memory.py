@@ -210,15 +210,23 @@ def test_processes_of_a_run_have_what_its_settings_ask_for() -> None:
         found = memory(settings, name)
         return int(found.host - sum(line.nbytes for line in found.held if "checkpoint" in line.name))
 
-    four = {"rollout": {"n_gpus_per_node": 4}}
-    assert memory(four, "replica").host == 0
-    assert memory(four, "machine with replicas").host == 2 * shape.parameters, "once for all four"
-    in_place = {"rollout": {"enable_dual_buffer": False}}
-    assert memory(in_place, "replica").host == 2 * shape.parameters, "a bucket, larger than this model"
-    with pytest.raises(StopIteration):
-        memory(in_place, "machine with replicas")
-    assert memory({}, "replica", on_cpu=True).host == 0
     overlapped = {"param_update": {"schedule": "overlapped"}}
+    for through_host in (overlapped, {"param_update": {"encoding": "delta"}}):
+        four = {**through_host, "rollout": {"n_gpus_per_node": 4}}
+        assert memory(four, "replica").host == 0
+        assert memory(four, "machine with replicas").host == 2 * shape.parameters, "once for all four"
+    beside = "new weights, beside those that are served"
+    held = {line.name: line for line in memory({"rollout": {"n_gpus_per_node": 4}}, "replica").held}
+    assert held[beside].nbytes == held["served weights"].nbytes and not held[beside].on_host, "from GPU to GPU"
+    assert host({}, "trainer rank") == 0
+    in_place: dict[str, Any] = {"rollout": {"enable_dual_buffer": False}}
+    assert beside not in [line.name for line in memory(in_place, "replica").held]
+    assert memory(in_place, "replica").host == 0
+    assert memory({**in_place, **overlapped}, "replica").host == 2 * shape.parameters, "a bucket: all of this model"
+    for settings in ({}, in_place):
+        with pytest.raises(StopIteration):
+            memory(settings, "machine with replicas")
+    assert memory({}, "replica", on_cpu=True).host == 0
     assert host(overlapped, "trainer rank") == 2 * shape.parameters
     of_ranks = {**overlapped, "trainer": {"n_gpus_per_node": 2}}
     assert host(of_ranks, "trainer rank") == shape.parameters, "each has the half that it sends"
@@ -243,7 +251,9 @@ def test_a_checkpoint_takes_the_weights_and_moments_once_more_in_host_memory() -
     at_the_end: dict[str, Any] = {"trainer": {"save_freq": -1}}
     alone = rank(at_the_end, on_cpu=False)
     assert alone.host == 12 * shape.parameters, "which is more than a bucket of an update, which there is then no more"
-    assert rank({}, on_cpu=False).host == (12 + 2) * shape.parameters
+    assert rank({}, on_cpu=False).host == 12 * shape.parameters
+    overlapped = {"param_update": {"schedule": "overlapped"}}
+    assert rank(overlapped, on_cpu=False).host == (12 + 2) * shape.parameters
     assert rank({}, on_cpu=False).device == alone.device
     assert rank({}, on_cpu=True).device == rank(at_the_end, on_cpu=True).device + 12 * shape.parameters
     critic = {"algorithm": {"adv_estimator": "gae"}}
@@ -257,4 +267,5 @@ def test_a_replica_on_a_cpu_has_its_large_matrices_twice() -> None:
         on_cpu: [line.name for p in processes(Config(), shape, on_cpu=on_cpu) for line in p.memory.held]
         for on_cpu in (True, False)
     }
-    assert set(names[True]) - set(names[False]) == {"the weights as a CPU's kernels read them"}
+    of_machine = "new weights, for all who load them"
+    assert set(names[True]) - set(names[False]) == {"the weights as a CPU's kernels read them", of_machine}

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headway.errors import UpdateFailed
 from headway.events import ReplicaHalted, UpdateFinished, UpdatePhase
+from tests.pipeline.fakes import FakeRollout
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import Run, Scenario
 from tests.pipeline.test_update_recovery import both_schedules, failed, lost, scenario
@@ -129,3 +130,24 @@ def test_what_was_sent_and_what_changed_is_reported():
     assert {(update.full_nbytes, update.changed) for update in run.of(UpdateFinished)} == {(1000, 0.03)}
     sent = {event.phase: event.nbytes for event in run.of(UpdatePhase) if event.where == "actor"}
     assert sent == {"gather": 1000, "send": 100}
+
+
+class OfOneMachine(FakeRollout):
+    """All replicas load from one copy."""
+
+    def __init__(self, name: str, *arguments: Any, **more: Any) -> None:
+        super().__init__(name, *arguments, **more)
+        self.copy = "the machine's"
+
+
+@both_schedules
+def test_replicas_that_load_from_one_copy_compute_the_probe_in_turn(mode: str):
+    run = scenario(mode, rollout=OfOneMachine, script=probing()).run().assert_completed()
+    found = differences(run)
+    assert sorted(version for version, _ in found) == [version for version, _ in run.rollouts[0].loads]
+    assert {name for _, name in found} == {replica.name for replica in run.rollouts}
+
+
+@both_schedules
+def test_one_of_one_copys_replicas_that_serves_something_else_is_found_in_its_turn(mode: str):
+    failed(scenario(mode, rollout=OfOneMachine, script=probing(0.9)), UpdateFailed, "rollout-1 serves something else")

@@ -197,7 +197,7 @@ class Startup:
             settings = exchange_settings(self._config, store, device, directory, self.timeouts)
             exchange = WeightSync(groups.actor, settings, manifests)
             for name, (ranks, of) in holders.items():
-                exchange.add(name, ranks, of, await concurrently(self._copy(name, rank) for rank in ranks))
+                exchange.add(name, ranks, of, await concurrently(self._copy(name, rank, exchange) for rank in ranks))
             # Meet now and not at the first update: ends that cannot must be known before anything is generated.
             await self._wait(
                 f"{', '.join(holders)} to meet {groups.actor.name} for weights", exchange.reach([*holders])
@@ -372,7 +372,9 @@ class Startup:
             await sight.check_replica(worker)
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
-        exchange.add(worker.name, [worker], await _result(group.served_dtype), [await self._copy(worker.name, worker)])
+        exchange.add(
+            worker.name, [worker], await _result(group.served_dtype), [await self._copy(worker.name, worker, exchange)]
+        )
         return await self._serve(group, manifest, exchange)
 
     async def _replace_episode_worker(self, worker: Worker, sight: SharedFilesystem | None) -> RemoteEpisodeWorker:
@@ -384,10 +386,11 @@ class Startup:
         await worker.call("serve")
         return RemoteEpisodeWorker(worker)
 
-    async def _copy(self, receiver: str, worker: Worker) -> str:
+    async def _copy(self, receiver: str, worker: Worker, exchange: WeightSync) -> str:
         """Return the name of the copy of the weights that ``worker`` loads from: one for its machine, or its own."""
         rollout = self._config.rollout
-        if receiver != LOGP and rollout.name == "native" and not rollout.enable_dual_buffer:
+        alone = exchange.between_devices or not rollout.enable_dual_buffer
+        if receiver != LOGP and rollout.name == "native" and alone:
             return worker.name
         domain: str = await worker.call("memory_domain")
         return f"{domain}/{LOGP}" if receiver == LOGP else domain

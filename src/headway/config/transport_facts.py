@@ -51,6 +51,7 @@ TRANSPORTS: Mapping[str, TransportFacts] = MappingProxyType(
             "copies inside one process",
             ("inline",),
             within_process=True,
+            on_gpu=True,
             no_delta="inside one process nothing has to be sent",
         ),
         "object_store": TransportFacts("Ray's object store", ("ray",), leaves="objects", most_senders=MOST_SENDERS),
@@ -75,6 +76,16 @@ def transport_of(transport: str, *, backend: str, shared: bool) -> str:
     if transport != "auto":
         return transport
     return WITHIN_PROCESS if shared else next(name for name, facts in TRANSPORTS.items() if backend in facts.backends)
+
+
+def between_devices(transport: str, schedule: str, encoding: str, backend: str) -> bool:
+    """Tell whether buckets go from GPU to GPU, where training and generation have GPUs of their own.
+
+    A copy of the weights, for the schedule ``overlapped`` and for deltas, is in host memory; and collectives between
+    GPUs would compete with training.
+    """
+    on_gpu = TRANSPORTS[transport_of(transport, backend=backend, shared=False)].on_gpu
+    return on_gpu and schedule == "synchronous" and encoding == "full"
 
 
 def known_transport(name: str) -> str:

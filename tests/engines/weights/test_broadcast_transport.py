@@ -97,7 +97,7 @@ def receive_and_die(link: Link, name: str) -> None:
 class _DiesAtTheSecond:
     sink: WeightSink
 
-    def room(self, header: Any) -> torch.Tensor:
+    def room(self, header: Any, device: Any = "cpu") -> torch.Tensor:
         if header.index == 1:
             die()
         return self.sink.room(header)
@@ -199,7 +199,7 @@ def test_a_receiver_that_falls_silent_is_given_up_and_the_others_fail_at_once(si
     class FallsSilent:
         sink: WeightSink
 
-        def room(self, header: Any) -> torch.Tensor:
+        def room(self, header: Any, device: Any = "cpu") -> torch.Tensor:
             if header.index == {"the first bucket": 0, "a later bucket": 1}.get(phase):
                 woken.wait(60)
             return self.sink.room(header)

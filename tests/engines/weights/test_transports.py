@@ -230,7 +230,7 @@ class _Through:
 
     sink: WeightSink
 
-    def room(self, header: Header) -> torch.Tensor:
+    def room(self, header: Header, device: torch.device | str = "cpu") -> torch.Tensor:
         return self.sink.room(header)
 
     def filled(self, header: Header) -> None:
@@ -241,7 +241,7 @@ class _Through:
 
 
 class _NoRoom(_Through):
-    def room(self, header: Header) -> torch.Tensor:
+    def room(self, header: Header, device: torch.device | str = "cpu") -> torch.Tensor:
         if header.index == 1:
             raise RuntimeError("out of memory")
         return super().room(header)

@@ -158,6 +158,11 @@ class WeightSync:
         streamed, mapping_s = self._settings.streamed, self._settings.timeouts.mapping_s
         return HostWeights(key, dtype, streamed=streamed, mapping_s=mapping_s, on_failure=self._broke)
 
+    @property
+    def between_devices(self) -> bool:
+        """True where buckets go from device to device, and a replica of the native engine has them there for itself."""
+        return self._settings.device != CPU.name
+
     def copy_of(self, name: str) -> str:
         """Return what `PolicyReceiver.copy` of a receiver is."""
         return ", ".join(dict.fromkeys(copy.key for _, copy in self._receivers[name].members))

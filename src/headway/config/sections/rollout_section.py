@@ -77,8 +77,9 @@ class RolloutConfig(Section):
     val_temperature: float = Field(0.0, ge=0)
     """Temperature of validation; 0 is greedy."""
     enable_dual_buffer: bool = True
-    """Receive new weights into a second copy, in the machine's memory, one for all of its replicas, while decoding goes
-    on. Off: decoding is paused first, and they are written over the ones that were served."""
+    """Receive new weights into a second copy while decoding goes on: in the machine's memory, one for all of its
+    replicas, or on each replica's GPU where they come from the trainer's. Off: decoding is paused first, and they are
+    written over the ones that were served."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's ``AsyncEngineArgs``, such as ``gpu_memory_utilization`` (with ``name: vllm``)."""
     param_update_preduce_bucket_size_mb: float = Field(64, gt=0)

@@ -177,18 +177,27 @@ def checkpoint(name: str, weights: int, *, beside_training: bool, on_cpu: bool) 
 
 
 def update(
-    shape: ModelShape, itemsize: int, bucket: int, *, senders: int, copy: bool, on_cpu: bool, shared: bool = False
+    shape: ModelShape,
+    itemsize: int,
+    bucket: int,
+    *,
+    senders: int,
+    copy: bool,
+    on_cpu: bool,
+    through_host: bool = False,
+    shared: bool = False,
 ) -> ProcessMemory:
     """Memory of an update on a trainer rank. ``senders``: ranks that send, each a share; 0 for one that does not.
 
-    ``copy``: what is sent is kept (overlapped, or deltas). ``shared``: each rank gets all, for a replica on its device.
+    ``copy``: what is sent is kept (overlapped, or deltas). ``through_host``: a GPU's buckets are sent from the host.
+    ``shared``: each rank gets all, for a replica on its device.
     """
     share = _up(shape.parameters * itemsize, max(1, senders))
     bucket = min(bucket, share)
     lines = [MemoryItem("bucket of an update", bucket)]
     if senders > 1 or shared:
         lines.append(MemoryItem("bucket of another rank", bucket))
-    if senders and not on_cpu and not copy:
+    if senders and through_host and not copy:
         lines.append(MemoryItem("the bucket in host memory", bucket, on_host=True))
     held = (MemoryItem("copy of what is sent", share, on_host=not on_cpu),) if copy and senders else ()
     return ProcessMemory(held, {"update": tuple(lines)})
@@ -211,6 +220,7 @@ def replica(
     bucket: int,
     in_place: bool,
     on_cpu: bool,
+    on_device: bool = False,
     cache_bytes: int | None = None,
     devices: int = 1,
 ) -> ProcessMemory:
@@ -218,22 +228,26 @@ def replica(
     divides it over.
 
     ``cached_tokens``: those that there is room for, unless ``cache_bytes`` is less; ``slots``: answers at once;
-    ``prefill``: tokens of prompts that are read at once; ``in_place``: updates are received over the served weights.
+    ``prefill``: tokens of prompts that are read at once; ``in_place``: updates are received over the served weights;
+    ``on_device``: they come from a GPU to this one.
     """
     served, cache = shape.served(devices) * itemsize, cached_tokens * shape.cache(itemsize, devices)
     held = [
         MemoryItem("served weights", served),
         MemoryItem("keys and values", cache if cache_bytes is None else min(cache, cache_bytes)),
     ]
+    if on_device and not in_place:
+        held.append(MemoryItem("new weights, beside those that are served", served))
     if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= PACKED_FROM:
         read_once = 0 if shape.tied else shape.embedding
         held.append(MemoryItem("the weights as a CPU's kernels read them", (shape.parameters - read_once) * itemsize))
     divided = 2 * (shape.queries + 2 * shape.keys) + 3 * shape.intermediate * max(1, shape.experts_per_token)
     row = 2 * shape.hidden + _up(divided, devices)
+    on_host = in_place and not (on_cpu or on_device)
     moments = {
         "prefill": (MemoryItem("a layer of the prompts that are read", prefill * row * itemsize),),
         "sampling": (MemoryItem("logits of a decode step", 3 * slots * shape.vocabulary * FLOAT),),
-        "update": (MemoryItem("bucket of an update", min(bucket, served), on_host=not on_cpu and in_place),),
+        "update": (MemoryItem("bucket of an update", min(bucket, served), on_host=on_host),),
     }
     return ProcessMemory(tuple(held), moments)
 

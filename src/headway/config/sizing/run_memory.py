@@ -24,7 +24,7 @@ from headway.config.sizing.process_memory import (
     trainer,
     update,
 )
-from headway.config.transport_facts import TRANSPORTS, transport_of
+from headway.config.transport_facts import TRANSPORTS, between_devices, transport_of
 from headway.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
@@ -82,7 +82,8 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
         if others:
             found.insert(1, RunProcess("trainer rank that does not", others, roles[ACTOR]))
     shared = machine(shape, _served(config, on_cpu=on_cpu), on_cpu=on_cpu)
-    if ROLLOUT in roles and (config.rollout.enable_dual_buffer or config.rollout.name != "native"):
+    apart = config.rollout.name == "native" and (not config.rollout.enable_dual_buffer or _on_devices(config, on_cpu))
+    if ROLLOUT in roles and not apart:
         found.append(RunProcess("machine with replicas", len(placement.on_nodes(ROLLOUT)), shared))
     if LOGP in roles:
         found.append(RunProcess("machine with logp ranks", len(placement.on_nodes(LOGP)), shared))
@@ -134,11 +135,16 @@ def replica_room(config: Config, shape: ModelShape, device_bytes: int) -> Replic
 
 def _senders(config: Config, ranks: int, *, on_cpu: bool) -> int:
     """Number of the trainer's ranks that send weights to replicas on other devices."""
-    update = config.param_update
-    facts = TRANSPORTS[transport_of(update.transport, backend=config.cluster.backend, shared=False)]
-    if not on_cpu and facts.on_gpu and update.schedule == "synchronous":
-        return 1  # from device to device
+    facts = TRANSPORTS[transport_of(config.param_update.transport, backend=config.cluster.backend, shared=False)]
+    if _on_devices(config, on_cpu):
+        return 1
     return min(facts.most_senders, ranks // config.actor.parallel.replicate)
+
+
+def _on_devices(config: Config, on_cpu: bool) -> bool:
+    """Tell whether new weights go from the trainer's GPUs to those of others."""
+    update = config.param_update
+    return not on_cpu and between_devices(update.transport, update.schedule, update.encoding, config.cluster.backend)
 
 
 def _step(config: Config, placement: Placement, *, on_cpu: bool, device_bytes: int | None) -> TrainingStep:
@@ -184,7 +190,11 @@ def _trainer(
     served = _served(config, on_cpu=on_cpu)
     keeps = config.param_update.schedule == "overlapped" or config.param_update.encoding == "delta"
     shared = placement.shared(ROLLOUT, ACTOR) and len(placement.devices[ACTOR]) > 1
-    return memory.beside(update(shape, served, bucket, senders=senders, copy=keeps, on_cpu=on_cpu, shared=shared))
+    through = not on_cpu and not _on_devices(config, on_cpu)
+    sends = update(
+        shape, served, bucket, senders=senders, copy=keeps, on_cpu=on_cpu, through_host=through, shared=shared
+    )
+    return memory.beside(sends)
 
 
 def _saved(config: Config, name: str, shape: ModelShape, step: TrainingStep, *, on_cpu: bool) -> ProcessMemory:
@@ -214,6 +224,7 @@ def _replica(
         prefill=max(min(rollout.max_batched_tokens, slots * context), undivided),
         bucket=(1 if shared else senders) * int(rollout.param_update_consume_bucket_size_mb * MIB),
         in_place=shared or not rollout.enable_dual_buffer,
+        on_device=rollout.name == "native" and (shared or _on_devices(config, on_cpu)),
         on_cpu=on_cpu,
         devices=rollout.tensor_model_parallel_size,
     )

@@ -1,6 +1,7 @@
 """One version on its way in: the memory that it arrives in, and the checks of each sender's share.
 
-    BackBuffer   beside what is served, in host memory: the old version serves until another one is loaded from there
+    BackBuffer   beside what is served, in host memory, or on a device where it arrives on one: the old version serves
+                 until another one is loaded from there
     InPlace      over what is served, while nothing decodes: torn weights serve nobody
 
 "Checked": every bucket came once and in order, and the digest of each tensor is the sender's.
@@ -8,120 +9,28 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from io import FileIO
-from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 from weakref import finalize
 
 import torch
 
 from headway.data.interfaces.weights import ReceiveReport
-from headway.devices import host_buffer
+from headway.devices import CPU, host_buffer, kind_of
 from headway.engines.weights.buckets import Tensors, apply
 from headway.engines.weights.digests import RunningDigests, digest
 from headway.engines.weights.protocols import Header, HostCopy, IncomingWeights
 from headway.engines.weights.receiver_state import ReceiverState
+from headway.engines.weights.version_memory import NOTHING, DeviceBytes, SharedBytes
 from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, buckets, combined
 from headway.errors import UpdateFailed
 
-NOTHING = -1
-"""Stamp of bytes that are no whole version."""
-_STAMP_BYTES = 8
-
-
-class SharedBytes:
-    """Bytes [nbytes] of memory that processes of one machine share, mapped into this process, and their stamp.
-
-        one process   SharedBytes.reserve(n)  ─path─▶   others   SharedBytes.at(path, n)      each maps the same bytes
-
-    The memory has no name in any file system, so nothing of it outlives the processes that map it, however they end.
-    The stamp behind the bytes says which version they are: a reader sees by it that they were written over meanwhile.
-
-    Example:
-        >>> mine = SharedBytes.reserve(2)
-        >>> theirs = SharedBytes.at(str(mine.path), 2)  # in another process
-        >>> mine.flat[:] = 7
-        >>> mine.stamp = 3
-        >>> theirs.flat.tolist(), theirs.stamp
-        ([7, 7], 3)
-    """
-
-    def __init__(self, file: FileIO, nbytes: int) -> None:
-        """Map what was reserved for ``nbytes`` bytes. Raises `RuntimeError` when it cannot be mapped."""
-        self._file = file
-        size = _size(nbytes)
-        mapped = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
-        self.flat = mapped[:nbytes]
-        """The bytes: [nbytes] uint8, writable by all who map them."""
-        self._stamp = mapped[size - _STAMP_BYTES :].view(torch.int64)
-
-    @classmethod
-    def reserve(cls, nbytes: int) -> SharedBytes:
-        """Reserve new memory. Raises `UpdateFailed` when there is not enough."""
-        try:
-            file = FileIO(os.memfd_create("headway-weights"), "r+")
-            # All of it before anything is written: memory that is short is an error here, and later a fault.
-            os.posix_fallocate(file.fileno(), 0, _size(nbytes))
-            made = cls(file, nbytes)
-        except (OSError, RuntimeError) as cause:  # the latter from torch, when it cannot be mapped
-            raise UpdateFailed(
-                f"no shared memory for {nbytes} bytes of weights: {cause}; those who serve them read new weights "
-                "from there. Give this machine (or container) more memory"
-            ) from cause
-        made.stamp = NOTHING
-        return made
-
-    @classmethod
-    def at(cls, path: str, nbytes: int) -> SharedBytes:
-        """Map what another process of this user and machine has reserved, at its `path`. Raises `UpdateFailed`."""
-        try:
-            file = FileIO(path, "r+")
-            if (size := os.fstat(file.fileno()).st_size) != _size(nbytes):  # torch would make any file long enough
-                raise OSError(f"{size} bytes are there, expected {_size(nbytes)}")
-            return cls(file, nbytes)
-        except (OSError, RuntimeError) as cause:
-            raise UpdateFailed(
-                f"the copy of the weights at {path} cannot be mapped: {cause}; the process that has it may have ended"
-            ) from cause
-
-    @property
-    def path(self) -> Path:
-        """The path at which other processes of this user and machine find the memory while this one lives."""
-        return Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
-
-    @property
-    def stamp(self) -> int:
-        """The version that the bytes are; `NOTHING` while they are none, or being written."""
-        return int(self._stamp.item())
-
-    @stamp.setter
-    def stamp(self, version: int) -> None:
-        self._stamp.fill_(version)
-
-    def is_at(self, path: str) -> bool:
-        """Tell whether ``path`` leads to this very memory."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), Path(path).stat())
-        except OSError:
-            return False
-
-
-def memory_domain() -> str:
-    """Name the processes that can map each other's `SharedBytes`: those of one user, kernel and container."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    processes, network = (Path(f"/proc/self/ns/{kind}").readlink() for kind in ("pid", "net"))
-    return f"{boot}/{processes}/{network}/{os.getuid()}"
-
-
-def _size(nbytes: int) -> int:
-    return nbytes + -nbytes % _STAMP_BYTES + _STAMP_BYTES
-
+if TYPE_CHECKING:
+    from headway.devices import Device
 
 Receive = Callable[[IncomingWeights], None]
 """Function that lets one version come in, blocking."""
@@ -189,24 +98,33 @@ class Intake(ABC):
 
 
 class BackBuffer(Intake):
-    """A complete copy of the weights in host memory, beside the engine, that is swapped in at a safe point.
+    """A complete copy of the weights, beside the engine, that is swapped in at a safe point.
 
-    A machine needs one: the process that receives a version has it, and others map it (`HostCopy`). The owner keeps
-    the last version after it was loaded, so that a delta can be applied to it.
+    In host memory a machine needs one: the process that receives a version has it, and others map it (`HostCopy`). The
+    owner keeps the last version after it was loaded, so that a delta can be applied to it. On a device it is this
+    process's alone. The first bucket that arrives decides where it is.
     """
 
-    def __init__(self, manifest: Manifest, *, state: ReceiverState | None = None, pin: Pin | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        state: ReceiverState | None = None,
+        pin: Pin | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         """Take memory when the first version comes: ``manifest.nbytes`` here, or nothing where another process has it.
 
         Args:
             manifest: the layout of the weights.
             state: that of the receiver; None: one of its own.
-            pin: is called with the memory once it is mapped.
+            pin: is called with host memory once it is mapped.
+            device: takes versions that arrive on it; None: all are taken into host memory.
         """
         super().__init__(manifest, state or ReceiverState())
-        self._pin = pin
-        self._memory: SharedBytes | None = None
-        """The memory that is mapped: this process's own, or another's."""
+        self._pin, self._device = pin, device
+        self._memory: SharedBytes | DeviceBytes | None = None
+        """The memory of the version: this process's own, or another's that is mapped."""
         self._owns = False
         """True where the memory is this process's own."""
         self._unpin: Callable[[], None] | None = None
@@ -234,7 +152,7 @@ class BackBuffer(Intake):
         if self._copy is None:
             # Only now, with all bytes checked: whoever maps the memory trusts the stamp.
             self._memory.stamp = self._holds = version
-        return replace(report, path=str(self._memory.path))
+        return replace(report, path=None if self._memory.path is None else str(self._memory.path))
 
     def found(self, copy: HostCopy) -> None:
         if self._memory is None or not self._memory.is_at(copy.path):
@@ -264,23 +182,31 @@ class BackBuffer(Intake):
             raise UpdateFailed(f"version {self.state.version} was written over by another one while it was loaded")
         super().loaded()
 
-    def _own(self) -> torch.Tensor:
-        """Memory of this process's own, which holds no version from now on: [nbytes] uint8. Any thread may ask."""
+    def _own(self, device: Device) -> torch.Tensor:
+        """Memory of this process's own, which holds no version from now on: [nbytes] uint8. Any thread may ask.
+
+        ``device``: where the version arrives.
+        """
         with self._mapping:
             if self._memory is None or not self._owns:
-                self._map(SharedBytes.reserve(self.manifest.nbytes), owns=True)
+                nbytes, there = self.manifest.nbytes, self._device
+                if there is not None and kind_of(device) is kind_of(there) is not CPU:
+                    self._map(DeviceBytes(nbytes, there), owns=True)
+                else:
+                    self._map(SharedBytes.reserve(nbytes), owns=True)
             assert self._memory is not None
             # Before the first byte is written: another process that maps this memory would take it for the old version.
             self._memory.stamp = NOTHING
             return self._memory.flat
 
-    def _map(self, memory: SharedBytes, *, owns: bool) -> None:
+    def _map(self, memory: SharedBytes | DeviceBytes, *, owns: bool) -> None:
         if self._unpin is not None:  # before the old memory is let go: pages cannot be unlocked once they are unmapped
             self._unpin()
         self._memory, self._owns = memory, owns
-        self._unpin = None if self._pin is None else finalize(self, self._pin(memory.flat))
+        pin = None if isinstance(memory, DeviceBytes) else self._pin
+        self._unpin = None if pin is None else finalize(self, pin(memory.flat))
 
-    def _staged_memory(self) -> SharedBytes:
+    def _staged_memory(self) -> SharedBytes | DeviceBytes:
         if self.state.staged is None or self._memory is None:
             raise UpdateFailed("no version is staged: fill the buffer before its weights are read")
         return self._memory
@@ -300,13 +226,17 @@ class InPlace(Intake):
         window: int,
         state: ReceiverState | None = None,
         pinned: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        """Write into ``tensors``. ``window``: bytes at a time (``rollout.param_update_consume_bucket_size_mb``)."""
+        """Write into ``tensors``. ``window``: bytes at a time (``rollout.param_update_consume_bucket_size_mb``).
+
+        ``device``: that of the tensors, where it takes buckets that arrive on it; None: all come to host memory first.
+        """
         super().__init__(manifest, state or ReceiverState())
         self.state.in_place = True
         self._tensors = tensors
         self._window = window
-        self._pinned = pinned
+        self._pinned, self._device = pinned, device
 
     def take_in(self, version: int, receive: Receive) -> ReceiveReport:
         self.torn = False
@@ -315,7 +245,13 @@ class InPlace(Intake):
         return report
 
     def _sink(self, share: Manifest, version: int) -> _Arrival:
-        return _IntoTensors(share, version, self._write, pinned=self._pinned)
+        return _IntoTensors(share, version, self._write, self._memory)
+
+    def _memory(self, nbytes: int, device: Device) -> torch.Tensor:
+        """Memory for a bucket that arrives on ``device``."""
+        if self._device is not None and kind_of(device) is kind_of(self._device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return host_buffer(nbytes, pinned=self._pinned)
 
     def _write(self, offset: int, data: torch.Tensor) -> None:
         self.torn = True
@@ -338,9 +274,9 @@ class _Arrival(ABC):
         self.nbytes = 0
         """Number of bytes received so far."""
 
-    def room(self, header: Header) -> torch.Tensor:
+    def room(self, header: Header, device: Device = "cpu") -> torch.Tensor:
         self._expect(header)
-        return self._room(header)
+        return self._room(header, device)
 
     def filled(self, header: Header) -> None:
         self._take(header)
@@ -367,8 +303,8 @@ class _Arrival(ABC):
         return digests
 
     @abstractmethod
-    def _room(self, header: Header) -> torch.Tensor:
-        """Memory for a bucket that is due: [payload_nbytes] uint8."""
+    def _room(self, header: Header, device: Device) -> torch.Tensor:
+        """Memory for a bucket that is due, and arrives on ``device``: [payload_nbytes] uint8."""
 
     @abstractmethod
     def _take(self, header: Header) -> None:
@@ -402,14 +338,19 @@ class _Arrival(ABC):
 class _IntoBuffer(_Arrival):
     """Receives a version into a back buffer: whole buckets in their place, deltas beside it."""
 
-    def __init__(self, manifest: Manifest, version: int, memory: Callable[[], torch.Tensor], base: int | None) -> None:
+    def __init__(
+        self, manifest: Manifest, version: int, memory: Callable[[Device], torch.Tensor], base: int | None
+    ) -> None:
         """Receive into the bytes of all weights that ``memory`` gives when the first bucket comes."""
         super().__init__(manifest, version)
         self._memory = memory
+        self._flat: torch.Tensor | None = None
         self._base = base
         self._delta = torch.empty(0, dtype=torch.uint8)
 
-    def _room(self, header: Header) -> torch.Tensor:
+    def _room(self, header: Header, device: Device) -> torch.Tensor:
+        if self._flat is None:
+            self._flat = self._memory(device)
         if header.base < 0:
             return self._place(header)
         if header.base != self._base:
@@ -428,34 +369,35 @@ class _IntoBuffer(_Arrival):
     def _digests(self) -> tuple[int, ...]:
         running = RunningDigests(self._manifest)
         start, stop = self._manifest.start, self._manifest.stop
-        running.add(start, self._flat[start:stop])
+        flat = self._memory(CPU.name) if self._flat is None else self._flat  # None where there are no bytes
+        running.add(start, flat[start:stop])
         return running.finished()
 
     def _place(self, header: Header) -> torch.Tensor:
+        assert self._flat is not None
         return self._flat[header.offset : header.offset + header.nbytes]
-
-    @cached_property
-    def _flat(self) -> torch.Tensor:
-        return self._memory()
 
 
 class _IntoTensors(_Arrival):
     """Receives a version straight into the served tensors, by way of one bucket."""
 
     def __init__(
-        self, manifest: Manifest, version: int, write: Callable[[int, torch.Tensor], None], *, pinned: bool
+        self,
+        manifest: Manifest,
+        version: int,
+        write: Callable[[int, torch.Tensor], None],
+        memory: Callable[[int, Device], torch.Tensor],
     ) -> None:
         super().__init__(manifest, version)
-        self._write = write
-        self._pinned = pinned
+        self._write, self._memory = write, memory
         self._running = RunningDigests(manifest)
         self._bucket = torch.empty(0, dtype=torch.uint8)
 
-    def _room(self, header: Header) -> torch.Tensor:
+    def _room(self, header: Header, device: Device) -> torch.Tensor:
         if header.base >= 0:
             raise self._wrong("came as a delta, which needs rollout.enable_dual_buffer on the replica")
         if self._bucket.numel() < header.nbytes:
-            self._bucket = host_buffer(header.nbytes, pinned=self._pinned)
+            self._bucket = self._memory(header.nbytes, device)
         return self._bucket[: header.nbytes]
 
     def _take(self, header: Header) -> None:

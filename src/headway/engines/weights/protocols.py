@@ -24,13 +24,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.config.schema import Config
-from headway.config.transport_facts import TRANSPORTS, transport_of
+from headway.config.transport_facts import TRANSPORTS, between_devices
 from headway.devices import kind_of
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, UpdateFailed
 
 if TYPE_CHECKING:
     import torch
+
+    from headway.devices import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,11 @@ class HostCopy:
 class WeightSink(Protocol):
     """The end at which a receiver puts what arrives. Raises `UpdateFailed` that says which bucket is wrong, and how."""
 
-    def room(self, header: Header) -> torch.Tensor:
-        """Return the memory into which the payload has to be written: [payload_nbytes] uint8."""
+    def room(self, header: Header, device: Device = "cpu") -> torch.Tensor:
+        """Return the memory into which the payload has to be written: [payload_nbytes] uint8.
+
+        ``device``: where the payload arrives. The memory is there, too, or on the host.
+        """
 
     def filled(self, header: Header) -> None:
         """Take in the payload, which is now written where `room` said."""
@@ -252,9 +257,9 @@ def open_receiver(link: Link, name: str, here: EndContext) -> WeightReceiver:
 def through_devices(config: Config, device: str) -> bool:
     """Tell whether buckets go from device to device, where training and generation have ``device`` s of their own."""
     update, kind = config.param_update, kind_of(device)
-    transport = transport_of(update.transport, backend=config.cluster.backend, shared=False)
-    takes_turns = update.schedule == "synchronous"  # else collectives would compete with training
-    return kind.collectives != "gloo" and takes_turns and TRANSPORTS[transport].on_gpu
+    return kind.collectives != "gloo" and between_devices(
+        update.transport, update.schedule, update.encoding, config.cluster.backend
+    )
 
 
 def needs(transport: str, what: str) -> ConfigError:

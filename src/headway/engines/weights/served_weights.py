@@ -68,7 +68,7 @@ class ServedWeights:
         return cls(files, parts, WeightMemory(model.parameters()), model.device, name, tied)
 
     def target(self, manifest: Manifest) -> Tensors:
-        """The tensors into which flat bytes in host memory are written."""
+        """The tensors into which flat bytes, in host memory or on the device, are written."""
         return Tensors(manifest, self._parts, None if self.device.type == "cpu" else self.device)
 
     def updates(
@@ -78,8 +78,11 @@ class ServedWeights:
         window: int,
         *,
         in_place: bool = False,
+        on_device: bool = False,
     ) -> WeightUpdates:
         """Prepare for updates in the layout ``manifest``: in a back buffer, or ``in_place``, while nothing is computed.
+
+        With ``on_device``, what arrives on the device stays there.
 
         Args:
             manifest: the layout. Raises `ModelError` where it is not this model's.
@@ -88,6 +91,7 @@ class ServedWeights:
         """
         check_layout(manifest, self._shapes, "the receiving model", self._tied)
         kind, target = kind_of(self.device), self.target(manifest)
+        takes = self.device if on_device else None
 
         def write(buffer: BackBuffer) -> None:
             for offset, part in buffer.windows(window):
@@ -96,9 +100,9 @@ class ServedWeights:
 
         if in_place:
             pinned = kind.pins_host_memory
-            over = InPlace(manifest, target, window=window, state=self.state, pinned=pinned)
+            over = InPlace(manifest, target, window=window, state=self.state, pinned=pinned, device=takes)
             return WeightUpdates(over, receive, self.device, take_memory=self.memory.restore)
-        buffer = BackBuffer(manifest, state=self.state, pin=kind.pin)
+        buffer = BackBuffer(manifest, state=self.state, pin=kind.pin, device=takes)
         return WeightUpdates(buffer, receive, self.device, take_memory=self.memory.allocate, write=write)
 
     def sleep(self, *, keep: bool) -> None:

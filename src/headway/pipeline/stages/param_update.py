@@ -73,9 +73,7 @@ class Synchronous(Schedule):
         version, to = update.version, receivers()
         await self._loading.make_ready(to)
         delivered = await self._transfer.together(self._trainer, version, to)
-        loads = await concurrently(
-            self._loading.load(receiver, version, delivered.probe) for receiver in delivered.receivers
-        )
+        loads = await self._loading.load_all(delivered.receivers, version, delivered.probe)
         update.release()
         return PublishedVersion(delivered.gather_s, _known(loads), delivered.full_nbytes, delivered.changed)
 
@@ -126,8 +124,7 @@ class Overlapped(Schedule):
                 await concurrently(self._loading.stand_down(receiver) for receiver in receivers)
                 return Delivery(), ()
             delivered = await self._transfer.apart(self._trainer, version, receivers)
-            loads = (self._loading.load(receiver, version, probe) for receiver in delivered.receivers)
-            return delivered, await concurrently(loads)
+            return delivered, await self._loading.load_all(delivered.receivers, version, probe)
 
     def _are_overtaken(self, receivers: Sequence[ReceiverClient], version: int) -> bool:
         if version == self._newest:

@@ -72,6 +72,23 @@ class WeightLoading:
             except WorkerUnavailable as gone:
                 await self._pool.lose(gone)
 
+    async def load_all(
+        self, receivers: Sequence[ReceiverClient], version: int, expected: Probe | None
+    ) -> Sequence[LoadCost | None]:
+        """Make ``receivers`` serve the staged ``version``, as `load` does.
+
+        Those that load from one copy have the same bytes, and share processors: they compute the probe in turn, a
+        version each. One that joins computes it, too.
+        """
+        joining = {replica.name for replica in self._pool.joining}
+        by_copy: dict[str, list[str]] = {}
+        for receiver in receivers:
+            by_copy.setdefault(receiver.copy, []).append(receiver.name)
+        probed = joining.union(names[version % len(names)] for names in by_copy.values())
+        return await concurrently(
+            self.load(receiver, version, expected if receiver.name in probed else None) for receiver in receivers
+        )
+
     async def load(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> LoadCost | None:
         """Make ``receiver`` serve the staged ``version``. Returns the cost; None without lost decoding, or if it is
         gone.

@@ -45,8 +45,9 @@ class NativeEngine(EngineBase):
         model: a decoder on the device that it is to be served from; its first weights are version 0.
         receive: lets a version come in, blocking; a transport's end. Without it there are no updates.
         manifest: the layout of what it brings.
-        dual_buffer: weights arrive in a back buffer in host memory, which may be another process's, while decoding
-            goes on. Else they are written over the served ones, for which the engine has to be paused or asleep.
+        dual_buffer: weights arrive in a back buffer while decoding goes on: in host memory, which may be another
+            process's, or on the device where they come from one. Else they are written over the served ones, for which
+            the engine has to be paused or asleep.
         consume_bucket_bytes: copied at a time into the served weights; a multiple of
             `engines.weights.weight_layout.ALIGNMENT`.
         enforce_eager: on a GPU, decode without CUDA graphs (see `DecodeGraphs`).
@@ -82,7 +83,7 @@ class NativeEngine(EngineBase):
         )
         if receive is not None and manifest is not None:
             self._updates = self._core.weights.updates(
-                manifest, receive, consume_bucket_bytes, in_place=not dual_buffer
+                manifest, receive, consume_bucket_bytes, in_place=not dual_buffer, on_device=True
             )
 
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()

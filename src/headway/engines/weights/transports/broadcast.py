@@ -161,7 +161,7 @@ class BroadcastReceiver(_Member):
         index = 0
         try:
             while isinstance(what := self._next(version, index), Header):
-                room = sink.room(what)
+                room = sink.room(what, self._link.device)
                 with self._waiting(version, index):
                     self._payload(room)
                     self._group.note(f"{version}:{index}")

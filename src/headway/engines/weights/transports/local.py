@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
 
+import torch
+
+from headway.devices import kind_of
 from headway.engines.weights.protocols import (
     Chunk,
     EndContext,
@@ -80,6 +83,7 @@ class LocalExchange:
             self._update = update
         try:
             for index, chunk in enumerate(weights):
+                done_on(chunk.payload)  # receivers work on streams of their own
                 self._offer(update, index, chunk)
             self._offer(update, update.index + 1, weights.digests)
         except BaseException as cause:
@@ -95,8 +99,7 @@ class LocalExchange:
         try:
             index = 0
             while isinstance(chunk := self._take(update, name, index), Chunk):
-                sink.room(chunk.header).copy_(chunk.payload)
-                sink.filled(chunk.header)
+                take(sink, chunk)
                 self._acknowledge(update, name)
                 index += 1
             self._acknowledge(update, name)
@@ -185,6 +188,18 @@ class LocalExchange:
             raise UpdateFailed(f"{who()} when an end was closed")
         if not in_time:
             raise UpdateFailed(f"{who()} for longer than {self._timeout_s:g} s")
+
+
+def take(sink: WeightSink, chunk: Chunk) -> None:
+    """Put ``chunk`` into ``sink``: when this returns, its payload's memory may be used again."""
+    sink.room(chunk.header, chunk.payload.device).copy_(chunk.payload)
+    done_on(chunk.payload)
+    sink.filled(chunk.header)
+
+
+def done_on(payload: torch.Tensor) -> None:
+    """Wait until the payload's device has done what this thread gave it."""
+    kind_of(payload.device).mark(payload.device)()
 
 
 class LocalReceiver:
