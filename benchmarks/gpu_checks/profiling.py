@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_checks.setting import Setting
 
 LINES = 10
-ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa", re.IGNORECASE)
+ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa|flex|triton_tem", re.IGNORECASE)
 NOT_A_KERNEL = re.compile(r"aten::scaled_dot_product_attention|backward|^_Flash|^## ", re.IGNORECASE)
 """Names of what only calls another: torch's front door and its nodes of gradients; and the way back."""
 
