@@ -33,7 +33,16 @@ def add_prefill(merged: dict[int, PrefillSteps], active: int, tokens: int, secon
     merged[size] = (before[0] + 1, before[1] + active, before[2] + tokens, before[3] + seconds, before[4] + cached)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+T = TypeVar("T")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+def _record(plain: type[T]) -> type[T]:
+    """Make a dataclass that type checkers take for frozen; see `headway.runtime.pickling.record`."""
+    return dataclass(slots=True, kw_only=True)(plain)
+
+
+@_record
 class Event:
     """Base class of all events."""
 
@@ -67,7 +76,7 @@ def event(kind: str, *on_clock: str) -> Callable[[type[E]], type[E]]:
     """Make a class the event ``kind``. ``on_clock``: its fields, beside ``time``, that hold moments on the clock."""
 
     def made(plain: type[E]) -> type[E]:
-        found = dataclass(frozen=True, slots=True, kw_only=True)(plain)
+        found = _record(plain)
         found.kind, found.on_clock = kind, ("time", *on_clock)
         found.names = tuple(each.name for each in fields(found))
         return found

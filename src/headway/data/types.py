@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.runtime.pickling import pickled_by_fields
+from headway.runtime.pickling import pickled_by_fields, record
 
 T = TypeVar("T")
 Handle = Union[T, Any]  # noqa: UP007 - a generic alias needs this spelling on Python 3.11
@@ -92,7 +92,7 @@ class FinishReason(StrEnum):
     ABORTED = "aborted"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SampledTokens:
     """The tokens that one call of the policy has sampled. All arrays are [T].
 
@@ -137,8 +137,7 @@ class TurnSpan(NamedTuple):
     where programs name the same one. 0 where an answer to the prompt is all of its episode."""
 
 
-@pickled_by_fields
-@dataclass(frozen=True, slots=True)
+@record
 class RowTokens:
     """A row to train on: a prompt [P] that the policy read first, and the response [T] behind it.
 
@@ -182,8 +181,7 @@ def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
     return [[int(s), int(versions[s])] for s in starts]
 
 
-@pickled_by_fields
-@dataclass(frozen=True, slots=True)
+@record
 class RowAt:
     """A row's index and lengths, without its tokens."""
 
@@ -207,7 +205,7 @@ class Conversation(NamedTuple):
 
 
 @pickled_by_fields
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Trajectory:
     """Metadata of one episode: what the driver may look at. Its tokens are behind ``group.tokens``, in its ``rows``."""
 
@@ -302,7 +300,7 @@ AnyColumn = Column | float
 """A column, or one number, which travels in its place: that of every token that the row trains, 0 in holes."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TrainSample:
     """One row of an episode on its way through a forward or training step.
 

@@ -340,8 +340,8 @@ def _trains(group: _OpenGroup) -> bool:
     return group.request.priority is Priority.TRAINING
 
 
-def _answer(group: _OpenGroup, k: int, decode: Callable[[Sequence[int]], str] | None) -> MadeEpisode:
-    """The episode of one turn that is answer ``k``."""
+def _answer(group: _OpenGroup, k: int, decode: Callable[[Sequence[int]], str] | None, index: int) -> MadeEpisode:
+    """The episode of one turn that is answer ``k``. Its row, if it has one, is the group's row ``index``."""
     prompt_ids = group.request.prompt.token_ids
     asked, finished = group.answers[k]
     tokens, length = finished.tokens, finished.length
@@ -358,7 +358,7 @@ def _answer(group: _OpenGroup, k: int, decode: Callable[[Sequence[int]], str] | 
         version_spans=finished.version_spans,
         started=finished.started,
         finished=finished.finished,
-        rows=(RowAt(0, len(prompt_ids), length),) if length else (),
+        rows=(RowAt(index, len(prompt_ids), length),) if length else (),
     )
     return trajectory, [RowTokens.answer(prompt_ids, tokens)] if length and tokens is not None else []
 
@@ -372,11 +372,14 @@ def _whole(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> 
     rows: list[RowTokens] = []
     count, simulated = 0, False
     for k in range(group.request.episodes):
-        trajectory, own = group.done[k] if group.done else _answer(group, k, decode)
+        if group.done:
+            trajectory, own = group.done[k]
+            trajectory.rows = tuple(replace(at, index=count + n) for n, at in enumerate(trajectory.rows))
+        else:
+            trajectory, own = _answer(group, k, decode, count)
         simulated |= len(own) < len(trajectory.rows)
-        numbered = tuple(replace(at, index=count + n) for n, at in enumerate(trajectory.rows))
-        trajectories.append(replace(trajectory, rows=numbered) if count else trajectory)
-        count += len(numbered)
+        trajectories.append(trajectory)
+        count += len(trajectory.rows)
         rows += own
     return replace(group.request, trajectories=tuple(trajectories), tokens=None if simulated else tuple(rows))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headway.data.interfaces.rollout import Completion, GenerateRequest
@@ -257,7 +257,12 @@ class RequestDispatcher:
         self._asked += 1
         asked.number, asked.replica = self._asked, replica
         self._open[asked.number] = asked
-        self._lines[replica].submit(replace(asked.request, number=asked.number))
+        of = asked.request  # taken apart by hand: `replace` costs as much as the rest of this method
+        self._lines[replica].submit(
+            GenerateRequest(
+                self._asked, of.trajectory, of.input_ids, of.sampling, of.key, of.priority, of.goes_on, of.together
+            )
+        )
 
     def abort(self, calls: Iterable[PendingRequest]) -> list[PendingRequest]:
         """End calls as they are: what replicas have of them comes back. Returns those that no replica has: they end

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.data.thoughts import end_of_thought, opened_thought
-from headway.runtime.pickling import pickled_by_fields
+from headway.runtime.pickling import record
 
 if TYPE_CHECKING:
     from headway.data.types import Conversation
 
 
-@pickled_by_fields
-@dataclass(frozen=True, slots=True)
+@record
 class ScoreRequest:
     """One group: a prompt and its n responses."""
 

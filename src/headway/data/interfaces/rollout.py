@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId
 from headway.events import DecodeSteps, PrefillSteps, Span
-from headway.runtime.pickling import pickled_by_fields
+from headway.runtime.pickling import pickled_by_fields, record
 
 
 class Priority(StrEnum):
@@ -60,8 +60,7 @@ class SamplingParams:
     """Seed of this request; None for the run's seed."""
 
 
-@pickled_by_fields
-@dataclass(frozen=True, slots=True)
+@record
 class GenerateRequest:
     """One call of the policy: a context and sampling settings.
 
@@ -83,8 +82,7 @@ class GenerateRequest:
     """Number of calls that have the same context and are asked for beside this one, which counts, too: a group's."""
 
 
-@pickled_by_fields
-@dataclass(frozen=True, slots=True)
+@record
 class Completion:
     """The result of one call."""
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,8 +209,10 @@ class Reward(Stage[Group, Group]):
             self._state.discard(group.number, Fate.FILTERED, reason)
             return
         group.rewards = own
-        # The driver holds no text longer than it has to: a group may wait for long before it is trained on.
-        group.trajectories = tuple(replace(t, text="", conversation=None) for t in group.trajectories[:n])
+        group.trajectories = group.trajectories[:n]
+        if not group.shown:  # the driver holds no text longer than it has to: a group may wait for long
+            for trajectory in group.trajectories:
+                trajectory.text, trajectory.conversation = "", None
         yield group
 
     def _compared(
