@@ -16,12 +16,14 @@ import os
 import types
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from headway import events
 from headway.errors import DataError, shown
@@ -176,13 +178,14 @@ def seal(path: Path) -> None:
     with path.open("rb") as file:
         for order, line in enumerate(file):
             if line.endswith(b"\n"):
-                row = json.loads(line) | {"order": order}
+                row = json.loads(line)
+                row["order"] = order
                 found.setdefault(row["kind"], []).append(row)
     tables, kinds, first = [], {}, 0
     for kind, rows in found.items():
         hints = {"order": int, "line": int, **event_types()[kind][1]}
         columns = {name: _arrow(hint) for name, hint in hints.items() if name in rows[0]}
-        arrays = {_column(kind, name): pa.array(_cells(rows, name), column) for name, column in columns.items()}
+        arrays = {_column(kind, name): _array(_cells(rows, name), column) for name, column in columns.items()}
         tables.append(pa.table(arrays))
         kinds[kind], first = (first, len(rows)), first + len(rows)
     table = pa.concat_tables(tables, promote_options="default")
@@ -219,6 +222,28 @@ def _arrow(hint: Any) -> pa.DataType:
     if origin in (list, tuple):
         return pa.list_(_arrow(arguments[0]))
     return {float: pa.float64(), int: pa.int64(), bool: pa.bool_()}.get(hint, pa.string())
+
+
+def _array(cells: Sequence[Any], column: pa.DataType) -> pa.Array:
+    """Return the cells as an array, made of its buffers: `pa.array` imports pandas, which takes the driver as long as
+    ten thousand answers do.
+    """
+    import pyarrow as pa
+
+    present = [cell is not None for cell in cells]
+    buffers = [None if all(present) else np.packbits(present, bitorder="little")]
+    children = []
+    if pa.types.is_list(column):
+        buffers.append(np.cumsum([0, *(len(cell or ()) for cell in cells)], dtype=np.int32))
+        children.append(_array([item for cell in cells for item in cell or ()], column.value_type))
+    elif pa.types.is_string(column):
+        texts = [(cell or "").encode() for cell in cells]
+        buffers += [np.cumsum([0, *map(len, texts)], dtype=np.int32), np.frombuffer(b"".join(texts), np.uint8)]
+    else:
+        values = np.array([cell or 0 for cell in cells], column.to_pandas_dtype())
+        buffers.append(np.packbits(values, bitorder="little") if pa.types.is_boolean(column) else values)
+    held = [None if buffer is None else pa.py_buffer(buffer) for buffer in buffers]
+    return pa.Array.from_buffers(column, len(cells), held, children=children)
 
 
 def _column(kind: str, name: str) -> str:
