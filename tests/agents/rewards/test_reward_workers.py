@@ -308,6 +308,29 @@ async def test_exact_match_compares_with_the_answer() -> None:
         assert (await reward.score(prompt(42), ["42 ", "43"])).rewards.tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("function", "task"), [("exact_match", None), ("task", TaskConfig(name="sort", size=10, val_size=1))]
+)
+async def test_a_reward_that_compares_two_texts_starts_no_process(
+    function: str, task: TaskConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", never)
+    async with reward_of(function, task=task) as reward:
+        assert (await reward.score(prompt("12"), ["12", "21"])).rewards.tolist() == [1.0, 0.0]
+    with pytest.raises(ScoringFailed, match="the reward is closed"):
+        await reward.score(prompt("12"), ["12"])
+
+
+@pytest.mark.parametrize("function", ["regex", "format", "math_verify", "code", "mine.py:score"])
+def test_a_reward_that_may_take_long_or_is_foreign_needs_a_process(function: str) -> None:
+    parts = RewardPart.of("exact_match"), RewardPart.of(function)
+    assert RewardSpec(parts, 10.0).needs_process
+    assert RewardSpec((RewardPart.of("task"),), 10.0, "reasoning_gym/countdown").needs_process
+
+
 async def test_a_tasks_own_verifier_scores() -> None:
     """Starts workers that import the tasks of another library."""
     config = TaskConfig(name="reasoning_gym/countdown", size=10, val_size=1)

@@ -6,7 +6,7 @@
 
 A call that takes too long ends its process (`runtime.workers.user_code_boundary.killed_after`); an asynchronous one is
 cancelled. A second, longer limit on the whole group catches what the first one missed. Where all functions are
-asynchronous, groups share processes.
+asynchronous, groups share processes. Rewards that only compare two texts are scored here, without any process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headway.agents.rewards.score_request import ScoreRequest
-from headway.agents.rewards.scorers import RewardSpec
+from headway.agents.rewards.scorers import RewardSpec, Scorer
 from headway.data.interfaces.episode_groups import Scores
 from headway.errors import RunnerLost, ScoringFailed, ScoringTimedOut, UserCodeFailed
 from headway.runtime.workers.worker_pool import WorkerPool
@@ -66,6 +66,8 @@ class RewardWorkers:
         self._spec = replace(spec, workers=workers)
         self._log_path, self._env = log_path, env
         self._pool = self._make_pool()
+        self._scorer: Scorer | None = None
+        """Scorer in this process, once it is loaded, where the rewards need no other."""
         self._retries = retries
         self._on_timeout = on_timeout
         self._timeouts = 0
@@ -86,7 +88,9 @@ class RewardWorkers:
             UserCodeError: the user's file does not import, lacks the function, or the function's parameters do not fit.
             WorkerDied: the process ended, or did not get ready in time.
         """
-        if await self._pool.start() and not self._spec.shared:
+        if not self._spec.needs_process:
+            self._scorer = self._spec.load()
+        elif await self._pool.start() and not self._spec.shared:
             await self._pool.close()
             self._spec = replace(self._spec, shared=True)
             self._pool = self._make_pool()
@@ -206,6 +210,9 @@ class RewardWorkers:
         """Score in a worker, in a task that can be given up without its caller. Cancelling this ends it."""
         if self._closed:
             raise ScoringFailed("the reward is closed")
+        if not self._spec.needs_process:
+            self._scorer = self._scorer or self._spec.load()
+            return await self._scorer.score(request)
         # One call more where groups share a process: whose call holds its event loop is to be found before.
         calls = len(request.responses) + (1 if self._spec.shared else 0)
         limit = calls * sum(map(self._spec.limit_s, self._spec.parts)) + GRACE_S

@@ -16,7 +16,7 @@ import re
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from inspect import iscoroutinefunction
@@ -28,7 +28,7 @@ from headway.agents.rewards.built_in import BUILT_IN, Rule, make_rule
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.user_function import FurtherNumbers, UserFunction, plain
 from headway.data.interfaces.episode_groups import Scores
-from headway.data.tasks import make_task
+from headway.data.tasks import TASKS, make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
 from headway.runtime.sandbox.sandbox_limits import SandboxSpec
 from headway.runtime.user_code import load_function, names_user_code, resolve_spec
@@ -141,6 +141,17 @@ class RewardSpec:
     def shown(self) -> str:
         return self.function
 
+    def compares(self, part: RewardPart) -> bool:
+        """Tell whether ``part`` is a comparison of two texts in code of Headway's own: it takes microseconds, and needs
+        neither a time limit nor a process.
+        """
+        return part.function == "exact_match" or (part.function == "task" and self.task_name in TASKS.names())
+
+    @property
+    def needs_process(self) -> bool:
+        """Tell whether the rewards are scored in workers: user code, other packages, patterns, mathematics, code."""
+        return not all(map(self.compares, self.parts))
+
     def load(self) -> Scorer:
         """Load the rewards, in the process that scores with them. Raises `ConfigError` or `UserCodeError`."""
         return make_scorer(self)
@@ -218,7 +229,8 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
             if name == "code":
                 cores = len(os.sched_getaffinity(0)) // spec.workers
                 return _side_by_side(rule, spec.limit_s(part), max(1, min(cores, MOST_CALLS)))
-            return _one_by_one(lambda request, k, _: rule(request, request.response(k)), spec.limit_s(part))
+            limit_s = None if spec.compares(part) else spec.limit_s(part)
+            return _one_by_one(lambda request, k, _: rule(request, request.response(k)), limit_s)
         case "task":
             if spec.task_name is None:
                 raise ConfigError("reward.function=task needs data.task; for files: exact_match or file.py:function")
@@ -230,7 +242,7 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
                 response = request.response(k)
                 return 0.0 if response.begin is None else task.score(response.answer, request.answer, request.extra)
 
-            return _one_by_one(verify, spec.timeout_s)
+            return _one_by_one(verify, None if spec.compares(part) else spec.timeout_s)
         case name if names_user_code(name):
             function = UserFunction(load_function(name), name, part.params, spec.answer_keys)
             if spec.columns is not None:
@@ -243,11 +255,11 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
             )
 
 
-def _one_by_one(score: Callable[[ScoreRequest, int, FurtherNumbers], Any], timeout_s: float) -> PartScorer:
+def _one_by_one(score: Callable[[ScoreRequest, int, FurtherNumbers], Any], timeout_s: float | None) -> PartScorer:
     def scorer(request: ScoreRequest, further: FurtherNumbers) -> Values:
         values = []
         for k in range(len(request.responses)):
-            with killed_after(timeout_s):
+            with nullcontext() if timeout_s is None else killed_after(timeout_s):
                 values.append(score(request, k, further))
         return checked(values, len(request.responses))
 

@@ -31,7 +31,6 @@ from itertools import count
 from pathlib import Path
 from shutil import rmtree
 from tempfile import gettempdir, mkdtemp
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,22 +121,10 @@ class TokenPart:
     rows: tuple[int, ...]
 
 
-class _PromptAt(NamedTuple):
-    offset: int
-    """Bytes behind the index; so in `_FileRow`."""
-    length: int
-
-
-class _FileRow(NamedTuple):
-    prompt: int
-    offset: int
-    length: int
-    turns: tuple[TurnSpan, ...]
-
-
-class _Index(NamedTuple):
-    prompts: list[_PromptAt]
-    rows: list[_FileRow]
+_PromptAt = tuple[int, int]
+"""Offset of a prompt behind the index, in bytes, and its length."""
+_PlainTurns = tuple[tuple[int, ...], ...]
+"""`TurnSpan`s as tuples, as all of the index: an object of a class costs ten times as much to pickle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,51 +230,49 @@ def _bytes_of(file: io.FileIO, offset: int, size: int) -> bytearray:
 
 def _laid_out(tokens: GroupTokens) -> list[bytes]:
     """The parts of a file, in order. A prompt that rows share is there once."""
-    index, blobs, offset = _Index([], []), list[bytes](), 0
-
-    def add(*arrays: tuple[NDArray[Any], type[np.generic]]) -> int:
-        nonlocal offset
-        start = offset
-        blobs.extend(np.ascontiguousarray(array, dtype).tobytes() for array, dtype in arrays)
-        offset += sum(len(array) * np.dtype(dtype).itemsize for array, dtype in arrays)
-        return start
-
-    prompts: dict[int, int] = {}
+    prompts, rows, blobs, offset = list[_PromptAt](), list[tuple[int, int, int, _PlainTurns]](), list[bytes](), 0
+    numbers: dict[int, int] = {}
     """Identity of a prompt's array → its number."""
     for row in tokens:
-        if id(row.prompt_ids) not in prompts:
-            prompts[id(row.prompt_ids)] = len(index.prompts)
-            index.prompts.append(_PromptAt(add((row.prompt_ids, np.int32)), len(row.prompt_ids)))
-        start = add(
-            (row.ids, np.int32), (row.logprobs, np.float32), (row.versions, np.int32), (row.loss_mask, np.bool_)
+        prompt, length = row.prompt_ids, len(row.ids)
+        if id(prompt) not in numbers:
+            numbers[id(prompt)] = len(prompts)
+            prompts.append((offset, len(prompt)))
+            blobs.append(prompt.astype(np.int32, copy=False).tobytes())
+            offset += 4 * len(prompt)
+        rows.append((numbers[id(prompt)], offset, length, tuple(map(tuple, row.turns))))
+        blobs += (
+            row.ids.astype(np.int32, copy=False).tobytes(),
+            row.logprobs.astype(np.float32, copy=False).tobytes(),
+            row.versions.astype(np.int32, copy=False).tobytes(),
+            row.loss_mask.astype(np.bool_, copy=False).tobytes(),
         )
-        index.rows.append(_FileRow(prompts[id(row.prompt_ids)], start, len(row.ids), row.turns))
-    packed = pickle.dumps(index, pickle.HIGHEST_PROTOCOL)
+        offset += BYTES_PER_TOKEN * length
+    packed = pickle.dumps((prompts, rows), pickle.HIGHEST_PROTOCOL)
     return [len(packed).to_bytes(8, "little"), packed, *blobs]
 
 
 def _rows(read: Read, indices: Iterable[int] | None) -> dict[int, RowTokens]:
     """The rows with these indices, or all of them."""
     size = int.from_bytes(read(0, 8), "little")
-    index: _Index = pickle.loads(read(8, size))
+    prompts_at, rows_at = pickle.loads(read(8, size))
     data = 8 + size
     prompts: dict[int, NDArray[np.int32]] = {}
     rows: dict[int, RowTokens] = {}
-    for number in range(len(index.rows)) if indices is None else indices:
-        at = index.rows[number]
-        if at.prompt not in prompts:
-            prompt = index.prompts[at.prompt]
-            prompts[at.prompt] = np.frombuffer(read(data + prompt.offset, 4 * prompt.length), np.int32)
-        n = at.length
+    for index in range(len(rows_at)) if indices is None else indices:
+        prompt, offset, length, turns = rows_at[index]
+        if prompt not in prompts:
+            start, prompt_length = prompts_at[prompt]
+            prompts[prompt] = np.frombuffer(read(data + start, 4 * prompt_length), np.int32)
         # Ids apart from the rest: whoever joins them to their prompt need not keep them.
-        ids, rest = read(data + at.offset, 4 * n), read(data + at.offset + 4 * n, (BYTES_PER_TOKEN - 4) * n)
-        rows[number] = RowTokens(
-            prompt_ids=prompts[at.prompt],
-            ids=np.frombuffer(ids, np.int32, n),
-            logprobs=np.frombuffer(rest, np.float32, n),
-            versions=np.frombuffer(rest, np.int32, n, 4 * n),
-            loss_mask=np.frombuffer(rest, np.bool_, n, 8 * n),
-            turns=at.turns,
+        ids, rest = read(data + offset, 4 * length), read(data + offset + 4 * length, (BYTES_PER_TOKEN - 4) * length)
+        rows[index] = RowTokens(
+            prompt_ids=prompts[prompt],
+            ids=np.frombuffer(ids, np.int32, length),
+            logprobs=np.frombuffer(rest, np.float32, length),
+            versions=np.frombuffer(rest, np.int32, length, 4 * length),
+            loss_mask=np.frombuffer(rest, np.bool_, length, 8 * length),
+            turns=tuple(TurnSpan(*turn) for turn in turns),
         )
     return rows
 
