@@ -474,7 +474,7 @@ def test_dense_events_come_back_from_columns_as_they_were_written(
 def test_a_segment_becomes_columns_without_pandas(tmp_path: Path) -> None:
     """In a process of its own, as pandas stays imported: its import costs a run's driver 0.3 s of CPU."""
     path = tmp_path / "000000000000.jsonl"
-    path.write_text(json.dumps(GroupSettled(time=1.0, number=0, fate="trained").to_json() | {"line": 0}) + "\n")
+    path.write_text(json.dumps(events.GroupSettled(time=1.0, number=0, fate="trained").to_json() | {"line": 0}) + "\n")
     seals = "import pathlib, sys; from headway.reports.record.dense_events import seal; seal(pathlib.Path(sys.argv[1]))"
     told = [sys.executable, "-c", f"{seals}; print('pandas' in sys.modules)", str(path)]
     assert subprocess.run(told, capture_output=True, text=True, check=True).stdout == "False\n"
