@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.cluster.machine.batch_cache import BatchCache
+from headway.cluster.machine.batch_cache import BatchCache, BatchShare
 from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace, read_rows
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register
@@ -125,12 +126,16 @@ async def test_a_rank_reads_its_share_of_a_batch_once_whatever_is_computed_from_
         assert rank.columns == 4 * sum(sample.length for sample in own), "of its own columns alone"
     whole = 13 * sum(sample.length for sample in samples) + 4 * sum(prompt for prompt, _ in groups)
     assert sum(rank.files for rank in ranks) <= (1.1 if few else 1.02) * whole
-    before = [rank.fetches for rank in ranks]
     await trainer.end_batch()
-    assert all(not rank.role.batch._rows and not rank.role.batch._columns for rank in ranks)
+    await trainer.begin_batch([fetch[0]])
+    await trainer.forward(fetch[0])
+    assert sum(len(rank.role.batch._rows) for rank in ranks) == len(fetch[0]), "the batch before was forgotten"
+    assert all(not rank.role.batch._columns for rank in ranks)
+    await trainer.end_batch()
+    before = [rank.fetches for rank in ranks]
     await trainer.forward(samples)
     assert all(rank.fetches > fetches for rank, fetches in zip(ranks, before, strict=True)), "it was forgotten"
-    assert all(not rank.role.batch._rows for rank in ranks), "without a batch nothing is held"
+    assert sum(len(rank.role.batch._rows) for rank in ranks) == len(fetch[0]), "without a batch nothing is held"
 
 
 def test_what_is_asked_for_once_is_not_held_and_what_is_held_is_not_fetched_for_it() -> None:
@@ -142,12 +147,11 @@ def test_what_is_asked_for_once_is_not_held_and_what_is_held_is_not_fetched_for_
 
     held = BatchCache(fetch)
     one, two = (sample(group_tokens(n, 1.0), n) for n in (2, 3))
-    held.begin()
-    held.rows([one])
-    assert [len(row.logprobs) for row in held.rows([one, two], once=True)] == [2, 3]
-    held.rows([one, two])
+    held.rows(BatchShare([one], 0))
+    assert [len(row.logprobs) for row in held.rows(BatchShare([one, two], 0), once=True)] == [2, 3]
+    held.rows(BatchShare([one, two], 0))
     assert fetched == [1, 1, 1]
-    held.rows([one, two], once=True)
+    held.rows(BatchShare([one, two], 0), once=True)
     assert fetched == [1, 1, 1], "all of it is held"
 
 
@@ -158,15 +162,14 @@ def test_a_column_that_is_asked_for_once_stays_borrowed_until_the_batch_ends() -
     tokens, values = Reference(), Reference()
     behind: dict[Any, Any] = {tokens: group_tokens(2, 1.0), values: [np.zeros(2, np.float32)]}
     held = BatchCache(lambda handles: [behind[handle] for handle in handles])
-    held.begin()
     one = replace(sample(tokens, 2), columns={"values": Column(values, 0)})
-    held.rows([one], once=True)
+    held.rows(BatchShare([one], 0), once=True)
     behind.clear()
     borrowed = weakref.ref(values)
     del one, values
     gc.collect()
     assert borrowed() is not None
-    held.end()
+    held.rows(BatchShare([], 1))
     gc.collect()
     assert borrowed() is None
 
@@ -176,20 +179,24 @@ def test_objects_that_are_told_apart_by_their_address_live_as_long_as_their_rows
         """A list to which there can be a weak reference."""
 
     held = BatchCache(list)
-    held.begin()
     tokens, columns = Listed(group_tokens(2, 1.0)), Listed([np.zeros(2, np.float32)])
     alive = [weakref.ref(tokens), weakref.ref(columns)]
-    held.rows([replace(sample(tokens, 2), columns={"values": Column(columns, 0)})])
+    held.rows(BatchShare([replace(sample(tokens, 2), columns={"values": Column(columns, 0)})], 0))
     del tokens, columns
     gc.collect()
     assert all(one() is not None for one in alive), "another object at the address would be taken for this one"
-    held.end()
+    held.rows(BatchShare([], 1))
     gc.collect()
     assert all(one() is None for one in alive)
 
 
 def test_samples_of_one_row_may_be_masked_in_one_call_and_not_in_another() -> None:
     held = BatchCache(list)
-    held.begin()
     one = sample(group_tokens(2, 1.0), 2)
-    assert [held.rows([replace(one, masked=masked)])[0].loss_mask.any() for masked in (False, True, False)] == [1, 0, 1]
+    calls = [BatchShare([replace(one, masked=masked)], 0) for masked in (False, True, False)]
+    assert [held.rows(call)[0].loss_mask.any() for call in calls] == [1, 0, 1]
+
+
+def test_a_share_tells_of_its_batch_in_another_process() -> None:
+    share = pickle.loads(pickle.dumps(BatchShare([sample(group_tokens(2, 1.0), 2)], 7)))
+    assert (type(share), share.batch, len(share)) == (BatchShare, 7, 1)

@@ -162,15 +162,15 @@ async def test_between_its_begin_and_its_end_all_calls_find_the_episodes_of_a_ba
     for mini_batch in (fetch[:3], fetch[3:], fetch[:3]):
         await ranks.total(mini_batch, 1)
     for worker in workers:
-        begun, (_, all_of_it), *steps = worker.calls
-        assert begun == ("batch.begin",)
+        (_, all_of_it), *steps = worker.calls
+        assert all(share.batch == 1 for _, share, *_ in worker.calls), "each call tells of which batch it is"
         for (_, share, _), mini_batch in zip(steps, (fetch[:3], fetch[3:], fetch[:3]), strict=True):
             assert share == [sample for sample in all_of_it if sample in mini_batch] != []
     with pytest.raises(RunError, match=r"w0, w1: episode \(0, 0, 1, 0\) is not of the batch that has begun"):
         await ranks.total([replace(fetch[0], episode=TrajectoryId(0, 0, 1, 0))], 1)
     await ranks.end_batch()
-    assert [worker.calls[-1] for worker in workers] == [("batch.end",)] * 2
     await ranks.total(samples(1, 1), 1)
+    assert all(type(worker.calls[-1][1]) is list for worker in workers), "of no batch"
 
 
 class OfAMesh(Scripted):
@@ -196,18 +196,17 @@ async def test_the_ranks_of_an_inner_mesh_compute_the_same_samples_and_the_first
     ranks = WorkerGroup(Doubler, workers, inner=2)
     fetch = samples(9, 2, 1, 8, 7, 3)
     await ranks.begin_batch([fetch])
-    assert [worker.calls for worker in workers] == [[("batch.begin",)]] * 6
     columns = await ranks.columns(fetch)
     assert await ranks.joined(fetch) == 10**0 + 10**2 + 10**4
     assert await ranks.total(fetch, 3) == 1
     shares = []
     for first, beside in zip(workers[::2], workers[1::2], strict=True):
         assert first.calls == beside.calls, "the same work"
-        _, (_, share), (_, again), (_, once_more, factor) = first.calls
+        (_, share), (_, again), (_, once_more, factor) = first.calls
         assert share == again == once_more != [] and factor == 3
         shares.append(share)
-        assert first.came_back == ["batch.begin", "joined", "total"]
-        assert beside.came_back == ["batch.begin"], "what it computes is not sent to anybody"
+        assert first.came_back == ["joined", "total"]
+        assert beside.came_back == [], "what it computes is not sent to anybody"
         assert beside.kept == [("columns", 0), ("joined", 0), ("total", 0)]
     assert sorted(sample.tokens for share in shares for sample in share) == list(range(6))
     for sample, column in zip(fetch, columns, strict=True):

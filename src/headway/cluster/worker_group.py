@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
+from headway.cluster.machine.batch_cache import BatchShare
 from headway.config.sizing.timeouts import FILE_QUIET_S, FILE_RATE, file_quiet_s
 from headway.data.assignment import Cost, assign, by_group, split
 from headway.data.interfaces.rollout import Completion, GenerateRequest
@@ -261,6 +262,8 @@ class WorkerGroup:
         self._cost = cost or Cost()
         self._owners: dict[TrajectoryId, int] | None = None
         """Data rank of each episode of the batch that has begun; None without one."""
+        self._batch = 0
+        """Number of batches that have begun."""
 
     @property
     def name(self) -> str:
@@ -278,14 +281,13 @@ class WorkerGroup:
         return called
 
     async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
-        """Assign a batch to the data ranks, which hold what they read of it until `end_batch`."""
+        """Assign a batch to the data ranks, which hold what they read of it until they are called about another."""
         self._owners = await self._assigned(mini_batches)
-        await concurrently(worker.call("batch.begin") for worker in self.workers)
+        self._batch += 1
 
     async def end_batch(self) -> None:
-        """Forget the batch, on the ranks, too."""
+        """Forget how the batch was assigned: later calls are about other samples."""
         self._owners = None
-        await concurrently(worker.call("batch.end") for worker in self.workers)
 
     def _start(self, method: str, registration: Registration, *args: Any) -> asyncio.Task[Any]:
         args = tuple(argument.absolute() if isinstance(argument, Path) else argument for argument in args)
@@ -323,10 +325,15 @@ class WorkerGroup:
         shares = await self._shares(samples)
         if collect is Collect.COLUMNS:
             return await self._columns(method, shares, samples, *args)
-        own = [[samples[i] for i in share] for share in shares]
+        own = self._own(samples, shares)
         firsts = (mesh[0].call(method, share, *args) for mesh, share in zip(self._meshes, own, strict=True))
         (first, *others), _ = await both(concurrently(firsts), self._beside(method, own, *args))
         return first.joined(others) if collect is Collect.JOINED else first
+
+    def _own(self, samples: Sequence[TrainSample], shares: Sequence[Sequence[int]]) -> list[list[TrainSample]]:
+        """Return the samples of each share, as those of the batch where one has begun."""
+        own = [[samples[i] for i in share] for share in shares]
+        return own if self._owners is None else [BatchShare(share, self._batch) for share in own]
 
     async def _beside(self, method: str, shares: Sequence[Sequence[TrainSample]], *args: Any) -> None:
         """Call the ranks of inner meshes other than the first ones, with the same ``shares``. Their results, which are
@@ -342,7 +349,7 @@ class WorkerGroup:
         self, method: str, shares: Sequence[Sequence[int]], samples: Sequence[TrainSample], *args: Any
     ) -> list[Column]:
         """Call the first data ranks with their ``shares`` of the samples, and return the columns of all."""
-        own = [[samples[i] for i in share] for share in shares]
+        own = self._own(samples, shares)
         parts = [by_group(of_rank) for of_rank in own]
         calls = (
             mesh[0].keep(method, of_parts, of_rank, *args)

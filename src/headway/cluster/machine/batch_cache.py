@@ -1,13 +1,14 @@
 """Rows that a rank holds while its role works on a batch: what several calls ask for is fetched once.
 
-begin ─▶ rows, rows, …: each row and column is fetched when it is first asked for ─▶ end: all are forgotten
+rows of a `BatchShare`: each row and column is fetched when it is first asked for ─▶ rows of another batch's share: all
+of the one before are forgotten
 
-Held are the rank's own rows of one batch, and no more. Without a batch a call's rows are forgotten with the call.
+Held are the rank's own rows of one batch, and no more. Rows of other samples are forgotten with the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from headway.cluster.machine.token_files import TokenFile, TokenPart
@@ -18,10 +19,21 @@ Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]
 """Function that returns the objects of handles, side by side."""
 
 
+class BatchShare(list[TrainSample]):
+    """A rank's samples of one call that is about a ``batch``: they tell the rank themselves when another one begins,
+    since a call for that would cost the driver a millisecond.
+    """
+
+    def __init__(self, samples: Iterable[TrainSample], batch: int) -> None:
+        super().__init__(samples)
+        self.batch = batch
+
+
 class BatchCache:
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
-        self._holds = False
+        self._batch: int | None = None
+        """Number of the batch whose rows are held; None before the first."""
         # Each value has its handle beside it: the key of some is their address, which must not become another's.
         self._rows: dict[tuple[Hashable, int], tuple[Handle[Any], CollatedRow]] = {}
         self._columns: dict[Hashable, tuple[Handle[Any], Any]] = {}
@@ -30,20 +42,13 @@ class BatchCache:
         """Handles of all columns that the batch's calls asked for, those asked for once as well: once in a while Ray
         never delivered an object whose reference had been given back and borrowed again."""
 
-    def begin(self) -> None:
-        """Hold from now on what is asked for; forget what was held."""
-        self.end()
-        self._holds = True
-
-    def end(self) -> None:
-        """Forget everything, and hold no more."""
-        self._holds = False
-        self._rows, self._columns, self._borrowed = {}, {}, {}
-
     def rows(self, samples: Sequence[TrainSample], *, once: bool = False) -> list[CollatedRow]:
         """Return the samples with their arrays. What is not held is fetched at once; ``once``: and not held then."""
+        batch = samples.batch if isinstance(samples, BatchShare) else None
+        if batch is not None and batch != self._batch:
+            self._batch, self._rows, self._columns, self._borrowed = batch, {}, {}, {}
         rows, columns = self._rows, self._columns
-        if once or not self._holds:
+        if once or batch is None:
             rows, columns = dict(rows), dict(columns)
         tokens: dict[Hashable, tuple[Handle[Any], dict[int, TrainSample]]] = {}
         handles: dict[Hashable, Handle[Any]] = {}
@@ -54,7 +59,7 @@ class BatchCache:
             for column in sample.columns.values():
                 if not isinstance(column, float) and _key(column.handle) not in columns:
                     handles[_key(column.handle)] = column.handle
-        if self._holds:
+        if batch is not None:
             self._borrowed |= handles
         wanted = [_part(handle, tuple(missing)) for handle, missing in tokens.values()]
         fetched: Iterator[Any] = iter(self._fetch([*wanted, *handles.values()]) if wanted or handles else ())

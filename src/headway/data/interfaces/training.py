@@ -114,7 +114,7 @@ class BatchEngine(Protocol):
         await engine.begin_batch(mini_batches)              # each rank gets groups that are its own from now on
         values = await engine.forward_values(samples)       # it reads their tokens, and holds them
         await engine.train_step(mini_batches[0])
-        await engine.end_batch()                            # they are forgotten
+        await engine.end_batch()                            # they are forgotten when another one is read
 
     Calls in between are about samples of that batch alone.
     """
@@ -123,7 +123,7 @@ class BatchEngine(Protocol):
         """Assign the samples of a batch to ranks. ``mini_batches``: those of each optimizer step."""
 
     async def end_batch(self) -> None:
-        """Forget the batch, and what was read of it."""
+        """End the batch. What was read of it is forgotten now, or when the next one is read."""
 
 
 class LogProbEngine(Protocol):
