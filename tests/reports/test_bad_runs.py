@@ -23,11 +23,12 @@ def viewed(run: list[Event]) -> tuple[PlainView, RunMetrics, io.StringIO]:
     """A plain view that has shown ``run``."""
     output = io.StringIO()
     metrics = RunMetrics()
-    view = PlainView(Console(file=output, width=80), RunProgress(metrics, lambda: 0.0), lambda: 0.0)
+    progress = RunProgress(metrics, lambda: 0.0)
+    view = PlainView(Console(file=output, width=80), progress, lambda: 0.0)
     metrics.sinks = [view]
     for event in run:
-        metrics.on_event(event)
-        view.on_event(event)
+        for observer in (metrics, progress, view):
+            observer.on_event(event)
     return view, metrics, output
 
 

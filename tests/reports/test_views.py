@@ -122,8 +122,8 @@ def test_the_live_view_prints_finished_phases_and_notes_and_ends_with_the_panel(
             view.on_event(Note(time=0.0, level="warning", text="look here"))
         for event in run:
             with lock:
-                metrics.on_event(event)
-                view.on_event(event)
+                for observer in (metrics, progress, view):
+                    observer.on_event(event)
     finally:
         view.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
@@ -146,12 +146,13 @@ def plain_lines(run: list[Event]) -> list[str]:
     metrics = RunMetrics(rows)
     output = io.StringIO()
     clock = Clock()
-    view = PlainView(Console(file=output, width=40), RunProgress(metrics, clock), clock)
+    progress = RunProgress(metrics, clock)
+    view = PlainView(Console(file=output, width=40), progress, clock)
     rows.append(view)
     view.phase("Warming up", "held-out accuracy 0.45")
     for event in run:
-        metrics.on_event(event)
-        view.on_event(event)
+        for observer in (metrics, progress, view):
+            observer.on_event(event)
     view.close()
     return output.getvalue().splitlines()
 

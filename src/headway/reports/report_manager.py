@@ -33,7 +33,7 @@ from headway.reports.live.plain_log import EventLog, PlainView
 from headway.reports.metrics.metrics_state import newest, pickled, save
 from headway.reports.metrics.run_metrics import RowSink, RunMetrics
 from headway.reports.metrics.summary import summary
-from headway.reports.record.dense_events import segments_of
+from headway.reports.record.dense_events import DENSE, segments_of
 from headway.reports.record.events_file import EventsFile, JsonLines, look_through, read_events
 from headway.reports.record.file_access import cut_off_half_line, draft_of
 from headway.reports.run_directory import RunDirectory, RunLock
@@ -96,7 +96,8 @@ class Reports:
         self._clock = clock
         self._metrics = metrics = metrics or RunMetrics()
         self._lock = lock = threading.RLock()  # a signal may deliver an event in the middle of another one
-        self._view = view = _open_view(config, console, RunProgress(metrics), lock)
+        progress = RunProgress(metrics)
+        self._view = view = _open_view(config, console, progress, lock)
         rows = JsonLines(directory.metrics, view.warn)
         say = TrackerMessages(
             warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase)
@@ -110,7 +111,9 @@ class Reports:
             self._samples = SamplesFile(directory.samples, Thinning.of(config), view.warn)
         self._log = EventLog(directory.path)
         # Metrics before the view, so that what is shown includes the event that caused it to be shown.
-        self._observers: list[Observer] = [self._events, metrics, view, self._log]
+        self._dense_observers: list[Observer] = [self._events, metrics, progress]
+        """Those who look at events that come with every answer or group, which cost as much as all else about it."""
+        self._observers = [*self._dense_observers, view, self._log]
         self._closed = False
 
     def on_event(self, event: Event) -> None:
@@ -118,6 +121,10 @@ class Reports:
         with self._lock:
             if self._clock is not None:
                 event = self._clock.read(event)
+            if isinstance(event, DENSE):
+                for observer in self._dense_observers:
+                    observer.on_event(event)
+                return
             for observer in self._observers:
                 observer.on_event(event)
             lines = self._events.lines

@@ -179,7 +179,6 @@ class LiveView:
         self._lines.append(Text(f"    {text}"))
 
     def on_event(self, event: Event) -> None:
-        self._progress.on_event(event)
         match event:
             case RunStarted():
                 self._end_phase()

@@ -37,6 +37,8 @@ class RunProgress:
     def on_event(self, event: Event) -> None:
         self._event_time, self._seen_at = event.time, self._clock()
 
+    def close(self) -> None: ...
+
     def on_row(self, row: dict[str, Any]) -> None:
         self.row = self.row | row
         if "reward/mean" in row:

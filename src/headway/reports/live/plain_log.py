@@ -42,7 +42,6 @@ class PlainView:
         self._line(text)
 
     def on_event(self, event: Event) -> None:
-        self._progress.on_event(event)
         match event:
             case events.RunStarted():
                 self._line(started_line(event))
