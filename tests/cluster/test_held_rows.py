@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from headway.cluster.machine.batch_cache import BatchCache, BatchShare
-from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace, read_rows
+from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPart, TokenPlace, read_rows
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register
 from headway.data.types import Column, RowTokens, SampledTokens, TrainSample, TrajectoryId
@@ -197,6 +197,8 @@ def test_samples_of_one_row_may_be_masked_in_one_call_and_not_in_another() -> No
     assert [held.rows(call)[0].loss_mask.any() for call in calls] == [1, 0, 1]
 
 
-def test_a_share_tells_of_its_batch_in_another_process() -> None:
-    share = pickle.loads(pickle.dumps(BatchShare([sample(group_tokens(2, 1.0), 2)], 7)))
-    assert (type(share), share.batch, len(share)) == (BatchShare, 7, 1)
+@pytest.mark.parametrize("column", [0.5, Column("a handle", 3)], ids=["a number", "behind a handle"])
+def test_a_share_tells_of_its_batch_in_another_process(column: float | Column) -> None:
+    one = replace(sample(TokenFile("here", "file"), 2), columns={"advantages": column})
+    share = pickle.loads(pickle.dumps(BatchShare([one], 7)))
+    assert (type(share), share.batch, share) == (BatchShare, 7, [one])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.data.thoughts import end_of_thought, opened_thought
@@ -36,7 +35,7 @@ class ScoreRequest:
         return Response(self.responses[k], opened, end_of_thought(self.responses[k], opened=bool(opened)))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Response:
     """One response of a group, its thought told from its answer."""
 

@@ -8,12 +8,13 @@ Held are the rank's own rows of one batch, and no more. Rows of other samples ar
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from headway.cluster.machine.token_files import TokenFile, TokenPart
 from headway.data.packing import CollatedRow, row_of, with_columns
-from headway.data.types import Handle, TrainSample
+from headway.data.types import AnyColumn, Handle, TrainSample
 
 Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]
 """Function that returns the objects of handles, side by side."""
@@ -27,6 +28,21 @@ class BatchShare(list[TrainSample]):
     def __init__(self, samples: Iterable[TrainSample], batch: int) -> None:
         super().__init__(samples)
         self.batch = batch
+
+    def __reduce__(self) -> tuple[Callable[..., BatchShare], tuple[Any, int]]:
+        """Pickle all samples at once, where Ray need not see what they refer to: its pickler is slow for each."""
+        samples = list(self)
+        if all(isinstance(one.tokens, TokenFile) and _are_numbers(one.columns.values()) for one in samples):
+            return _unpickled, (pickle.dumps(samples, pickle.HIGHEST_PROTOCOL), self.batch)
+        return BatchShare, (samples, self.batch)
+
+
+def _unpickled(samples: bytes, batch: int) -> BatchShare:
+    return BatchShare(pickle.loads(samples), batch)
+
+
+def _are_numbers(columns: Iterable[AnyColumn]) -> bool:
+    return all(isinstance(column, float) for column in columns)
 
 
 class BatchCache:
