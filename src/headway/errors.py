@@ -131,7 +131,9 @@ class UpdateMissed(UpdateFailed):
 
 
 class NonFinite(RunError):
-    """Error when loss or gradient was not finite more often than allowed."""
+    """Error when loss or gradient was not finite more often than allowed, or weights give no distribution."""
+
+    exit_code = EXIT_STOPPED
 
 
 class ScoringFailed(RunError):

@@ -15,7 +15,7 @@ from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.config.sizing.placement import needs_critic
 from headway.data.sources import Rows
-from headway.errors import EXIT_INTERRUPTED, DataError, NothingToTrain, StoppedByGuard, UserError
+from headway.errors import EXIT_INTERRUPTED, DataError, NonFinite, NothingToTrain, StoppedByGuard, UserError
 from headway.events import RunFinished
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
@@ -63,7 +63,7 @@ def carry_out(
     except Exception as failure:
         logger.exception("the run failed")
         _fail(reports, failure)
-        changed = isinstance(failure, NothingToTrain | StoppedByGuard)
+        changed = isinstance(failure, NothingToTrain | StoppedByGuard | NonFinite)
         refused = start.version if start is not None and isinstance(failure, UserError) else None
         if _is_complete(reports) and _has_model(reports, config):
             failure.add_note(f"The run is complete, and its model is in {directory.model}")
