@@ -65,8 +65,7 @@ T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """Queue of items, first in, first out. ``get`` gives None once the producer closed and all is taken; ``send`` gives
-    False once the consumer closed.
+    """Queue of items, first in, first out. ``get`` gives None once the producer closed and all is taken.
 
     Example:
         >>> async def hand_over():
@@ -84,20 +83,16 @@ class Channel(Generic[T]):
         self.name = name
         self._items: deque[T] = deque()
         self._producer_closed = False
-        self._consumer_closed = False
         self._signal = Signal()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    async def send(self, item: T) -> bool:
-        if self._consumer_closed:
-            return False
+    async def send(self, item: T) -> None:
         if self._producer_closed:
             raise RuntimeError(f"{self.name} sent after it had closed its channel")
         self._items.append(item)
         self._signal.changed()
-        return True
 
     async def get(self) -> T | None:
         await self._signal.until(lambda: bool(self._items) or self._producer_closed)
@@ -113,7 +108,3 @@ class Channel(Generic[T]):
         """Close the producer's end: no more will be sent. Items sent before can still be taken."""
         self._producer_closed = True
         self._signal.changed()
-
-    def close_consumer(self) -> None:
-        """Close the consumer's end: further sends are refused."""
-        self._consumer_closed = True

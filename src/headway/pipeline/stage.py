@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
@@ -52,8 +52,8 @@ class StageSource(Protocol[Given]):
 class Sink(Protocol[Taken]):
     """Destination of a stage's output: a channel, or the message queue."""
 
-    async def send(self, item: Taken, /) -> bool:
-        """Send an item. Returns False when the consumer has closed."""
+    async def send(self, item: Taken, /) -> None:
+        """Send an item."""
 
     def close(self) -> None:
         """Close the producer's end: no more items will be sent."""
@@ -61,10 +61,6 @@ class Sink(Protocol[Taken]):
 
 WaitingFor = Callable[[str], AbstractContextManager[None]]
 """Function whose context, while it is open, reports what a stage waits for, in words for the user."""
-
-
-class _ConsumerClosed(Exception):
-    """Signal, within a concurrent stage, that its consumer has closed and takes no more output."""
 
 
 class State(StrEnum):
@@ -122,12 +118,13 @@ class Stage(ABC, Generic[In, Out]):
     def process_data(self, item: In) -> AsyncGenerator[Out, None]:
         """Turn one input into any number of outputs; each is sent as soon as it is yielded."""
 
-    async def send_output_data(self, output: Out) -> bool:
-        """Send an output. Returns False when the consumer has closed, so that the stage ends."""
-        return self._output is None or await self._output.send(output)
+    async def send_output_data(self, output: Out) -> None:
+        """Send an output."""
+        if self._output is not None:
+            await self._output.send(output)
 
     def close_output(self) -> None:
-        """Tell the consumer that no more output comes. Called once, when the input ended or the consumer closed."""
+        """Tell the consumer that no more output comes. Called once, when the input ended."""
         if self._output is not None:
             self._output.close()
 
@@ -142,8 +139,7 @@ class Stage(ABC, Generic[In, Out]):
             if self.concurrency == 1:
                 await self._run_in_order()
             else:
-                with suppress(_ConsumerClosed):
-                    await failing_as_one(self._take_on)
+                await failing_as_one(self._take_on)
             self._enter(State.STOPPED)
         except asyncio.CancelledError:
             self._enter(State.STOPPED)
@@ -166,8 +162,7 @@ class Stage(ABC, Generic[In, Out]):
 
     async def _run_in_order(self) -> None:
         while (item := await self._get()) is not None:
-            if not await self._work(item):
-                break
+            await self._work(item)
         self._enter(State.DRAINING)
 
     async def _take_on(self, tasks: Tasks) -> None:
@@ -176,15 +171,10 @@ class Stage(ABC, Generic[In, Out]):
         while (item := await self._get()) is not None:
             if room is not None:
                 await room.acquire()
-            task = tasks.start(self._work_or_end(item))
+            task = tasks.start(self._work(item))
             if room is not None:
                 task.add_done_callback(lambda _: room.release())
         self._enter(State.DRAINING)
-
-    async def _work_or_end(self, item: In) -> None:
-        """Process ``item``. Ends the whole stage, its other items included, when its consumer has closed."""
-        if not await self._work(item):
-            raise _ConsumerClosed
 
     async def _get(self) -> In | None:
         if self.active == 0:
@@ -199,7 +189,7 @@ class Stage(ABC, Generic[In, Out]):
             self._holds_item = False
         return item
 
-    async def _work(self, item: In) -> bool:
+    async def _work(self, item: In) -> None:
         self.active += 1
         self._enter(State.PROCESSING)
         try:
@@ -208,15 +198,13 @@ class Stage(ABC, Generic[In, Out]):
                     async for output in outputs:
                         if self.waits_for_output is not None:
                             self._enter(State.WAITING_OUTPUT)
-                        if not await self.send_output_data(output):
-                            return False
+                        await self.send_output_data(output)
                         if self.waits_for_output is not None:
                             self._enter(State.PROCESSING)
         finally:
             self.active -= 1
         if self.concurrency != 1:
             self._enter(self._state_after_item())
-        return True
 
     def _state_after_item(self) -> State:
         """Return the state of a stage that processes several items, one of which has just ended."""

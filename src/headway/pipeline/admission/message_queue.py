@@ -70,7 +70,7 @@ class MessageQueue:
         self._note(number, version)
         self._admitted = number + 1
 
-    async def send(self, group: Group) -> bool:
+    async def send(self, group: Group) -> None:
         capacity = floor((1 + self._staleness.eta) * self._staleness.groups_per_version)
         if len(self._finished) >= capacity:
             raise LedgerImbalance(f"the queue holds {len(self._finished)} groups, more than ⌊(1+η)·B⌋ = {capacity}")
@@ -84,7 +84,6 @@ class MessageQueue:
             self._finished_of.setdefault(oldest, {})[group.number] = self._sent
             self._sent += 1
         self._signal.changed()
-        return True
 
     def discard(self, number: int) -> None:
         """Remove a group that ended before it was taken; younger groups need not wait for it."""

@@ -130,11 +130,9 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
             else:
                 self._state.consume(group.number, Fate.DROPPED, "nonfinite")
 
-    async def send_output_data(self, update: PendingUpdate) -> bool:
-        if not await super().send_output_data(update):
-            return False
+    async def send_output_data(self, update: PendingUpdate) -> None:
+        await super().send_output_data(update)
         await update.until_released()
-        return True
 
     def close_output(self) -> None:
         super().close_output()

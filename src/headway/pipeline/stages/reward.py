@@ -233,7 +233,6 @@ class Reward(Stage[Group, Group]):
 
         return shaped - sums, scores(rewards), scores(shaped)
 
-    async def send_output_data(self, group: Group) -> bool:
-        sent = await super().send_output_data(group)
+    async def send_output_data(self, group: Group) -> None:
+        await super().send_output_data(group)
         self._state.rewarded(group.number)
-        return sent
