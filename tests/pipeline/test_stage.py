@@ -44,8 +44,8 @@ class Doubling(Stage[int, int]):
             await self._work_on(item)
         yield 2 * item
 
-    async def send_output_data(self, output: int) -> bool:
-        return await self.output.send(output)
+    async def send_output_data(self, output: int) -> None:
+        await self.output.send(output)
 
     def close_output(self) -> None:
         self.closed += 1
