@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.algorithms.health import health, merge_sums, ratio_sums
+from headway.algorithms.health import MAX_REDUCED, health, ratio_sums
 from headway.algorithms.kl import KINDS, kl_in_reward, kl_penalty
 from headway.algorithms.scores import has_variance
 from headway.errors import ConfigError
@@ -157,6 +158,18 @@ def test_on_policy_the_effective_sample_size_is_all_tokens() -> None:
     logprobs = torch.randn(3, 4)
     got = health(ratio_sums(logprobs, logprobs, torch.ones(3, 4, dtype=torch.bool)))
     assert got == {"offpolicy/ess": 1.0, "offpolicy/kl": 0.0, "offpolicy/ratio_max": 1.0}
+
+
+def merge_sums(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The sums of several micro-batches as one."""
+    merged: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            else:
+                merged[name] = torch.maximum(merged[name], value) if name in MAX_REDUCED else merged[name] + value
+    return merged
 
 
 def test_sums_of_micro_batches_merge_to_those_of_the_batch() -> None:

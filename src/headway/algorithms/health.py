@@ -10,7 +10,7 @@ Shape suffixes: N rows, T response tokens, M valid tokens, B lags.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -50,18 +50,6 @@ def ratio_sums(
         "kl": (torch.expm1(log_ratio_NT) - log_ratio_NT).sum(),
         "ratio_max": ratio_NT.max() if ratio_NT.numel() else ratio_NT.new_zeros(()),
     }
-
-
-def merge_sums(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The sums of several micro-batches as one."""
-    merged: dict[str, Tensor] = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in merged:
-                merged[name] = value
-            else:
-                merged[name] = torch.maximum(merged[name], value) if name in MAX_REDUCED else merged[name] + value
-    return merged
 
 
 def health(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
