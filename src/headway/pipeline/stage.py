@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from headway.errors import StageFailed, boundary
 from headway.events import Emit, StageChanged
@@ -74,9 +74,9 @@ class State(StrEnum):
 
 
 class Stage(ABC, Generic[In, Out]):
-    """Base class of stages. ``concurrency``: number of items processed at once; None: all that were admitted."""
+    """Base class of stages. ``concurrency``: 1 for one item after the other, None for all that come at once."""
 
-    concurrency: int | None = 1
+    concurrency: Literal[1] | None = 1
     waits_for_input: str | None = None
     """Words for what the stage waits for when it has no input, shown to the user; None for its input's name."""
     waits_for_output: str | None = "its consumer"
@@ -166,14 +166,9 @@ class Stage(ABC, Generic[In, Out]):
         self._enter(State.DRAINING)
 
     async def _take_on(self, tasks: Tasks) -> None:
-        """Start a task for each item, as soon as there is room for one."""
-        room = asyncio.Semaphore(self.concurrency) if self.concurrency else None
+        """Start a task for each item."""
         while (item := await self._get()) is not None:
-            if room is not None:
-                await room.acquire()
-            task = tasks.start(self._work(item))
-            if room is not None:
-                task.add_done_callback(lambda _: room.release())
+            tasks.start(self._work(item))
         self._enter(State.DRAINING)
 
     async def _get(self) -> In | None:
