@@ -37,7 +37,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 NOTICE_S = 2.0
 """Seconds within which the end of a worker's process is known; only which error is raised depends on it."""
-BETWEEN_BATCHES_S = 0.01
+BETWEEN_BATCHES_S = 0.02
 """Least seconds between two batches: an engine finishes calls in every step, and a process that wakes up for each of
 them takes cores from the next step."""
 _REGISTRATION = "__headway_registration__"
