@@ -62,8 +62,8 @@ class EqualRewards:
             return None
         low, high = self._range.look(rewards)
         self._groups.append(low if low == high else None)
-        if len(self._groups) < self.window:
-            return None
+        if low != high or len(self._groups) < self.window:
+            return None  # one with different rewards makes no warning due
         equal = Counter(reward for reward in self._groups if reward is not None)
         alike = equal if self._within_groups else Counter(dict(equal.most_common(1)))
         if alike.total() < self.limit:
