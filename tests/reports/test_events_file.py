@@ -470,7 +470,6 @@ def test_dense_events_come_back_from_columns_as_they_were_written(
     assert list(read_events(path)) == run
 
 
-@pytest.mark.usefixtures("small_segments")
 def test_a_segment_becomes_columns_without_pandas(tmp_path: Path) -> None:
     """In a process of its own, as pandas stays imported: its import costs a run's driver 0.3 s of CPU."""
     path = tmp_path / "000000000000.jsonl"
@@ -481,6 +480,7 @@ def test_a_segment_becomes_columns_without_pandas(tmp_path: Path) -> None:
     assert path.with_suffix(".parquet").is_file()
 
 
+@pytest.mark.usefixtures("small_segments")
 def test_a_whole_run_comes_back_in_order_from_segments(tmp_path: Path) -> None:
     run = ScriptedRun().build()
     run[20:20], run[60:60] = [reached(1)], [reached(2)]
