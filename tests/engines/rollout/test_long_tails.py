@@ -35,7 +35,7 @@ def trace(rows: DecodeRows, refilled: int, seed: int) -> Iterator[None]:
         while rows.active < rows.slots and step <= refilled:
             rows.add(next(waiting))
         yield
-        rows.record(np.zeros(rows.active, np.int64), np.zeros(rows.active, np.float32), 0)
+        rows.record(np.arange(rows.active), np.zeros(rows.active, np.int64), np.zeros(rows.active, np.float32), 0)
         rows.lengths[: rows.active] += 1
         for row, _ in rows.ended():
             rows.remove(row)
@@ -69,7 +69,7 @@ def test_a_call_keeps_what_it_wrote_wherever_its_row_moves() -> None:
         tokens = random.integers(0, VOCABULARY, rows.active)
         for run, token in zip(rows.runs, tokens, strict=True):
             seen.setdefault(run.serial, []).append(int(token))
-        rows.record(tokens, tokens.astype(np.float32), 3)
+        rows.record(np.arange(rows.active), tokens, tokens.astype(np.float32), 3)
         rows.lengths[: rows.active] += 1
         for row, _ in rows.ended():
             length = len(rows.runs[row].call.input_ids) + len(seen[rows.runs[row].serial])

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,17 +89,22 @@ class NativeActivity(Counts):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self._lost = 0
+        self._start = 0.0
+        """The time since which slots have not been counted."""
         self._open: Span | None = None
 
-    @contextmanager
-    def step(self) -> Iterator[DecodeStep]:
-        """Time one step. Consecutive steps without a `stop` in between count as one busy span."""
-        step, start = DecodeStep(), self._clock()
-        yield step
+    def begin(self) -> None:
+        """A step begins. Consecutive ones without a `stop` in between count as one busy span."""
+        self._start = self._clock()
+        self._open = self._open or (self._start, self._start)
+
+    def end(self, step: DecodeStep) -> None:
+        """``step`` has given its tokens, and lasted from the end of the one before."""
         end = self._clock()
-        opened, before = self._open or (start, start)
+        opened, before = self._open or (self._start, self._start)
         self._open = (opened, end)
-        self._slot_seconds += step.active * (end - start)
+        self._slot_seconds += step.active * (end - self._start)
+        self._start = end
         self._generated += step.active
         self._found += step.found
         self._preempted += step.preempted

@@ -4,12 +4,18 @@
                                         ▲                                                        │
                       Siblings, Prefixes┘◀───────────── contexts that go on later ───────────────┘
 
+A step is launched, and its tokens are read: at once on a CPU, behind the launch of the next step where the device works
+beside this thread (`DeviceKind.runs_ahead`). Rows know how many tokens they will have, so that the next step needs none
+of them but on the device, where they are. A row that ended is found one step late then: what was sampled for it beyond
+its end is dropped.
+
 It decides nothing: who starts, who is parked and what becomes of a call is the core's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 
 from headway.data.types import FinishReason, SampledTokens
+from headway.devices import to_device, to_host
 from headway.engines.rollout.engine_activity import DecodeStep
 from headway.engines.rollout.native.model_runner import ModelRunner
-from headway.engines.rollout.native.sampler import SeenTokens, completed, window
+from headway.engines.rollout.native.sampler import BatchSampling, SeenTokens, completed, sample, window
 from headway.engines.rollout.native.step_admission import Prefixes, Siblings, StepAdmission
-from headway.engines.rollout.native.step_attention import SharedPrompts
+from headway.engines.rollout.native.step_attention import PrefillContext, SharedPrompts
 from headway.engines.rollout.scheduler import CallRun, uniforms
 
 ALIKE = 32
@@ -36,14 +43,20 @@ class DecodeRows:
     rows stay in front and neighbours, which attend together (see `blocks_of`), are of similar length.
     """
 
-    def __init__(self, slots: int, max_context: int, *, ordered: bool = False) -> None:
+    def __init__(self, slots: int, max_context: int, *, ordered: bool = False, runs_ahead: int = 0) -> None:
         self.slots = slots
         self._ordered = ordered
         self.runs: list[CallRun] = []
         self.tokens = np.zeros(slots, np.int64)
-        """Last sampled token: the input of the next step."""
+        """The last token that was read; -2, which stops nothing, where there is none since the row was added."""
         self.lengths = np.zeros(slots, np.int64)
-        """Tokens of each row in the KV cache."""
+        """Tokens of each row in the KV cache, once all that was launched is done."""
+        self.sampled = np.zeros(slots, np.int64)
+        """Tokens of each row's call, those included that were launched and not read."""
+        self.places = np.full((runs_ahead + 1, slots), -1, np.int64)
+        """Each row's place in the steps launched last, step i in line i modulo their number; -1: it had none."""
+        self.changed = True
+        """Rows were added, removed or moved since the last step was launched."""
         self._written = np.zeros(slots, np.int64)
         self._limits = np.zeros(slots, np.int64)
         self._keys = np.zeros(slots, np.uint64)
@@ -65,8 +78,10 @@ class DecodeRows:
         """Occupy the next row; its context is (about to be) in the cache's row of the same number."""
         row, written = self.active, len(run.written.ids)
         self.runs.append(run)
+        self.changed = True
+        self.places[:, row], self.tokens[row] = -1, -2
         self.lengths[row] = len(run.call.input_ids) + written
-        self._written[row] = written
+        self._written[row] = self.sampled[row] = written
         self._limits[row] = run.limit
         self._keys[row] = run.key
         self._set_stops(row, run.call.sampling.stop_token_ids)
@@ -75,33 +90,45 @@ class DecodeRows:
         self._versions[row, :written] = run.written.versions
 
     @property
-    def written(self) -> NDArray[np.int64]:
-        """[A] tokens that each row's call has sampled."""
-        return self._written[: self.active]
+    def complete(self) -> bool:
+        """Every row's last token is on its way."""
+        return bool((self.sampled[: self.active] >= self._limits[: self.active]).all())
+
+    def written(self, row: int) -> int:
+        """Tokens of ``row``'s call that were read."""
+        return int(self._written[row])
 
     def context(self, row: int) -> NDArray[np.int64]:
-        """[T] the tokens of ``row`` that the KV cache has."""
-        given, length = self.runs[row].call.input_ids, int(self.lengths[row])
-        return np.concatenate([given, self._ids[row, : length - len(given)]], dtype=np.int64)
+        """[T] the tokens of ``row`` that the KV cache has: all but the last that was read."""
+        given = self.runs[row].call.input_ids
+        return np.concatenate([given, self._ids[row, : self._written[row] - 1]], dtype=np.int64)
 
     def tail(self, row: int, count: int) -> NDArray[np.int32]:
         """The last tokens that a row's call has sampled, at most ``count``."""
         end = int(self._written[row])
         return self._ids[row, max(0, end - count) : end]
 
-    def uniforms(self) -> NDArray[np.float64]:
-        """[A] one uniform for each row's next token."""
-        return uniforms(self._keys[: self.active], self._written[: self.active])
+    def uniforms(self, steps: int) -> NDArray[np.float64]:
+        """[steps, A] one uniform for each row's next tokens."""
+        return uniforms(self._keys[: self.active], self.sampled[: self.active] + np.arange(steps)[:, None])
 
-    def record(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> None:
-        """Append one sampled token [A] to every row."""
-        rows = np.arange(self.active)
-        at = self._written[: self.active]
+    def launched(self, step: int, decoding: int) -> None:
+        """Every row gets a token in the ``step``-th step; the first ``decoding`` have their last one in the cache."""
+        line = self.places[step % len(self.places)]
+        line[: self.active], line[self.active :] = np.arange(self.active), -1
+        self.lengths[:decoding] += 1
+        self.sampled[: self.active] += 1
+
+    def record(
+        self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
+    ) -> None:
+        """Append one sampled token [R] to each of ``rows`` [R]."""
+        at = self._written[rows]
         self._ids[rows, at] = tokens
         self._logprobs[rows, at] = logprobs
         self._versions[rows, at] = version
-        self.tokens[: self.active] = tokens
-        at += 1
+        self.tokens[rows] = tokens
+        self._written[rows] = at + 1
 
     def ended(self) -> list[tuple[int, FinishReason]]:
         """Rows that just got their last token, and why; the last row first, as `remove` needs them."""
@@ -129,6 +156,7 @@ class DecodeRows:
             moves.append((source, row))
             row = source
         self.runs.pop()
+        self.changed = True
         return run, moves
 
     def _next(self, free: int) -> int:
@@ -142,8 +170,9 @@ class DecodeRows:
     def _move(self, source: int, target: int) -> None:
         self.runs[target] = self.runs[source]
         state: NDArray[Any]
-        for state in (self.tokens, self.lengths, self._written, self._limits, self._keys, self._stops):
+        for state in (self.tokens, self.lengths, self.sampled, self._written, self._limits, self._keys, self._stops):
             state[target] = state[source]
+        self.places[:, target] = self.places[:, source]
         end = int(self._written[source])
         for state in (self._ids, self._logprobs, self._versions):
             state[target, :end] = state[source, :end]
@@ -156,6 +185,23 @@ class DecodeRows:
         self._stops[row, : len(stops)] = stops
 
 
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A step whose tokens the host has not read."""
+
+    number: int
+    """Place of the step among all that were launched."""
+    version: int
+    """Version of the weights that sampled."""
+    starting: Sequence[CallRun]
+    """Calls that get their first token, or the first since they were parked."""
+    record: DecodeStep
+    read: Callable[[], list[NDArray[Any]]]
+    """Waits for the step, and returns its tokens [A] and their log-probs [A]."""
+
+
+UNIFORMS_AHEAD = 16
+"""Steps whose uniform numbers are brought to a device at once, for as long as the batch does not change."""
 KEPT_SHARE = 8
 """One in so many tokens of the KV cache's memory may be taken beside it, for prefills that calls wait for."""
 
@@ -172,7 +218,7 @@ class DecodeBatch:
         max_batched_tokens: int,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        self.rows = DecodeRows(slots, max_context, ordered=runner.in_blocks)
+        self.rows = DecodeRows(slots, max_context, ordered=runner.in_blocks, runs_ahead=runner.runs_ahead)
         self.prefixes = Prefixes(runner.cache)
         self.siblings = Siblings(max(max_context, runner.cache.tokens // KEPT_SHARE))
         self._prompts = SharedPrompts(slots)
@@ -182,6 +228,13 @@ class DecodeBatch:
         self._seen = SeenTokens(slots, runner.vocabulary, runner.device)
         self._looks_for_text = False
         """True once a call with stop strings has started."""
+        self._launched = 0
+        """Steps so far."""
+        # What the steps read on the device, of the rows as they were when the last one was launched.
+        self._tokens = torch.empty(0, dtype=torch.int64, device=runner.device)
+        self._lengths = self._uniforms = self._penalised = self._tokens
+        self._sampling = BatchSampling()
+        self._uniforms_used = 0
 
     @property
     def active(self) -> int:
@@ -195,11 +248,13 @@ class DecodeBatch:
         """There is memory for every row's next token."""
         return self._runner.fits(self.active, self._longest + 1)
 
-    def reserve(self, rows: int | None = None, positions: int | None = None) -> None:
-        """Make room for ``rows`` rows, the longest of ``positions``; by default for every row's next token."""
-        rows = self.active if rows is None else rows
-        positions = self._longest + 1 if positions is None else positions
-        self.prefixes.reserve(self._runner.rows_of(rows), positions, self.rows.lengths[: self.active])
+    def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
+        """Make room for ``rows`` rows, the longest of ``positions``, where rows of ``lengths`` are."""
+        self.prefixes.reserve(self._runner.rows_of(rows), positions, lengths)
+
+    def make_room(self) -> None:
+        """Make room for every row's next token, which `fits`."""
+        self.reserve(self.active, self._longest + 1, self.rows.lengths[: self.active])
 
     def renew(self, *, in_place: bool) -> None:
         """Clear caches, as new weights are served; ``in_place``: open episodes keep theirs."""
@@ -233,44 +288,81 @@ class DecodeBatch:
             find=self.prefixes.find,
         )
 
-    def run(self, admission: StepAdmission, step: DecodeStep) -> torch.Tensor:
+    def launch(self, admission: StepAdmission, version: int, record: DecodeStep) -> LaunchedStep:
         """One forward pass over all rows and the contexts of the calls that start, which get the next rows.
 
-        Returns the logits [A, V] of all rows, those that start last.
+        A token of ``version`` is sampled for every row, those that start last. Nothing waits for the device.
         """
         decoding = self.active
         missing = [share for share in admission.shares if share.missing]
+        for run in admission.starting:
+            self.rows.add(run)
+        ids = self._bring(decoding, [share.ids[share.found.length :] for share in missing])
         contexts = [
-            self._runner.context(share.ids[share.found.length :], self.prefixes.gather(share.found))
-            for share in missing
+            PrefillContext(of, self.prefixes.gather(share.found)) for of, share in zip(ids, missing, strict=True)
         ]
-        tokens, lengths = self.rows.tokens[:decoding], self.rows.lengths[:decoding]
+        positions, lengths = self._lengths[:decoding], self.rows.lengths[:decoding]
         prompts = self._prompts.of(decoding) if self._runner.shares else ()
-        decoded, prefilled = self._runner.step(tokens, lengths, contexts, prompts)
-        # In place, since `lengths` is a view of the rows' own, and after the step, which stores each row's token at the
-        # length from before it.
-        lengths += 1
+        decoded, prefilled = self._runner.step(self._tokens[:decoding], positions, lengths, contexts, prompts)
+        # After the step, which stores each row's token at the length from before it.
+        positions += 1
+        self.rows.launched(self._launched, decoding)
         logits = [decoded] if decoding else []
         if admission.starting:
             # After the contexts were gathered: making room may take the blocks in which they were found.
-            self.reserve(decoding + len(admission.starting), admission.positions)
+            self.reserve(self.active, admission.positions, self.rows.lengths[:decoding])
             for share, result in zip(missing, prefilled, strict=True):
                 share.prefilled = result
-            logits.append(self._start(admission, step))
-        step.active, step.cached = self.active, self.rows.cached
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
-
-    def sample(self, logits: torch.Tensor, version: int) -> bool:
-        """Sample from ``logits`` [A, V], one row each, and record the tokens. False where they are not finite."""
-        params = [run.call.sampling for run in self.rows.runs]
-        seen = self._seen.of(self.active)
-        tokens, logprobs = self._runner.sample(logits, params, self.rows.uniforms(), self.rows.written, seen)
-        if not np.isfinite(logprobs).all():
-            return False
-        self.rows.record(tokens, logprobs, version)
+            logits.append(self._start(admission, decoding, record))
+        record.cached = self.rows.cached
+        self._sampling.seen = seen = self._seen.of(self.active)
+        uniforms = self._uniforms[self._uniforms_used]
+        self._uniforms_used += 1
+        self._tokens, logprobs = sample(logits[0] if len(logits) == 1 else torch.cat(logits), self._sampling, uniforms)
         if seen is not None:
-            penalised = [row for row, p in enumerate(params) if p.repetition_penalty != 1]
-            self._seen.record(penalised, tokens[penalised])
+            self._seen.record(self._penalised, self._tokens)
+        self._launched += 1
+        return LaunchedStep(self._launched - 1, version, admission.starting, record, to_host([self._tokens, logprobs]))
+
+    def _bring(self, decoding: int, contexts: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
+        """Bring to the device what has changed of the rows' numbers, by one copy, and the tokens of ``contexts``.
+
+        The first ``decoding`` rows were in the last step, whose tokens are there and are put in the rows' order.
+        """
+        rows, ahead = self.rows, UNIFORMS_AHEAD if self._runner.runs_ahead else 1
+        arrays: dict[str, NDArray[Any]] = {}
+        if rows.changed:
+            params = [run.call.sampling for run in rows.runs]
+            arrays["places"] = rows.places[(self._launched - 1) % len(rows.places), :decoding]
+            arrays["lengths"] = rows.lengths[: rows.active].copy()  # a CPU's tensor would be the array itself
+            arrays["penalised"] = np.array([row for row, p in enumerate(params) if p.repetition_penalty != 1], np.int64)
+            arrays |= BatchSampling.numbers(params, self._runner.vocabulary, rows.sampled)
+        if rows.changed or self._uniforms_used == len(self._uniforms):
+            arrays["uniforms"], self._uniforms_used = rows.uniforms(ahead), 0
+        brought = to_device([*arrays.values(), *contexts], self._runner.device)
+        numbers = dict(zip(arrays, brought, strict=False))
+        self._uniforms = numbers.pop("uniforms", self._uniforms)
+        if rows.changed:
+            self._tokens = self._tokens.index_select(0, numbers.pop("places"))
+            self._lengths, self._penalised = numbers.pop("lengths"), numbers.pop("penalised")
+            self._sampling = BatchSampling(**numbers)
+            # As long as a row may not stop, its stop tokens are barred.
+            rows.changed = any(p.min_tokens > of for p, of in zip(params, rows.sampled.tolist(), strict=False))
+        return brought[len(arrays) :]
+
+    def read(self, step: LaunchedStep) -> bool:
+        """Wait for the tokens of the oldest step, and record those of the rows that go on.
+
+        False where they are not finite.
+        """
+        tokens, logprobs = step.read()
+        places = self.rows.places[step.number % len(self.rows.places), : self.active]
+        rows = np.flatnonzero(places >= 0)
+        at = places[rows]
+        if not np.isfinite(logprobs[at]).all():
+            return False
+        self.rows.record(rows, tokens[at], logprobs[at], step.version)
+        step.record.active = len(rows)
         return True
 
     def ended(self) -> list[tuple[int, FinishReason]]:
@@ -278,7 +370,7 @@ class DecodeBatch:
         ended = dict(self.rows.ended())
         for row, run in enumerate(self.rows.runs) if self._looks_for_text else ():
             sampling = run.call.sampling
-            if not sampling.stop or self.rows.written[row] <= sampling.min_tokens:
+            if not sampling.stop or self.rows.written(row) <= sampling.min_tokens:
                 continue
             tail = self.rows.tail(row, window(sampling.stop)).tolist()
             if completed(tail, sampling.stop, self._decode_text):
@@ -304,11 +396,9 @@ class DecodeBatch:
             self._seen.move(source, target)
         return run
 
-    def _start(self, admission: StepAdmission, step: DecodeStep) -> torch.Tensor:
-        """Give the calls that start the next rows, their contexts in the cache; logits [S, V] of their next tokens."""
-        first = self.active
+    def _start(self, admission: StepAdmission, first: int, step: DecodeStep) -> torch.Tensor:
+        """Give rows from the ``first`` on their contexts in the cache; logits [S, V] of their next tokens."""
         for row, run in enumerate(admission.starting, first):
-            self.rows.add(run)
             self._prompts.add(row, run)
             sampling = run.call.sampling
             if sampling.repetition_penalty != 1:

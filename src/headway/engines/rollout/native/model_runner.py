@@ -24,14 +24,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.interfaces.rollout import SamplingParams
-from headway.devices import GraphRecorder, kind_of
+from headway.devices import GraphRecorder, kind_of, to_device
 from headway.engines.rollout.native.kv_cache import ROOM_STEP, SlotCache, enough
 from headway.engines.rollout.native.policy_forward import RECORDED_SPAN_STEP, DecodeGraphs, PolicyForward
-from headway.engines.rollout.native.sampler import BatchSampling, behaviour_logprobs, sample
+from headway.engines.rollout.native.sampler import BatchSampling, behaviour_logprobs
 from headway.engines.rollout.native.step_attention import Decoding, PrefillContext, RowBlock, SharedPrompt
 from headway.engines.rollout.native.supported_models import KvGeometry, Windows, has_experts
 from headway.errors import ConfigError
@@ -127,7 +128,8 @@ class ModelRunner:
         """
         self._forward = forward
         self.device, self._dtype = model.device, model.dtype
-        self._pins = kind_of(self.device).pins_host_memory
+        self.runs_ahead = kind_of(self.device).runs_ahead
+        """Steps that are launched before the tokens of the one before are read."""
         self.in_blocks = self.device.type == "cpu"
         """Rows attend in blocks of neighbours. On a GPU the time of a step is the number of its kernels: one block."""
         self._max_context = max_context
@@ -231,24 +233,25 @@ class ModelRunner:
 
     def step(
         self,
-        tokens: NDArray[np.int64],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
         lengths: NDArray[np.int64],
         contexts: Sequence[PrefillContext],
         prompts: Sequence[SharedPrompt] = (),
     ) -> tuple[torch.Tensor, list[Prefilled]]:
-        """One token for each of rows 0..A-1, ``tokens`` [A] at positions ``lengths`` [A], and all of ``contexts``.
+        """One token for each of rows 0..A-1, ``tokens`` [A] at ``positions`` [A], and all of ``contexts``.
 
-        ``prompts``: those that rows attend to apart. In one pass, except where a row's result depends on the number of
-        rows: then each context has one of its own.
+        ``lengths``: the positions as the host has them. ``prompts``: those that rows attend to apart. In one pass,
+        except where a row's result depends on the number of rows: then each context has one of its own.
         Returns the rows' logits [A, V] and a result for each context.
         """
         if self._graphs is not None and len(tokens) and not contexts:
-            on_device, positions = (self._to_device(tokens), self._to_device(lengths)), int(lengths.max()) + 1
-            if (logits := self._graphs.step(*on_device, positions, self._least_rows)) is not None:
+            most = int(lengths.max()) + 1
+            if (logits := self._graphs.step(tokens, positions, most, self._least_rows)) is not None:
                 return logits, []
         decoded = torch.empty(0)
         prefilled: list[Prefilled] = []
-        rows = self._decoding(tokens, lengths, self.cache, prompts) if len(tokens) else None
+        rows = self._decoding(tokens, positions, lengths, self.cache, prompts) if len(tokens) else None
         if rows is not None and not self._mixes:
             decoded, rows = self._forward.step(rows, (), self._least_rows)[0][: len(tokens)], None
         together = [contexts] if self._mixes and (contexts or rows is not None) else [[context] for context in contexts]
@@ -261,10 +264,6 @@ class ModelRunner:
             ]
         return decoded, prefilled
 
-    def context(self, ids: NDArray[np.int64], past: torch.Tensor | None = None) -> PrefillContext:
-        """Bring a context to the device: the tokens ``ids`` [T] to prefill, and keys and values of those before."""
-        return PrefillContext(self._to_device(ids), past)
-
     def fill(self, rows: range, prefilled: Prefilled) -> None:
         """Let each of ``rows`` hold the context that was prefilled."""
         past = prefilled.past
@@ -274,22 +273,23 @@ class ModelRunner:
 
     def decode(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> torch.Tensor:
         """Decode as `step` does, without contexts, and in another cache than the engine's own."""
-        logits, _ = self._forward.step(self._decoding(tokens, lengths, cache), (), self._least_rows)
+        inputs, positions = to_device([tokens, lengths], self.device)
+        logits, _ = self._forward.step(self._decoding(inputs, positions, lengths, cache), (), self._least_rows)
         return logits[: len(tokens)]
 
     def _decoding(
         self,
-        tokens: NDArray[np.int64],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
         lengths: NDArray[np.int64],
         cache: SlotCache,
         prompts: Sequence[SharedPrompt] = (),
     ) -> Decoding:
-        if len(tokens) < self._least_rows:  # rows that nobody uses, with one token each
-            fillers = np.zeros(self._least_rows - len(tokens), np.int64)
-            tokens, lengths = np.concatenate([tokens, fillers]), np.concatenate([lengths, fillers])
-        on_device = self._to_device(lengths)
-        blocks = [] if self._forward.varlen else self._blocks(lengths, on_device, cache.room, prompts)
-        return Decoding(self._to_device(tokens), on_device, cache, blocks, prompts)
+        if (fillers := self._least_rows - len(lengths)) > 0:  # rows that nobody uses, with one token each
+            tokens, positions = F.pad(tokens, (0, fillers)), F.pad(positions, (0, fillers))
+            lengths = np.append(lengths, np.zeros(fillers, np.int64))
+        blocks = [] if self._forward.varlen else self._blocks(lengths, positions, cache.room, prompts)
+        return Decoding(tokens, positions, cache, blocks, prompts)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -316,35 +316,20 @@ class ModelRunner:
         """
         rows, length = ids.shape
         cache = self.cache.scratch(max(rows, self._least_rows), self._span(length, self.cache.context))
-        nothing = np.zeros(0, np.int64)
-        _, prefilled = self.step(nothing, nothing, [self.context(row[:given]) for row in ids])
+        columns = to_device([*(row[:given] for row in ids), *ids[:, given:].T.copy()], self.device)
+        contexts, targets = [PrefillContext(row) for row in columns[:rows]], columns[rows:]
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        _, prefilled = self.step(nothing, nothing, np.zeros(0, np.int64), contexts)
         for row, context in enumerate(prefilled):
             cache.fill(range(row, row + 1), context.kv)
         step = torch.stack([context.logits for context in prefilled])
         sampling = BatchSampling.of([SamplingParams(1, temperature)] * rows, step.shape[1], self.device)
         scores = []
         for at in range(given, length):
-            targets = self._to_device(ids[:, at])
-            scores.append(behaviour_logprobs(step, sampling).gather(1, targets[:, None]))
+            scores.append(behaviour_logprobs(step, sampling).gather(1, targets[at - given][:, None]))
             if at + 1 < length:
                 step = self.decode(ids[:, at], np.full(rows, at, np.int64), cache)
         return torch.cat(scores, dim=1).cpu().numpy()
-
-    def sample(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[SamplingParams],
-        uniforms: NDArray[np.float64],
-        written: NDArray[np.int64],
-        seen: torch.Tensor | None,
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """One token per row of ``logits`` [A, V]: tokens [A] and their log-probs [A]. See `BatchSampling.of`."""
-        sampling = BatchSampling.of(rows, logits.shape[1], self.device, written, seen)
-        tokens, logprobs = sample(logits, sampling, self._to_device(uniforms))
-        if self.device.type == "cpu":
-            return tokens.numpy(), logprobs.numpy()
-        both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # each copy would wait for the device
-        return both[0].astype(np.int64), both[1].astype(np.float32)
 
     def _blocks(
         self, lengths: NDArray[np.int64], on_device: torch.Tensor, room: int, prompts: Sequence[SharedPrompt]
@@ -376,9 +361,3 @@ class ModelRunner:
 
     def _span(self, positions: int, most: int) -> int:
         return min(-(-positions // SPAN_STEP) * SPAN_STEP, most)
-
-    def _to_device(self, array: NDArray[np.generic]) -> torch.Tensor:
-        values = torch.from_numpy(array)
-        if self._pins:  # a copy from memory that is not page-locked waits for the device
-            return values.pin_memory().to(self.device, non_blocking=True)
-        return values.to(self.device)

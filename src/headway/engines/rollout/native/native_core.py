@@ -1,21 +1,23 @@
 """The engine without its thread: commands and one decode step, synchronous and deterministic.
 
-    submit ─▶ Scheduler ─take─▶ Batch ◀─▶ Runner (prefill, decode, sample) ─▶ finished calls
+    submit ─▶ Scheduler ─take─▶ Batch ◀─▶ Runner (prefill, decode), sample ─▶ finished calls
                   ▲               │
                   └───────────────┘ put_back (an interrupt, or no memory)
 
-A step is schedule ▶ run ▶ postprocess, and gives every active row exactly one token: rows that were decoding run one
+A step is schedule ▶ launch ▶ read, and gives every active row exactly one token: rows that were decoding run one
 position; rows that just started take theirs from their prefill. Which rows run in a step depends on what was submitted
-and on the steps made so far, never on the time. Commands run between two steps.
+and on the steps made so far, never on the time. Where the device works beside this thread, a step is launched before
+the tokens of the one before are read. Commands run between two steps: those that touch rows, weights or versions first
+read all tokens that were launched, so that they find what they would find without running ahead.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -23,7 +25,7 @@ from headway.data.interfaces.rollout import Completion, EngineStats, GenerateReq
 from headway.data.types import FinishReason, TrajectoryId
 from headway.devices import GraphRecorder
 from headway.engines.rollout.engine_activity import DecodeStep, NativeActivity
-from headway.engines.rollout.native.decode_batch import DecodeBatch
+from headway.engines.rollout.native.decode_batch import DecodeBatch, LaunchedStep
 from headway.engines.rollout.native.fused_forward import best_forward
 from headway.engines.rollout.native.model_runner import ModelRunner
 from headway.engines.rollout.native.step_admission import StepAdmission
@@ -89,6 +91,10 @@ class EngineCore:
             self._runner, slots=slots, max_context=max_context, max_batched_tokens=max_batched_tokens, decode=decode
         )
         self.weights = ServedWeights.of(model, f"rollout engine {name}")  # after the runner, which may repack them
+        self._launched: deque[LaunchedStep] = deque()
+        """Steps whose tokens have not been read, the oldest first."""
+        self._finished: list[Finished] = []
+        """Calls that have ended, until `step` returns them."""
         self._activity = NativeActivity(clock)
         vocabulary = len(model.get_input_embeddings().weight)
         self._calls = OpenCalls(seed=seed, max_context=max_context, vocabulary=vocabulary)
@@ -115,6 +121,8 @@ class EngineCore:
         """Start to drain, or stop now; `draining` says whether the former is still under way."""
         if policy is not OnUpdate.DRAIN or self._scheduler.mode is not Mode.PAUSED:
             self._in_place = policy is OnUpdate.KEEP
+        if policy is not OnUpdate.DRAIN:
+            self._read(0)
         self._scheduler.pause(policy)
         interrupted = self._park() if policy is OnUpdate.INTERRUPT else 0
         self._settle()
@@ -142,6 +150,7 @@ class EngineCore:
         Calls that are decoding keep the keys and values that they have, and so do the further calls of their episodes.
         After a drain or an interrupt there are none.
         """
+        self._read(0)
         self._activity.stop()
         start = self._clock()
         load()
@@ -156,11 +165,13 @@ class EngineCore:
 
     def abort_older_than(self, version: int) -> list[Finished]:
         """End the unfinished training calls with a token of an older version."""
+        self._read(0)
         return self._end(self._calls.older_than(version))
 
     def forget(self, client: str) -> None:
         """Stop and drop everything that ``client`` submitted, and what is kept for its episodes."""
         self._end(self._calls.of(client))
+        self._finished = [finished for finished in self._finished if finished[0] != client]
         self._calls.forget(client)
         self._batch.prefixes.tree.leave(client)
 
@@ -194,6 +205,7 @@ class EngineCore:
         sequences = probe_sequences(self._calls.vocabulary)
         if sequences.shape[1] > self._max_context:
             return None
+        self._read(0)
         self.weights.state.check("probe")
         if not self.weights.memory.there:
             raise RunError(f"rollout engine {self.name} was told to probe while its weights sleep; call wake() first")
@@ -209,7 +221,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """A step would sample something."""
+        """A step would sample something, or return calls that have finished meanwhile."""
+        return bool(self._finished) or self._computes
+
+    @property
+    def _computes(self) -> bool:
         if self._scheduler.mode is Mode.PAUSED or self.weights.state.problem is not None:
             return False
         return bool(self._batch.active or self._scheduler.queued)
@@ -219,13 +235,19 @@ class EngineCore:
         return self._scheduler.mode is Mode.DRAINING
 
     def step(self) -> list[Finished]:
-        """Schedule, run, postprocess: one token for every row. Returns the calls that this finished."""
-        self.weights.state.check("decode")
-        with self._activity.step() as step:
-            admission = self._schedule(step)
-            logits = self._batch.run(admission, step)
-            finished = self._postprocess(admission, logits)
-        self._settle()
+        """Schedule, launch, read: one token for every row. Returns the calls that have finished."""
+        if self._computes or not self._finished:
+            self.weights.state.check("decode")
+            self._activity.begin()
+            record = DecodeStep()
+            admission = self._schedule(record)
+            ahead = 0
+            if admission.starting or not self._batch.rows.complete:
+                self._launched.append(self._batch.launch(admission, self.version, record))
+                ahead = self._runner.runs_ahead
+            self._read(ahead)
+            self._settle()
+        finished, self._finished = self._finished, []
         return finished
 
     def _schedule(self, step: DecodeStep) -> StepAdmission:
@@ -235,15 +257,23 @@ class EngineCore:
         self._scheduler.take(self._batch.rows.slots - self._batch.active, admission)
         return admission
 
-    def _postprocess(self, admission: StepAdmission, logits: torch.Tensor) -> list[Finished]:
-        """Sample a token for every row, and take out the rows that it ends."""
-        if not self._batch.sample(logits, self.version):
-            raise not_finite(self.name, self.version)
-        now = self._clock()
-        for run in admission.starting:
-            run.begin(now, self.version)
-        # `ended` has the last row first: a row that is taken out is filled by the last one, which must not end later.
-        return [self._finish(self._batch.take_out(row), reason, now) for row, reason in self._batch.ended()]
+    def _read(self, ahead: int) -> None:
+        """Read the tokens of all steps but the last ``ahead``, and take out the rows that they end.
+
+        Where no row is left, nothing is ahead: what has been launched is of rows that had ended.
+        """
+        while len(self._launched) > (ahead if self._batch.active else 0):
+            step = self._launched[0]
+            if not self._batch.read(step):  # stays: found again where a command was told, and not the loop of steps
+                raise not_finite(self.name, step.version)
+            self._launched.popleft()
+            now = self._clock()
+            for run in step.starting:
+                run.begin(now, step.version)
+            # `ended` has the last row first: rows behind one that is taken out move up, and must not end later.
+            for row, reason in self._batch.ended():
+                self._finished.append(self._finish(self._batch.take_out(row), reason, now))
+            self._activity.end(step.record)
 
     def _preempt(self) -> int:
         """Make room for every row's next token; where there is not enough, the rows that came last are parked.
@@ -252,11 +282,13 @@ class EngineCore:
         many were parked.
         """
         batch = self._batch
+        if not batch.fits:
+            self._read(0)
         before = batch.active
         while batch.active and not batch.fits:
             latest = max(range(batch.active), key=lambda row: _later(batch.rows.runs[row]))
             self._scheduler.put_back([batch.remove(latest)])
-        batch.reserve()
+        batch.make_room()
         return before - batch.active
 
     # ------------------------------------------------------------------------------------- endings
@@ -266,7 +298,9 @@ class EngineCore:
         return run.client, run.finish(reason, now)
 
     def _end(self, runs: Collection[CallRun]) -> list[Finished]:
-        """Abort calls, wherever they are."""
+        """Abort calls, wherever they are; those that have ended meanwhile finish."""
+        if runs:
+            self._read(0)
         wanted = frozenset(runs)
         rows = [row for row, run in enumerate(self._batch.rows.runs) if run in wanted]
         waiting = self._scheduler.remove(wanted)
@@ -293,7 +327,7 @@ class EngineCore:
         """Close the busy span and end a drain, where nothing is left to compute."""
         if self.draining and not self._batch.active and not self._scheduler.queued:
             self._scheduler.drained()
-        if not self.has_work:
+        if not self._computes:
             self._activity.stop()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,24 +20,25 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from headway.data.interfaces.rollout import SamplingParams
+from headway.devices import to_device
 
 BLOCK = 256
 """Tokens of the vocabulary that `inverse_cdf_in_blocks` sums at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchSampling:
     """The sampling options of each row of a batch; None where no row asks for it, so that the common case costs
     nothing.
     """
 
-    temperature: torch.Tensor | None
+    temperature: torch.Tensor | None = None
     """[A, 1] float32; 1 for greedy rows, whose log-prob is the unscaled softmax's."""
-    top_k: torch.Tensor | None
+    top_k: torch.Tensor | None = None
     """[A, 1] int64."""
-    top_p: torch.Tensor | None
+    top_p: torch.Tensor | None = None
     """[A, 1] float32."""
-    greedy: torch.Tensor | None
+    greedy: torch.Tensor | None = None
     """[A] bool."""
     min_p: torch.Tensor | None = None
     """[A, 1] float32."""
@@ -44,8 +46,10 @@ class BatchSampling:
     """[A, 1] float32."""
     seen: torch.Tensor | None = None
     """[A, V] bool: what the penalty is for."""
-    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    """Rows [E], tokens [E], and what is added [E]; no pair of the first two comes twice."""
+    biased: torch.Tensor | None = None
+    """[2, E] int64: rows and tokens, no pair twice."""
+    bias: torch.Tensor | None = None
+    """[E] float32: what is added to their logits."""
 
     @classmethod
     def of(
@@ -56,56 +60,54 @@ class BatchSampling:
         written: NDArray[np.int64] | None = None,
         seen: torch.Tensor | None = None,
     ) -> BatchSampling:
-        """Gather the parameters of a batch's rows. Greedy rows are neither scaled nor filtered.
+        """Bring the `numbers` of a batch to its device. ``seen``: [A, V] bool, what each row has, for the penalty."""
+        numbers = cls.numbers(rows, vocabulary, written)
+        return cls(**dict(zip(numbers, to_device([*numbers.values()], device), strict=True)), seen=seen)
 
-        Args:
-            written: [A] tokens that each row has, for ``min_tokens``. Default: none yet.
-            seen: [A, V] bool, what each row's prompt and answer have, for ``repetition_penalty``.
+    @staticmethod
+    def numbers(
+        rows: Sequence[SamplingParams], vocabulary: int, written: NDArray[np.int64] | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Gather the parameters of a batch's rows, by field. Greedy rows are neither scaled nor filtered.
+
+        ``written``: [A] tokens that each row has, for ``min_tokens``. Default: none yet.
         """
         kinds = {id(params): params for params in rows}.values()  # a batch has few, and hashing them all is slow
-        greedy = [p.temperature == 0 for p in rows] if any(p.temperature == 0 for p in kinds) else None
         sampled = [p for p in kinds if p.temperature > 0]
+        numbers: dict[str, NDArray[Any]] = {}
 
-        def column(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+        def column(values: list[float] | list[int], dtype: type[np.generic] = np.float32) -> NDArray[Any]:
+            return np.array(values, dtype)[:, None]
 
-        temperature = top_k = top_p = min_p = penalty = None
         if any(p.temperature != 1 for p in sampled):
-            temperature = column([p.temperature or 1.0 for p in rows])
+            numbers["temperature"] = column([p.temperature or 1.0 for p in rows])
         if any(0 < p.top_k < vocabulary for p in sampled):
             limits = [p.top_k if p.top_k and p.temperature else vocabulary for p in rows]
-            top_k = column(limits, torch.int64)
+            numbers["top_k"] = column(limits, np.int64)
         if any(p.top_p < 1 for p in sampled):
-            top_p = column([p.top_p if p.temperature else 1.0 for p in rows])
+            numbers["top_p"] = column([p.top_p if p.temperature else 1.0 for p in rows])
         if any(p.min_p > 0 for p in sampled):
-            min_p = column([p.min_p if p.temperature else 0.0 for p in rows])
+            numbers["min_p"] = column([p.min_p if p.temperature else 0.0 for p in rows])
         if any(p.repetition_penalty != 1 for p in kinds):
-            penalty = column([p.repetition_penalty for p in rows])
-        return cls(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            greedy=torch.tensor(greedy, device=device) if greedy is not None else None,
-            min_p=min_p,
-            penalty=penalty,
-            seen=seen if penalty is not None else None,
-            bias=_bias(rows, written, device) if any(p.logit_bias or p.min_tokens for p in kinds) else None,
-        )
+            numbers["penalty"] = column([p.repetition_penalty for p in rows])
+        if len(sampled) < len(kinds):
+            numbers["greedy"] = np.array([p.temperature == 0 for p in rows])
+        if any(p.logit_bias or p.min_tokens for p in kinds):
+            entries = _bias(rows, written)
+            numbers["biased"] = np.array(list(entries), np.int64).reshape(-1, 2).T.copy()
+            numbers["bias"] = np.array(list(entries.values()), np.float32)
+        return numbers
 
 
-def _bias(
-    rows: Sequence[SamplingParams], written: NDArray[np.int64] | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+def _bias(rows: Sequence[SamplingParams], written: NDArray[np.int64] | None) -> dict[tuple[int, int], float]:
+    """What is added to logits, by row and token."""
     entries: dict[tuple[int, int], float] = {}
     for row, params in enumerate(rows):
         for token, bias in params.logit_bias:
             entries[row, token] = entries.get((row, token), 0.0) + bias
         if params.min_tokens > (0 if written is None else written[row]):
             entries.update({(row, token): -math.inf for token in params.stop_token_ids})
-    if not entries:
-        return None
-    places = torch.tensor(list(entries), device=device)
-    return places[:, 0], places[:, 1], torch.tensor(list(entries.values()), dtype=torch.float32, device=device)
+    return entries
 
 
 def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,9 +135,9 @@ def behaviour_logprobs(logits: torch.Tensor, sampling: BatchSampling) -> torch.T
     The steps that `SamplingParams` lists are applied in that order, each to the result of the one before.
     """
     logits = logits.float()
-    if sampling.bias is not None:
-        rows, tokens, bias = sampling.bias
-        logits = logits.index_put((rows, tokens), logits[rows, tokens] + bias)
+    if sampling.biased is not None and sampling.bias is not None:
+        rows, tokens = sampling.biased
+        logits = logits.index_put((rows, tokens), logits[rows, tokens] + sampling.bias)
     if sampling.penalty is not None and sampling.seen is not None:
         penalised = torch.where(logits > 0, logits / sampling.penalty, logits * sampling.penalty)
         logits = torch.where(sampling.seen, penalised, logits)
@@ -207,7 +209,7 @@ class SeenTokens:
     Example:
         >>> seen = SeenTokens(slots=2, vocabulary=4, device=torch.device("cpu"))
         >>> seen.add(0, np.array([1, 3]))
-        >>> seen.record([0], np.array([2]))
+        >>> seen.record(torch.tensor([0]), torch.tensor([2]))
         >>> seen.of(active=1)
         tensor([[False,  True,  True,  True]])
     """
@@ -222,12 +224,12 @@ class SeenTokens:
         if self._flags is None:
             self._flags = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
         self._flags[row] = False
-        self._flags[row, self._to_device(tokens)] = True
+        self._flags[row, to_device([tokens.astype(np.int64)], self._device)[0]] = True
 
-    def record(self, rows: Sequence[int], tokens: NDArray[np.int64]) -> None:
-        """Note one new token for each of ``rows``, all of which have a penalty."""
-        if self._flags is not None and rows:
-            self._flags[self._to_device(np.array(rows)), self._to_device(tokens)] = True
+    def record(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Note for each of ``rows`` [R], which have a penalty, the one of ``tokens`` [A] that it has got."""
+        if self._flags is not None and len(rows):
+            self._flags[rows, tokens[rows]] = True
 
     def move(self, source: int, target: int) -> None:
         if self._flags is not None:
@@ -236,9 +238,6 @@ class SeenTokens:
     def of(self, active: int) -> torch.Tensor | None:
         """[active, V] of rows 0..active-1; meaningless for those without a penalty."""
         return None if self._flags is None else self._flags[:active]
-
-    def _to_device(self, array: NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
 
 MARGIN = 4
