@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -389,6 +390,7 @@ def summary(config: Config) -> dict[str, str]:
         "slots": f"{concurrent(config)} answers at once on each replica (rollout.max_concurrent"
         + (")" if config.rollout.max_concurrent is not None else ": null)"),
         "saves": checkpoints(config),
+        "journal": journal(config),
         "backend": config.cluster.backend,
     }
     each = {ROLLOUT: f"tp {placement.per_replica} "} if placement.per_replica > 1 else {}
@@ -409,6 +411,19 @@ def checkpoints(config: Config) -> str:
         return "at the end: before that, a run that is killed cannot be resumed (trainer.save_freq)"
     often = "every version" if freq == 1 else f"every {freq} versions"
     return often if keep is None else f"{often}, the newest {keep} are kept"
+
+
+def journal(config: Config) -> str:
+    """Return the summary's line on the journal: how large it becomes."""
+    from headway.data.journal import TOKEN_BYTES
+
+    if config.trainer.save_freq < 0 or config.run.journal_sync_s is None:
+        return "none: a resumed run makes groups that were open again"
+    # From the last checkpoint but one on, with what runs ahead, in whole versions.
+    versions = 2 * config.trainer.save_freq + 2 + ceil(config.async_training.staleness_threshold)
+    data, episodes = config.data, versions * config.groups_per_version * config.rollout.n
+    longest = data.max_response_length + (data.max_prompt_length if config.agent.has_program else 0)
+    return f"at most {size(episodes * longest * TOKEN_BYTES)} in run.dir"
 
 
 def device_range(devices: tuple[int, ...]) -> str:

@@ -33,6 +33,8 @@ from headway.data.types import FinishReason, SampledTokens, version_spans
 
 log = logging.getLogger(__name__)
 
+TOKEN_BYTES = 12
+"""Bytes of a token: its id, log-prob and version."""
 FRAME = struct.Struct("<II")
 OPEN_BLOCKS = 8
 """Most blocks of which a writer keeps files open, and a reader what it found."""

@@ -243,7 +243,8 @@ class RunDirectory:
         files = (self.config, self.events, self.metrics, self.samples, self.summary, self._room)
         for file in (*files, self.lock, signs_of_life(self.lock), self.control):
             file.unlink(missing_ok=True)
-        for folder in (self.tensorboard, self.checkpoints, self.logs, self.trackers, self.profiles, self.initial_model):
+        folders = (self.tensorboard, self.checkpoints, self.logs, self.trackers, self.profiles, self.initial_model)
+        for folder in (*folders, self.journal):
             if not folder.is_symlink():
                 shutil.rmtree(folder, ignore_errors=True)
         if self.made:

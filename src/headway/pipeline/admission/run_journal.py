@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +59,34 @@ class RunJournal:
         self._floors: dict[int, int] = {}
         """Version of a boundary → number below which no group was open then."""
         self._oldest_kept: int | None = None
+        self._begun = False
         directory.mkdir(exist_ok=True)
-        self.changed = self._open()
+        before = self._read_settings()
+        self.changed = [name for name, digest in self._settings.items() if before.get(name, digest) != digest]
         """Settings that changed since the journal was written, which therefore is not used."""
 
-    def _open(self) -> list[str]:
-        path = self._directory / SETTINGS
+    def _read_settings(self) -> Mapping[str, str]:
         try:
-            before = json.loads(path.read_text())
+            found: Mapping[str, str] = json.loads((self._directory / SETTINGS).read_text())
         except (OSError, ValueError):
-            before = {}
-        changed = [name for name, digest in self._settings.items() if before.get(name, digest) != digest]
-        if changed or not before:
-            for segment in segments(self._directory):
-                segment.unlink(missing_ok=True)
-        path.write_text(json.dumps(self._settings))
-        return changed
+            return {}
+        return found
+
+    def _begin(self) -> None:
+        """Write what the journal is of, once; remove what it had of other settings. A start that fails leaves it."""
+        if not self._begun:
+            self._begun = True
+            if self.changed or not self._read_settings():
+                for segment in segments(self._directory):
+                    segment.unlink(missing_ok=True)
+            with suppress(OSError):  # a resumed run does not use a journal that does not say what it is of
+                (self._directory / SETTINGS).write_text(json.dumps(self._settings))
 
     # ------------------------------------------------------------------------------------- resume
 
     def restore(self, consumed: int) -> None:
         """Read what was written since the boundary at which ``consumed`` groups were."""
+        self._begin()
         kinds = {"scored": self._scores, "ended": self._ends, "batch": self._batches}
         for path in segments(self._directory, DRIVER):
             for record in records(path):
@@ -136,6 +144,7 @@ class RunJournal:
 
     def boundary(self, version: int, floor: int) -> None:
         """Note that no group below number ``floor`` is open at the boundary of ``version``."""
+        self._begin()
         self._floors[version] = floor
 
     def on_event(self, event: Event) -> None:
