@@ -30,6 +30,7 @@ from torch import Tensor
 from headway.config.sizing.process_memory import chunk_tokens
 from headway.data.packing import CollatedRow
 from headway.devices import kind_of
+from headway.models.cpu_linear import linear
 from headway.models.logits import PLAIN, LogitRule
 
 
@@ -83,7 +84,7 @@ def scaled_logits(
     hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rule: LogitRule, temperature: float
 ) -> Float[Tensor, "C V"]:
     """The model's logits, divided by the temperature. Only for functions that build no graph: it works in place."""
-    output_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).to(accumulation_dtype(hidden_CH))
+    output_CV = linear(hidden_CH, weight_VH, bias_V).to(accumulation_dtype(hidden_CH))
     if rule.cap is None:
         factor = rule.scale / temperature
         return output_CV if factor == 1.0 else output_CV.mul_(factor)
@@ -216,9 +217,9 @@ def head_gradients(
         if grad_bias_V is not None:
             grad_bias_V += of_bias_V
         if grad_hidden_MH is not None:
-            grad_hidden_MH[part] = grad_CV @ weight_VH
+            grad_hidden_MH[part] = linear(grad_CV, weight_VH.t())
         if grad_weight_VH is not None:
-            grad_weight_VH += grad_CV.T @ hidden_MH[part]
+            grad_weight_VH += linear(grad_CV.t(), hidden_MH[part].t())
     return (
         grad_hidden_MH,
         None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),

@@ -50,6 +50,7 @@ from headway.engines.train.fsdp.device_mesh import EP, TP, TrainMesh, on_all_ran
 from headway.engines.train.fsdp.micro_batches import MicroBatch, collate, filler_row, on_device
 from headway.errors import ModelError
 from headway.models.attention.packable import undivided, use_packed_attention
+from headway.models.cpu_linear import use_quickest
 from headway.models.logits import logit_rule
 from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
 from headway.models.output_layer import check_output_layer
@@ -349,6 +350,8 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(mesh.device)
 
+    if mesh.device.type == "cpu" and mesh.parallel.tp == 1 and not config.model.compile:
+        use_quickest(lm)
     packing = Packing.of(config)
 
     def try_out() -> str | None:
