@@ -63,10 +63,8 @@ TRIES = 3
 """Times that the cache is measured: with a limit there are more slots, whose logits take room in turn."""
 LEAST_ANSWERS = 4
 """Whole answers that a replica on a CPU has room for at the least."""
-SAVERS = (
-    Choice(RECOMPUTE, True, WHY_RECOMPUTE, main=True),
-    Choice("rollout.enable_dual_buffer", False, "there is no room for a second copy of the served weights"),
-)
+IN_PLACE = Choice("rollout.enable_dual_buffer", False, "there is no room for a second copy of the served weights")
+SAVERS = (Choice(RECOMPUTE, True, WHY_RECOMPUTE, main=True), IN_PLACE)
 """What saves memory on CPUs, in the order of what it costs."""
 
 
@@ -115,9 +113,13 @@ def _on_cpu(choices: list[Choice], model: ModelFacts, machine: Machine) -> list[
 
 def _on_gpus(choices: list[Choice], model: ModelFacts, machine: Machine) -> list[Choice]:
     most = room(machine.device_bytes)
-    fits = _with_cache(choices, model, machine, lambda found: max(_taken(one) for one in found) - most, 1)
-    if fits is not None:
-        return fits
+    chosen = {choice.key for choice in choices}
+    may_save = IN_PLACE.key not in chosen and config_of(choices).cluster.placement == "split"
+    for further in ([], [IN_PLACE])[: 1 + may_save]:
+        choices = [*choices, *further]
+        fits = _with_cache(choices, model, machine, lambda found: max(_taken(one) for one in found) - most, 1)
+        if fits is not None:
+            return fits
     process = max(taken(choices, model, machine), key=_taken)
     raise ConfigError(
         f"{model.path}: with these settings a {process.name} takes {_taken(process) / 1e9:.0f} of "
