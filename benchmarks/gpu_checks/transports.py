@@ -116,8 +116,8 @@ def carry_all(
 ) -> int:
     """Version after version, streamed and from a copy, into a back buffer and in place. Returns how many."""
     target = ServedWeights.of(served, "check").target(manifest)
-    pinned = setting.on_gpu
-    back = BackBuffer(manifest, pin=kind_of(setting.device).pin)
+    pinned, here, pin = setting.on_gpu, torch.device(setting.device), kind_of(setting.device).pin
+    back, beside = BackBuffer(manifest, pin=pin), BackBuffer(manifest, pin=pin, device=here)
     copy = Staged(manifest, BUCKET, with_delta=delta, pinned=pinned)
     if pinned and not copy._copy.is_pinned():
         log.warning("the copy for sending from a GPU is not page-locked: the system refused")
@@ -130,8 +130,14 @@ def carry_all(
             target.write(offset, data)
         back.loaded()
 
+    def onto_device(version: int, weights: OutgoingWeights) -> None:
+        ends.carry(version, weights, beside)  # in host memory where buckets come through it
+        for offset, data in beside.windows(BUCKET):
+            target.write(offset, data)
+        beside.loaded()
+
     def in_place(version: int, weights: OutgoingWeights) -> None:
-        ends.carry(version, weights, InPlace(manifest, target, window=BUCKET, pinned=pinned))
+        ends.carry(version, weights, InPlace(manifest, target, window=BUCKET, pinned=pinned, device=here))
 
     def streamed(model: PreTrainedModel, version: int) -> OutgoingWeights:
         return Stream(manifest, windows(dict(model.named_parameters()), manifest, BUCKET))
@@ -140,7 +146,8 @@ def carry_all(
         copy.gather(version, windows(dict(model.named_parameters()), manifest, BUCKET))
         return copy.outgoing(version, to=version - 1 if delta else None)
 
-    ways = [(streamed, through_back_buffer), (streamed, in_place), (copied, through_back_buffer)]
+    ways = [(streamed, through_back_buffer), (streamed, onto_device), (streamed, in_place)]
+    ways += [(copied, through_back_buffer)]
     ways += [(copied, through_back_buffer)] if delta else []  # the second copy is a delta to the first
     for version, (out, into) in enumerate(ways, 1):
         source = sources[version % len(sources)]
@@ -238,7 +245,7 @@ def _peer(link: BroadcastLink, nbytes: int) -> str:
     kind = kind_of(link.device)
     kind.make_current(torch.device(link.device, 1))
     receiver = BroadcastReceiver(link, 0, HOST)
-    buffer = BackBuffer(_flat_manifest(nbytes), pin=kind.pin)
+    buffer = BackBuffer(_flat_manifest(nbytes), pin=kind.pin, device=torch.device(link.device, 1))
     answer = "the same bits"
 
     def receive(version: int, incoming: IncomingWeights) -> None:
@@ -248,7 +255,7 @@ def _peer(link: BroadcastLink, nbytes: int) -> str:
     for version in (1, 2):
         buffer.fill(version, partial(receive, version))
         ((_, arrived),) = buffer.windows(nbytes)
-        if not torch.equal(arrived, payload(version, nbytes, "cpu")):
+        if not torch.equal(arrived.cpu(), payload(version, nbytes, "cpu")):
             answer = f"other bytes than were sent as version {version}"
         buffer.loaded()
     receiver.close()
@@ -279,10 +286,10 @@ def _updated(setting: Setting, name: str, shape: Shape) -> Findings:
     noise = torch.Generator(setting.device).manual_seed(0)
     trained = {slot.name: torch.randn(slot.shape, generator=noise, device=setting.device) for slot in manifest.slots}
     target = ServedWeights.of(served, "check").target(manifest)
-    bucket = LARGE_BUCKET if setting.on_gpu else 65_536
+    here, bucket = torch.device(setting.device), LARGE_BUCKET if setting.on_gpu else 65_536
     ways = {
-        "beside decoding": BackBuffer(manifest, pin=kind_of(setting.device).pin),
-        "over the weights": InPlace(manifest, target, window=bucket, pinned=setting.on_gpu),
+        "beside decoding": BackBuffer(manifest, pin=kind_of(setting.device).pin, device=here),
+        "over the weights": InPlace(manifest, target, window=bucket, pinned=setting.on_gpu, device=here),
     }
     with meeting(WITHIN_PROCESS, setting, manifest, 40.0) as ends:
         for version in range(1, 1 + UPDATES * len(ways)):
