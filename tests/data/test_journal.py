@@ -16,7 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
-from headway.data.journal import CompletionJournal, JournalWriter, Record, block_of, records, segments
+from headway.data.journal import (
+    OPEN_BLOCKS,
+    CompletionJournal,
+    JournalWriter,
+    Record,
+    block_of,
+    records,
+    segments,
+)
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId
 
 values = st.dictionaries(st.text(max_size=5), st.integers(-5, 5) | st.text(max_size=8), max_size=3)
@@ -184,3 +192,35 @@ def test_what_another_episode_worker_writes_later_is_found_after_it_was_lost(jou
     assert recalled(second, request()) is None, "files are read once"
     second.reread(6)
     assert recalled(second, request()) is not None
+
+
+def test_of_two_lives_the_later_one_has_the_higher_number_in_whatever_block(tmp_path: Path):
+    """A batch is written in the block of its oldest group, which may be another one in another life."""
+    for block, life in ((1, "first"), (1, "second"), (2, "third"), (0, "fourth")):
+        one = writer(tmp_path, "driver")
+        one.append(4 * block, [Record({"life": life})])
+        one.close()
+    found = [record.values["life"] for path in segments(tmp_path, "driver") for record in records(path)]
+    assert found == ["first", "second", "third", "fourth"]
+
+
+def test_a_block_that_is_written_again_after_many_others_goes_on_in_its_file(tmp_path: Path):
+    one = writer(tmp_path)
+    for block in [*range(OPEN_BLOCKS + 4), 0, 1]:
+        one.append(4 * block, [Record({"block": block})])
+    one.close()
+    assert len(segments(tmp_path)) == OPEN_BLOCKS + 4
+    assert [record.values["block"] for record in records(tmp_path / "episode-worker-0.0.0")] == [0, 0]
+
+
+def test_a_call_is_found_whoever_asked_for_it_with_another_context_later(journals):
+    first, second = journals
+    first.append(6, request(), "rollout-1", completion(4, 9))
+    second.append(6, request(ids=(7, 8)), "rollout-0", completion(5))
+    _, found = recalled(second, request())
+    assert found.tokens.ids.tolist() == [4, 9]
+
+
+def test_a_validation_reads_no_files(journals, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headway.data.journal.segments", lambda *_, **__: pytest.fail("files were looked for"))
+    assert recalled(journals[1], replace(request(), priority=Priority.VALIDATION)) is None

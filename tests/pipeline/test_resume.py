@@ -6,11 +6,13 @@ import json
 from dataclasses import replace
 from fractions import Fraction
 from math import floor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
+from headway.errors import NothingToTrain
 from headway.events import (
     BatchTaken,
     CriticStepped,
@@ -23,9 +25,16 @@ from headway.events import (
     ValidationFinished,
     VersionReached,
 )
+from headway.pipeline.admission.ledger import Fate, Ledger
+from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.admission.run_journal import RunJournal
+from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.run import Status
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.pipeline.cases import TICK, Case, cases, for_each
 from tests.pipeline.fake_policies import FakeCritic
+from tests.pipeline.fakes import FakeReward, FakeSource, fails
 from tests.pipeline.kills import check_history, run_with_kills
 from tests.pipeline.scenario import Run, Scenario
 from tests.tiers import a_share_and_all, enough
@@ -323,3 +332,37 @@ def test_with_a_journal_open_groups_keep_their_numbers_and_batches_are_what_they
 
     for_each(st.tuples(st.one_of(cases(save_freq=1), cases(save_freq=2)), kills), share * 100, check)
     assert repeated > enough(15, share), "batches that are never repeated prove nothing"
+
+
+def test_groups_that_failed_in_a_row_do_not_end_the_resumed_run_at_once(tmp_path: Path):
+    scenario = Scenario("async_stale", sections=SAVES, journal=tmp_path / "journal")
+    down = FakeReward(lambda prompt: fails("down") if prompt.row >= 48 else [0.0, 1.0])
+    failed = replace(scenario, reward=down).run()
+    assert isinstance(failed.error, NothingToTrain)
+    state = json.loads(json.dumps(failed.trainer.saved[-1][1]))
+    rest = resumed(scenario, state)
+    assert rest.status is Status.COMPLETED
+
+
+def test_failed_episodes_of_a_group_that_ended_are_counted_once(tmp_path: Path):
+    """The checkpoint's ledger has them, as the group was made before it, and ended behind it."""
+    config = Scenario("async_stale", n=4).config
+    made = FakeSource(8, 1).next()
+
+    def life() -> RunState:
+        staleness = Staleness(Fraction(1), config.groups_per_version, 1, None, loaded={"rollout-0": 0})
+        journal = RunJournal(tmp_path, config)
+        return RunState(staleness, Ledger(4), MessageQueue(staleness), lambda _: None, journal=journal)
+
+    async def main() -> None:
+        first, second = life(), life()
+        first.journal.boundary(0, 0)
+        number = first.admit(made)
+        first.ledger.episodes_failed(number, 3)
+        saved = json.loads(json.dumps(first.state()))
+        first.discard(number, Fate.FAILED, "no answer")
+        second.restore(saved, open_prompts=[made], again=[], eta_now=Fraction(1))
+        assert second.ended_before(second.admit(made), made)
+        assert second.ledger.episode_counts()["failed"] == first.ledger.episode_counts()["failed"] == 4
+
+    run_virtual(main())

@@ -1,6 +1,7 @@
 """The journal: what a run has finished, appended to files as it happens, for the process that resumes the run.
 
-    RUN/journal/WRITER.BLOCK.LIFE     of one writer in one life of its process, on the groups of one block of numbers
+    RUN/journal/WRITER.BLOCK.LIFE     of one writer in one life of its process, on the groups of one block of numbers;
+                                      a later life has a higher number, in whatever block
 
     record: length, CRC-32 │ header: one line of JSON │ bytes
 
@@ -95,6 +96,7 @@ class JournalWriter:
         """``sync_s``: most seconds from a record until the disk has it; None: whenever the system writes it."""
         self.directory, self.groups_per_block = directory, groups_per_block
         self._name, self._sync_s = name, sync_s
+        self._life = 1 + max((int(path.suffix[1:]) for path in segments(directory, name)), default=-1)
         self._files: dict[int, tuple[int, int]] = {}
         """Descriptor and length of each block's file."""
         self._unsynced: set[int] = set()
@@ -131,9 +133,9 @@ class JournalWriter:
         if block not in self._files:
             if len(self._files) >= OPEN_BLOCKS:
                 self._close(min(self._files))
-            life = 1 + max((int(path.suffix[1:]) for path in segments(self.directory, self._name, block)), default=-1)
-            path = self.directory / f"{self._name}.{block}.{life}"
-            self._files[block] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666), 0
+            path = self.directory / f"{self._name}.{block}.{self._life}"
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._files[block] = file, os.fstat(file).st_size
         return self._files[block]
 
     def _close(self, block: int) -> None:
@@ -164,7 +166,7 @@ class CompletionJournal:
     def __init__(self, writer: JournalWriter) -> None:
         self._writer = writer
         self._found: dict[int, dict[tuple[int, ...], Record]] = {}
-        """What earlier processes wrote, by block, then by trajectory and call."""
+        """What earlier processes wrote, by block, then by trajectory, call, and how it was asked for."""
         self._sampling: tuple[SamplingParams | None, bytes] = None, b""
         """The sampling that was described last, and its description."""
 
@@ -196,15 +198,15 @@ class CompletionJournal:
         """Return the replica and the result of a call of group ``number`` that was finished before; None where it was
         not, or was asked for with another context or other sampling.
         """
+        if request.priority is not Priority.TRAINING:
+            return None
         block = number // self._writer.groups_per_block
         if (found := self._found.get(block)) is None:
             if len(self._found) >= OPEN_BLOCKS:
                 del self._found[min(self._found)]
             found = self._found[block] = self._read(block)
-        if not found or request.priority is not Priority.TRAINING:
-            return None
-        record = found.get((*request.trajectory, request.key))
-        if record is None or record.values["asked"] != self._asked(request):
+        record = found.get((*request.trajectory, request.key, self._asked(request))) if found else None
+        if record is None:
             return None
         ids, logprobs, versions = np.frombuffer(record.data, np.int32).reshape(3, -1)
         now = asyncio.get_running_loop().time()
@@ -224,7 +226,7 @@ class CompletionJournal:
 
     def _read(self, block: int) -> dict[tuple[int, ...], Record]:
         return {
-            (*record.values["trajectory"], record.values["key"]): record
+            (*record.values["trajectory"], record.values["key"], record.values["asked"]): record
             for path in segments(self._writer.directory, block=block)
             for record in records(path)
             if record.values["kind"] == "completion"

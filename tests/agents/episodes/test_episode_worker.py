@@ -418,3 +418,21 @@ def test_finished_calls_of_a_lost_worker_are_not_asked_for_again(tmp_path: Path)
         assert (of_second.text, of_second.replica, of_second.version_spans) == ("5 1", "b", [[0, 4]])
 
     run_virtual(main())
+
+
+def test_groups_of_a_lost_worker_are_looked_for_in_one_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A block's files may be large, and its groups many."""
+    read, reads = CompletionJournal._read, []
+    monkeypatch.setattr(CompletionJournal, "_read", lambda self, block: reads.append(block) or read(self, block))
+    journal = CompletionJournal(JournalWriter(tmp_path, "other", groups_per_block=4, sync_s=None))
+
+    async def main() -> None:
+        engine = ScriptedEngine("a", slots=64)
+        async with worker_of(engine, journal=journal) as worker:
+            asked = Asked(worker, [replace(request(number), again=True) for number in (4, 5, 6, 8)])
+            await settle()
+            engine.finish_all()
+            await asked.task
+
+    run_virtual(main())
+    assert reads == [1, 2]

@@ -127,9 +127,11 @@ class EpisodeWorker:
         inbox: asyncio.Queue[Group | HeadwayError] = asyncio.Queue()
         groups = [_OpenGroup(request, inbox, Affinity(on), request.episodes) for request in requests]
         missing = len(groups)
+        if self._journal is not None:  # before the first is started: the files of several groups are read once
+            for request in requests:
+                if request.again:
+                    self._journal.reread(request.number)
         for group in groups:
-            if group.request.again and self._journal is not None:
-                self._journal.reread(group.request.number)
             if self._held is not None and _trains(group):
                 self._held[group] = None
             else:

@@ -221,9 +221,10 @@ class RunState:
         if end is None:
             return False
         fate, reason, failed = end
-        if failed:
+        if failed := failed - self.ledger.failed_episodes(number):  # else the checkpoint's ledger has them
             self.ledger.episodes_failed(number, failed)
-        self.discard(number, fate, reason)
+        # Not `discard`: it says so already, and what once failed in a row must not end the resumed run, too.
+        self._end_early(number, fate, reason)
         return True
 
     def discard(self, number: int, fate: Fate, reason: str) -> None:
