@@ -74,6 +74,8 @@ class DeviceKind(Protocol):
     flex_attention: bool
     """True where attention over packed lines is FlexAttention, compiled for the device; without, all of its scores are
     in memory at once, but on CPUs, which have kernels of their own."""
+    compiles_kernels: bool = False
+    """True where Triton compiles kernels for the devices."""
     varlen_attention: bool
     """True where torch may have FlashAttention over sequences of different lengths; the native engine tries it."""
 
@@ -272,7 +274,7 @@ class Cuda(Accelerator):
     profiled_as = "cuda"
     pins_host_memory = True
     flex_attention = True
-    varlen_attention = True
+    compiles_kernels = varlen_attention = True
 
     amd = Path("/dev/kfd")
     nvidia = (Path("/proc/driver/nvidia"), Path("/dev/nvidiactl"), Path("/dev/dxg"))

@@ -85,13 +85,13 @@ def test_operations_of_a_decode_step_beyond_those_of_its_layers_are_few() -> Non
     few, many = decode_step(2), decode_step(4)
     of_layer = (many.operations - few.operations) // 2
     assert of_layer <= 15, many.names
-    assert few.operations - 2 * of_layer <= 40, few.names
+    assert few.operations - 2 * of_layer <= 23, few.names
 
 
-def test_sampling_with_top_p_adds_few_operations_to_a_decode_step() -> None:
+def test_sampling_with_top_p_adds_no_operation_to_a_decode_step() -> None:
     plain, filtered = decode_step(2), decode_step(2, SamplingParams(50, top_p=0.95))
-    assert filtered.operations - plain.operations <= 10, filtered.names
-    assert filtered.names.get("sort", 0) <= 1
+    assert filtered.operations == plain.operations, filtered.names
+    assert "sort" not in filtered.names
 
 
 def test_a_decode_step_attends_once_in_each_layer() -> None:

@@ -9,6 +9,8 @@ Shape suffixes: A rows of the batch, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,14 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from headway.data.interfaces.rollout import SamplingParams
-from headway.devices import to_device
+from headway.devices import kind_of, to_device
+from headway.errors import said_by
 
-BLOCK = 256
-"""Tokens of the vocabulary that `inverse_cdf_in_blocks` sums at once."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -122,6 +123,14 @@ def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor)
         Tokens [A] int64, and their log-probs [A] float32 (nats) under the distribution that they were sampled from:
         after all that `SamplingParams` lists; for greedy rows, without temperature and filters.
     """
+    if has_kernel(logits.device):
+        from headway.engines.rollout.native.sampling_kernel import sample_rows
+
+        s = sampling
+        drawn: tuple[torch.Tensor, torch.Tensor] = sample_rows(
+            _adjusted(logits, s), uniform, s.temperature, s.top_k, s.top_p, s.min_p, s.greedy
+        )
+        return drawn
     logprobs = behaviour_logprobs(logits, sampling)
     tokens = inverse_cdf(logprobs, uniform)
     if sampling.greedy is not None:
@@ -134,13 +143,7 @@ def behaviour_logprobs(logits: torch.Tensor, sampling: BatchSampling) -> torch.T
 
     The steps that `SamplingParams` lists are applied in that order, each to the result of the one before.
     """
-    logits = logits.float()
-    if sampling.biased is not None and sampling.bias is not None:
-        rows, tokens = sampling.biased
-        logits = logits.index_put((rows, tokens), logits[rows, tokens] + sampling.bias)
-    if sampling.penalty is not None and sampling.seen is not None:
-        penalised = torch.where(logits > 0, logits / sampling.penalty, logits * sampling.penalty)
-        logits = torch.where(sampling.seen, penalised, logits)
+    logits = _adjusted(logits.float(), sampling)
     if sampling.temperature is not None:
         logits = logits / sampling.temperature
     if sampling.min_p is not None:
@@ -150,6 +153,56 @@ def behaviour_logprobs(logits: torch.Tensor, sampling: BatchSampling) -> torch.T
     if sampling.top_k is not None or sampling.top_p is not None:
         logits = _filtered(logits, sampling.top_k, sampling.top_p)
     return torch.log_softmax(logits, -1)
+
+
+def _adjusted(logits: torch.Tensor, sampling: BatchSampling) -> torch.Tensor:
+    """Logits [A, V] with biases and penalties, in float32 if there are any."""
+    if sampling.biased is not None and sampling.bias is not None:
+        rows, tokens = sampling.biased
+        logits = logits.float()
+        logits = logits.index_put((rows, tokens), logits[rows, tokens] + sampling.bias)
+    if sampling.penalty is not None and sampling.seen is not None:
+        logits = logits.float()
+        penalised = torch.where(logits > 0, logits / sampling.penalty, logits * sampling.penalty)
+        logits = torch.where(sampling.seen, penalised, logits)
+    return logits
+
+
+@functools.cache
+def has_kernel(device: torch.device) -> bool:
+    """Tell whether a batch is sampled by one kernel there (see `sampling_kernel`). Logs why not, where it might."""
+    if not kind_of(device).compiles_kernels:
+        return False
+    noise = torch.Generator().manual_seed(0)
+    logits, uniform = torch.randn(4, 9000, generator=noise), torch.rand(4, dtype=torch.float64, generator=noise)
+    rows = [
+        SamplingParams(1),
+        SamplingParams(1, 0.7, top_p=0.8),
+        SamplingParams(1, top_k=9),
+        SamplingParams(1, min_p=0.1),
+    ]
+    cpu = torch.device("cpu")
+    expected = sample(logits, BatchSampling.of(rows, logits.shape[1], cpu), uniform)
+    try:
+        from headway.engines.rollout.native.sampling_kernel import sample_rows
+
+        s = BatchSampling.of(rows, logits.shape[1], device)
+        on_device = sample_rows(
+            logits.to(device), uniform.to(device), s.temperature, s.top_k, s.top_p, s.min_p, s.greedy
+        )
+        wrong = max(
+            float((ours.cpu().float() - of.float()).abs().max()) for ours, of in zip(on_device, expected, strict=True)
+        )
+    except Exception as cause:  # Triton's own errors are of no common kind, and it may be missing
+        logger.warning(
+            "tokens are sampled by many operations on %s: one kernel cannot be had (%s)", device, said_by(cause)
+        )
+        return False
+    if not wrong <= 1e-3:
+        logger.warning(
+            "tokens are sampled by many operations on %s: what one kernel gives differs by %.2g", device, wrong
+        )
+    return wrong <= 1e-3
 
 
 def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
@@ -174,31 +227,10 @@ def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     The cumulative sum is taken in float64 and scaled by its own end, so that it cannot stop short of the uniform.
     """
     probs = logprobs.exp()
-    if probs.device.type != "cpu":
-        return inverse_cdf_in_blocks(probs, uniform)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[1] - 1)
     return tokens.squeeze(1)
-
-
-def inverse_cdf_in_blocks(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Compute `inverse_cdf` of probabilities [A, V] on a GPU: find the block of the vocabulary first, then the token.
-
-    A scan over the whole vocabulary has one thread block per row: 290 µs of a 2.4 ms step on an H200. The two sums may
-    differ in the last bit and land on a token of probability zero; the most likely token stands in there.
-    """
-    blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    sums = blocks.sum(-1, dtype=torch.float64)
-    ends = sums.cumsum(-1)
-    threshold = (uniform * ends[:, -1]).unsqueeze(1)
-    block = torch.searchsorted(ends, threshold, right=True).clamp_(max=sums.shape[1] - 1)
-    rest = threshold - (ends - sums).gather(1, block)
-    within = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
-    place = torch.searchsorted(within, rest, right=True).clamp_(max=BLOCK - 1)
-    tokens = (block * BLOCK + place).clamp_(max=probs.shape[1] - 1)
-    possible = probs.gather(1, tokens) > 0
-    return torch.where(possible, tokens, probs.argmax(-1, keepdim=True)).squeeze(1)
 
 
 class SeenTokens:
