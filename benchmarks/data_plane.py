@@ -20,8 +20,9 @@ import numpy as np
 from benchmarks.runner import memory_of_process, parser, timed
 from benchmarks.table import report
 from headway.cluster.machine.batch_cache import BatchCache
-from headway.cluster.machine.token_files import BYTES_PER_TOKEN, SHARED_MEMORY, TokenFiles, TokenPlace, read_rows
+from headway.cluster.machine.token_files import SHARED_MEMORY, TokenFiles, TokenPlace, read_rows
 from headway.config.sections.learning import AlgorithmConfig
+from headway.config.sizing.run_memory import BYTES_PER_TOKEN
 from headway.data.assignment import Cost, assign, split
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams

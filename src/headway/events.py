@@ -350,6 +350,23 @@ class EpisodeWorkerLost(Event):
     reason: str
 
 
+@event("trainer.lost")
+class TrainerLost(Event):
+    """Event: a training rank died or does not move; all ranks are started again."""
+
+    reason: str
+
+
+@event("trainer.restarted", "span")
+class TrainerRestarted(Event):
+    """Event: the trainer stands where it stood when it was lost, at the beginning of ``span``."""
+
+    version: int
+    batches: int
+    """Number of batches since the newest checkpoint that it was trained on again."""
+    span: Span
+
+
 @event("lease.changed", "asked")
 class LeaseChanged(Event):
     """Event: shared devices went to ``holder``, ``train`` or ``generate``. The hand-over began at ``asked``."""

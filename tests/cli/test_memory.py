@@ -37,8 +37,9 @@ def test_the_table_has_eighty_columns_and_a_sum_for_each_kind_of_process(recipe:
         "trainer rank × 4",
         "replica × 1",
         "machine with replicas × 1",
+        "machine with episode workers × 1",
     ]
-    assert sum(line.startswith("  at most") for line in lines) == 3
+    assert sum(line.startswith("  at most") for line in lines) == 4
     for name in ("weights, float32", "weights of the reference", "copy of what is sent", "keys and values"):
         assert any(line.startswith(f"  {name}") for line in lines), name
 

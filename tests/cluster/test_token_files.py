@@ -161,10 +161,16 @@ def test_files_are_in_memory_unless_that_has_too_little_room(
 
 
 def test_the_bytes_of_what_may_wait_grow_with_staleness() -> None:
-    one, two = (Config(async_training={"staleness_threshold": eta}) for eta in (0, 1))  # type: ignore[arg-type]
+    def of(eta: int, **trainer: int) -> Config:
+        return Config.model_validate({"async_training": {"staleness_threshold": eta}, "trainer": trainer})
+
+    one, two = of(0, max_restarts=0), of(1, max_restarts=0)
     group = (one.rollout.n + 1) * (one.data.max_prompt_length + one.data.max_response_length) * 13
     assert token_bytes(one) == (one.groups_per_version + one.groups_per_batch) * group
     assert token_bytes(two) == (2 * two.groups_per_version + two.groups_per_batch) * group
+    kept = token_bytes(of(1, save_freq=5)) - token_bytes(two)
+    assert kept == 10 * one.groups_per_version * group, "what is trained on again waits for two checkpoints at the most"
+    assert token_bytes(of(1, save_freq=-1)) == token_bytes(two)
 
 
 async def test_files_of_groups_that_the_driver_has_forgotten_are_removed_here_or_by_their_episode_worker(

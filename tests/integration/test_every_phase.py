@@ -423,7 +423,7 @@ def test_a_process_that_is_killed_in_a_phase_ends_the_run_in_the_same_way_on_ray
     monkeypatch.setattr(RayWorker, "call", noted_call)
     monkeypatch.setattr(RayPeer, "each", noted_each)
     settings = ("cluster.backend=ray", "rollout.total_rollout_steps=8", "param_update.timeout_s=20")
-    done = headway_train(recipe, run_dir, *settings, "cluster.max_replica_restarts=0")
+    done = headway_train(recipe, run_dir, *settings, "cluster.max_replica_restarts=0", "trainer.max_restarts=0")
     check_end_by_death(done, run_dir, victim, saved=False)
     assert f"its process (pid {pids[victim]}) ended during " in done.stderr
     assert f"Its log: {run_dir}/logs/{victim}.log. If the log does not tell why, " in done.stderr

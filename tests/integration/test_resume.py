@@ -127,7 +127,7 @@ def test_a_run_with_restarts_ends_as_one_that_nothing_happened_to(
 ) -> None:
     """Starts Ray twice, and processes that import torch. With one restart, of which one is needed."""
     run_dir = tmp_path / "run"
-    settings = ("trainer.save_freq=1", "cluster.backend=ray", f"run.dir={run_dir}")
+    settings = ("trainer.save_freq=1", "trainer.max_restarts=0", "cluster.backend=ray", f"run.dir={run_dir}")
     attending = start("-m", "headway", "train", str(recipe), *settings, "--restarts", "1")
     wait_for(REACHED, attending, run_dir, times=3)
     (driver,) = children_of(attending.pid)
@@ -172,6 +172,27 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     assert "resuming from the checkpoint of version 1" in output
     assert weights(run_dir / "model") == weights(undisturbed / "model")
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["version_3", "version_4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_training_rank_that_is_lost_is_started_again_inside_the_run_bit_for_bit(
+    recipe: Path, undisturbed: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    """Starts Ray, and a training rank twice. The loss comes two batches after the last checkpoint."""
+    run_dir = tmp_path / "run"
+    settings = ("trainer.save_freq=3", "cluster.backend=ray", "cluster.stall_timeout_s=60", "param_update.timeout_s=30")
+    process = start("-m", "headway", "train", str(recipe), *settings, f"run.dir={run_dir}")
+    wait_for(REACHED, process, run_dir, times=3)
+    os.kill(next(pid for pid in descendants(process.pid) if "actor-0" in title(pid)), how)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "the trainer is back at version" in output
+    assert weights(run_dir / "model") == weights(undisturbed / "model")
+    told, expected = summary(run_dir), summary(undisturbed)
+    assert (told["trainer_restarts"], told["resumed"], told["balanced"]) == (1, 0, True)
+    assert (told["groups"], told["eval"]) == (expected["groups"], expected["eval"])
+    assert len(events(run_dir, "trainer.lost")) == 1
 
 
 def children_of(pid: int) -> list[int]:

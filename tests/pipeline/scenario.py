@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from headway.events import (
 )
 from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet
+from headway.pipeline.recovery.trainer_restarts import RestartableTrainer
 from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter
 from headway.pipeline.wiring import Parts
@@ -45,6 +47,7 @@ from tests.pipeline.fakes import (
     seeded_lengths,
     validation_prompts,
 )
+from tests.pipeline.mortal_trainer import MortalTrainer
 
 E = TypeVar("E", bound=Event)
 
@@ -265,6 +268,8 @@ class Scenario:
     """Makes what episodes are made by; None for single answers."""
     samples: SampleOutlet | None = None
     """Where samples go; None for a run without any."""
+    trainer_start_s: float | None = None
+    """What it takes to start a trainer in the place of one that is lost; None where none can be started."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -310,7 +315,8 @@ class Scenario:
         """`run`, on whatever loop there is."""
         transport = SimulatedTransport(self.update)
         rollouts = [self.replica(f"rollout-{i}", transport) for i in range(self.replicas)]
-        trainer = FakeTrainer(transport, update=self.update, **self.trainer)
+        made = FakeTrainer if self.trainer_start_s is None else MortalTrainer
+        trainer = made(transport, update=self.update, **self.trainer)
         recorder = Recorder()
         hosting = None if self.hosting is None else self.hosting(self.config)
         run: Run
@@ -347,6 +353,11 @@ class Scenario:
             if self.episode_worker_start_s is None
             else lambda lost: self._replace_episode_worker(run, lost),
             watch=(lambda: self._watch(run)) if self.watched else None,
+            restartable_trainer=None
+            if not isinstance(trainer, MortalTrainer)
+            else RestartableTrainer(
+                lambda: [trainer], trainer.died, partial(trainer.restart, self.trainer_start_s or 0.0)
+            ),
             workers=lambda: [trainer],
             journal=None if self.journal is None else RunJournal(self.journal, self.config),
             samples=self.samples,

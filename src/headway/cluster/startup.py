@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,9 +43,10 @@ from headway.cluster.worker_engines import (
 )
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup, proxy
 from headway.cluster.worker_plan import ClusterPlan, Rank, plan_cluster, trainer_alone
-from headway.cluster.workers import Cluster, Replacements, Workers
+from headway.cluster.workers import Cluster, Replacements, Workers, any_dies
 from headway.config.schema import Config
 from headway.config.sizing.placement import CRITIC, LOGP, REF, concurrent, resolve_placement
+from headway.config.sizing.run_memory import restarts_trainer
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.data.assignment import Cost
@@ -55,9 +56,10 @@ from headway.data.interfaces.weights import PolicyReceiver
 from headway.devices import kind_of
 from headway.engines.weights.protocols import Address
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import ConfigError
+from headway.errors import ConfigError, StallError
 from headway.models.model_folder import hidden_size
 from headway.pipeline.admission.pipeline_state import now
+from headway.pipeline.recovery.trainer_restarts import RestartableTrainer
 from headway.runtime.task_groups import both, concurrently
 
 T = TypeVar("T")
@@ -110,6 +112,7 @@ class Startup:
         self._run_dir = run_dir
         self._tell = tell
         self._pending: dict[str, None] = {}
+        self._restarts = 0
         workers = sum(len(devices) for devices in resolve_placement(config).devices.values())
         self.timeouts = Timeouts.of(config, model_nbytes(model_path), workers=workers)
         """Time limits of the run, which follow what is known and measured by now."""
@@ -226,6 +229,13 @@ class Startup:
                 others=[spec.device for spec in plan.workers if spec.role in (RolloutRole, FusedRole)],
             )
             alone |= self._registered(episode_workers_replaced, EpisodeWorkerRole, launched)
+        restartable: RestartableTrainer | None = None
+        if isinstance(paths, WeightSync) and restarts_trainer(self._config):
+            restart = partial(self._restart_trainer, launched, groups.actor, paths, list(manifests))
+            restartable = RestartableTrainer(
+                lambda: groups.actor.workers, lambda: any_dies(self._cluster, groups.actor.workers), restart
+            )
+            alone |= {spec.name for spec in plan.workers if spec.role is ActorRole}
         critic = groups.actor if CRITIC in plan.on_trainer_ranks else groups.critic
         reference = groups.actor if REF in plan.on_trainer_ranks else groups.ref
         train = TrainGroup(groups.actor, paths, with_returns=critic is not None)
@@ -239,6 +249,8 @@ class Startup:
             critic=None if critic is None else critic_of(critic),
             receivers=apart,
             on_trainer_ranks=plan.on_trainer_ranks,
+            restartable=restartable,
+            ranks=lambda: groups.actor.workers,
             needed=[worker for name, worker in workers.items() if name not in alone],
             cluster=self._cluster,
             timeouts=self.timeouts,
@@ -249,6 +261,39 @@ class Startup:
             episode_workers_replaced=episode_workers_replaced,
             undo=launched.undo,
         )
+
+    async def _restart_trainer(
+        self, launched: Launched, actor: WorkerGroup, exchange: WeightSync, dtypes: Sequence[str]
+    ) -> None:
+        """End the trainer's ranks and start others in their bundles, with the initial model. Receivers meet them at the
+        next update.
+
+        Raises `StallError` if they are not up within `Timeouts.start_s`.
+        """
+        self._restarts += 1
+        self._pending.clear()
+        try:
+            async with asyncio.timeout(self.timeouts.start_s):
+                await self._wait(f"{actor.name} to end", _all_killed(actor.workers))
+                workers = []
+                for spec in launched.plan.workers:
+                    if spec.role is ActorRole:
+                        name = f"{spec.name}+{self._restarts}"
+                        device = await self._wait(f"a device for {name}", self._cluster.find_place(spec))
+                        workers.append(self._cluster.launch(replace(spec, name=name, device=device)))
+                        launched.undo.push_async_callback(workers[-1].kill)
+                actor.consist_of(workers)
+                await concurrently(self._wait(f"{worker.name} to start", worker.up()) for worker in workers)
+                store: Address = await self._wait(f"{workers[0].name} to open a store", _result(actor.open_store))
+                await self._wait(f"{actor.name} to load the model", _result(actor.build, store))
+                for dtype in dtypes:
+                    await self._wait(f"{actor.name} to prepare updates", _result(actor.open_route, dtype))
+        except TimeoutError:
+            raise StallError(
+                f"the trainer was not up again within {self.timeouts.start_limit()}: the driver waited for "
+                f"{self.waiting_for}"
+            ) from None
+        exchange.trainer_restarted(store)
 
     def _registered(self, replacements: Replacements[Any], role: type, launched: Launched) -> set[str]:
         """Make the launched workers of ``role`` known to ``replacements``. Returns their names."""
@@ -438,6 +483,10 @@ def _group(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost, inner: int
         logp=group(LogpRole, plan.logp, inner) if plan.logp else None,
         critic=group(CriticRole, plan.critic, inner) if plan.critic else None,
     )
+
+
+async def _all_killed(workers: Sequence[Worker]) -> None:
+    await concurrently(worker.kill() for worker in workers)
 
 
 async def _result(method: Callable[..., Awaitable[T]], *args: Any) -> T:

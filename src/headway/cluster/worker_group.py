@@ -255,8 +255,7 @@ class WorkerGroup:
             raise ValueError(f"a group of {role.__name__} needs at least one worker")
         if len(workers) % inner:
             raise ValueError(f"a group of {role.__name__} needs a multiple of {inner} workers, got {len(workers)}")
-        self.workers = tuple(workers)
-        self._meshes = [self.workers[first : first + inner] for first in range(0, len(workers), inner)]
+        self._inner = inner
         self._role = role
         self._methods = registered(role)
         self._cost = cost or Cost()
@@ -264,6 +263,13 @@ class WorkerGroup:
         """Data rank of each episode of the batch that has begun; None without one."""
         self._batch = 0
         """Number of batches that have begun."""
+        self.consist_of(workers)
+
+    def consist_of(self, workers: Sequence[Worker]) -> None:
+        """Consist of other ``workers`` from now on, in the places of those so far; no batch has begun on them."""
+        self.workers = tuple(workers)
+        self._meshes = [self.workers[first : first + self._inner] for first in range(0, len(workers), self._inner)]
+        self._owners = None
 
     @property
     def name(self) -> str:

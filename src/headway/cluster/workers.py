@@ -27,6 +27,7 @@ from headway.data.interfaces.rollout import RolloutEngine
 from headway.data.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.errors import HeadwayError, StallError
+from headway.pipeline.recovery.trainer_restarts import RestartableTrainer
 from headway.runtime.progress import Living
 from headway.runtime.task_groups import concurrently
 
@@ -177,6 +178,10 @@ class Workers:
     """Workers that hold a copy of the policy and generate nothing."""
     on_trainer_ranks: frozenset[str]
     """Roles, of ``ref``, ``logp`` and ``critic``, that run on the trainer's ranks."""
+    restartable: RestartableTrainer | None
+    """The trainer's ranks where they can be started again; None where they are among ``needed``."""
+    ranks: Callable[[], Sequence[Worker]]
+    """Function that returns the trainer's ranks of now."""
     needed: Sequence[Worker]
     """Workers each of which the run cannot go on without, for supervision."""
     cluster: Cluster
@@ -201,15 +206,23 @@ class Workers:
     def living(self) -> list[Living]:
         """Return every worker once, for heartbeats. A replica in the process of a training rank counts as that rank."""
         replicas = self.rollouts if self.replicas_replaced is not None else ()
-        return [*self.needed, *replicas, *(self.episode_workers if self.episode_workers_replaced is not None else ())]
+        return [
+            *self._computing,
+            *replicas,
+            *(self.episode_workers if self.episode_workers_replaced is not None else ()),
+        ]
 
     def profiled(self, *, replicas: bool) -> list[ProfiledProcess]:
         """Return the processes that compute, once each: those of the ranks and, with ``replicas``, of their engines."""
         episode_workers = {episode_worker.name for episode_worker in self.episode_workers}
-        computing = [worker for worker in self.needed if worker.name not in episode_workers]
+        computing = [worker for worker in self._computing if worker.name not in episode_workers]
         if replicas:
             computing += [replica.worker for replica in self.rollouts]
         return profiled(computing, separate_processes=self.cluster.separate_processes)
+
+    @property
+    def _computing(self) -> list[Worker]:
+        return [*(() if self.restartable is None else self.ranks()), *self.needed]
 
     async def close(self) -> None:
         """End all workers and leave the cluster; returns when no process is left. A second call does nothing."""

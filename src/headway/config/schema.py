@@ -384,6 +384,10 @@ class TrainerConfig(Section):
     """Versions between two checkpoints; -1: only at the end, and a run that is killed before cannot be resumed."""
     max_actor_ckpt_to_keep: Positive | None = 2
     """Checkpoints that are kept, the newest ones, each with its critic's; null: all."""
+    max_restarts: NonNegative = 3
+    """Most times that training ranks are started again in the course of a run, where one is lost, and trained again on
+    the batches since the newest checkpoint. With 0, shared devices, a critic, or ``save_freq: -1`` a loss ends the run.
+    """
 
 
 class ClusterConfig(Section):

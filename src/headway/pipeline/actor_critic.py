@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from headway.config.schema import Config
+from headway.data.assignment import GroupId
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.training import (
     AdvantageFn,
@@ -42,13 +44,40 @@ COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPR
 """Names of the columns that the loss may read."""
 SHOWN_COLUMNS = (*COLUMNS, ColumnName.VALUES, ColumnName.RETURNS)
 """Names of the columns that a group brings whose rows are shown."""
+OnPrepared = Callable[[TrainBatch], Awaitable[object]]
+
+
+@dataclass(slots=True)
+class LearnedBatch:
+    """Batch that the trainer is trained on, and has to be again where a rank is lost before the next checkpoint."""
+
+    batch: TrainBatch
+    lags: Mapping[int, int]
+    """Number → lag of each group."""
+    given: Collection[str]
+    """Names of the columns that the batch has from other ranks."""
+    steps: list[tuple[StepContext, bool]] = field(default_factory=list)
+    """Context of each optimizer step that was made, and whether it was skipped."""
+    is_over: bool = False
+    """True once all steps were made."""
+
+    def end(self) -> None:
+        """Note that all steps were made. Columns of the trainer's own ranks are given up: they compute them again."""
+        self.is_over = True
+        for group in self.batch.groups:
+            for name in group.columns.keys() - set(self.given):
+                del group.columns[name]
+
+
+def _silent(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Actor:
     """Policy on the trainer's ranks, with the roles that share them: prepares a train batch and is trained on it.
 
-    await actor.prepare(batch, waiting_for)                 # its columns; the critic is trained, where it is here
-    trained = await actor.train(batch, lags, waiting_for)   # numbers of the groups that changed the weights
+    learned = actor.begin(batch, lags)
+    trained = await actor.learn(learned, waiting_for)   # numbers of the groups that changed the weights
     """
 
     def __init__(
@@ -79,6 +108,9 @@ class Actor:
         self._steps = 0
         self._version, self._steps_of_version = 0, 0
         """Version of the last step, and number of steps of that version."""
+        self.keeps_batches = False
+        """True where batches are kept until the next checkpoint, to be trained on again."""
+        self._learned: list[LearnedBatch] = []
 
     def state(self) -> dict[str, Any]:
         """Return the actor's part of a checkpoint, at a version boundary."""
@@ -88,15 +120,44 @@ class Actor:
         self._steps = state["steps"]
         self._skipped.restore(state["skipped_in_row"])
 
-    async def prepare(self, batch: TrainBatch, waiting_for: WaitingFor) -> None:
+    def begin(self, batch: TrainBatch, lags: Mapping[int, int]) -> LearnedBatch:
+        """Begin a batch. ``lags``: number → lag of each group."""
+        learned = LearnedBatch(batch, lags, frozenset(batch.groups[0].columns))
+        if self.keeps_batches:
+            self._learned.append(learned)
+        return learned
+
+    def since(self, version: int) -> list[LearnedBatch]:
+        """Return the batches that the trainer was trained on, in whole, from ``version`` on."""
+        return [learned for learned in self._learned if learned.is_over and learned.batch.version >= version]
+
+    def forget_before(self, version: int) -> None:
+        """Forget the batches before ``version``, whose checkpoint is complete."""
+        self._learned = [learned for learned in self._learned if learned.batch.version >= version]
+
+    async def learn(
+        self, learned: LearnedBatch, waiting_for: WaitingFor = _silent, on_prepared: OnPrepared | None = None
+    ) -> Collection[int]:
+        """Prepare a batch, and make its optimizer steps; those that were made before are made again, and not reported.
+
+        Returns the numbers of the groups of steps that were not skipped. ``on_prepared`` is called between the two.
+        """
+        await self._prepare(learned.batch, waiting_for, told=not learned.is_over)
+        if on_prepared is not None:
+            await on_prepared(learned.batch)
+        trained = await self._train(learned, waiting_for)
+        learned.end()
+        return trained
+
+    async def _prepare(self, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool) -> None:
         """Set the batch's missing columns, ``advantages`` last, and give it to the critic."""
         critic, columns = self.critic, (ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS, ColumnName.VALUES)
         await self.trainer.begin_batch([samples_of(groups) for groups in batch.mini_batches(self._mini_batch_size)])
         if self._reference is not None:
-            with self._busy("forward", batch, waiting_for):
+            with self._busy("forward", batch, waiting_for, told=told):
                 batch.add(ColumnName.REF_LOGPROBS, await self._reference.forward_logprobs(batch.samples()))
         if self._proximal is not None:
-            with self._busy("forward", batch, waiting_for):
+            with self._busy("forward", batch, waiting_for, told=told):
                 log_probs = await self._proximal.proximal_logprobs(batch.samples(), batch.version)
                 batch.add(ColumnName.PROX_LOGPROBS, log_probs)
         if critic is not None and not critic.own_ranks:
@@ -110,53 +171,63 @@ class Actor:
                 with self._busy("critic", batch, waiting_for):
                     await critic.train(batch)
 
-    async def train(self, batch: TrainBatch, lags: Mapping[int, int], waiting_for: WaitingFor) -> Collection[int]:
-        """Make the optimizer steps of a batch that is prepared. Returns the numbers of the groups of steps that were
-        not skipped. ``lags``: number → lag of each group.
-        """
-        trained: set[int] = set()
-        for epoch in range(self._epochs):
-            for groups in batch.mini_batches(self._mini_batch_size):
-                report = await self._step(batch, groups, waiting_for, first=epoch == 0)
-                self._report_step(report, batch, groups, lags)
-                if not report.skipped:
-                    trained.update(group.number for group in groups)
+    async def _train(self, learned: LearnedBatch, waiting_for: WaitingFor) -> Collection[int]:
+        """Make the optimizer steps of a batch that is prepared."""
+        batch, trained, before = learned.batch, set[int](), list(learned.steps)
+        mini_batches = batch.mini_batches(self._mini_batch_size)
+        for number, groups in enumerate(mini_batches * self._epochs):
+            if number < len(before):
+                context, skipped = before[number]
+                await self.trainer.train_step(self._rows(groups), replace(context, shown=frozenset()))
+            else:
+                skipped = await self._step(learned, groups, waiting_for, first=number < len(mini_batches))
+            if not skipped:
+                trained.update(group.number for group in groups)
         await self.trainer.end_batch()
         return trained
 
-    async def _step(
-        self, batch: TrainBatch, groups: Sequence[Group], waiting_for: WaitingFor, *, first: bool
-    ) -> StepReport:
-        """Make one optimizer step. ``first``: in the first epoch, whose rows are shown where their groups are drawn."""
-        shown = frozenset(group.id for group in groups if first and group.shown)
-        rows = [
+    def _rows(self, groups: Sequence[Group], shown: Collection[GroupId] = ()) -> list[TrainSample]:
+        return [
             sample
             for group in groups
             for sample in group.samples(
                 SHOWN_COLUMNS if group.id in shown else COLUMNS, mask_cut_off=self._mask_cut_off
             )
         ]
+
+    async def _step(
+        self, learned: LearnedBatch, groups: Sequence[Group], waiting_for: WaitingFor, *, first: bool
+    ) -> bool:
+        """Make one optimizer step. Returns whether it was skipped. ``first``: in the first epoch, whose rows are shown
+        where their groups are drawn.
+        """
+        batch = learned.batch
+        shown = frozenset(group.id for group in groups if first and group.shown)
+        rows = self._rows(groups, shown)
         if batch.version != self._version:
             self._version, self._steps_of_version = batch.version, 0
         progress = self._steps_of_version / self._steps_per_version
         context = StepContext(batch.version, progress, self.guard.clip_scale, shown)
         with self._busy("step", batch, waiting_for):
             report = await self.trainer.train_step(rows, context)
+        learned.steps.append((context, report.skipped))
         if (samples := self._state.samples) is not None:
             samples.trained(report.shown)
         self._steps_of_version += 1
         self.guard.look(report, batch.version)
-        return report
+        self._report_step(report, batch, groups, learned.lags)
+        return report.skipped
 
     @contextmanager
-    def _busy(self, what: str, batch: TrainBatch, waiting_for: WaitingFor) -> Iterator[None]:
-        """Report, when the block ends, what the trainer's ranks computed in it."""
+    def _busy(self, what: str, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool = True) -> Iterator[None]:
+        """Report, when the block ends, what the trainer's ranks computed in it, where that is ``told``."""
         started = now()
         try:
             with waiting_for(f"the trainer's {what}"):
                 yield
         finally:
-            self._state.emit(TrainerBusy(time=now(), what=what, version=batch.version, span=(started, now())))
+            if told:
+                self._state.emit(TrainerBusy(time=now(), what=what, version=batch.version, span=(started, now())))
 
     def _report_step(
         self, report: StepReport, batch: TrainBatch, groups: Sequence[Group], lags: Mapping[int, int]

@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from headway.config.schema import Config
@@ -134,6 +135,7 @@ class Pipeline:
         wiring = self._wiring
         watchers = self._start_watchers(tasks)
         wiring.checkpoints.start(tasks)
+        wiring.restarts.start(tasks)
         serving_again = tasks.start(wiring.param_update.serve_again())
         for supervision in wiring.supervisions:
             supervision.start(tasks)
@@ -153,7 +155,8 @@ class Pipeline:
             with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
                 await wiring.monitor.report()
         if not self.unfinished:
-            await wiring.checkpoints.save(self._state.version)
+            await wiring.restarts.surviving(partial(wiring.checkpoints.save, self._state.version))
+        wiring.restarts.stop()
         wiring.episode_workers.stop()
         for watcher in watchers:
             watcher.cancel()

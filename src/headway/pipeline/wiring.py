@@ -37,6 +37,7 @@ from headway.pipeline.off_policy_guard import Guard
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
 from headway.pipeline.recovery.supervision import Replace, Supervision, Watch
+from headway.pipeline.recovery.trainer_restarts import RestartableTrainer, TrainerRestarts
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate
 from headway.pipeline.stages.generate import Generate
@@ -89,6 +90,8 @@ class Parts:
     """Coroutine function that runs until cancelled, and raises `WorkerDied` when the worker's process ends."""
     replace_episode_worker: Replace[EpisodeWorkerProtocol] | None = None
     """Coroutine function that starts an episode worker in the place of the one named; None where that is impossible."""
+    restartable_trainer: RestartableTrainer | None = None
+    """The trainer's ranks where they can be started again; None where their loss ends the run."""
     receivers: Sequence[PolicyReceiver] = ()
     """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
     timeouts: Timeouts | None = None
@@ -132,8 +135,13 @@ class Wiring:
         self.checkpoints = CheckpointManager(
             state, parts.source, self.batches, self.actor, checkpoints, timeouts, save_freq
         )
+        self.actor.keeps_batches = parts.restartable_trainer is not None
+        self.restarts = TrainerRestarts(
+            state, self.actor, self.checkpoints, parts.restartable_trainer, config.trainer.max_restarts, timeouts
+        )
         self.validators = Validators(config, state, self.pool, parts.validation)
         self.wire(config, parts)
+        self.restarts.on_version = self.param_update.restored
         restarts = config.cluster.max_replica_restarts
         self.replica_supervision = Supervision(
             state, self.pool, parts.watch_replica, parts.replace_replica, restarts, timeouts
@@ -152,7 +160,7 @@ class Wiring:
         self.monitor = RunMonitor(
             self.pool,
             [*self.upstream, *self.downstream],
-            self.supervisions,
+            [*self.supervisions, self.restarts],
             movement,
             emit,
             workers=parts.workers,
@@ -186,8 +194,10 @@ class Wiring:
         beside = to_critic if critic else None
 
         self.prompt_loader = PromptLoader(config, state, parts.source, waves, tokens, with_greedy=greedy)
-        self.actor_train = ActorTrain(state, to_train, updates, beside, self.actor, lease, self.checkpoints)
-        self.param_update = ParamUpdate(config, state, updates, validations, parts.trainer, pool, validators, lease)
+        self.actor_train = ActorTrain(
+            state, to_train, updates, beside, self.actor, lease, self.checkpoints, self.restarts
+        )
+        self.param_update = ParamUpdate(config, state, updates, validations, pool, validators, lease, self.restarts)
         self.upstream = _existing(
             self.prompt_loader,
             Generate(config, state, waves, made, pool),

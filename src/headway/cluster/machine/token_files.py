@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config.schema import Config
+from headway.config.sizing.run_memory import BYTES_PER_TOKEN, token_bytes
 from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
 from headway.runtime.pickling import pickled_by_fields
@@ -97,8 +98,6 @@ def remove_abandoned(parent: Path, *, but: Path | None = None) -> None:
 
 SMALL = 100_000
 """Most bytes of tokens that travel with their handle."""
-BYTES_PER_TOKEN = 4 + 4 + 4 + 1
-"""Bytes of a token's id, log-prob, version and mask."""
 
 
 @pickled_by_fields
@@ -189,13 +188,6 @@ def token_directory(config: Config) -> AbstractContextManager[Path]:
     if not parent.is_dir() or _free(parent) < token_bytes(config):
         parent = Path(gettempdir())
     return directory_in_memory(parent)
-
-
-def token_bytes(config: Config) -> int:
-    """Return the bytes of all tokens that may wait at once, one row for an episode."""
-    group = (config.rollout.n + 1) * (config.data.max_prompt_length + config.data.max_response_length)
-    ahead = (1 + config.async_training.staleness_threshold) * config.groups_per_version
-    return int((ahead + config.groups_per_batch) * group * BYTES_PER_TOKEN)
 
 
 Read = Callable[[int, int], bytearray]

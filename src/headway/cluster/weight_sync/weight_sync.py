@@ -167,6 +167,15 @@ class WeightSync:
         """Return what `PolicyReceiver.copy` of a receiver is."""
         return ", ".join(dict.fromkeys(copy.key for _, copy in self._receivers[name].members))
 
+    def trainer_restarted(self, address: Address | None) -> None:
+        """Meet other ranks from now on, whose store is at ``address``. They know nothing of what was sent before."""
+        self._settings = replace(self._settings, address=address)
+        self._connections.clear()
+        self._published.clear()
+        for copy in self._copies.values():
+            copy.link = None
+            copy.distrust(None)
+
     # ------------------------------------------------------------------------------------------ meeting
 
     async def reach(self, names: Sequence[str]) -> None:

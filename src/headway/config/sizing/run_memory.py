@@ -9,7 +9,17 @@ from typing import Any
 from headway.config.schema import Config
 from headway.config.sections.model_section import MakeModelConfig
 from headway.config.sizing.model_shape import FLOAT, ModelShape
-from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement, concurrent, resolve_placement
+from headway.config.sizing.placement import (
+    ACTOR,
+    CRITIC,
+    LOGP,
+    REF,
+    ROLLOUT,
+    Placement,
+    concurrent,
+    needs_critic,
+    resolve_placement,
+)
 from headway.config.sizing.process_memory import (
     MemoryItem,
     Mesh,
@@ -30,6 +40,26 @@ from headway.errors import ConfigError
 MIB, GIB = 2**20, 2**30
 REPLICA, OF_REPLICA = "replica", "device of a replica"
 """Names of processes that generate, alone or with others."""
+
+
+BYTES_PER_TOKEN = 4 + 4 + 4 + 1
+"""Bytes of a token's id, log-prob, version and mask."""
+
+
+def restarts_trainer(config: Config) -> bool:
+    """Tell whether a trainer that is lost is started again, and trained again on what is kept for that."""
+    trainer, cluster = config.trainer, config.cluster
+    able = cluster.backend == "ray" and cluster.placement == "split" and not needs_critic(config)
+    return able and trainer.max_restarts > 0 and trainer.save_freq > 0
+
+
+def token_bytes(config: Config) -> int:
+    """Return the bytes of all tokens that may wait at once, or be trained on again, one row for an episode."""
+    group = (config.rollout.n + 1) * (config.data.max_prompt_length + config.data.max_response_length)
+    groups = (1 + config.async_training.staleness_threshold) * config.groups_per_version + config.groups_per_batch
+    if restarts_trainer(config):  # until the next checkpoint is written, beside which the one after it falls due
+        groups += 2 * config.trainer.save_freq * config.groups_per_version
+    return int(groups * group * BYTES_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +115,8 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     apart = config.rollout.name == "native" and (not config.rollout.enable_dual_buffer or _on_devices(config, on_cpu))
     if ROLLOUT in roles and not apart:
         found.append(RunProcess("machine with replicas", len(placement.on_nodes(ROLLOUT)), shared))
+    tokens = MemoryItem("tokens of groups that wait, or may be trained on again", token_bytes(config), not on_cpu)
+    found.append(RunProcess("machine with episode workers", 1, ProcessMemory((tokens,), {})))
     if LOGP in roles:
         found.append(RunProcess("machine with logp ranks", len(placement.on_nodes(LOGP)), shared))
     return found

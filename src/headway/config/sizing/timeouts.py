@@ -76,7 +76,7 @@ PAIRS: Mapping[str, str] = MappingProxyType(
     {
         "transport_s": "mapping_s",
         "mapping_s": "attempt_s",
-        "attempt_s": "stall_s",
+        "attempt_s": "trainer_quiet_s",
         "load_s": "stall_s",
         "answer_s": "stall_s",
         "probe_s": "stall_s",
@@ -84,6 +84,7 @@ PAIRS: Mapping[str, str] = MappingProxyType(
         "first_silence_s": "stall_s",
         "objects_s": "stall_s",
         "update_timeout_s": "stall_s",
+        "trainer_quiet_s": "stall_s",
         "stall_s": "ranks_s",
         "checkpoint_s": "ranks_s",
     }
@@ -233,6 +234,11 @@ class Timeouts:
         """Nothing moves in the whole run: ``stall_timeout_s``, and what size adds to the longest wait within it."""
         longest = max(self.attempt_s, self.load_s, self.probe_s, self.first_silence_s, self.objects_s)
         return self.stall_timeout_s + longest - self.update_timeout_s
+
+    @property
+    def trainer_quiet_s(self) -> float:
+        """The trainer's ranks do not move in a call, and are started again: later than a receiver is given up."""
+        return self.stall_s - (self.stall_timeout_s - self.update_timeout_s) / 2
 
     @property
     def ranks_s(self) -> float:

@@ -206,10 +206,15 @@ class CheckpointManager:
                 if critic is not None:  # first: a checkpoint whose own folder is there is complete
                     await critic.save(self._checkpoints / "critic" / path.name)
                 await self._actor.trainer.save(path, taken)
+        except WorkerDied:
+            if not self._actor.keeps_batches:
+                raise
+            return  # the trainer is started again, and the next checkpoint is its own
         except Exception as failure:
             self._failed(version, failure)
             return
         self.saved, self._took_s, self._failures = version, now() - started, []
+        self._actor.forget_before(version)
         state.emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))
 
     def _failed(self, version: int, failure: BaseException) -> None:
@@ -224,6 +229,12 @@ class CheckpointManager:
         self._state.emit(event)
         if in_row == MOST_FAILURES:
             raise RunError(f"{failure}. No checkpoint could be saved {in_row} times in a row") from failure
+
+    async def load_newest(self) -> int:
+        """Load the newest checkpoint into a trainer that has just been started. Returns its version, or 0."""
+        if self.saved is not None:
+            await self._actor.trainer.load(self._path(self.saved))
+        return self.saved or 0
 
     async def _written(self) -> None:
         """Wait until no checkpoint is being written."""

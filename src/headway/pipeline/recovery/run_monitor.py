@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from headway.config.sizing.timeouts import HEARTBEAT_S, file_stall_s
 from headway.data.interfaces.rollout import EngineStats
 from headway.errors import HeadwayError, StallError, WorkerDied
 from headway.events import Emit, Event, ReplicaActivity
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.recovery.supervision import Supervision
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
@@ -75,6 +74,13 @@ async def _ask(worker: Living, within_s: float) -> Heartbeat | None:
         return Heartbeat(f"it cannot be asked: {failure}")
 
 
+class Starts(Protocol):
+    """Something that starts workers, for which the stall detector waits."""
+
+    starts_until: float
+    """Time on the event clock by which the newest start has ended."""
+
+
 class Movement:
     """Observer that notes when anything in a run last moved."""
 
@@ -110,7 +116,7 @@ class RunMonitor:
         self,
         pool: ReplicaPool,
         stages: Sequence[Stage[Any, Any]],
-        supervisions: Sequence[Supervision[Any]],
+        supervisions: Sequence[Starts],
         movement: Movement,
         emit: Emit,
         *,

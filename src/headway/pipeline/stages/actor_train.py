@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
 
 from headway.events import BatchTaken
 from headway.pipeline.actor_critic import Actor
@@ -23,6 +24,7 @@ from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.channel import Channel
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
+from headway.pipeline.recovery.trainer_restarts import TrainerRestarts
 from headway.pipeline.stage import Stage, StageSource
 from headway.pipeline.update.trainer_lease import TrainerLease
 
@@ -63,6 +65,7 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
         actor: Actor,
         lease: TrainerLease,
         checkpoints: CheckpointManager,
+        restarts: TrainerRestarts,
     ) -> None:
         """Build the stage. ``to_critic``: leads to a critic with its own ranks."""
         super().__init__(state.emit, output=output)
@@ -72,6 +75,7 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
         self._actor = actor
         self._lease = lease
         self._checkpoints = checkpoints
+        self._restarts = restarts
         self._to_critic = to_critic
         self._to_publish: Resumed | None = None
 
@@ -106,7 +110,8 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
                     # Before the first wait: nothing that follows belongs to this boundary.
                     self._checkpoints.reached(version)
                     yield PendingUpdate(version)
-                    await self._checkpoints.save_if_due(version, self._waiting_within)
+                    save = partial(self._checkpoints.save_if_due, version, self._waiting_within)
+                    await self._restarts.surviving(save)
             # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
             await self._lease.to_generate(self._waiting_within)
 
@@ -120,10 +125,8 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
         """Train on ``batch``, and settle its groups in the ledger."""
         check = self._state.staleness.check
         lags = {group.number: check(group.number, group.oldest_version, batch.version) for group in batch.groups}
-        await self._actor.prepare(batch, self._waiting_within)
-        if self._to_critic is not None:
-            await self._to_critic.send(batch)
-        trained = await self._actor.train(batch, lags, self._waiting_within)
+        learned, to_critic = self._actor.begin(batch, lags), None if self._to_critic is None else self._to_critic.send
+        trained = await self._restarts.surviving(lambda: self._actor.learn(learned, self._waiting_within, to_critic))
         for group in batch.groups:
             if group.number in trained:
                 self._state.consume(group.number, Fate.TRAINED, lag=lags[group.number])

@@ -23,6 +23,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from headway.config.schema import Config
 from headway.data.interfaces.training import OverlappingTrainEngine, TrainEngine
@@ -30,6 +31,7 @@ from headway.data.interfaces.weights import GatherReport
 from headway.events import UpdateFinished, UpdateSuperseded
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
+from headway.pipeline.recovery.trainer_restarts import TrainerRestarts
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import PendingUpdate
 from headway.pipeline.stages.validate import Validation, Validators
@@ -60,9 +62,15 @@ class Schedule(ABC):
     ) -> PublishedVersion:
         """Transfer ``update``, load it on all that ``receivers`` gives, and release it when training may resume."""
 
+    async def restored(self, version: int) -> None:  # noqa: B027 - most have nothing to do
+        """Note that a trainer that was started again holds ``version``, for a moment."""
+
 
 class Synchronous(Schedule):
-    def __init__(self, trainer: TrainEngine, transfer: VersionTransfer, loading: WeightLoading) -> None:
+    def __init__(
+        self, trainer: TrainEngine, transfer: VersionTransfer, loading: WeightLoading, restarts: TrainerRestarts
+    ) -> None:
+        self._restarts = restarts
         self._trainer = trainer
         self._transfer = transfer
         self._loading = loading
@@ -72,7 +80,7 @@ class Synchronous(Schedule):
     ) -> PublishedVersion:
         version, to = update.version, receivers()
         await self._loading.make_ready(to)
-        delivered = await self._transfer.together(self._trainer, version, to)
+        delivered = await self._restarts.surviving(partial(self._transfer.together, self._trainer, version, to))
         loads = await self._loading.load_all(delivered.receivers, version, delivered.probe)
         update.release()
         return PublishedVersion(delivered.gather_s, _known(loads), delivered.full_nbytes, delivered.changed)
@@ -80,8 +88,14 @@ class Synchronous(Schedule):
 
 class Overlapped(Schedule):
     def __init__(
-        self, state: RunState, trainer: OverlappingTrainEngine, transfer: VersionTransfer, loading: WeightLoading
+        self,
+        state: RunState,
+        trainer: OverlappingTrainEngine,
+        transfer: VersionTransfer,
+        loading: WeightLoading,
+        restarts: TrainerRestarts,
     ) -> None:
+        self._restarts = restarts
         self._state = state
         self._trainer = trainer
         self._transfer = transfer
@@ -95,11 +109,12 @@ class Overlapped(Schedule):
     async def publish(
         self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]
     ) -> PublishedVersion:
-        if update.version == self._newest:  # the copy has it
+        if self._newest is not None and update.version <= self._newest:  # the copy has it, or a newer one
             gathered = replace(self._gathered, gather_s=0.0)
         else:
             self._newest = update.version  # before gather: what has not begun by now must not read the copy any more
-            self._gathered = gathered = await self._transfer.gather(self._trainer, update.version)
+            gather = partial(self._transfer.gather, self._trainer, update.version)
+            self._gathered = gathered = await self._restarts.surviving(gather)
         update.release()
         by_copy: dict[str, list[ReceiverClient]] = {}
         for receiver in receivers():
@@ -111,6 +126,10 @@ class Overlapped(Schedule):
         loads = [load for _, loaded in deliveries for load in loaded]
         return PublishedVersion(gathered.gather_s, _known(loads), full_nbytes, gathered.changed)
 
+    async def restored(self, version: int) -> None:
+        if version == self._newest:  # the copy was lost with the trainer
+            self._gathered = await self._transfer.gather(self._trainer, version)
+
     async def _deliver(
         self, copy: str, receivers: Sequence[ReceiverClient], version: int, probe: Probe | None
     ) -> tuple[Delivery, Sequence[LoadCost | None]]:
@@ -120,11 +139,19 @@ class Overlapped(Schedule):
             if not receivers or self._are_overtaken(receivers, version):
                 return Delivery(), ()
             await self._loading.make_ready(receivers)
-            if self._are_overtaken(receivers, version):  # while they finished what was in flight
+            delivered = await self._restarts.surviving(partial(self._send, receivers, version))
+            if delivered is None:
                 await concurrently(self._loading.stand_down(receiver) for receiver in receivers)
                 return Delivery(), ()
-            delivered = await self._transfer.apart(self._trainer, version, receivers)
             return delivered, await self._loading.load_all(delivered.receivers, version, probe)
+
+    async def _send(self, receivers: Sequence[ReceiverClient], version: int) -> Delivery | None:
+        """Send ``version``. Returns None where a newer one came while ``receivers`` finished what was in flight, or
+        while the trainer was started again: its copy has the newest alone.
+        """
+        if self._are_overtaken(receivers, version):
+            return None
+        return await self._transfer.apart(self._trainer, version, receivers)
 
     def _are_overtaken(self, receivers: Sequence[ReceiverClient], version: int) -> bool:
         if version == self._newest:
@@ -147,10 +174,10 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         state: RunState,
         input: Channel[PendingUpdate],
         output: Channel[Validation],
-        trainer: TrainEngine,
         pool: ReplicaPool,
         validators: Validators,
         lease: TrainerLease,
+        restarts: TrainerRestarts,
     ) -> None:
         """Build the stage. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
         super().__init__(state.emit, input, output)
@@ -158,15 +185,16 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         self._pool = pool
         self._validators = validators
         self._lease = lease
+        trainer = restarts.engine
         transfer = VersionTransfer(state, pool, self._waiting_within)
         loading = WeightLoading(state, pool, self._waiting_within, self._order_validation)
         self._schedule: Schedule
         if config.param_update.schedule == "overlapped":
             if not isinstance(trainer, OverlappingTrainEngine):
                 raise TypeError(f"{type(trainer).__name__} cannot send weights while it trains on")
-            self._schedule = Overlapped(state, trainer, transfer, loading)
+            self._schedule = Overlapped(state, trainer, transfer, loading, restarts)
         else:
-            self._schedule = Synchronous(trainer, transfer, loading)
+            self._schedule = Synchronous(trainer, transfer, loading, restarts)
 
     async def process_data(self, update: PendingUpdate) -> AsyncGenerator[Validation, None]:
         oldest = self._state.staleness.oldest_trainable(update.version)
@@ -202,6 +230,10 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
             async with self._lease.turn:
                 if self._pool.needs_version:
                     await self._schedule.publish(PendingUpdate(self._state.version), lambda: self._pool.joining)
+
+    async def restored(self, version: int) -> None:
+        """Note that a trainer that was started again holds ``version``, as `Schedule.restored` does."""
+        await self._schedule.restored(version)
 
     def close_output(self) -> None:
         super().close_output()

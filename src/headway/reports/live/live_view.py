@@ -24,10 +24,20 @@ from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
-from headway.events import CheckpointFailed, EpisodeWorkerLost, Event, Note, PromptsLeftOut, ReplicaLost, RunStarted
+from headway.events import (
+    CheckpointFailed,
+    EpisodeWorkerLost,
+    Event,
+    Note,
+    PromptsLeftOut,
+    ReplicaLost,
+    RunStarted,
+    TrainerLost,
+    TrainerRestarted,
+)
 from headway.reports import human
 from headway.reports.live.panel import ACCENT, GOOD, LOOK_HERE, QUIET, RunProgress, panel
-from headway.reports.live.plain_log import left_out_line, lost_line
+from headway.reports.live.plain_log import left_out_line, lost_line, restarted_line
 from headway.reports.metrics.run_sums import thinned
 
 WIDTH = 100
@@ -184,8 +194,10 @@ class LiveView:
                 self._end_phase()
             case PromptsLeftOut():
                 self._lines.append(Text(f"    {left_out_line(event)}"))
-            case ReplicaLost() | EpisodeWorkerLost() | CheckpointFailed():
+            case ReplicaLost() | EpisodeWorkerLost() | CheckpointFailed() | TrainerLost():
                 self.warn(lost_line(event))
+            case TrainerRestarted():
+                self._lines.append(Text(f"    {restarted_line(event)}"))
             case Note(level="info"):
                 self._lines.append(Text(f"    {event.text}"))
             case Note():

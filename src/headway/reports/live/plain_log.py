@@ -49,8 +49,10 @@ class PlainView:
                 self._line(validation_line(event))
             case events.PromptsLeftOut():
                 self._line(left_out_line(event))
-            case events.ReplicaLost() | events.EpisodeWorkerLost() | events.CheckpointFailed():
+            case events.ReplicaLost() | events.EpisodeWorkerLost() | events.CheckpointFailed() | events.TrainerLost():
                 self._line(f"warning: {lost_line(event)}")
+            case events.TrainerRestarted():
+                self._line(restarted_line(event))
             case events.Note():
                 self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
             case events.RunResumed():
@@ -101,12 +103,21 @@ def started_line(event: events.RunStarted) -> str:
     )
 
 
-def lost_line(event: events.ReplicaLost | events.EpisodeWorkerLost | events.CheckpointFailed) -> str:
+def restarted_line(event: events.TrainerRestarted) -> str:
+    seconds = event.span[1] - event.span[0]
+    return f"the trainer is back at version {event.version} after {seconds:.1f} s, {event.batches} batches done again"
+
+
+def lost_line(
+    event: events.ReplicaLost | events.EpisodeWorkerLost | events.CheckpointFailed | events.TrainerLost,
+) -> str:
     match event:
         case events.ReplicaLost():
             return f"{event.replica} is lost, what it was generating runs again elsewhere: {event.reason}"
         case events.EpisodeWorkerLost():
             return f"{event.worker} is lost, the groups that it had not handed on are made again: {event.reason}"
+        case events.TrainerLost():
+            return f"the trainer is lost, its ranks are started again and replicas go on: {event.reason}"
         case events.CheckpointFailed():
             return f"the checkpoint of version {event.version} was not saved, and training goes on: {event.reason}"
 
@@ -137,12 +148,19 @@ def validation_line(event: events.ValidationFinished) -> str:
 
 
 logger = logging.getLogger(__name__)
-WARNINGS = (events.ReplicaLost, events.EpisodeWorkerLost, events.UpdateRetried, events.CheckpointFailed)
+WARNINGS = (
+    events.ReplicaLost,
+    events.EpisodeWorkerLost,
+    events.UpdateRetried,
+    events.CheckpointFailed,
+    events.TrainerLost,
+)
 TOLD = (
     events.RunStarted,
     events.RunResumed,
     events.VersionReached,
     events.CheckpointSaved,
+    events.TrainerRestarted,
     events.ReplicaJoined,
     events.RunFinished,
 )

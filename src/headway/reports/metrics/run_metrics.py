@@ -69,6 +69,8 @@ class RunMetrics:
         self.finished: events.RunFinished | None = None
         self.resumed = 0
         """Number of times that the run was resumed."""
+        self.trainer_restarts = 0
+        """Number of times that the trainer was lost and started again."""
         self.checkpoints = {"saved": 0, "failed": 0, "paused_s": 0.0}
         """Numbers of checkpoints, and seconds for which training stood still to copy them."""
         self.version = 0
@@ -132,6 +134,8 @@ class RunMetrics:
             case events.TrainerBusy():
                 self.occupancy.trainer.report(event)
                 self._hand_out_known()
+            case events.TrainerRestarted():
+                self.trainer_restarts += 1
             case events.CheckpointCopied():
                 self.occupancy.saves.add(event.span)
                 self.checkpoints["paused_s"] += event.span[1] - event.span[0]

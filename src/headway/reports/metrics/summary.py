@@ -198,6 +198,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "status": finished.status if finished else "running",
         "reason": finished.reason if finished else None,
         "resumed": metrics.resumed,
+        "trainer_restarts": metrics.trainer_restarts,
         "checkpoints": metrics.checkpoints,
         "fetches": totals.fetches,
         "optimizer_steps": totals.optimizer_steps,
