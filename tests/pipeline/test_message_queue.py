@@ -283,3 +283,30 @@ def test_with_a_largest_lag_groups_come_in_the_order_of_the_plain_reference(
             finished.remove(number)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("end", ["came", "of another prompt", "discarded", "full", "closed", "abandoned"])
+def test_a_batch_is_taken_again_as_it_was_or_not_at_all(end: str):
+    async def main() -> list[int] | None:
+        q = queue(window=None)
+        await put(q, 7, 1, 4)
+        place = 9 if end == "of another prompt" else 5
+        taking = asyncio.ensure_future(q.take_again({4: (0, 4, 0), 5: (0, place, 0)}, 0))
+        await asyncio.sleep(1)
+        assert not taking.done()
+        match end:
+            case "discarded":
+                q.discard(5)
+            case "full":
+                for number in set(q.live) - {1, 4, 7}:
+                    q.discard(number)
+            case "closed":
+                q.close()
+            case "abandoned":
+                q.abandon()
+            case _:
+                await put(q, 5)
+        taken = await taking
+        return None if taken is None else [group.number for group in taken]
+
+    assert run_virtual(main()) == {"came": [4, 5], "abandoned": []}.get(end)

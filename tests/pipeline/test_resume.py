@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from math import floor
@@ -19,6 +20,7 @@ from headway.events import (
     Event,
     GroupAdmitted,
     GroupSettled,
+    Note,
     OptimizerStepped,
     RunStarted,
     UpdatePhase,
@@ -28,7 +30,7 @@ from headway.events import (
 from headway.pipeline.admission.ledger import Fate, Ledger
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
-from headway.pipeline.admission.run_journal import RunJournal
+from headway.pipeline.admission.run_journal import RunJournal, settings_of
 from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.run import Status
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -366,3 +368,35 @@ def test_failed_episodes_of_a_group_that_ended_are_counted_once(tmp_path: Path):
         assert second.ledger.episode_counts()["failed"] == first.ledger.episode_counts()["failed"] == 4
 
     run_virtual(main())
+
+
+def test_a_start_that_is_killed_leaves_the_journal_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Settings that are torn would be those of another run, and what was finished by them lost."""
+    config = Scenario("async_stale", sections={"run": {"journal_sync_s": None}}).config
+    made = FakeSource(8, 1).next()
+    journal = RunJournal(tmp_path, config)
+    journal.boundary(0, 0)
+    journal.ended(0, made, Fate.FAILED, "no answer", 0)
+    journal.close()
+
+    def torn(path: Path, text: str) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise KeyboardInterrupt
+
+    for before in (settings_of(config), dict(list(settings_of(config).items())[1:])):
+        (tmp_path / "settings.json").write_text(json.dumps(before))
+        with monkeypatch.context() as killed, suppress(KeyboardInterrupt):
+            killed.setattr(Path, "write_text", torn)
+            RunJournal(tmp_path, config).restore(0)
+        journal = RunJournal(tmp_path, config)
+        journal.restore(0)
+        assert journal.end(0, made) == (Fate.FAILED, "no answer", 0)
+
+
+@pytest.mark.parametrize("moment", [1.0, 2.0, 4.0])
+def test_a_stop_does_not_say_that_a_batch_did_not_come_again(moment: float, tmp_path: Path):
+    scenario = Scenario("async_partial", sections=SAVES, journal=tmp_path / "journal")
+    _, state = in_mid_run(scenario, version=5)
+    rest = replace(scenario, resume_from=state, script=lambda run: stop_at(run, moment)).run()
+    assert rest.status is Status.INTERRUPTED
+    assert not [event for event in rest.of(Note) if "other groups than before" in event.text]

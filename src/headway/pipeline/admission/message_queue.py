@@ -13,7 +13,7 @@ Nothing is ever dropped to make room.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import floor
 from operator import itemgetter
 
@@ -91,24 +91,28 @@ class MessageQueue:
         self._pass(number)
         self._signal.changed()
 
-    async def take_again(self, numbers: Sequence[int], version: int) -> list[Group] | None:
-        """Wait for these groups, which ``version`` was trained on before. None where they do not come: one of them has
-        ended otherwise, there is no room to admit them, or the queue ends first.
+    async def take_again(self, groups: Mapping[int, tuple[int, ...]], version: int) -> list[Group] | None:
+        """Wait for these groups, number → identity, which ``version`` was trained on before; none when the queue is
+        abandoned meanwhile. None where they do not come: one of them has ended otherwise or is of another prompt, there
+        is no room to admit them, or the queue ends first.
         """
 
         def there() -> bool:
-            return all(number in self._finished for number in numbers)
+            return all(number in self._finished and self._finished[number].id == of for number, of in groups.items())
 
         def missing() -> bool:
-            ended = any(number < self._admitted and number not in self._live for number in numbers)
+            ended = any(number < self._admitted and number not in self._live for number in groups)
+            others = any(number in self._finished and self._finished[number].id != of for number, of in groups.items())
             full = self._is_full and self._staleness.served_version >= version
-            return ended or full or self._closed
+            return ended or others or full or self._closed
 
         await self._signal.until(lambda: self._abandoned or there() or missing())
-        if self._abandoned or not there():
+        if self._abandoned:
+            return []
+        if not there():
             return None
-        taken = [self._finished.pop(number) for number in numbers]
-        for number in numbers:
+        taken = [self._finished.pop(number) for number in groups]
+        for number in groups:
             self._taken += 1
             self._pass(number)
         return taken

@@ -280,11 +280,11 @@ class RunState:
             self.discard(group.number, Fate.DROPPED, "overdue" if group.oldest_version <= version else "resume")
 
         groups = None
-        if journal is not None and (numbers := journal.composed(taken)) is not None:
-            groups = await self.queue.take_again(numbers, version)
+        if journal is not None and (before := journal.composed(taken)) is not None:
+            groups = await self.queue.take_again(before, version)
             if groups is None:
                 journal.forget_batches()
-                text = f"version {version} is trained on other groups than before: not all of {numbers} came again"
+                text = f"version {version} is trained on other groups than before: not all of {[*before]} came again"
                 self.emit(Note(time=now(), level="warning", text=text))
         if groups is None:
             groups = await self.queue.take(count, version, drop)

@@ -74,13 +74,19 @@ class RunJournal:
 
     def _begin(self) -> None:
         """Write what the journal is of, once; remove what it had of other settings. A start that fails leaves it."""
-        if not self._begun:
-            self._begun = True
-            if self.changed or not self._read_settings():
-                for segment in segments(self._directory):
-                    segment.unlink(missing_ok=True)
-            with suppress(OSError):  # a resumed run does not use a journal that does not say what it is of
-                (self._directory / SETTINGS).write_text(json.dumps(self._settings))
+        if self._begun:
+            return
+        self._begun = True
+        file, before = self._directory / SETTINGS, self._read_settings()
+        if self.changed or not before:
+            file.unlink(missing_ok=True)  # first: a resumed run does not use a journal that does not say what it is of
+            for segment in segments(self._directory):
+                segment.unlink(missing_ok=True)
+        if before != self._settings:
+            draft = file.with_suffix(".tmp")
+            with suppress(OSError):
+                draft.write_text(json.dumps(self._settings))
+                draft.replace(file)  # whole at any moment: where it is torn, all that was finished is made again
 
     # ------------------------------------------------------------------------------------- resume
 
@@ -99,10 +105,10 @@ class RunJournal:
         """Number of batches to train again."""
         return len(self._batches)
 
-    def composed(self, taken: int) -> list[int] | None:
-        """Return the numbers of the groups that were taken after ``taken`` others; None where no batch was."""
+    def composed(self, taken: int) -> dict[int, tuple[int, ...]] | None:
+        """Return the groups that were taken after ``taken`` others, number → identity; None where no batch was."""
         record = self._batches.get(taken)
-        return None if record is None else [number for number, *_ in record.values["groups"]]
+        return None if record is None else {number: tuple(of) for number, *of in record.values["groups"]}
 
     def forget_batches(self) -> None:
         """Compose batches anew from now on: one cannot be as it was."""
