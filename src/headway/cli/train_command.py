@@ -235,7 +235,7 @@ def train(
     static: Static = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model, or go on with a run that ended early: CONFIG [a.b=c …], or --resume RUN [a.b=c …]."""
+    """Train a model, or resume a run that ended early: CONFIG [a.b=c …], or --resume RUN [a.b=c …]."""
     with errors_as_messages(debug):
         if resume is not None:
             given = [] if config is None else [str(config)]

@@ -25,7 +25,7 @@ def watch(
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in this machine's browser.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Serve a run's page, which goes on with the run: curves, timeline, groups, what was said. Ctrl-C ends it."""
+    """Serve a run's live page: curves, timeline, groups, prompts and answers. Ctrl-C ends it."""
     with errors_as_messages(debug):
         from headway.reports.watch.watch_server import serve
 
@@ -70,7 +70,7 @@ def ask_of(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that goes on, its run.dir.")],
 ) -> None:
-    """Ask a run that goes on for something: headway ctl RUN COMMAND."""
+    """Send a command to a running job: headway ctl RUN COMMAND."""
     context.obj = run
 
 

@@ -147,7 +147,7 @@ class JournalWriter:
         os.close(file)
 
     def _sync(self) -> None:
-        """Sync what was written, in a thread: a slow disk holds nobody up."""
+        """Start to sync the written files, in another thread."""
         files = [os.dup(file) for file in self._unsynced]
         self._unsynced.clear()
 

@@ -43,7 +43,7 @@ class CallInbox:
     batches: asyncio.Queue[Sequence[Completion] | HeadwayError] = field(default_factory=asyncio.Queue)
 
     def put(self, batch: Sequence[Completion] | HeadwayError) -> None:
-        """Add a batch. Does nothing where the client's loop was closed: nobody there waits any more."""
+        """Add a batch. Does nothing if the client's loop is closed."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.batches.put_nowait, batch)
 

@@ -174,7 +174,7 @@ class RunState:
         self.check_balance()
 
     def _reopens(self, state: Mapping[str, Any]) -> bool:
-        """Tell whether groups that were open go on: they are in the journal, made by the settings of now."""
+        """Tell whether open groups continue: the journal has them, and no setting that makes them has changed."""
         return self.journal is not None and not self.journal.changed and "live" in state
 
     def admit(self, prompt: Prompt) -> int:

@@ -351,7 +351,7 @@ class DecodeBatch:
         return brought[len(arrays) :]
 
     def read(self, step: LaunchedStep) -> bool:
-        """Wait for the tokens of the oldest step, and record those of the rows that go on.
+        """Wait for the tokens of the oldest step, and record those of rows that are still active.
 
         False where they are not finite.
         """

@@ -101,7 +101,7 @@ class BatchSampling:
 
 
 def _bias(rows: Sequence[SamplingParams], written: NDArray[np.int64] | None) -> dict[tuple[int, int], float]:
-    """What is added to logits, by row and token."""
+    """Sums that are added to logits, by row and token."""
     entries: dict[tuple[int, int], float] = {}
     for row, params in enumerate(rows):
         for token, bias in params.logit_bias:
