@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
+from headway.config.schema import Config
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
 from headway.data.journal import (
     OPEN_BLOCKS,
@@ -224,3 +227,13 @@ def test_a_call_is_found_whoever_asked_for_it_with_another_context_later(journal
 def test_a_validation_reads_no_files(journals, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headway.data.journal.segments", lambda *_, **__: pytest.fail("files were looked for"))
     assert recalled(journals[1], replace(request(), priority=Priority.VALIDATION)) is None
+
+
+@pytest.mark.parametrize(("sync_s", "save_freq", "wanted"), [(1.0, 10, True), (None, 10, False), (1.0, -1, False)])
+def test_an_episode_worker_leaves_a_journal_alone_that_the_run_does_not_want(
+    tmp_path: Path, sync_s: float | None, save_freq: int, wanted: bool
+):
+    """It is there from an earlier process, with other settings."""
+    values = {"mode": "async_stale", "run": {"journal_sync_s": sync_s}, "trainer": {"save_freq": save_freq}}
+    role = SimpleNamespace(_config=Config.model_validate(values), _journal=tmp_path, name="episode-worker-0")
+    assert (EpisodeWorkerRole._completions(role) is not None) == wanted

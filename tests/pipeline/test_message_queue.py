@@ -285,13 +285,19 @@ def test_with_a_largest_lag_groups_come_in_the_order_of_the_plain_reference(
     run_virtual(main())
 
 
-@pytest.mark.parametrize("end", ["came", "of another prompt", "discarded", "full", "closed", "abandoned"])
+@pytest.mark.parametrize("end", ["came", "of another prompt", "too old", "discarded", "full", "closed", "abandoned"])
 def test_a_batch_is_taken_again_as_it_was_or_not_at_all(end: str):
     async def main() -> list[int] | None:
-        q = queue(window=None)
-        await put(q, 7, 1, 4)
+        q = queue(window=1, eta=Fraction(1))
+        assert q._staleness.bound == 1
+        q._staleness.load("rollout-0", 2)
+        q._staleness.admitted = 200
+        q.restore(200, 0, live={})
+        for number in (7, 1, 4):
+            await q.send(finished_with(number, version=2))
         place = 9 if end == "of another prompt" else 5
-        taking = asyncio.ensure_future(q.take_again({4: (0, 4, 0), 5: (0, place, 0)}, 0))
+        other = 205 if end == "full" else 5  # nobody has room to admit it
+        taking = asyncio.ensure_future(q.take_again({4: (0, 4, 0), other: (0, place, 0)}, 2))
         await asyncio.sleep(1)
         assert not taking.done()
         match end:
@@ -305,7 +311,7 @@ def test_a_batch_is_taken_again_as_it_was_or_not_at_all(end: str):
             case "abandoned":
                 q.abandon()
             case _:
-                await put(q, 5)
+                await q.send(finished_with(5, version=0 if end == "too old" else 2))
         taken = await taking
         return None if taken is None else [group.number for group in taken]
 

@@ -10,9 +10,13 @@ from math import floor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from headway.data.interfaces.episode_groups import Group, Scores
+from headway.data.interfaces.rollout import SamplingParams
+from headway.data.types import Conversation, FinishReason, Trajectory
 from headway.errors import NothingToTrain
 from headway.events import (
     BatchTaken,
@@ -400,3 +404,79 @@ def test_a_stop_does_not_say_that_a_batch_did_not_come_again(moment: float, tmp_
     rest = replace(scenario, resume_from=state, script=lambda run: stop_at(run, moment)).run()
     assert rest.status is Status.INTERRUPTED
     assert not [event for event in rest.of(Note) if "other groups than before" in event.text]
+
+
+def test_a_group_that_is_made_again_too_old_for_its_batch_is_dropped(tmp_path: Path):
+    """Simulated answers are in no journal, as those of an episode worker that does not see it: groups are admitted
+    earlier than before, where others that ended before them end at once.
+    """
+    case = Case(
+        seed=3770,
+        shared=True,
+        overlapped=False,
+        eta=Fraction(3, 2),
+        fetches_per_version=1,
+        require_batches=1,
+        mini_batch=1,
+        ppo_epochs=2,
+        versions=5,
+        by_epochs=False,
+        short_by=0,
+        admission="group",
+        order="ready",
+        window=1,
+        on_update="interrupt",
+        max_lag=0,
+        on_overdue="drop",
+        replicas=4,
+        slots=7,
+        kv_tokens=150,
+        prefill_s=0.125,
+        prefill_token_s=0.0,
+        recv_s=0.25,
+        load_s=0.125,
+        n=2,
+        problems=4,
+        test_freq=2,
+        save_freq=3,
+        failing=0.2,
+        flat=0.0,
+        nonfinite=0.0,
+        step_s=4.0,
+        reward_s=1.0,
+        longest=120,
+        reference="inside the batch",
+        use_rollout_log_probs=False,
+    )
+    killed_at = floor(case.scenario().run().ended * 19 / 20 / TICK) * TICK
+    whole = check_history(run_with_kills(replace(case.scenario(), journal=tmp_path / "journal"), [killed_at]))
+    assert whole.resumed == [3]
+    (note,) = of(whole.record, Note)
+    assert note.text == "version 4 is trained on other groups than before: not all of [9] came again"
+    assert [event.reason for event in of(whole.surviving, GroupSettled) if event.number == 9] == ["overdue"]
+
+
+def test_scores_are_those_of_the_same_answers_to_the_same_prompt(tmp_path: Path):
+    config = Scenario("async_stale", sections={"run": {"journal_sync_s": None}}).config
+    prompt = FakeSource(8, 1).next()
+    assert prompt is not None
+    said = Conversation([{"role": "user", "content": "2+2"}], [{"role": "assistant", "content": "4"}])
+    answer = Trajectory(
+        prompt.trajectory_id(0), "", "4", 1, 1, FinishReason.STOP, [[0, 0]], 0, 0, (), conversation=said
+    )
+    group = Group(0, prompt, 1, SamplingParams(1), trajectories=(answer,))
+    others = [
+        replace(group, prompt=replace(prompt, answer="5")),
+        replace(group, prompt=replace(prompt, extra={"tests": ["f(1)"]})),
+        replace(group, trajectories=(replace(answer, text="5"),)),
+        replace(group, trajectories=(replace(answer, conversation=said._replace(completion=[])),)),
+    ]
+    journal = RunJournal(tmp_path, config)
+    journal.boundary(0, 0)
+    journal.scored(group, Scores(np.ones(1, np.float32), {"right": [1.0]}))
+    journal.close()
+    for asked in [group, *others]:
+        again = RunJournal(tmp_path, config)
+        again.restore(0)
+        scores = again.scores(asked)
+        assert (scores is not None) == (asked is group)

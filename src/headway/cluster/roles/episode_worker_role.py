@@ -42,7 +42,8 @@ class EpisodeWorkerRole(Role):
         """
         Args:
             logs: the directory for what programs print; None for the worker's own output.
-            journal: the directory of the run's journal; where it is not seen from here, none is written.
+            journal: the directory of the run's journal; where it is not seen from here, or the configuration wants
+                none, none is written.
             tokens: where tokens of finished groups are left; None where they stay in this process.
         """
         super().__init__(**arguments)
@@ -75,9 +76,10 @@ class EpisodeWorkerRole(Role):
             self.worker = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S, journal=self._completions())
 
     def _completions(self) -> CompletionJournal | None:
-        if self._journal is None or not self._journal.is_dir():
-            return None
         block, sync_s = self._config.groups_per_version, self._config.run.journal_sync_s
+        wanted = sync_s is not None and self._config.trainer.save_freq >= 0  # else it may be left of an earlier process
+        if not wanted or self._journal is None or not self._journal.is_dir():
+            return None
         return CompletionJournal(JournalWriter(self._journal, self.name, groups_per_block=block, sync_s=sync_s))
 
     async def generate(

@@ -43,7 +43,7 @@ class MessageQueue:
         self._closed = False
         self._abandoned = False
         self._resumed = False
-        """True where finished groups may have tokens of versions that the trainer has yet to reach again."""
+        """True where finished groups may be older than they can be else, or of versions yet to be reached again."""
         self._signal = Signal()
 
     def __len__(self) -> int:
@@ -93,23 +93,26 @@ class MessageQueue:
 
     async def take_again(self, groups: Mapping[int, tuple[int, ...]], version: int) -> list[Group] | None:
         """Wait for these groups, number → identity, which ``version`` was trained on before; none when the queue is
-        abandoned meanwhile. None where they do not come: one of them has ended otherwise or is of another prompt, there
-        is no room to admit them, or the queue ends first.
+        abandoned meanwhile. None where they do not come: one of them has ended otherwise, is of another prompt or does
+        not fit, there is no room to admit them, or the queue ends first.
         """
 
         def there() -> bool:
-            return all(number in self._finished and self._finished[number].id == of for number, of in groups.items())
+            return all(number in self._finished for number in groups)
 
         def missing() -> bool:
             ended = any(number < self._admitted and number not in self._live for number in groups)
-            others = any(number in self._finished and self._finished[number].id != of for number, of in groups.items())
             full = self._is_full and self._staleness.served_version >= version
-            return ended or others or full or self._closed
+            return ended or full or self._closed or others()
+
+        def others() -> bool:
+            found = [(self._finished[number], of) for number, of in groups.items() if number in self._finished]
+            return any(group.id != of or not self._fits(group, version) for group, of in found)
 
         await self._signal.until(lambda: self._abandoned or there() or missing())
         if self._abandoned:
             return []
-        if not there():
+        if not there() or others():
             return None
         taken = [self._finished.pop(number) for number in groups]
         for number in groups:
@@ -165,8 +168,16 @@ class MessageQueue:
 
     def _unfit(self, version: int) -> list[Group]:
         """Return the finished groups that ``version`` cannot be trained on."""
-        ahead = [group for group in self._finished.values() if group.oldest_version > version] if self._resumed else []
-        return [*self._overdue(version), *ahead]
+        if self._resumed:
+            return [group for group in self._finished.values() if not self._fits(group, version)]
+        return self._overdue(version)
+
+    def _fits(self, group: Group, version: int) -> bool:
+        """Tell whether ``version`` may be trained on a group of a resumed run. What is made again there may be admitted
+        at an earlier version than before, and then be too old for its batch.
+        """
+        lag, bound = version - group.oldest_version, self._staleness.bound
+        return lag >= 0 and (bound is None or lag <= bound)
 
     def _overdue(self, version: int) -> list[Group]:
         oldest = self._staleness.oldest_trainable(version)

@@ -194,8 +194,8 @@ def _identity(prompt: Prompt) -> list[int]:
 
 
 def _answers(group: Group) -> int:
-    """Sum over what is scored: the answers, and what programs said of them."""
-    digest = xxhash.xxh64()
+    """Sum over what is scored: the answers, what programs said of them, and what the data have on the prompt."""
+    digest = xxhash.xxh64(repr((group.prompt.answer, group.prompt.extra)).encode())
     for t in group.trajectories:
-        digest.update(repr((t.id, t.text, t.reward, t.turn_rewards)).encode())
+        digest.update(repr((t.id, t.text, t.conversation, t.reward, t.turn_rewards)).encode())
     return digest.intdigest()
