@@ -237,3 +237,18 @@ def test_an_episode_worker_leaves_a_journal_alone_that_the_run_does_not_want(
     values = {"mode": "async_stale", "run": {"journal_sync_s": sync_s}, "trainer": {"save_freq": save_freq}}
     role = SimpleNamespace(_config=Config.model_validate(values), _journal=tmp_path, name="episode-worker-0")
     assert (EpisodeWorkerRole._completions(role) is not None) == wanted
+
+
+@pytest.mark.parametrize("zeros", [8, 100])
+def test_zeros_behind_the_records_as_a_machine_that_died_leaves_them_are_none(tmp_path: Path, zeros: int):
+    path = tmp_path / "driver.0.0"
+    path.write_bytes(Record({"n": 1}).packed() + bytes(zeros))
+    assert read(path) == [({"n": 1}, b"")]
+
+
+def test_an_answer_that_is_found_holds_no_more_than_itself(journals):
+    first, second = journals
+    first.append(6, request(), "rollout-1", completion(4, 9))
+    _, found = recalled(second, request())
+    assert found.tokens.ids.flags.writeable
+    assert found.tokens.ids.base.nbytes == 3 * 2 * 4

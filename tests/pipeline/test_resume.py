@@ -20,6 +20,7 @@ from headway.data.types import Conversation, FinishReason, Trajectory
 from headway.errors import NothingToTrain
 from headway.events import (
     BatchTaken,
+    CheckpointSaved,
     CriticStepped,
     Event,
     GroupAdmitted,
@@ -480,3 +481,19 @@ def test_scores_are_those_of_the_same_answers_to_the_same_prompt(tmp_path: Path)
         again.restore(0)
         scores = again.scores(asked)
         assert (scores is not None) == (asked is group)
+
+
+def test_a_file_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    journal = RunJournal(tmp_path, Scenario("async_stale", sections={"run": {"journal_sync_s": None}}).config)
+    journal.boundary(0, 0)
+    journal.ended(0, FakeSource(8, 1).next(), Fate.FAILED, "no answer", 0)
+    journal.close()
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: fails_to("remove"))
+    for version in (1, 2):
+        journal.boundary(version, 1000)
+        journal.on_event(CheckpointSaved(time=0.0, version=version, path="", span=(0.0, 0.0)))
+    assert (tmp_path / "driver.0.0").exists()
+
+
+def fails_to(what: str) -> None:
+    raise PermissionError(f"may not {what}")

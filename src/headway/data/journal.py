@@ -63,8 +63,8 @@ def records(path: Path) -> Iterator[Record]:
     while begin + FRAME.size <= len(data):
         length, checksum = FRAME.unpack_from(data, begin)
         payload = data[begin + FRAME.size : begin + FRAME.size + length]
-        if len(payload) < length or zlib.crc32(payload) != checksum:
-            return
+        if not length or len(payload) < length or zlib.crc32(payload) != checksum:
+            return  # a machine that died may leave zeros, which are the sum of nothing
         header = whole.index(b"\n", begin + FRAME.size) - begin - FRAME.size
         yield Record(json.loads(bytes(payload[:header])), payload[header + 1 :])
         begin += FRAME.size + length
@@ -208,7 +208,8 @@ class CompletionJournal:
         record = found.get((*request.trajectory, request.key, self._asked(request))) if found else None
         if record is None:
             return None
-        ids, logprobs, versions = np.frombuffer(record.data, np.int32).reshape(3, -1)
+        # A copy: else each answer would hold the whole file, and could not be written to.
+        ids, logprobs, versions = np.frombuffer(record.data, np.int32).reshape(3, -1).copy()
         now = asyncio.get_running_loop().time()
         completion = Completion(
             number=0,

@@ -121,7 +121,7 @@ class RunJournal:
         record = self._scores.pop(group.number, None)
         if record is None or record.values["answers"] != _answers(group):
             return None
-        return Scores(np.frombuffer(record.data, np.float32), record.values["parts"])
+        return Scores(np.frombuffer(record.data, np.float32).copy(), record.values["parts"])
 
     def scored(self, group: Group, scores: Scores) -> None:
         values = {"kind": "scored", "at": group.number, "answers": _answers(group), "parts": dict(scores.parts)}
@@ -160,7 +160,8 @@ class RunJournal:
             if oldest is not None and (floor := self._floors.get(oldest)) is not None:
                 for path in segments(self._directory):
                     if (block_of(path) + 1) * self._block <= floor:
-                        path.unlink(missing_ok=True)
+                        with suppress(OSError):  # it stays, until the next one is saved
+                            path.unlink()
                 self._floors = {version: of for version, of in self._floors.items() if version >= oldest}
 
     def close(self) -> None:
