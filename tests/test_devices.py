@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import headway
-from headway.config.schema import ClusterConfig
+from headway.config.sections.run_section import ClusterConfig
 from headway.devices import (
     ACCELERATORS,
     CPU,

@@ -7,8 +7,11 @@ share that clock; their spans arrive as ``[start, end]`` pairs on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Protocol, Self, TypeVar, dataclass_transform
+from dataclasses import field
+from typing import Protocol
+
+from headway.records import Event as Event
+from headway.records import event
 
 WAITS_FOR_GROUPS = "groups from the message queue"
 """Value of ``StageChanged.waiting_for`` for a stage that takes batches; reports look for this text."""
@@ -31,57 +34,6 @@ def add_prefill(merged: dict[int, PrefillSteps], active: int, tokens: int, secon
     size = 1 << (tokens.bit_length() - 1)
     before = merged.get(size, (0, 0, 0, 0.0, 0))
     merged[size] = (before[0] + 1, before[1] + active, before[2] + tokens, before[3] + seconds, before[4] + cached)
-
-
-T = TypeVar("T")
-
-
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
-def _record(plain: type[T]) -> type[T]:
-    """Make a dataclass that type checkers take for frozen; see `headway.runtime.pickling.record`."""
-    return dataclass(slots=True, kw_only=True)(plain)
-
-
-@_record
-class Event:
-    """Base class of all events."""
-
-    kind: ClassVar[str] = "event"
-    on_clock: ClassVar[tuple[str, ...]] = ("time",)
-    """Names of the fields that hold moments on the clock: numbers, spans, or lists of spans."""
-    names: ClassVar[tuple[str, ...]] = ("time",)
-    """Names of all fields."""
-    time: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the event as one flat JSON object, ``kind`` first. The values are the event's own, not copies."""
-        return {"kind": self.kind, **{name: getattr(self, name) for name in self.names}}
-
-    def later(self, seconds: float) -> Self:
-        """Return the same event with its times moved to a clock that is ahead by so many seconds."""
-        return replace(self, **{name: _later(getattr(self, name), seconds) for name in self.on_clock})
-
-
-def _later(moment: Any, seconds: float) -> Any:
-    if isinstance(moment, tuple | list):
-        return type(moment)(_later(part, seconds) for part in moment)
-    return moment + seconds
-
-
-E = TypeVar("E", bound=Event)
-
-
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
-def event(kind: str, *on_clock: str) -> Callable[[type[E]], type[E]]:
-    """Make a class the event ``kind``. ``on_clock``: its fields, beside ``time``, that hold moments on the clock."""
-
-    def made(plain: type[E]) -> type[E]:
-        found = _record(plain)
-        found.kind, found.on_clock = kind, ("time", *on_clock)
-        found.names = tuple(each.name for each in fields(found))
-        return found
-
-    return made
 
 
 @event("run.started")

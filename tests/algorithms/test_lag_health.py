@@ -17,10 +17,10 @@ from headway.algorithms.health import (
     health,
     lag_health,
     lag_sums,
-    merge_sums,
     ratio_quantiles,
     ratio_sums,
 )
+from tests.algorithms.test_kl_and_health import merge_sums
 
 
 def batch(seed: int, rows: int = 6, length: int = 50) -> tuple[torch.Tensor, ...]:

@@ -22,7 +22,7 @@ from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.training import StepReport
 from headway.data.packing import Segments
 from headway.devices import Compute
-from headway.engines.rollout.native import model_runner
+from headway.engines.rollout.native import decode_batch
 from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.model_runner import ModelRunner
 from headway.engines.rollout.native.native_core import EngineCore
@@ -130,22 +130,22 @@ def contexts_that_come_back_are_damaged(patch: pytest.MonkeyPatch) -> None:
 
 
 def greedy_takes_the_least_likely(patch: pytest.MonkeyPatch) -> None:
-    right = model_runner.sample
+    right = decode_batch.sample
     patch.setattr(
-        model_runner, "sample", lambda logits, how, u: right(-logits if how.greedy is not None else logits, how, u)
+        decode_batch, "sample", lambda logits, how, u: right(-logits if how.greedy is not None else logits, how, u)
     )
 
 
 def filters_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    right = model_runner.sample
-    patch.setattr(model_runner, "sample", lambda logits, how, u: right(logits, replace(how, top_p=None), u))
+    right = decode_batch.sample
+    patch.setattr(decode_batch, "sample", lambda logits, how, u: right(logits, replace(how, top_p=None), u))
 
 
 def contexts_of_one_step_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
     right = ModelRunner.step
 
-    def wrong(self: ModelRunner, tokens: Any, lengths: Any, contexts: Any, *more: Any) -> Any:
-        logits, prefilled = right(self, tokens, lengths, contexts, *more)
+    def wrong(self: ModelRunner, tokens: Any, positions: Any, lengths: Any, contexts: Any, *more: Any) -> Any:
+        logits, prefilled = right(self, tokens, positions, lengths, contexts, *more)
         return logits, prefilled[::-1] if len(contexts) == len(engine.MIXED) else prefilled
 
     patch.setattr(ModelRunner, "step", wrong)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headway.data.types import Outcomes, SampledTokens, TrajectoryId
-from headway.runtime.pickling import record
+from headway.records import record
 
 
 @record

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.runtime.pickling import pickled_by_fields, record
+from headway.records import pickled_by_fields, record
 
 T = TypeVar("T")
 Handle = Union[T, Any]  # noqa: UP007 - a generic alias needs this spelling on Python 3.11

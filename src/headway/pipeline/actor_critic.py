@@ -146,7 +146,8 @@ class Actor:
         if on_prepared is not None:
             await on_prepared(learned.batch)
         trained = await self._train(learned, waiting_for)
-        learned.end()
+        if self.keeps_batches:  # else a critic on ranks of its own has yet to read the columns
+            learned.end()
         return trained
 
     async def _prepare(self, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool) -> None:

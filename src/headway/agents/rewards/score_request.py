@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headway.data.thoughts import end_of_thought, opened_thought
-from headway.runtime.pickling import record
+from headway.records import record
 
 if TYPE_CHECKING:
     from headway.data.types import Conversation

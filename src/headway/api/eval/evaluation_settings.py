@@ -16,15 +16,14 @@ from headway.config.layers import Layer, lies_in, overlay, read_overrides, setti
 from headway.config.loading import LoadedConfig, load
 from headway.config.schema import (
     AsyncTrainingConfig,
-    ClusterConfig,
     Config,
     OverlongBufferConfig,
-    RunConfig,
 )
 from headway.config.sections.agent_section import AgentConfig
 from headway.config.sections.learning import AlgorithmConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.rollout_section import RolloutConfig
+from headway.config.sections.run_section import ClusterConfig, RunConfig
 from headway.config.settings_without_effect import without_effect
 from headway.config.sizing.placement import needs_critic
 from headway.data.hub import is_saved, splits_of

@@ -39,7 +39,7 @@ from headway.config.schema import Config
 from headway.config.sizing.run_memory import BYTES_PER_TOKEN, token_bytes
 from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
-from headway.runtime.pickling import pickled_by_fields
+from headway.records import pickled_by_fields
 
 PREFIX = "headway-run-"
 SHARED_MEMORY = Path("/dev/shm")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingParams
 from headway.data.types import AnyColumn, Conversation, GroupTokens, Handle, Prompt, TrainSample, Trajectory
 from headway.errors import HeadwayError, RunError
-from headway.runtime.pickling import pickled_by_fields
+from headway.records import pickled_by_fields
 
 
 @pickled_by_fields

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId
 from headway.events import DecodeSteps, PrefillSteps, Span
-from headway.runtime.pickling import pickled_by_fields, record
+from headway.records import pickled_by_fields, record
 
 
 class Priority(StrEnum):
