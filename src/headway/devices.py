@@ -63,20 +63,20 @@ class DeviceKind(Protocol):
     """Dtype of matrix products where the user leaves it open, as torch names it: ``bfloat16``."""
     collectives: str
     """Backend of torch.distributed whose collectives take this kind's tensors: ``nccl``."""
-    ray_resource: str | None
+    ray_resource: str | None = None
     """Name of the devices among Ray's resources: ``GPU``. None for the CPU, of which no whole one is reserved."""
-    profiled_as: str | None
+    profiled_as: str | None = None
     """Name under which torch's profiler records the devices beside the CPU (``use_device``)."""
-    pins_host_memory: bool
+    pins_host_memory: bool = False
     """True where buffers in host memory are page-locked, since copies to the devices are quicker from there."""
     runs_ahead: int = 0
     """Decoding steps that are launched before the tokens of the one before are read; 0 where work is done at once."""
-    flex_attention: bool
+    flex_attention: bool = False
     """True where attention over packed lines is FlexAttention, compiled for the device; without, all of its scores are
     in memory at once, but on CPUs, which have kernels of their own."""
     compiles_kernels: bool = False
     """True where Triton compiles kernels for the devices."""
-    varlen_attention: bool
+    varlen_attention: bool = False
     """True where torch may have FlashAttention over sequences of different lengths; the native engine tries it."""
 
     @property
@@ -154,7 +154,11 @@ class DeviceKind(Protocol):
         return
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Lock the pages of ``memory`` that this process has mapped, and return a function that undoes it."""
+        """Lock the pages of ``memory`` that this process has mapped, and return a function that undoes it.
+
+        Without it, copies are slower, and right.
+        """
+        return _nothing
 
 
 class Cpu(DeviceKind):
@@ -164,11 +168,6 @@ class Cpu(DeviceKind):
     called = "CPU"
     dtype = "float32"
     collectives = "gloo"
-    ray_resource = None
-    profiled_as = None
-    pins_host_memory = False
-    flex_attention = False
-    varlen_attention = False
     limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     """Files in which a container's limit is, in bytes; without one, a word or a number beyond all memory."""
 
@@ -184,9 +183,6 @@ class Cpu(DeviceKind):
     def memory_listed(self) -> int | None:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([physical, *(int(text) for file in self.limits if (text := _text_of(file)).isdigit())])
-
-    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        return _nothing
 
 
 def _text_of(file: Path) -> str:
@@ -249,9 +245,6 @@ class Accelerator(DeviceKind):
 
     def release_cached(self) -> None:
         self._torch.empty_cache()
-
-    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        return _nothing  # copies are slower then, and right
 
 
 OWN_NCCL_ERRORS = {

@@ -14,6 +14,7 @@ It decides nothing: who starts, who is parked and what becomes of a call is the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from headway.data.types import FinishReason, SampledTokens
 from headway.devices import to_device, to_host
 from headway.engines.rollout.engine_activity import DecodeStep
-from headway.engines.rollout.native.model_runner import ModelRunner
+from headway.engines.rollout.native.model_runner import BLOCK_ROWS, ModelRunner
 from headway.engines.rollout.native.sampler import BatchSampling, SeenTokens, completed, sample, window
 from headway.engines.rollout.native.step_admission import Prefixes, Siblings, StepAdmission
 from headway.engines.rollout.native.step_attention import PrefillContext, SharedPrompts
@@ -55,8 +56,9 @@ class DecodeRows:
         """Tokens of each row's call, those included that were launched and not read."""
         self.places = np.full((runs_ahead + 1, slots), -1, np.int64)
         """Each row's place in the steps launched last, step i in line i modulo their number; -1: it had none."""
-        self.changed = True
-        """Rows were added, removed or moved since the last step was launched."""
+        self.steady = 0
+        """Steps launched since rows were last added, removed or moved."""
+        self._numbers = np.arange(slots)
         self._written = np.zeros(slots, np.int64)
         self._limits = np.zeros(slots, np.int64)
         self._keys = np.zeros(slots, np.uint64)
@@ -78,7 +80,7 @@ class DecodeRows:
         """Occupy the next row; its context is (about to be) in the cache's row of the same number."""
         row, written = self.active, len(run.written.ids)
         self.runs.append(run)
-        self.changed = True
+        self.steady = 0
         self.places[:, row], self.tokens[row] = -1, -2
         self.lengths[row] = len(run.call.input_ids) + written
         self._written[row] = self.sampled[row] = written
@@ -114,10 +116,20 @@ class DecodeRows:
 
     def launched(self, step: int, decoding: int) -> None:
         """Every row gets a token in the ``step``-th step; the first ``decoding`` have their last one in the cache."""
-        line = self.places[step % len(self.places)]
-        line[: self.active], line[self.active :] = np.arange(self.active), -1
+        if self.steady < len(self.places):
+            line = self.places[step % len(self.places)]
+            line[: self.active], line[self.active :] = self._numbers[: self.active], -1
+        self.steady += 1
         self.lengths[:decoding] += 1
         self.sampled[: self.active] += 1
+
+    def got(self, step: int, since: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows that got a token in the ``step``-th step, and their places in it; ``since`` then that many followed."""
+        if since < self.steady:
+            return self._numbers[: self.active], self._numbers[: self.active]
+        places = self.places[step % len(self.places), : self.active]
+        rows = np.flatnonzero(places >= 0)
+        return rows, places[rows]
 
     def record(
         self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
@@ -156,13 +168,17 @@ class DecodeRows:
             moves.append((source, row))
             row = source
         self.runs.pop()
-        self.changed = True
+        self.steady = 0
         return run, moves
 
     def _next(self, free: int) -> int:
-        """The row that moves to a ``free`` one: the last that is hardly shorter than the longest behind it."""
-        if not self._ordered:
-            return self.active - 1
+        """The row that moves to a ``free`` one: the last that is hardly shorter than the longest behind it.
+
+        The last of all where both are among the same `BLOCK_ROWS`, which attend together whatever their order.
+        """
+        last = self.active - 1
+        if not self._ordered or free // BLOCK_ROWS == last // BLOCK_ROWS:
+            return last
         behind = self.lengths[free + 1 : self.active]
         longest = int(behind.max())
         return free + 1 + int(np.flatnonzero(behind >= longest - max(longest // 10, ALIKE))[-1])
@@ -201,7 +217,7 @@ class LaunchedStep:
 
 
 UNIFORMS_AHEAD = 16
-"""Steps whose uniform numbers are brought to a device at once, for as long as the batch does not change."""
+"""Steps whose uniform numbers are computed and brought at once, for as long as the batch does not change."""
 KEPT_SHARE = 8
 """One in so many tokens of the KV cache's memory may be taken beside it, for prefills that calls wait for."""
 
@@ -232,9 +248,11 @@ class DecodeBatch:
         """Steps so far."""
         # What the steps read on the device, of the rows as they were when the last one was launched.
         self._tokens = torch.empty(0, dtype=torch.int64, device=runner.device)
-        self._lengths = self._uniforms = self._penalised = self._tokens
+        self._lengths = self._penalised = self._tokens
+        self._uniforms = deque[torch.Tensor]()
         self._sampling = BatchSampling()
-        self._uniforms_used = 0
+        self._bars = False
+        """A row may not stop yet: its stop tokens are barred."""
 
     @property
     def active(self) -> int:
@@ -301,9 +319,11 @@ class DecodeBatch:
         contexts = [
             PrefillContext(of, self.prefixes.gather(share.found)) for of, share in zip(ids, missing, strict=True)
         ]
-        positions, lengths = self._lengths[:decoding], self.rows.lengths[:decoding]
+        tokens, positions, lengths = self._tokens, self._lengths, self.rows.lengths[:decoding]
+        if admission.starting:
+            positions = positions[:decoding]
         prompts = self._prompts.of(decoding) if self._runner.shares else ()
-        decoded, prefilled = self._runner.step(self._tokens[:decoding], positions, lengths, contexts, prompts)
+        decoded, prefilled = self._runner.step(tokens, positions, lengths, contexts, prompts)
         # After the step, which stores each row's token at the length from before it.
         positions += 1
         self.rows.launched(self._launched, decoding)
@@ -316,9 +336,8 @@ class DecodeBatch:
             logits.append(self._start(admission, decoding, record))
         record.cached = self.rows.cached
         self._sampling.seen = seen = self._seen.of(self.active)
-        uniforms = self._uniforms[self._uniforms_used]
-        self._uniforms_used += 1
-        self._tokens, logprobs = sample(logits[0] if len(logits) == 1 else torch.cat(logits), self._sampling, uniforms)
+        joined = logits[0] if len(logits) == 1 else torch.cat(logits)
+        self._tokens, logprobs = sample(joined, self._sampling, self._uniforms.popleft())
         if seen is not None:
             self._seen.record(self._penalised, self._tokens)
         self._launched += 1
@@ -329,25 +348,24 @@ class DecodeBatch:
 
         The first ``decoding`` rows were in the last step, whose tokens are there and are put in the rows' order.
         """
-        rows, ahead = self.rows, UNIFORMS_AHEAD if self._runner.runs_ahead else 1
-        arrays: dict[str, NDArray[Any]] = {}
-        if rows.changed:
+        rows, arrays = self.rows, dict[str, NDArray[Any]]()
+        if changed := self._bars or not rows.steady:
             params = [run.call.sampling for run in rows.runs]
             arrays["places"] = rows.places[(self._launched - 1) % len(rows.places), :decoding]
             arrays["lengths"] = rows.lengths[: rows.active].copy()  # a CPU's tensor would be the array itself
             arrays["penalised"] = np.array([row for row, p in enumerate(params) if p.repetition_penalty != 1], np.int64)
             arrays |= BatchSampling.numbers(params, self._runner.vocabulary, rows.sampled)
-        if rows.changed or self._uniforms_used == len(self._uniforms):
-            arrays["uniforms"], self._uniforms_used = rows.uniforms(ahead), 0
+        elif self._uniforms:
+            return []  # calls that start change the rows
+        arrays["uniforms"] = rows.uniforms(UNIFORMS_AHEAD)
         brought = to_device([*arrays.values(), *contexts], self._runner.device)
         numbers = dict(zip(arrays, brought, strict=False))
-        self._uniforms = numbers.pop("uniforms", self._uniforms)
-        if rows.changed:
+        self._uniforms = deque(numbers.pop("uniforms"))
+        if changed:
             self._tokens = self._tokens.index_select(0, numbers.pop("places"))
             self._lengths, self._penalised = numbers.pop("lengths"), numbers.pop("penalised")
             self._sampling = BatchSampling(**numbers)
-            # As long as a row may not stop, its stop tokens are barred.
-            rows.changed = any(p.min_tokens > of for p, of in zip(params, rows.sampled.tolist(), strict=False))
+            self._bars = any(p.min_tokens > of for p, of in zip(params, rows.sampled.tolist(), strict=False))
         return brought[len(arrays) :]
 
     def read(self, step: LaunchedStep) -> bool:
@@ -356,9 +374,7 @@ class DecodeBatch:
         False where they are not finite.
         """
         tokens, logprobs = step.read()
-        places = self.rows.places[step.number % len(self.rows.places), : self.active]
-        rows = np.flatnonzero(places >= 0)
-        at = places[rows]
+        rows, at = self.rows.got(step.number, self._launched - 1 - step.number)
         if not np.isfinite(logprobs[at]).all():
             return False
         self.rows.record(rows, tokens[at], logprobs[at], step.version)

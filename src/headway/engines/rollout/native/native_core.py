@@ -236,13 +236,14 @@ class EngineCore:
 
     def step(self) -> list[Finished]:
         """Schedule, launch, read: one token for every row. Returns the calls that have finished."""
-        if self._computes or not self._finished:
+        if not self._finished or self._computes:
             self.weights.state.check("decode")
             self._activity.begin()
             record = DecodeStep()
             admission = self._schedule(record)
             ahead = 0
-            if admission.starting or not self._batch.rows.complete:
+            # Where all tokens were read, no row that is left is complete.
+            if admission.starting or (self._batch.active and not (self._launched and self._batch.rows.complete)):
                 self._launched.append(self._batch.launch(admission, self.version, record))
                 ahead = self._runner.runs_ahead
             self._read(ahead)
@@ -281,15 +282,15 @@ class EngineCore:
         Rows of validation are parked last. A parked call keeps what it wrote, and is the first to resume. Returns how
         many were parked.
         """
-        batch = self._batch
+        batch, parked = self._batch, 0
         if not batch.fits:
             self._read(0)
-        before = batch.active
-        while batch.active and not batch.fits:
-            latest = max(range(batch.active), key=lambda row: _later(batch.rows.runs[row]))
-            self._scheduler.put_back([batch.remove(latest)])
+            while batch.active and not batch.fits:
+                latest = max(range(batch.active), key=lambda row: _later(batch.rows.runs[row]))
+                self._scheduler.put_back([batch.remove(latest)])
+                parked += 1
         batch.make_room()
-        return before - batch.active
+        return parked
 
     # ------------------------------------------------------------------------------------- endings
 
