@@ -60,13 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="headway-chaos-") as scratch:
         directory = chosen.keep or Path(scratch) / "run"
-        left = {path.name for path in SHARED_MEMORY.iterdir()}
+        left = in_shared_memory()
         rows, problems = run_with_faults(directory, chosen)
         print(markdown(rows))
         if took := [row["next step after s"] for row in rows]:
             print(f"next optimizer step after {median(took):.1f} s (median), {max(took):.1f} s at most")
         problems += check(directory) if rows else []
-        if behind := {path.name for path in SHARED_MEMORY.iterdir()} - left:
+        if behind := in_shared_memory() - left:
             problems.append(f"left behind in {SHARED_MEMORY}: {', '.join(sorted(behind))}")
         print(
             "\n".join(problems) or "the ledger balances; nothing was lost, nothing trained twice, nothing left behind"
@@ -147,6 +147,11 @@ def wait_for_step(directory: Path, attending: subprocess.Popen[bytes], since: in
             if b'"optimizer.stepped"' in new and (not checkpoint or b'"checkpoint.saved"' in new):
                 return
         time.sleep(0.05)
+
+
+def in_shared_memory() -> set[str]:
+    """Names of what Headway has there."""
+    return {path.name for path in SHARED_MEMORY.glob("headway*")}
 
 
 def size(directory: Path) -> int:
