@@ -417,7 +417,7 @@ def journal(config: Config) -> str:
     """Return the summary's line on the journal: how large it becomes."""
     from headway.data.journal import TOKEN_BYTES
 
-    if config.trainer.save_freq < 0 or config.run.journal_sync_s is None:
+    if not config.writes_journal:
         return "none: a resumed run makes groups that were open again"
     # From the last checkpoint but one on, with what runs ahead, in whole versions.
     versions = 2 * config.trainer.save_freq + 2 + ceil(config.async_training.staleness_threshold)

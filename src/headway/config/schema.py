@@ -369,6 +369,11 @@ class Config(Section):
         return {**values, "reward": {**reward, "function": PROGRAM}}
 
     @property
+    def writes_journal(self) -> bool:
+        """True where a run keeps a journal: one is wanted, and a checkpoint is there to resume from."""
+        return self.run.journal_sync_s is not None and self.trainer.save_freq >= 0
+
+    @property
     def groups_per_batch(self) -> int:
         return self.async_training.require_batches * self.actor.ppo_mini_batch_size
 

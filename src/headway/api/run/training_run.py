@@ -325,8 +325,8 @@ class TrainingRun:
         return status
 
     def _journal(self) -> RunJournal | None:
-        """Open the run's journal; None where no checkpoint could be resumed with it, or none is wanted."""
-        if self._config.run.journal_sync_s is None or self._config.trainer.save_freq < 0:
+        """Open the run's journal; None where the run keeps none, or the disk takes none."""
+        if not self._config.writes_journal:
             return None
         directory = self._reports.directory.journal
         try:

@@ -77,8 +77,8 @@ class EpisodeWorkerRole(Role):
 
     def _completions(self) -> CompletionJournal | None:
         block, sync_s = self._config.groups_per_version, self._config.run.journal_sync_s
-        wanted = sync_s is not None and self._config.trainer.save_freq >= 0  # else it may be left of an earlier process
-        if not wanted or self._journal is None or not self._journal.is_dir():
+        # A directory may be left of an earlier process, whose settings wanted a journal.
+        if not self._config.writes_journal or self._journal is None or not self._journal.is_dir():
             return None
         return CompletionJournal(JournalWriter(self._journal, self.name, groups_per_block=block, sync_s=sync_s))
 

@@ -100,11 +100,6 @@ class RunJournal:
         for taken in [taken for taken in self._batches if taken < consumed]:
             del self._batches[taken]
 
-    @property
-    def batches(self) -> int:
-        """Number of batches to train again."""
-        return len(self._batches)
-
     def composed(self, taken: int) -> dict[int, tuple[int, ...]] | None:
         """Return the groups that were taken after ``taken`` others, number → identity; None where no batch was."""
         record = self._batches.get(taken)
