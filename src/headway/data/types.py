@@ -83,6 +83,11 @@ class Prompt:
                 return message["content"]
         return self.text if self.asked is None else self.asked
 
+    @property
+    def group_id(self) -> tuple[int, int, int]:
+        """Identity of the prompt's group: epoch, row and attempt, with which the ids of its trajectories begin."""
+        return self.epoch, self.row, self.attempt
+
     def trajectory_id(self, k: int) -> TrajectoryId:
         return TrajectoryId(self.epoch, self.row, self.attempt, k)
 

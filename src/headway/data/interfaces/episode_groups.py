@@ -58,7 +58,7 @@ class Group:
     @property
     def id(self) -> tuple[int, int, int]:
         """The group's identity: epoch, row and attempt, with which the ids of its trajectories begin."""
-        return self.prompt.epoch, self.prompt.row, self.prompt.attempt
+        return self.prompt.group_id
 
     def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[TrainSample]:
         """The samples of the group for a forward or training step, with those of ``columns`` that it has.

@@ -158,7 +158,7 @@ class RunState:
         live = dict(state["live"]) if reopened else {}
         self.queue.restore(admitted=state["admitted"], taken=self.consumed, live=live)
         for number, prompt in reopened.items():
-            self.reopened[prompt.epoch, prompt.row, prompt.attempt] = number, prompt
+            self.reopened[prompt.group_id] = number, prompt
             self._unrewarded.add(number)
             if self.samples is not None:
                 self.samples.admitted(number, prompt, now())
@@ -181,7 +181,7 @@ class RunState:
         """Admit a group for ``prompt``, counted against the inequality. Returns its number, which one that was open at
         the checkpoint has.
         """
-        if (known := self.reopened.pop((prompt.epoch, prompt.row, prompt.attempt), None)) is not None:
+        if (known := self.reopened.pop(prompt.group_id, None)) is not None:
             return known[0]
         number = self.ledger.admit(prompt)
         limit = self.staleness.limit

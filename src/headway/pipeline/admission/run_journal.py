@@ -126,18 +126,18 @@ class RunJournal:
         """Return how the group ended that was admitted under this number for the same prompt, and its failed episodes;
         None where it did not end early."""
         record = self._ends.pop(number, None)
-        if record is None or record.values["prompt"] != _identity(prompt):
+        if record is None or record.values["prompt"] != [*prompt.group_id]:
             return None
         return Fate(record.values["fate"]), record.values["reason"], record.values["failed"]
 
     def ended(self, number: int, prompt: Prompt, fate: Fate, reason: str, failed: int) -> None:
-        values = {"kind": "ended", "at": number, "prompt": _identity(prompt), "fate": fate.value}
+        values = {"kind": "ended", "at": number, "prompt": prompt.group_id, "fate": fate.value}
         self._writer.append(number, [Record({**values, "reason": reason, "failed": failed})])
 
     def batch(self, taken: int, groups: Sequence[Group]) -> None:
         """Write that ``groups`` are trained on together, after ``taken`` others."""
         self._batches.pop(taken, None)
-        numbers = [[group.number, *_identity(group.prompt)] for group in groups]
+        numbers = [[group.number, *group.id] for group in groups]
         oldest = min(group.number for group in groups)
         self._writer.append(oldest, [Record({"kind": "batch", "at": taken, "groups": numbers})])
 
@@ -183,10 +183,6 @@ def _files(values: Any) -> list[Path]:
         return [path for value in values for path in _files(value)]
     path = Path(values.rpartition(":")[0]) if isinstance(values, str) and ".py:" in values else None
     return [path] if path is not None and path.is_file() else []
-
-
-def _identity(prompt: Prompt) -> list[int]:
-    return [prompt.epoch, prompt.row, prompt.attempt]
 
 
 def _answers(group: Group) -> int:

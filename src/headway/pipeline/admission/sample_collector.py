@@ -95,7 +95,7 @@ class Samples:
         """Note that a group was admitted for ``prompt``, drawn or not."""
         if self.draws(number):
             self._open[number] = _DrawnGroup(number, prompt, time)
-            self._numbers[_identity(prompt)] = number
+            self._numbers[prompt.group_id] = number
 
     def generated(self, group: Group, time: float) -> None:
         """Take the texts of a group's episodes, where it was drawn."""
@@ -120,7 +120,7 @@ class Samples:
     ) -> None:
         """Hand on the record of a group whose fate is settled, where it was drawn by this process."""
         if (drawn := self._open.pop(number, None)) is not None:
-            del self._numbers[_identity(drawn.prompt)]
+            del self._numbers[drawn.prompt.group_id]
             ended = {"fate": fate, "reason": reason, "lag": lag}
             self._outlet.keep(storable(self._group(drawn, ended, version, time)))
 
@@ -204,10 +204,6 @@ class Samples:
             "entropy": rounded(row.entropy),
             "columns": {name: rounded(values) for name, values in row.columns.items()},
         }
-
-
-def _identity(prompt: Prompt) -> GroupId:
-    return prompt.epoch, prompt.row, prompt.attempt
 
 
 def _by_episode(episodes: Sequence[Trajectory], scores: Scores) -> dict[int, tuple[float, dict[str, float | None]]]:
