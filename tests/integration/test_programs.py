@@ -1,8 +1,10 @@
 """Whole runs whose episodes a program makes, as a user starts them."""
 
+import contextlib
 import os
 import signal
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,13 +188,7 @@ def test_runners_that_are_killed_cost_no_episode(recipe: Path, tmp_path: Path) -
         if kills >= 3 and any(episode["metrics"]["tries"] > 1 for episode in episodes(run)):
             break  # a program was under way when its runner was killed
         settled = len(events(run, "group.settled"))
-        runners = [
-            child.pid
-            for child in psutil.Process(process.pid).children(recursive=True)
-            if "headway.runtime.workers" in " ".join(child.cmdline())
-        ]
-        assert runners
-        for pid in runners:
+        for pid in runners_of(process.pid):
             os.kill(pid, signal.SIGKILL)
         wait_for("group.settled", process, run, times=settled + 16)
     code, output = finish(process)
@@ -200,6 +196,18 @@ def test_runners_that_are_killed_cost_no_episode(recipe: Path, tmp_path: Path) -
     result = summary(run)
     assert (result["groups"]["trained"], result["groups"]["failed"], result["balanced"]) == (400, 0, True)
     assert max(episode["metrics"]["tries"] for episode in episodes(run)) > 1
+
+
+def runners_of(parent: int) -> list[int]:
+    """The processes that run programs: between a kill and its new start there is none for a moment."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        children = psutil.Process(parent).children(recursive=True)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if found := [one.pid for one in children if "headway.runtime.workers" in " ".join(one.cmdline())]:
+                return found
+        time.sleep(0.1)
+    raise AssertionError("no process that runs programs within 60 s")
 
 
 @pytest.mark.slow

@@ -152,9 +152,9 @@ def test_a_second_interrupt_leaves_at_once(recipe: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_ends_the_run_with_its_name_and_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
-    """In other phases, and of replicas: `test_every_phase`."""
-    process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray")
+def test_a_killed_trainer_that_may_not_start_again_ends_the_run_with_its_name(recipe: Path, tmp_path: Path) -> None:
+    """In other phases, and of replicas: `test_every_phase`. Started again: `test_resume`."""
+    process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray", "trainer.max_restarts=0")
     started = descendants(process.pid)
     os.kill(pid_of_worker(process.pid, "actor-0"), signal.SIGKILL)
     code, output = finish(process)
