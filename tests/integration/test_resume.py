@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import evidence
 from headway.cluster.machine.child_processes import descendants
 from tests.integration.support import alive, events, finish, make_job, run_here, start, summary, train, wait_for
 from tests.integration.test_on_policy import weights
@@ -88,7 +89,8 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_on_the_same_toke
     """The run that is killed is a process of its own, whose imports take seconds."""
     run_dir = tmp_path / "run"
     settings = ("mode=async_partial", f"cluster.backend={backend}", "rollout.total_rollout_steps=256")
-    kill(recipe, run_dir, 9, *settings, save_freq=6)
+    kill(recipe, run_dir, 9, *settings, "reports.samples=16", save_freq=6)
+    evidence.keep(run_dir, tmp_path / "kept")
     code, output = resume(run_dir, own_process=backend == "ray")
     assert code == 0, output
     fetches: dict[int, list[list[int]]] = {}
@@ -104,6 +106,10 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_on_the_same_toke
     told = summary(run_dir)
     assert (told["resumed"], told["balanced"], told["groups"]["trained"]) == (1, True, 256)
     assert told["groups"]["admitted"] == 256, "no group was given up"
+    evidence.keep(run_dir, tmp_path / "kept")
+    proved = evidence.examine(run_dir, tmp_path / "kept")
+    assert proved.groups > 128
+    assert proved.problems == []
 
 
 @pytest.mark.slow
