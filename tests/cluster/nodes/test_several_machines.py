@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.nodes.machines import ADDRESSES, RAY, Machines, machines, wait_until, why_not
+from benchmarks.nodes.machines import ADDRESSES, RAY, Machines, machines, wait_until, why_not
 
 WHY_NOT = why_not()
 pytestmark = [

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[2]
+REPOSITORY = HERE.parents[1]
 ADDRESSES = {"A": "10.77.0.1", "B": "10.77.0.2", "C": "10.77.0.3"}
 RAY = f"{ADDRESSES['A']}:6379"
 """Ray's address for the drivers of runs, which are on node A."""

@@ -1,0 +1,1 @@
+"""Machines made of Linux namespaces, for tests and for faults."""
