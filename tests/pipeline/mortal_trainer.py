@@ -11,8 +11,10 @@ from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import GatherReport, SendReport
 from headway.data.types import Column, TrainSample
 from headway.errors import StallError, WorkerDied
+from headway.pipeline.recovery.liveness import ProcessLook, given_up
 from headway.planner.simulation.simulated_trainer import SimulatedTransport
 from headway.runtime.progress import Heartbeat
+from headway.runtime.task_groups import concurrently
 from tests.pipeline.fake_policies import FakeTrainer
 
 R = TypeVar("R")
@@ -33,6 +35,8 @@ class MortalTrainer(FakeTrainer):
         """Number of starts that fail."""
         self.silent = False
         """Answers nothing, as a process that was stopped."""
+        self.looks: ProcessLook | None = None
+        """State of its process, by its machine's system."""
         self._files: dict[Path, Weights] = {}
         self._at_copy: Weights = ()
         self._gathered: Weights = ()
@@ -44,6 +48,16 @@ class MortalTrainer(FakeTrainer):
         self._ended.set()
 
     async def died(self) -> NoReturn:
+        await concurrently([self._died(), self._given_up()])
+        raise AssertionError
+
+    async def _given_up(self) -> NoReturn:
+        async def look() -> ProcessLook | None:
+            return self.looks
+
+        raise WorkerDied(f"worker actor-0 {await given_up(self.heartbeat, look, 60.0)}")
+
+    async def _died(self) -> NoReturn:
         await self._ended.wait()
         await asyncio.sleep(0.0625)  # a call may fail before
         raise self._death or AssertionError

@@ -28,7 +28,8 @@ from headway.data.interfaces.rollout import Completion, GenerateRequest
 from headway.data.types import Column, Handle, TrainSample, TrajectoryId
 from headway.errors import RunError, StallError
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.recovery.run_monitor import SHORTEST_S, WorkerAnswers, ask
+from headway.pipeline.recovery.liveness import WorkerAnswers, ask
+from headway.pipeline.recovery.run_monitor import SHORTEST_S
 from headway.runtime.progress import Heartbeat, Living
 from headway.runtime.task_groups import both, concurrently, failure_ignored
 
@@ -160,7 +161,9 @@ class Worker(Protocol):
         """Wait until the worker's process ends, and raise `WorkerDied`."""
 
     async def lost(self) -> NoReturn:
-        """Wait like `died`; raise also when the worker's machine stops answering, which other signs may show later."""
+        """Wait like `died`; raise also when the worker is given up: its machine stops answering, or itself does, as
+        `headway.pipeline.recovery.liveness` decides.
+        """
 
     async def kill(self) -> None:
         """End the worker at once, and return when it is gone. Pending calls fail."""

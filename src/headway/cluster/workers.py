@@ -230,12 +230,12 @@ class Workers:
 
 
 async def any_dies(cluster: Cluster, workers: Iterable[Worker]) -> NoReturn:
-    """Wait until the cluster or one of ``workers`` ends, and raise `WorkerDied`."""
-    await concurrently([cluster.died(), *(worker.died() for worker in workers)])
+    """Wait until the cluster or one of ``workers`` ends, or is given up, and raise `WorkerDied`."""
+    await concurrently([cluster.died(), *(worker.lost() for worker in workers)])
     raise AssertionError("unreachable: died() never returns")
 
 
 async def replaceable_dies(one: RolloutEngine | EpisodeWorkerProtocol) -> NoReturn:
-    """Wait until the process of a replica or an episode worker ends, or its machine is silent; raise `WorkerDied`."""
+    """Wait until a replica or an episode worker is lost, as `Worker.lost` does; raise `WorkerDied`."""
     assert isinstance(one, RolloutReplica | RemoteEpisodeWorker)
     await one.died()

@@ -36,7 +36,7 @@ from headway.engines.train.state_file import read_state
 from headway.errors import EXIT_INTERRUPTED, ConfigError, DataError, RunError, UserError
 from headway.models.model_folder import check_folder
 from headway.pipeline.off_policy_guard import MOST_SKIPPED
-from headway.pipeline.recovery.run_monitor import WorkerAnswers
+from headway.pipeline.recovery.liveness import WorkerAnswers
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import JsonLines

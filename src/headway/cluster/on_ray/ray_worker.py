@@ -32,7 +32,7 @@ import ray
 import ray._private.worker as printing
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from headway.cluster.calls.network_interface import ATTEMPTS, network_environment, stops_answering
+from headway.cluster.calls.network_interface import ANSWER_S, ATTEMPTS, network_environment, stops_answering
 from headway.cluster.calls.worker_connections import (
     CallAddress,
     CallFailed,
@@ -51,6 +51,7 @@ from headway.cluster.worker_plan import WorkerSpec
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle, RowTokens
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied, said_by
+from headway.pipeline.recovery.liveness import ProcessLook, given_up, look_at
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import concurrently
 
@@ -255,8 +256,10 @@ class RayWorker:
         self.pid: int | None = None
         """Id of the worker's process, once it is up."""
         weights = model_nbytes(spec.arguments.get("model_path", ""))
-        self.killed_s = Timeouts.of(spec.arguments["config"], weights).killed_s
+        timeouts = Timeouts.of(spec.arguments["config"], weights)
+        self.killed_s = timeouts.killed_s
         """Seconds for the process to be gone once it was killed."""
+        self._unanswered_s = timeouts.unanswered_s
         self._process: Watched | None = None
         """Watched process of the worker, where it runs on this machine."""
         self._elsewhere: str | None = None
@@ -306,10 +309,24 @@ class RayWorker:
 
     async def lost(self) -> NoReturn:
         """Wait for a loss as `Worker.lost` does. Ray takes a minute or more to notice that a machine is silent."""
-        if self._node is None:
-            await self.died()
-        await concurrently([self.died(), self._machine_lost(self._node)])
+        silent = [] if self._node is None else [self._machine_lost(self._node)]
+        await concurrently([self.died(), self._given_up(), *silent])
         raise AssertionError("unreachable: died() never returns")
+
+    async def _given_up(self) -> NoReturn:
+        why = await given_up(self.heartbeat, self._look, self._unanswered_s)
+        raise WorkerDied(f"worker {self.name} (pid {self.pid}) {why}. Its log: {self._log}")
+
+    async def _look(self) -> ProcessLook | None:
+        """Return the state of the process, as a process of its machine sees it; None where none tells."""
+        if self._node is None or self.pid is None:
+            return None if self.pid is None else look_at(self.pid)
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                there = {f"node:{self._node['NodeManagerAddress']}": 0.001}
+                seen: ProcessLook | None = await _look_there.options(resources=there).remote(self.pid)
+                return seen
+        return None
 
     async def _machine_lost(self, node: dict[str, Any]) -> NoReturn:
         await stops_answering(node["NodeManagerAddress"], node["NodeManagerPort"])
@@ -394,6 +411,11 @@ def _read(parts: Sequence[TokenPart]) -> list[Mapping[int, RowTokens]]:
     if missing:
         raise RunError(f"the tokens of {len(missing)} groups are no longer on {missing[0].host} ({missing[0].path})")
     return [rows for rows in read if rows is not None]
+
+
+@ray.remote(num_cpus=0)
+def _look_there(pid: int) -> ProcessLook | None:
+    return look_at(pid)
 
 
 def _node() -> str:

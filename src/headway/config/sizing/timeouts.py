@@ -84,6 +84,7 @@ PAIRS: Mapping[str, str] = MappingProxyType(
         "first_silence_s": "stall_s",
         "objects_s": "stall_s",
         "update_timeout_s": "stall_s",
+        "unanswered_s": "trainer_quiet_s",
         "trainer_quiet_s": "stall_s",
         "stall_s": "ranks_s",
         "checkpoint_s": "ranks_s",
@@ -239,6 +240,11 @@ class Timeouts:
     def trainer_quiet_s(self) -> float:
         """The trainer's ranks do not move in a call, and are started again: later than a receiver is given up."""
         return self.stall_s - (self.stall_timeout_s - self.update_timeout_s) / 2
+
+    @property
+    def unanswered_s(self) -> float:
+        """A worker has answered a heartbeat, whatever it does: a step of an engine may take longer."""
+        return min(max(2 * HEARTBEAT_S, self.answer_s), 0.75 * self.trainer_quiet_s)
 
     @property
     def ranks_s(self) -> float:

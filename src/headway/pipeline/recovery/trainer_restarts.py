@@ -1,6 +1,6 @@
 """Restarts of the trainer inside the run: its ranks are lost, started again, and brought to where they were.
 
-    a rank's process ends, or nothing moves in an open call ─▶ trainer.lost: calls under way are cancelled
+    a rank ends or is given up, or none moves in an open call ─▶ trainer.lost: calls under way are cancelled
         ─▶ all ranks start again ─▶ newest checkpoint, or the initial model ─▶ batches since then are redone
         ─▶ trainer.restarted: what was cancelled is done again
 
@@ -25,7 +25,7 @@ from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Signal
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
-from headway.pipeline.recovery.run_monitor import ask
+from headway.pipeline.recovery.liveness import ask
 from headway.runtime.progress import Living
 from headway.runtime.task_groups import Tasks, concurrently
 
@@ -41,7 +41,7 @@ class RestartableTrainer:
     ranks: Callable[[], Sequence[Living]]
     """Function that returns the present ranks."""
     watch: Callable[[], Coroutine[Any, Any, NoReturn]]
-    """Coroutine function that raises `WorkerDied` when one of the present ranks ends."""
+    """Coroutine function that raises `WorkerDied` when one of the present ranks ends, or is given up."""
     restart: Callable[[], Coroutine[Any, Any, None]]
     """Coroutine function that ends all ranks and starts others, with the initial model, within `Timeouts.start_s`.
     Raises the errors of `headway.errors`."""
@@ -136,18 +136,15 @@ class TrainerRestarts:
                 await self._recover(trainer, loss)
 
     async def _end_of_motion(self, trainer: RestartableTrainer) -> NoReturn:
-        """Raise `StallError` when a rank answers no heartbeat, or none moves, while a call of them is open."""
+        """Raise `StallError` when no rank moves while a call of them is open."""
         quiet_s = self._timeouts.trainer_quiet_s
         looks_s = min(HEARTBEAT_S, quiet_s / 4)
-        silent: set[str] = set()
         while True:
             await self._changed.until(lambda: bool(self._works))
             await asyncio.sleep(looks_s)
             answers = await ask(trainer.ranks(), looks_s)
-            beats = answers.by_worker
-            works = any(beat is not None and isfinite(beat.quiet_s) for beat in beats.values())
-            before, silent = silent, {name for name, beat in beats.items() if beat is None}
-            if self._works and (before & silent or (works and now() >= answers.deadline(quiet_s, file_stall_s))):
+            works = any(beat is not None and isfinite(beat.quiet_s) for beat in answers.by_worker.values())
+            if self._works and works and now() >= answers.deadline(quiet_s, file_stall_s):
                 raise StallError(f"the trainer's ranks do not move: {answers}")
 
     async def _recover(self, trainer: RestartableTrainer, loss: RunError) -> None:
