@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,17 @@ class EchoRole(Role):
         os.system(f"echo {text} from a child")
 
     @register(Dispatch.ONE_TO_ALL)
+    def holds_the_interpreter(self, seconds: float) -> None:
+        """Compute in one call that lets no other thread of this process run."""
+        began = time.perf_counter()
+        sum(range(1_000_000))
+        sum(range(int(1_000_000 * seconds / (time.perf_counter() - began))))
+
+    @register(Dispatch.ONE_TO_ALL)
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def monotonic(self) -> float:
-        import time
-
         return time.monotonic()
 
     @register(Dispatch.SPLIT)

@@ -206,6 +206,20 @@ async def test_a_killed_worker_is_noticed_while_nobody_calls_it(workers: list[Ra
         task.cancel()
 
 
+async def test_a_stopped_worker_is_given_up_while_one_that_computes_is_not(workers: list[RayWorker]) -> None:
+    """A stopped process is looked at for two seconds, and was asked for its heartbeat up to three seconds before."""
+    watching = [asyncio.create_task(worker.lost()) for worker in workers]
+    assert workers[1].pid is not None
+    os.kill(workers[1].pid, signal.SIGSTOP)
+    computing = asyncio.create_task(workers[0].call("holds_the_interpreter", 4.0))
+    done, _ = await asyncio.wait(watching, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+    assert done == {watching[1]}
+    assert re.match(r"worker echo-1 \(pid \d+\) has been stopped for 2 s \(SIGSTOP\)\.", str(watching[1].exception()))
+    await computing
+    assert not watching[0].done()
+    watching[0].cancel()
+
+
 async def test_devices_that_are_not_there_are_told_with_what_there_is(ray_here: None) -> None:
     with pytest.raises(
         ConfigError, match=r"^echo asks for 1 node with 3 GPUs \(.* has 1 node with 0 GPUs\. .*ray start"

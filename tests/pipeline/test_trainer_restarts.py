@@ -18,6 +18,7 @@ from headway.events import (
     TrainerRestarted,
     TrajectoryFinished,
 )
+from headway.pipeline.recovery.liveness import ProcessLook
 from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.mortal_trainer import MortalTrainer
 from tests.pipeline.scenario import Run, Scenario
@@ -128,6 +129,20 @@ def test_ranks_that_answer_no_heartbeat_are_lost_though_no_process_ended(mode: s
     run = check(scenario(mode, beside=stops).run())
     (lost,) = run.of(TrainerLost)
     assert "gave no answer to its heartbeat for 60 s" in lost.reason
+
+
+def test_a_rank_that_is_stopped_is_lost_within_seconds_though_the_others_answer():
+    stopped: list[float] = []
+
+    async def stops(run: Run) -> None:
+        await asyncio.sleep(20.0)
+        stopped.append(asyncio.get_running_loop().time())
+        trainer(run).silent, trainer(run).looks = True, ProcessLook("TTTT", 1.0)
+
+    run = check(scenario("async_partial", beside=stops).run())
+    (lost,) = run.of(TrainerLost)
+    assert "has been stopped for 2 s (SIGSTOP)" in lost.reason
+    assert lost.time - stopped[0] < 6.0
 
 
 def test_a_start_that_fails_is_tried_again():
