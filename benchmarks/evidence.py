@@ -70,8 +70,8 @@ def sampled(journal: Path) -> dict[Episode, list[bytes]]:
     """Return the completions in the folder ``journal``, each the bytes of its tokens."""
     found: dict[Episode, list[bytes]] = defaultdict(list)
     for path in segments(journal):
-        for values, data in records(path):
-            if values["kind"] == "completion":
+        for values, data, _ in records(path):
+            if values.get("kind") == "completion":
                 ids, logprobs, versions = np.frombuffer(data, np.int32).reshape(3, -1)
                 tokens = _bytes(ids, versions, rounded(logprobs.view(np.float32)))
                 found[values["group"], values["trajectory"][-1]].append(tokens)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,39 +30,41 @@ from headway.data.journal import (
     block_of,
     records,
     segments,
+    written,
 )
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId
 
 values = st.dictionaries(st.text(max_size=5), st.integers(-5, 5) | st.text(max_size=8), max_size=3)
-written = st.lists(st.builds(Record, values, st.binary(max_size=40)), min_size=1, max_size=6)
+several = st.lists(st.builds(Record, values, st.binary(max_size=40)), min_size=1, max_size=6)
 
 
 def read(path: Path) -> list[tuple[dict[str, object], bytes]]:
-    return [(dict(record.values), bytes(record.data)) for record in records(path)]
+    return [(dict(record.values), record.data) for record in records(path)]
 
 
 def writer(directory: Path, name: str = "episode-worker-0") -> JournalWriter:
     return JournalWriter(directory, name, groups_per_block=4, sync_s=None)
 
 
-@given(written, st.data())
+@given(several, st.data())
 def test_a_file_torn_at_any_byte_holds_what_was_written_before(given_records: list[Record], data: st.DataObject):
     with TemporaryDirectory() as folder:
         one = writer(Path(folder))
         for record in given_records:
-            one.append(0, [record])
+            one.append(0, record)
         one.close()
         (path,) = segments(Path(folder))
         whole = path.read_bytes()
+        given_records = [Record({"run": None}), *given_records]
         ends = np.cumsum([len(record.packed()) for record in given_records]).tolist()
         assert ends[-1] == len(whole)
         torn = data.draw(st.integers(0, len(whole)))
         path.write_bytes(whole[:torn])
-        expected = [(dict(record.values), bytes(record.data)) for record in given_records]
+        expected = [(dict(record.values), record.data) for record in given_records]
         assert read(path) == expected[: sum(end <= torn for end in ends)]
 
 
-@given(written, st.data())
+@given(several, st.data())
 def test_a_byte_that_changed_hides_its_record_and_those_behind_it(given_records: list[Record], data: st.DataObject):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "driver.0.0"
@@ -73,28 +78,29 @@ def test_a_byte_that_changed_hides_its_record_and_those_behind_it(given_records:
 
 def test_each_life_of_a_writer_has_a_file_of_its_own_and_what_is_torn_hides_nothing_of_the_next(tmp_path: Path):
     first = writer(tmp_path)
-    first.append(5, [Record({"n": 1}), Record({"n": 2})])
+    first.append(5, Record({"n": 1}))
+    first.append(5, Record({"n": 2}))
     first.close()
     (path,) = segments(tmp_path)
     path.write_bytes(path.read_bytes()[:-1])
     second = writer(tmp_path)
-    second.append(5, [Record({"n": 2})])
+    second.append(5, Record({"n": 2}))
     second.close()
     found = segments(tmp_path, block=1)
-    assert [record.values for path in found for record in records(path)] == [{"n": 1}, {"n": 2}]
+    assert [record.values for _, record in written(tmp_path, block=1)] == [{"n": 1}, {"n": 2}]
     assert {block_of(path) for path in found} == {1}
 
 
 def test_a_disk_that_takes_half_a_record_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
     one, write = writer(tmp_path), os.write
-    one.append(0, [Record({"n": 0})])
+    one.append(0, Record({"n": 0}))
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
-        one.append(0, [Record({"n": 1})])
-        one.append(0, [Record({"n": 2})])
-    one.append(0, [Record({"n": 3})])
+        one.append(0, Record({"n": 1}))
+        one.append(0, Record({"n": 2}))
+    one.append(0, Record({"n": 3}))
     one.close()
-    assert [record.values["n"] for record in records(segments(tmp_path)[0])] == [0, 3]
+    assert [record.values["n"] for _, record in written(tmp_path)] == [0, 3]
     (warning,) = caplog.messages
     assert "cannot be written" in warning
 
@@ -102,7 +108,7 @@ def test_a_disk_that_takes_half_a_record_keeps_the_others(tmp_path: Path, monkey
 def test_a_directory_that_is_gone_is_warned_of_once(tmp_path: Path, caplog):
     one = writer(tmp_path / "gone")
     for number in range(0, 40, 4):
-        one.append(number, [Record({})])
+        one.append(number, Record({}))
     assert len(caplog.messages) == 1
 
 
@@ -112,8 +118,8 @@ def test_what_was_written_is_synced_within_the_limit(tmp_path: Path, monkeypatch
 
     async def run() -> set[str]:
         one = JournalWriter(tmp_path, "driver", groups_per_block=4, sync_s=0.001)
-        one.append(0, [Record({})])
-        one.append(9, [Record({})])
+        one.append(0, Record({}))
+        one.append(9, Record({}))
         names = {await asyncio.to_thread(synced.get, timeout=10) for _ in range(2)}
         one.close()
         return names
@@ -201,19 +207,19 @@ def test_of_two_lives_the_later_one_has_the_higher_number_in_whatever_block(tmp_
     """A batch is written in the block of its oldest group, which may be another one in another life."""
     for block, life in ((1, "first"), (1, "second"), (2, "third"), (0, "fourth")):
         one = writer(tmp_path, "driver")
-        one.append(4 * block, [Record({"life": life})])
+        one.append(4 * block, Record({"life": life}))
         one.close()
-    found = [record.values["life"] for path in segments(tmp_path, "driver") for record in records(path)]
+    found = [record.values["life"] for _, record in written(tmp_path, "driver")]
     assert found == ["first", "second", "third", "fourth"]
 
 
 def test_a_block_that_is_written_again_after_many_others_goes_on_in_its_file(tmp_path: Path):
     one = writer(tmp_path)
     for block in [*range(OPEN_BLOCKS + 4), 0, 1]:
-        one.append(4 * block, [Record({"block": block})])
+        one.append(4 * block, Record({"block": block}))
     one.close()
     assert len(segments(tmp_path)) == OPEN_BLOCKS + 4
-    assert [record.values["block"] for record in records(tmp_path / "episode-worker-0.0.0")] == [0, 0]
+    assert [record.values["block"] for _, record in written(tmp_path, block=0)] == [0, 0]
 
 
 def test_a_call_is_found_whoever_asked_for_it_with_another_context_later(journals):
@@ -252,3 +258,52 @@ def test_an_answer_that_is_found_holds_no_more_than_itself(journals):
     _, found = recalled(second, request())
     assert found.tokens.ids.flags.writeable
     assert found.tokens.ids.base.nbytes == 3 * 2 * 4
+
+
+def test_a_file_that_is_not_whole_is_told_with_how_much_of_it_is_left_out(tmp_path: Path, caplog):
+    one = writer(tmp_path)
+    for n in range(3):
+        one.append(0, Record({"n": n}))
+    (path,) = segments(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    assert [record.values["n"] for _, record in written(tmp_path)] == [0, 1]
+    length = len(Record({"n": 2}).packed())
+    assert caplog.messages == [f"{path} is not whole: its last {length - 3} bytes of {len(whole) - 3} are left out"]
+
+
+def test_files_of_another_run_are_left_out_and_told(tmp_path: Path, caplog):
+    for run in ("this", "other"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "settings.json").write_text(json.dumps({"run": run}))
+        for name in ("driver", "episode-worker-0"):
+            one = writer(tmp_path / run, name)
+            one.append(0, Record({"of": run, "by": name}))
+            one.close()
+    shutil.copy(tmp_path / "other" / "driver.0.0", tmp_path / "this" / "driver.0.0")
+    assert [record.values["by"] for _, record in written(tmp_path / "this")] == ["episode-worker-0"]
+    assert caplog.messages == [f"{tmp_path / 'this' / 'driver.0.0'} is of another run, and is left out"]
+
+
+def test_a_file_that_may_not_be_read_is_left_out_and_told(journals, monkeypatch: pytest.MonkeyPatch, caplog):
+    first, second = journals
+    first.append(6, request(), "rollout-1", completion(4, 9))
+
+    def refused(path: Path, mode: str):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert recalled(second, request()) is None
+    (told,) = caplog.messages
+    assert "cannot be read, and is left out: [Errno 13] Permission denied" in told
+
+
+def test_a_reader_of_many_completions_holds_their_places_and_no_tokens(journals):
+    first, second = journals
+    for k in range(50):
+        first.append(6, request(k=k), "rollout-1", completion(*range(20_000)))
+    tracemalloc.start()
+    assert recalled(second, request(k=3)) is not None
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * 12 * 20_000, "of twelve million bytes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
@@ -362,12 +363,13 @@ def test_failed_episodes_of_a_group_that_ended_are_counted_once(tmp_path: Path):
         return RunState(staleness, Ledger(4), MessageQueue(staleness), lambda _: None, journal=journal)
 
     async def main() -> None:
-        first, second = life(), life()
+        first = life()
         first.journal.boundary(0, 0)
         number = first.admit(made)
         first.ledger.episodes_failed(number, 3)
         saved = json.loads(json.dumps(first.state()))
         first.discard(number, Fate.FAILED, "no answer")
+        second = life()
         second.restore(saved, open_prompts=[made], again=[], eta_now=Fraction(1))
         assert second.ended_before(second.admit(made), made)
         assert second.ledger.episode_counts()["failed"] == first.ledger.episode_counts()["failed"] == 4
@@ -388,13 +390,14 @@ def test_a_start_that_is_killed_leaves_the_journal_whole(tmp_path: Path, monkeyp
         path.write_bytes(text[: len(text) // 2].encode())
         raise KeyboardInterrupt
 
+    run = journal.run
     for before in (settings_of(config), dict(list(settings_of(config).items())[1:])):
-        (tmp_path / "settings.json").write_text(json.dumps(before))
+        (tmp_path / "settings.json").write_text(json.dumps({**before, "run": run}))
         with monkeypatch.context() as killed, suppress(KeyboardInterrupt):
             killed.setattr(Path, "write_text", torn)
-            RunJournal(tmp_path, config).restore(0)
+            RunJournal(tmp_path, config).restore(0, run)
         journal = RunJournal(tmp_path, config)
-        journal.restore(0)
+        journal.restore(0, journal.run)
         assert journal.end(0, made) == (Fate.FAILED, "no answer", 0)
 
 
@@ -478,7 +481,7 @@ def test_scores_are_those_of_the_same_answers_to_the_same_prompt(tmp_path: Path)
     journal.close()
     for asked in [group, *others]:
         again = RunJournal(tmp_path, config)
-        again.restore(0)
+        again.restore(0, again.run)
         scores = again.scores(asked)
         assert (scores is not None) == (asked is group)
 
@@ -497,3 +500,29 @@ def test_a_file_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest
 
 def fails_to(what: str) -> None:
     raise PermissionError(f"may not {what}")
+
+
+@pytest.mark.parametrize("what", ["another run", "damaged", "gone", "none before"])
+def test_a_journal_that_is_not_the_one_of_the_checkpoint_is_left_out_with_the_reason(what: str, tmp_path: Path):
+    scenario = Scenario("async_partial", sections=SAVES, journal=tmp_path / "journal")
+    _, state = in_mid_run(scenario)
+    settings = tmp_path / "journal" / "settings.json"
+    match what:
+        case "another run":
+            shutil.rmtree(tmp_path / "journal")
+            scenario.run()
+            why = f"{tmp_path / 'journal'} is of another run"
+        case "damaged":
+            settings.write_bytes(settings.read_bytes()[:-9])
+            why = f"{tmp_path / 'journal'} has no settings.json that can be read"
+        case "gone":
+            shutil.rmtree(tmp_path / "journal")
+            why = f"{tmp_path / 'journal'} has no settings.json that can be read"
+        case _:
+            state["journal"], why = None, "the checkpoint was saved without a journal"
+    rest = resumed(scenario, state)
+    assert [event.text for event in rest.of(Note)] == [f"groups that were open are made anew: {why}"]
+    lost = len(state["ledger"]["open"])
+    assert [event.reason for event in rest.of(GroupSettled)[:lost]] == ["resume"] * lost
+    again = resumed(scenario, {**state, "journal": json.loads(settings.read_text())["run"]})
+    assert not [event for event in again.of(Note) if "made anew" in event.text], "the checkpoint's id goes on"

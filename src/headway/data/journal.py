@@ -5,9 +5,10 @@
 
     record: length, CRC-32 │ header: one line of JSON │ bytes
 
-A file is only appended to, in whole records. Reading ends at the first record that is not whole: its writer died, or
-its disk was full. So every prefix of a file is a state that some moment had. What is *finished* was written before
-anybody acted on it: the death of a process loses nothing, that of a machine what was not synced yet.
+A file is only appended to, in whole records; the first names the run. Reading ends at the first record that is not
+whole: its writer died, or its disk was full. So every prefix of a file is a state that some moment had. What is
+*finished* was written before anybody acted on it: the death of a process loses nothing, that of a machine what was not
+synced yet.
 
 Records are found again by what they are of: a completion by its trajectory, call and context, so that no bookkeeping is
 needed of what was under way. `headway.pipeline.admission.run_journal` has the driver's records.
@@ -21,7 +22,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 TOKEN_BYTES = 12
 """Bytes of a token: its id, log-prob and version."""
 FRAME = struct.Struct("<II")
+SETTINGS = "settings.json"
+"""File of the settings that groups are made by, and the run's id."""
 OPEN_BLOCKS = 8
 """Most blocks of which a writer keeps files open, and a reader what it found."""
 
@@ -45,7 +48,9 @@ class Record(NamedTuple):
     """One record: named values, and bytes."""
 
     values: Mapping[str, Any]
-    data: bytes | memoryview = b""
+    data: bytes = b""
+    at: int = 0
+    """Place of the record in its file, where it was read."""
 
     def packed(self) -> bytes:
         """Return the record as it stands in a file."""
@@ -53,21 +58,57 @@ class Record(NamedTuple):
         return FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def records(path: Path) -> Iterator[Record]:
-    """Yield the whole records of a file, up to the first one that is not. A file that is gone has none."""
+def records(path: Path, at: int = 0) -> Iterator[Record]:
+    """Yield the whole records of a file from byte ``at`` on, up to the first one that is not; one is held at a time.
+
+    What is left behind that one is warned of. So is a file that cannot be read, unless it is gone; it has none.
+    """
     try:
-        whole = path.read_bytes()
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(at)
+            while size - at >= FRAME.size:
+                length, checksum = FRAME.unpack(file.read(FRAME.size))
+                payload = file.read(length) if length <= size - at - FRAME.size else b""
+                if not payload or zlib.crc32(payload) != checksum:
+                    break  # a machine that died may leave zeros, which are the sum of nothing
+                header, _, data = payload.partition(b"\n")
+                yield Record(json.loads(header), data, at)
+                at += FRAME.size + length
+            if at < size:
+                log.warning("%s is not whole: its last %d bytes of %d are left out", path, size - at, size)
     except FileNotFoundError:
-        return
-    data, begin = memoryview(whole), 0
-    while begin + FRAME.size <= len(data):
-        length, checksum = FRAME.unpack_from(data, begin)
-        payload = data[begin + FRAME.size : begin + FRAME.size + length]
-        if not length or len(payload) < length or zlib.crc32(payload) != checksum:
-            return  # a machine that died may leave zeros, which are the sum of nothing
-        header = whole.index(b"\n", begin + FRAME.size) - begin - FRAME.size
-        yield Record(json.loads(bytes(payload[:header])), payload[header + 1 :])
-        begin += FRAME.size + length
+        pass
+    except OSError as cause:
+        log.warning("%s cannot be read, and is left out: %s", path, cause)
+
+
+def written(directory: Path, writer: str = "*", block: int | str = "*") -> Iterator[tuple[Path, Record]]:
+    """Yield the records of a ``writer`` and a ``block``, the earlier lives first. Files of another run are left out,
+    and warned of.
+    """
+    run = run_of(directory)
+    for path in segments(directory, writer, block):
+        for record in records(path):
+            if record.at == 0 and record.values.get("run") != run:
+                log.warning("%s is of another run, and is left out", path)
+                break
+            if record.at:
+                yield path, record
+
+
+def run_of(directory: Path) -> str | None:
+    """Return the id of the run whose journal ``directory`` is; None where its settings do not tell."""
+    return settings_in(directory).get("run")
+
+
+def settings_in(directory: Path) -> Mapping[str, str]:
+    """Return what the journal in ``directory`` is of; nothing where that is missing or damaged."""
+    try:
+        found = json.loads((directory / SETTINGS).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def segments(directory: Path, writer: str = "*", block: int | str = "*") -> list[Path]:
@@ -87,9 +128,9 @@ class JournalWriter:
         >>> from tempfile import mkdtemp
         >>> directory = Path(mkdtemp())
         >>> writer = JournalWriter(directory, "driver", groups_per_block=4, sync_s=None)
-        >>> writer.append(6, [Record({"kind": "batch"})])
-        >>> [path.name for path in segments(directory)], [record.values for record in records(directory / "driver.1.0")]
-        (['driver.1.0'], [{'kind': 'batch'}])
+        >>> writer.append(6, Record({"kind": "batch"}))
+        >>> [(path.name, record.values) for path, record in written(directory)]
+        [('driver.1.0', {'kind': 'batch'})]
     """
 
     def __init__(self, directory: Path, name: str, *, groups_per_block: int, sync_s: float | None) -> None:
@@ -102,14 +143,16 @@ class JournalWriter:
         self._unsynced: set[int] = set()
         self._told = False
 
-    def append(self, number: int, given: Iterable[Record]) -> None:
-        """Append records of group ``number``. A disk that does not take them is warned of once: they are missing then,
-        and are made again where they would be needed.
+    def append(self, number: int, record: Record) -> None:
+        """Append a record of group ``number``. A disk that does not take it is warned of once: it is missing then, and
+        is made again where it would be needed.
         """
         block = number // self.groups_per_block
         try:
             file, length = self._file(block)
-            data = b"".join(record.packed() for record in given)
+            data = record.packed()
+            if not length:
+                data = Record({"run": run_of(self.directory)}).packed() + data
             if (written := os.write(file, data)) < len(data):
                 os.ftruncate(file, length)  # a half record would hide those behind it
                 raise OSError(f"{written} of {len(data)} bytes were written")
@@ -165,8 +208,9 @@ class CompletionJournal:
 
     def __init__(self, writer: JournalWriter) -> None:
         self._writer = writer
-        self._found: dict[int, dict[tuple[int, ...], Record]] = {}
-        """What earlier processes wrote, by block, then by trajectory, call, and how it was asked for."""
+        self._found: dict[int, dict[tuple[int, ...], tuple[Path, int]]] = {}
+        """File and place of what earlier processes wrote, by block, then by trajectory, call, and how it was asked for.
+        The tokens stay on the disk."""
         self._sampling: tuple[SamplingParams | None, bytes] = None, b""
         """The sampling that was described last, and its description."""
 
@@ -188,7 +232,7 @@ class CompletionJournal:
             "finish_reason": completion.finish_reason.value,
         }
         data = b"".join(array.tobytes() for array in (tokens.ids, tokens.logprobs, tokens.versions))
-        self._writer.append(number, [Record(values, data)])
+        self._writer.append(number, Record(values, data))
 
     def reread(self, number: int) -> None:
         """Look again for what others wrote of group ``number``: its episode worker was lost."""
@@ -205,10 +249,10 @@ class CompletionJournal:
             if len(self._found) >= OPEN_BLOCKS:
                 del self._found[min(self._found)]
             found = self._found[block] = self._read(block)
-        record = found.get((*request.trajectory, request.key, self._asked(request))) if found else None
-        if record is None:
+        place = found.get((*request.trajectory, request.key, self._asked(request))) if found else None
+        if place is None or (record := next(records(*place), None)) is None:  # removed meanwhile: nobody needs it
             return None
-        # A copy: else each answer would hold the whole file, and could not be written to.
+        # A copy, which can be written to.
         ids, logprobs, versions = np.frombuffer(record.data, np.int32).reshape(3, -1).copy()
         now = asyncio.get_running_loop().time()
         completion = Completion(
@@ -225,11 +269,10 @@ class CompletionJournal:
     def close(self) -> None:
         self._writer.close()
 
-    def _read(self, block: int) -> dict[tuple[int, ...], Record]:
+    def _read(self, block: int) -> dict[tuple[int, ...], tuple[Path, int]]:
         return {
-            (*record.values["trajectory"], record.values["key"], record.values["asked"]): record
-            for path in segments(self._writer.directory, block=block)
-            for record in records(path)
+            (*record.values["trajectory"], record.values["key"], record.values["asked"]): (path, record.at)
+            for path, record in written(self._writer.directory, block=block)
             if record.values["kind"] == "completion"
         }
 

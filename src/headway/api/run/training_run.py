@@ -330,15 +330,11 @@ class TrainingRun:
             return None
         directory = self._reports.directory.journal
         try:
-            journal = RunJournal(directory, self._config)
+            return RunJournal(directory, self._config)
         except OSError as cause:
             text = f"no journal is written in {directory}, and a resumed run repeats more: {said_by(cause)}"
             self._reports.emit(Note(time=time.monotonic(), level="warning", text=text))
             return None
-        if self._start is not None and journal.changed:
-            text = f"groups that were open are made anew: {', '.join(journal.changed)} changed"
-            self._reports.emit(Note(time=time.monotonic(), level="info", text=text))
-        return journal
 
     def _profile_window(self, workers: Workers) -> ProfileWindow:
         engine, reports = self._config.rollout.name, self._reports

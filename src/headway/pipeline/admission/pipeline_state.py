@@ -133,6 +133,7 @@ class RunState:
             "live": [[number, version] for number, version in sorted(self.queue.live.items())],
             "made": sorted(self.made),
             "scored": sorted(self.scored),
+            "journal": None if self.journal is None else self.journal.run,
         }
 
     def restore(
@@ -169,13 +170,16 @@ class RunState:
             for number in numbers:
                 self._settle(number, Fate.DROPPED, "resume")
         self.waiting_again.extend(again)
-        if self.journal is not None:
-            self.journal.restore(self.consumed)
         self.check_balance()
 
     def _reopens(self, state: Mapping[str, Any]) -> bool:
-        """Tell whether open groups continue: the journal has them, and no setting that makes them has changed."""
-        return self.journal is not None and not self.journal.changed and "live" in state
+        """Read the journal. Returns whether open groups go on: it is this run's, and no setting of theirs changed."""
+        if self.journal is None:
+            return False
+        self.journal.restore(state["consumed"], state.get("journal"))
+        if (why := self.journal.left_out) is not None:
+            self.emit(Note(time=now(), level="info", text=f"groups that were open are made anew: {why}"))
+        return why is None
 
     def admit(self, prompt: Prompt) -> int:
         """Admit a group for ``prompt``, counted against the inequality. Returns its number, which one that was open at

@@ -12,23 +12,24 @@ goes on, without a group that was finished being lost. That holds while the sett
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import xxhash
 
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group, Scores
-from headway.data.journal import JournalWriter, Record, block_of, records, segments
+from headway.data.journal import SETTINGS, JournalWriter, Record, block_of, segments, settings_in, written
 from headway.data.types import Prompt
 from headway.events import CheckpointSaved, Event
 from headway.pipeline.admission.ledger import Fate
 
 DRIVER = "driver"
-SETTINGS = "settings.json"
 MAKES_GROUPS: Mapping[str, set[str]] = {
     "agent": {"workers", "environment_processes", "endpoint_host", "endpoint_port"},
     "algorithm": set(),
@@ -61,42 +62,47 @@ class RunJournal:
         self._oldest_kept: int | None = None
         self._begun = False
         directory.mkdir(exist_ok=True)
-        before = self._read_settings()
-        self.changed = [name for name, digest in self._settings.items() if before.get(name, digest) != digest]
-        """Settings that changed since the journal was written, which therefore is not used."""
-
-    def _read_settings(self) -> Mapping[str, str]:
-        try:
-            found: Mapping[str, str] = json.loads((self._directory / SETTINGS).read_text())
-        except (OSError, ValueError):
-            return {}
-        return found
+        if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError("it may not be read, or not be written")
+        before = settings_in(directory)
+        self.run = before.get("run") or uuid4().hex
+        """Id of the run. Its files and checkpoints have it, so that those of another run are told apart."""
+        self.left_out: str | None = None
+        """Reason why what the journal has is not used; None where it is."""
+        if changed := [name for name, digest in self._settings.items() if before.get(name, digest) != digest]:
+            self.left_out = f"{', '.join(changed)} changed"
 
     def _begin(self) -> None:
         """Write what the journal is of, once; remove what it had of other settings. A start that fails leaves it."""
         if self._begun:
             return
         self._begun = True
-        file, before = self._directory / SETTINGS, self._read_settings()
-        if self.changed or not before:
+        file, before, now = self._directory / SETTINGS, settings_in(self._directory), self._settings | {"run": self.run}
+        if self.left_out or not before:
             file.unlink(missing_ok=True)  # first: a resumed run does not use a journal that does not say what it is of
             for segment in segments(self._directory):
                 segment.unlink(missing_ok=True)
-        if before != self._settings:
+        if self.left_out or before != now:
             draft = file.with_suffix(".tmp")
             with suppress(OSError):
-                draft.write_text(json.dumps(self._settings))
+                draft.write_text(json.dumps(now))
                 draft.replace(file)  # whole at any moment: where it is torn, all that was finished is made again
 
     # ------------------------------------------------------------------------------------- resume
 
-    def restore(self, consumed: int) -> None:
-        """Read what was written since the boundary at which ``consumed`` groups were."""
+    def restore(self, consumed: int, run: str | None) -> None:
+        """Read what was written since the boundary at which ``consumed`` groups were. ``run``: the id that its
+        checkpoint has; a journal with another id is left out.
+        """
+        if self.run != run:
+            found = settings_in(self._directory)
+            why = "is of another run" if found else f"has no {SETTINGS} that can be read"
+            self.left_out = f"{self._directory} {why}" if run else "the checkpoint was saved without a journal"
+            self.run = run or self.run
         self._begin()
         kinds = {"scored": self._scores, "ended": self._ends, "batch": self._batches}
-        for path in segments(self._directory, DRIVER):
-            for record in records(path):
-                kinds[record.values["kind"]][record.values["at"]] = record
+        for _, record in written(self._directory, DRIVER):
+            kinds[record.values["kind"]][record.values["at"]] = record
         for taken in [taken for taken in self._batches if taken < consumed]:
             del self._batches[taken]
 
@@ -120,7 +126,7 @@ class RunJournal:
 
     def scored(self, group: Group, scores: Scores) -> None:
         values = {"kind": "scored", "at": group.number, "answers": _answers(group), "parts": dict(scores.parts)}
-        self._writer.append(group.number, [Record(values, scores.rewards.astype(np.float32).tobytes())])
+        self._writer.append(group.number, Record(values, scores.rewards.astype(np.float32).tobytes()))
 
     def end(self, number: int, prompt: Prompt) -> tuple[Fate, str, int] | None:
         """Return how the group ended that was admitted under this number for the same prompt, and its failed episodes;
@@ -132,14 +138,14 @@ class RunJournal:
 
     def ended(self, number: int, prompt: Prompt, fate: Fate, reason: str, failed: int) -> None:
         values = {"kind": "ended", "at": number, "prompt": prompt.group_id, "fate": fate.value}
-        self._writer.append(number, [Record({**values, "reason": reason, "failed": failed})])
+        self._writer.append(number, Record({**values, "reason": reason, "failed": failed}))
 
     def batch(self, taken: int, groups: Sequence[Group]) -> None:
         """Write that ``groups`` are trained on together, after ``taken`` others."""
         self._batches.pop(taken, None)
         numbers = [[group.number, *group.id] for group in groups]
         oldest = min(group.number for group in groups)
-        self._writer.append(oldest, [Record({"kind": "batch", "at": taken, "groups": numbers})])
+        self._writer.append(oldest, Record({"kind": "batch", "at": taken, "groups": numbers}))
 
     # ------------------------------------------------------------------------------------- size
 
