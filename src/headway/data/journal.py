@@ -22,7 +22,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,10 +58,10 @@ class Record(NamedTuple):
         return FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def records(path: Path, at: int = 0) -> Iterator[Record]:
+def records(path: Path, at: int = 0, tell: Callable[[str], object] = log.warning) -> Iterator[Record]:
     """Yield the whole records of a file from byte ``at`` on, up to the first one that is not; one is held at a time.
 
-    What is left behind that one is warned of. So is a file that cannot be read, unless it is gone; it has none.
+    ``tell`` gets what is left out behind that one, and why a file cannot be read. One that is gone has none.
     """
     try:
         with path.open("rb") as file:
@@ -76,22 +76,24 @@ def records(path: Path, at: int = 0) -> Iterator[Record]:
                 yield Record(json.loads(header), data, at)
                 at += FRAME.size + length
             if at < size:
-                log.warning("%s is not whole: its last %d bytes of %d are left out", path, size - at, size)
+                tell(f"{path} is not whole: its last {size - at} bytes of {size} are left out")
     except FileNotFoundError:
         pass
     except OSError as cause:
-        log.warning("%s cannot be read, and is left out: %s", path, cause)
+        tell(f"{path} cannot be read, and is left out: {cause}")
 
 
-def written(directory: Path, writer: str = "*", block: int | str = "*") -> Iterator[tuple[Path, Record]]:
-    """Yield the records of a ``writer`` and a ``block``, the earlier lives first. Files of another run are left out,
-    and warned of.
+def written(
+    directory: Path, writer: str = "*", block: int | str = "*", tell: Callable[[str], object] = log.warning
+) -> Iterator[tuple[Path, Record]]:
+    """Yield the records of a ``writer`` and a ``block``, the earlier lives first. ``tell`` gets what is left out: files
+    of another run, and what `records` tells.
     """
     run = run_of(directory)
     for path in segments(directory, writer, block):
-        for record in records(path):
+        for record in records(path, tell=tell):
             if record.at == 0 and record.values.get("run") != run:
-                log.warning("%s is of another run, and is left out", path)
+                tell(f"{path} is of another run, and is left out")
                 break
             if record.at:
                 yield path, record

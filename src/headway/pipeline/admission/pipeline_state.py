@@ -176,9 +176,13 @@ class RunState:
         """Read the journal. Returns whether open groups go on: it is this run's, and no setting of theirs changed."""
         if self.journal is None:
             return False
-        self.journal.restore(state["consumed"], state.get("journal"))
+
+        def tell(text: str) -> None:
+            self.emit(Note(time=now(), level="warning", text=text))
+
+        self.journal.restore(state["consumed"], state.get("journal"), tell)
         if (why := self.journal.left_out) is not None:
-            self.emit(Note(time=now(), level="info", text=f"groups that were open are made anew: {why}"))
+            tell(f"groups that were open are made anew: {why}")
         return why is None
 
     def admit(self, prompt: Prompt) -> int:

@@ -12,8 +12,9 @@ goes on, without a group that was finished being lost. That holds while the sett
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from headway.data.journal import SETTINGS, JournalWriter, Record, block_of, segm
 from headway.data.types import Prompt
 from headway.events import CheckpointSaved, Event
 from headway.pipeline.admission.ledger import Fate
+
+log = logging.getLogger(__name__)
 
 DRIVER = "driver"
 MAKES_GROUPS: Mapping[str, set[str]] = {
@@ -90,9 +93,9 @@ class RunJournal:
 
     # ------------------------------------------------------------------------------------- resume
 
-    def restore(self, consumed: int, run: str | None) -> None:
+    def restore(self, consumed: int, run: str | None, tell: Callable[[str], object] = log.warning) -> None:
         """Read what was written since the boundary at which ``consumed`` groups were. ``run``: the id that its
-        checkpoint has; a journal with another id is left out.
+        checkpoint has; a journal with another id is left out. ``tell`` gets what else is left out.
         """
         if self.run != run:
             found = settings_in(self._directory)
@@ -101,7 +104,7 @@ class RunJournal:
             self.run = run or self.run
         self._begin()
         kinds = {"scored": self._scores, "ended": self._ends, "batch": self._batches}
-        for _, record in written(self._directory, DRIVER):
+        for _, record in written(self._directory, DRIVER, tell=tell):
             kinds[record.values["kind"]][record.values["at"]] = record
         for taken in [taken for taken in self._batches if taken < consumed]:
             del self._batches[taken]
