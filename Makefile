@@ -1,7 +1,8 @@
 # make demo     train the demonstration model        (ARGS="run.seed=1 mode=one_step_off" to change settings)
 # make test     lint, types, layers and tests, in 8 minutes     (ARGS="tests/pipeline -x" to run some of the tests)
 # make test-slow    the tests that are marked slow, which make test leaves out    (ARGS="tests/integration -k resume")
-# make test-all     all tests: these two, and one after the other those that want an environment of their own
+# make test-nodes   runs over three machines made of namespaces, as root, in 8 minutes    (ARGS="-k resume")
+# make test-all     all tests: these three, and one after the other those that want an environment of their own
 # make test-vllm    tests of the engine over vLLM, in an environment of its own, about 8 minutes    (ARGS="-k probe")
 # make vllm-env     that environment alone, about 1 GB: fails where it cannot be built
 # make test-agents  programs over unmodified environments of TRL, Gymnasium, GEM, SkyRL-gym, OpenEnv: 3 minutes    (ARGS="-k sql")
@@ -64,7 +65,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYT
 ENVIRONMENTS := vllm agents verifiers frameworks trackers fake-cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers fake-cuda-env test-fake-cuda lint types layers pytest bench trl-env bench-trl bench-train bench-memory bench-update bench-rollout bench-episodes ways study-staleness docs site site-env format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-nodes test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers fake-cuda-env test-fake-cuda lint types layers pytest bench trl-env bench-trl bench-train bench-memory bench-update bench-rollout bench-episodes ways study-staleness docs site site-env format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -111,10 +112,14 @@ pytest: setup
 test-slow: setup site-env
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow $(ARGS)
 
+test-nodes: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -m nodes tests/cluster/nodes $(ARGS)
+
 # One after the other, whatever -j says: each takes the machine for itself.
 test-all:
 	$(MAKE) test
 	$(MAKE) test-slow
+	$(MAKE) test-nodes
 	$(foreach name,$(ENVIRONMENTS),$(MAKE) test-$(name) &&) true
 
 environments:
@@ -125,7 +130,8 @@ VLLM_TEST_ENV := env $(foreach name,$(filter VLLM_%,$(.VARIABLES)),-u $(name)) -
 	PYTHONPATH=src $(TEST_ENV)
 
 test-vllm: vllm-env
-	$(VLLM_TEST_ENV) $(VLLM_BIN)/python -m pytest -m '' tests/environments/vllm tests/engines/contract/test_vllm.py $(ARGS)
+	$(VLLM_TEST_ENV) $(VLLM_BIN)/python -m pytest -m '' tests/environments/vllm tests/engines/contract/test_vllm.py \
+		tests/cluster/nodes/test_vllm_elsewhere.py $(ARGS)
 
 vllm-env: $(VLLM_STAMP)
 

@@ -6,12 +6,14 @@
 
 The bridge lies in a network namespace that has no other way out, so nothing outside it is touched or can be reached,
 and several of these may exist at once. Every process is killed with the one that made it: whatever happens to the
-tests, nothing is left. Only ``/tmp/shared`` is seen by all machines.
+tests, nothing is left. All machines see ``/tmp/shared``, and the checkout with its Python, but nothing else below /tmp.
+Ray answers only to those who have the token of these machines.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -30,14 +32,14 @@ RAY = f"{ADDRESSES['A']}:6379"
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "mount")
 START_S = 120.0
 """For a machine, or for Ray on all of them, to be up."""
+TOKEN = secrets.token_hex(16)
+"""Ray's token, without which no program joins the machines of this process."""
 
 
 def why_not() -> str | None:
     """Why such machines cannot be made here; None where they can."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    if REPOSITORY.is_relative_to("/tmp"):
-        return "needs a clone outside /tmp, which each machine has for itself"
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
         return f"needs {', '.join(missing)}"
     tried = subprocess.run(
@@ -57,21 +59,28 @@ class Machine:
     process: subprocess.Popen[bytes]
     pid: int
     """That its first process has outside of it."""
+    python: Path
+    """Interpreter of Ray and of all that is run there."""
 
     def command(self, *args: str) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "-m", "-p", "-u", "-i", "-n", "--wd=/tmp", *args]
 
-    def run(self, *args: str, timeout_s: float = START_S) -> subprocess.CompletedProcess[str]:
-        """Run a program on this machine, to its end."""
+    def run(self, *args: str, timeout_s: float = START_S, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a program on this machine, to its end. ``variables``: of its environment, in place of `environment`'s."""
+        env = environment(self.python) | variables
         return subprocess.run(
-            self.command(*args), env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+            self.command(*args), env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
     def start(self, *args: str, output: Path) -> subprocess.Popen[bytes]:
         """Start a program on this machine; what it prints goes to ``output``, a file outside."""
         with output.open("wb") as file:
             return subprocess.Popen(
-                self.command(*args), env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+                self.command(*args),
+                env=environment(self.python),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
 
     def processes(self, title: str) -> list[int]:
@@ -99,6 +108,8 @@ class Machines:
     scratch: Path
     """Outside of all machines: their output, and the folder that they share."""
     bridge: subprocess.Popen[bytes]
+    python: Path = field(default_factory=lambda: Path(sys.executable))
+    """Interpreter of machines that are booted from now on."""
     by_name: dict[str, Machine] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Machine:
@@ -111,20 +122,27 @@ class Machines:
 
     def boot(self, name: str, cpus: int) -> Machine:
         """Start machine ``name`` with Ray on it; A is the head. Returns before Ray is up."""
-        ray = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats", "--block"]
+        ray = [str(self.python.with_name("ray")), "start", "--disable-usage-stats", "--block"]
         ray += [f"--node-ip-address={ADDRESSES[name]}", f"--num-cpus={cpus}", "--object-store-memory=200000000"]
         ray += ["--head", "--port=6379", "--include-dashboard=false"] if name == "A" else [f"--address={RAY}"]
-        inner = ["bash", str(HERE / "inner.sh"), f"node{name}", ADDRESSES[name], str(self.shared)]
+        inner = [
+            "bash",
+            str(HERE / "inner.sh"),
+            f"node{name}",
+            ADDRESSES[name],
+            str(self.shared),
+            ":".join(below_tmp(self.python)),
+        ]
         unshare = ["unshare", "-n", "-m", "-p", "-u", "-i", "-f", "--mount-proc", "--kill-child"]
         with (self.scratch / f"node{name}.txt").open("wb") as output:
             process = subprocess.Popen(
                 [*self._in_bridge(), "setpriv", "--pdeathsig", "KILL", *unshare, *inner, *ray],
-                env=environment(),
+                env=environment(self.python),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        self.by_name[name] = machine = Machine(name, process, first_child(process))
+        self.by_name[name] = machine = Machine(name, process, first_child(process), self.python)
         self._ip("link", "add", f"to{name}", "type", "veth", "peer", "name", "eth0", "netns", str(machine.pid))
         self._ip("link", "set", f"to{name}", "master", "br0", "up")
         return machine
@@ -137,9 +155,10 @@ class Machines:
 
     def fill(self, left: float) -> None:
         """Take all but ``left`` of each machine's one CPU, so that as many workers fit there as have room in that."""
+        addresses = [ADDRESSES[name] for name in self.by_name]
         self._ray(
             "from ray.util.placement_group import placement_group\n"
-            f'bundles = [{{"CPU": {1 - left}, f"node:{{a}}": 0.001}} for a in {list(ADDRESSES.values())}]\n'
+            f'bundles = [{{"CPU": {1 - left}, f"node:{{a}}": 0.001}} for a in {addresses}]\n'
             'group = placement_group(bundles, lifetime="detached", name="fill")\n'
             "assert group.wait(60)\n"
         )
@@ -168,7 +187,7 @@ class Machines:
         )
         connect = f'import logging, ray\nray.init("{RAY}", {options})\n'
         for _ in range(2):
-            ran = self["A"].run(sys.executable, "-c", connect + script)
+            ran = self["A"].run(str(self["A"].python), "-c", connect + script)
             if ran.returncode == 0:
                 return
         raise AssertionError(f"Ray: {ran.stderr[-2000:]}")
@@ -181,11 +200,12 @@ class Machines:
 
 
 @contextmanager
-def machines(scratch: Path, cpus: dict[str, int]) -> Iterator[Machines]:
-    """Machines with Ray on them until the block ends. ``cpus``: as many as Ray is told that each machine has."""
+def machines(scratch: Path, cpus: dict[str, int], python: Path | None = None) -> Iterator[Machines]:
+    """Machines with Ray on them until the block ends. ``cpus``: as many as Ray is told that each machine has.
+    ``python``: their interpreter, by default this process's own."""
     (scratch / "shared").mkdir(parents=True, exist_ok=True)
     bridge = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "unshare", "-n", "sleep", "infinity"])
-    made = Machines(scratch, bridge)
+    made = Machines(scratch, bridge, python or Path(sys.executable))
     try:
         own = Path("/proc/self/ns/net").readlink()
         wait_until(lambda: Path(f"/proc/{bridge.pid}/ns/net").readlink() != own)
@@ -201,14 +221,23 @@ def machines(scratch: Path, cpus: dict[str, int]) -> Iterator[Machines]:
         made.close()
 
 
-def environment() -> dict[str, str]:
-    """What programs on a machine get."""
+def below_tmp(python: Path) -> list[str]:
+    """Folders below /tmp, of which each machine has its own, that programs need all the same."""
+    ask = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
+    prefixes = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split("\n")
+    needed = {str(REPOSITORY), *prefixes[:2]}
+    return sorted(path for path in needed if Path(path).is_relative_to("/tmp"))
+
+
+def environment(python: Path) -> dict[str, str]:
+    """Environment variables of programs on a machine whose interpreter is ``python``."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
     return keep | {
         "HOME": "/tmp/home",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}",
-        "RAY_AUTH_MODE": "disabled",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
         "OMP_NUM_THREADS": "1",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from math import floor
@@ -454,6 +456,6 @@ def check_vllm_installed() -> None:
     """Raise `ConfigError` where vLLM is not installed. Imports neither it nor torch."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "rollout.name=vllm, but vLLM is not installed here; install it (for a CPU: the packages of "
-            "constraints-vllm.txt), or set rollout.name=native"
+            f"rollout.name=vllm, but vLLM is not installed here (on {platform.node()}, for {sys.executable}); "
+            "install it (for a CPU: the packages of constraints-vllm.txt), or set rollout.name=native"
         )
