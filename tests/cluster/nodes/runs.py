@@ -88,10 +88,10 @@ def check(run: Path) -> None:
     """Ledgers balance, steps changed the weights, and each replica loaded each version and serves what is trained."""
     told = check_ledgers(run, QUICK["rollout"]["total_rollout_steps"])
     assert any(step["metrics"]["grad_norm"] > 0 for step in events(run, "optimizer.stepped"))
-    replicas = {name for name in hosts(run) if name.startswith(("rollout", "fused"))}
+    (started,) = events(run, "run.started")
     loads = [phase for phase in events(run, "update.phase") if phase["phase"] == "load"]
     for version in range(1, told["version"] + 1):
-        assert {load["where"] for load in loads if load["version"] == version} == replicas, version
+        assert {load["where"] for load in loads if load["version"] == version} == set(started["slots"])
     assert all((load["probe_difference"] or 0.0) < ROUNDING for load in loads)
     assert any(load["probe_difference"] is not None for load in loads)
 
