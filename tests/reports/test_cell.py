@@ -8,7 +8,9 @@ from html import unescape
 import pytest
 from rich.text import Text
 
-from headway.reports.live.live_view import MOST_POINTS, Cell, curve, html
+from headway.reports.live.live_view import Cell, curve, html
+from headway.reports.live.panel import MOST_POINTS, RunProgress
+from headway.reports.metrics.run_metrics import RunMetrics
 
 
 def text_of(page: str) -> str:
@@ -43,7 +45,10 @@ def test_the_curve_goes_from_the_first_reward_to_the_last_within_its_frame() -> 
 
 
 def test_the_curve_of_a_long_run_has_few_points_and_its_ends_and_extremes() -> None:
-    drawn = re.search('points="([^"]*)"', curve([0.5] + [0.0] * 3000 + [1.0] + [0.0] * 3000 + [0.25]))
+    progress = RunProgress(RunMetrics())
+    for reward in [0.5] + [0.0] * 3000 + [1.0] + [0.0] * 3000 + [0.25]:
+        progress.on_row({"reward/mean": reward})
+    drawn = re.search('points="([^"]*)"', curve(progress.rewards))
     assert drawn is not None
     points = drawn[1].split()
     assert len(points) <= MOST_POINTS

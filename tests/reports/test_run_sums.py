@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headway.events import ValidationFinished
-from headway.reports.metrics.run_metrics import RunMetrics
-from headway.reports.metrics.summary import MOST_EVALUATIONS, summary
+from headway.reports.metrics.run_metrics import MOST_VALIDATIONS, RunMetrics
+from headway.reports.metrics.summary import summary
 
 
 def validated(version: int, accuracy: float) -> ValidationFinished:
@@ -15,7 +15,7 @@ def validated(version: int, accuracy: float) -> ValidationFinished:
     )
 
 
-@pytest.mark.parametrize("count", [1, 2, MOST_EVALUATIONS, MOST_EVALUATIONS + 1, 20 * MOST_EVALUATIONS + 7])
+@pytest.mark.parametrize("count", [1, 2, MOST_VALIDATIONS, MOST_VALIDATIONS + 1, 20 * MOST_VALIDATIONS + 7])
 def test_of_many_validations_the_first_the_last_and_the_best_are_listed(count: int) -> None:
     metrics, best = RunMetrics(), count // 3
     for version in range(count):
@@ -25,4 +25,4 @@ def test_of_many_validations_the_first_the_last_and_the_best_are_listed(count: i
     assert found["validation"]["count"] == count
     assert kept == sorted(kept) and (kept[0], kept[-1]) == (0, count - 1)
     assert best in kept
-    assert min(count, MOST_EVALUATIONS // 3) <= len(kept) <= MOST_EVALUATIONS
+    assert min(count, MOST_VALIDATIONS // 3) <= len(kept) <= MOST_VALIDATIONS

@@ -102,11 +102,11 @@ class Replacements(Generic[T]):
         self._cluster = cluster
         self._start = start
         self.current = current
-        self._undo = undo
         self._others = others
         self._timeouts = timeouts
         self._measure = measure
         self._places: dict[str, _ReplaceableWorker] = {}
+        undo.push_async_callback(self._kill)
 
     def know(self, spec: WorkerSpec, worker: Worker) -> None:
         """Register ``worker``, which may have to be replaced."""
@@ -131,7 +131,6 @@ class Replacements(Generic[T]):
                 waiting_for = "it to start"
                 await place.worker.kill()  # one that was fenced off may still be there, and hold the device
                 place.worker = worker = self._cluster.launch(spec)
-                self._undo.push_async_callback(worker.kill)
                 started = await self._start(worker)
                 if self._measure is not None:
                     waiting_for = "it to compute the log-probs of the probe"
@@ -147,9 +146,14 @@ class Replacements(Generic[T]):
         except HeadwayError:
             await _end(worker)
             raise
+        del self._places[lost]
         self._places[name] = _ReplaceableWorker(spec, worker, place.restarts)
         self.current[:] = [*(one for one in self.current if one.name != lost), started]
         return started
+
+    async def _kill(self) -> None:
+        """Kill the workers that were started as replacements."""
+        await concurrently(place.worker.kill() for place in self._places.values() if place.restarts)
 
 
 async def _end(worker: Worker | None) -> None:

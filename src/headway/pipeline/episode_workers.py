@@ -106,15 +106,13 @@ class EpisodeWorkers:
 
     def __init__(self, episode_workers: Sequence[EpisodeWorkerProtocol], state: RunState, *, timeout_s: float) -> None:
         """Set up ``episode_workers``, one at least. Quick answers may take ``timeout_s``."""
-        self.lost: Channel[str] = Channel("EpisodeWorkers")
-        """Names of episode workers that are gone, for whoever starts replacements."""
+        self.lost: Channel[tuple[str, RunError]] = Channel("EpisodeWorkers")
+        """Names of episode workers that are gone, and why, for whoever starts replacements."""
         self._state = state
         self._timeout_s = timeout_s
         self._serving = {worker.name: EpisodeWorkerClient(worker, timeout_s) for worker in episode_workers}
         self._joining: dict[str, EpisodeWorkerClient] = {}
         """Episode workers that do not know yet what the others know."""
-        self._reasons: dict[str, RunError] = {}
-        """Errors for which episode workers were given up, by their names."""
         self._replicas: dict[str, RolloutEngine] = {}
         """Replicas that episode workers are connected to."""
         self._route: tuple[list[str], bool] = [], False
@@ -123,7 +121,7 @@ class EpisodeWorkers:
         self._changed = Signal()
         self._on_failed: OnFailed | None = None
         self._tasks: Tasks | None = None
-        self._started: list[asyncio.Task[None]] = []
+        self._started: dict[asyncio.Task[Any], None] = {}
 
     def start(self, tasks: Tasks, on_failed: OnFailed) -> None:
         """Carry out orders from now on, and report the replicas that failed."""
@@ -250,7 +248,7 @@ class EpisodeWorkers:
         client.order(f"call {', '.join(names)}", lambda worker: worker.route(names, halted))
         self._attend(client)
         if self._tasks is not None:
-            self._started.append(self._tasks.start(self._serve(client)))
+            self._tasks.start(self._serve(client), among=self._started)
 
     async def died(self, worker: EpisodeWorkerProtocol, death: WorkerDied) -> None:
         """Forget ``worker``, whose process has ended."""
@@ -264,16 +262,11 @@ class EpisodeWorkers:
         name = gone.remote.name
         if self._serving.pop(name, None) is None and self._joining.pop(name, None) is None:
             return
-        self._reasons[name] = gone.why
         self._state.emit(EpisodeWorkerLost(time=now(), worker=name, reason=str(gone.why)))
         for replica in self._replicas.values():
             if self._tasks is not None:
-                self._started.append(self._tasks.start(self._dropped_at(replica, name)))
-        await self.lost.send(name)
-
-    def reason(self, lost: str) -> RunError:
-        """Return the error for which the episode worker ``lost`` was given up."""
-        return self._reasons[lost]
+                self._tasks.start(self._dropped_at(replica, name), among=self._started)
+        await self.lost.send((name, gone.why))
 
     async def _serve(self, client: EpisodeWorkerClient) -> None:
         """Let ``client`` make groups once it knows what the others know."""
@@ -317,4 +310,4 @@ class EpisodeWorkers:
         """Carry out the orders of ``worker``, and hear of the replicas that failed, until it is gone."""
         assert self._tasks is not None and self._on_failed is not None, "start comes first"
         for work in (worker.carry_out, partial(worker.report_failures, self._on_failed)):
-            self._started.append(self._tasks.start(self._unless_gone(work)))
+            self._tasks.start(self._unless_gone(work), among=self._started)

@@ -43,11 +43,23 @@ class Tasks:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that is done when all tasks have ended, or with the first failure."""
 
-    def start(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start ``coroutine`` as a task. A task cancelled alone ends quietly; a failure ends the whole group."""
+    def start(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        *,
+        name: str | None = None,
+        among: dict[asyncio.Task[Any], None] | None = None,
+    ) -> asyncio.Task[T]:
+        """Start ``coroutine`` as a task. A task cancelled alone ends quietly; a failure ends the whole group.
+
+        ``among``: tasks of the caller's, of which it is one while it runs.
+        """
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._running[task] = None
         task.add_done_callback(self._ended)
+        if among is not None:
+            among[task] = None
+            task.add_done_callback(among.pop)
         return task
 
     async def ended(self) -> None:

@@ -126,8 +126,11 @@ class FilteredGroups:
 
     def __init__(self, groups_per_version: int) -> None:
         self.window = max(WINDOW_VERSIONS * groups_per_version, LEAST_WINDOW)
-        self._groups: deque[tuple[str | None, float]] = deque(maxlen=self.window)
+        self._groups: deque[tuple[str | None, float]] = deque()
         """Pairs (reason for filtering or None, mean reward) of the last groups since the last warning."""
+        self._reasons: Counter[str | None] = Counter()
+        self._sum = 0.0
+        """Numbers of reasons, and sum of mean rewards, of these groups: to count them anew for each group is slow."""
         self._best: float | None = None
         """Highest mean reward of a window in which most groups passed the filter; None before the first."""
         self._range = RewardRange()
@@ -137,12 +140,16 @@ class FilteredGroups:
     def look(self, rewards: NDArray[np.float32], reason: str | None) -> str | None:
         """Count a group with ``rewards`` [n], filtered for ``reason`` if any. Returns a warning if one is due."""
         self._groups.append((reason, float(rewards.mean(dtype=np.float64))))
+        self._reasons[reason] += 1
+        self._sum += self._groups[-1][1]
         self._range.look(rewards)
         if len(self._groups) < self.window:
             return None
-        mean = sum(one for _, one in self._groups) / self.window
-        reasons = Counter(why for why, _ in self._groups if why is not None)
-        filtered = reasons.total()
+        if len(self._groups) > self.window:
+            before, its_mean = self._groups.popleft()
+            self._reasons[before] -= 1
+            self._sum -= its_mean
+        mean, filtered = self._sum / self.window, self.window - self._reasons[None]
         if filtered < FILTERED_FROM * self.window:
             self._best = mean if self._best is None else max(self._best, mean)
             return None
@@ -150,9 +157,9 @@ class FilteredGroups:
         if self._told is not None and (self._told == 0 or passed * MUCH_WORSE > self._told):
             return None
         self._told = passed
-        text = self._warning(reasons, mean)
+        text = self._warning(Counter({why: times for why, times in self._reasons.items() if why and times}), mean)
         self.window = min(self.window * LONGER, LONGEST_WINDOW)
-        self._groups = deque(maxlen=self.window)
+        self._groups, self._reasons, self._sum = deque(), Counter(), 0.0
         return text
 
     def _warning(self, reasons: Counter[str], mean: float) -> str:

@@ -111,7 +111,9 @@ class RunMonitor:
 
     async def report(self) -> None:
         """Emit one `ReplicaActivity` per serving replica, for the time since its last one."""
-        await concurrently(self._report_one(replica) for replica in self._pool.serving)
+        serving = self._pool.serving
+        self._work = {replica.name: self._work.get(replica.name, OpenWork()) for replica in serving}
+        await concurrently(self._report_one(replica) for replica in serving)
 
     async def _report_one(self, replica: Replica) -> None:
         try:
@@ -124,7 +126,7 @@ class RunMonitor:
 
     async def _fence_silent(self, replica: Replica, stats: EngineStats) -> None:
         """Give ``replica`` up where it computed no token of its open calls for too long."""
-        work = self._work.setdefault(replica.name, OpenWork())
+        work = self._work[replica.name]
         calls = 0 if self._pool.pauses.stands(replica.name) else stats.running + stats.waiting
         moved = stats.generated_tokens + stats.prefilled_tokens > 0
         silent_s = work.silent_s(now(), is_open=calls > 0, moved=moved)

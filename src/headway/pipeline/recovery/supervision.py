@@ -44,8 +44,8 @@ class RunMembers(Protocol[M]):
     """Name of a member in messages."""
     then: str
     """What a member does that takes the place of another, for messages."""
-    lost: Channel[str]
-    """Names of those that are gone."""
+    lost: Channel[tuple[str, RunError]]
+    """Names of those that are gone, and the errors for which they were given up."""
 
     @property
     def present(self) -> Sequence[M]:
@@ -56,9 +56,6 @@ class RunMembers(Protocol[M]):
 
     def join(self, newcomer: M) -> object:
         """Add a late member. Raises `ValueError` when its name was taken before."""
-
-    def reason(self, lost: str) -> RunError:
-        """Return the error for which ``lost`` was given up."""
 
 
 class Supervision(Generic[M]):
@@ -93,13 +90,13 @@ class Supervision(Generic[M]):
         self.starts_until = 0.0
         """Time on the event clock by which the newest replacement has started or failed."""
         self._tasks: Tasks | None = None
-        self._started: list[asyncio.Task[None]] = []
+        self._started: dict[asyncio.Task[Any], None] = {}
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
         for member in self._members.present:
             self._add(member)
-        self._started.append(tasks.start(self._replace_lost(tasks)))
+        tasks.start(self._replace_lost(tasks), among=self._started)
 
     def join(self, newcomer: M) -> None:
         """Let a late member join, and watch it. Raises `ValueError` when its name was taken before."""
@@ -115,7 +112,7 @@ class Supervision(Generic[M]):
     def _add(self, member: M) -> None:
         """Watch ``member``, unless supervision has not started: `start` does it then."""
         if self._tasks is not None and self._watch is not None:
-            self._started.append(self._tasks.start(self._lose_dead(member, self._watch)))
+            self._tasks.start(self._lose_dead(member, self._watch), among=self._started)
 
     async def _lose_dead(self, member: M, watch: Watch[M]) -> None:
         try:
@@ -124,14 +121,15 @@ class Supervision(Generic[M]):
             await self._members.died(member, death)
 
     async def _replace_lost(self, tasks: Tasks) -> None:
-        while (lost := await self._members.lost.get()) is not None:
+        while (one := await self._members.lost.get()) is not None:
+            lost, why = one
             if self._replace is None:
-                self._go_on_without(lost, f"no {self._members.kind} can be started in its place")
+                self._go_on_without(lost, why, f"no {self._members.kind} can be started in its place")
             else:
                 self._replacing += 1
-                self._started.append(tasks.start(self._replace_one(lost, self._replace)))
+                tasks.start(self._replace_one(lost, why, self._replace), among=self._started)
 
-    async def _replace_one(self, lost: str, replace: Replace[M]) -> None:
+    async def _replace_one(self, lost: str, reason: RunError, replace: Replace[M]) -> None:
         """Start a member in the place of ``lost``. A failure is reported, and does not end the run by itself."""
         why = ""
         while self._restarts_left > 0:
@@ -156,12 +154,11 @@ class Supervision(Generic[M]):
         used_up = f"no further {self._members.kind} is started in its place: cluster.max_replica_restarts is used up"
         self._warn(lost, used_up)
         self._replacing -= 1
-        self._go_on_without(lost, f"{why}; {used_up}" if why else used_up)
+        self._go_on_without(lost, reason, f"{why}; {used_up}" if why else used_up)
 
-    def _go_on_without(self, lost: str, why: str) -> None:
+    def _go_on_without(self, lost: str, reason: RunError, why: str) -> None:
         """Go on with members that are left or being started. Raises the error of the loss if there are none."""
         if not (self._members.present or self._replacing or len(self._members.lost)):
-            reason = self._members.reason(lost)
             raise type(reason)(
                 f"{reason}. It was the last {self._members.kind}, without which no group is made, and {why}"
             ) from reason

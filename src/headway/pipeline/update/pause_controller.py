@@ -71,6 +71,7 @@ class PauseController:
         self._let_go_on(replica)
         del self._serving[replica]
         self._available.pop(replica, None)
+        self._turns.pop(replica, None)
         self._set_gate()
 
     def stands(self, replica: str) -> bool:

@@ -48,8 +48,8 @@ class ReplicaPool:
             replaceable: another replica may be started in the place of one that is gone.
             probe_tolerance: nats by which log-probs of the receiver of a given name may differ by rounding.
         """
-        self.lost: Channel[str] = Channel("ReplicaPool")
-        """Names of replicas that are gone, for whoever starts replacements."""
+        self.lost: Channel[tuple[str, RunError]] = Channel("ReplicaPool")
+        """Names of replicas that are gone, and why, for whoever starts replacements."""
         self.pauses = pauses
         self.episode_workers = pauses.episode_workers
         self.timeouts = timeouts
@@ -61,8 +61,8 @@ class ReplicaPool:
             self._tell_joined(engine)
         self._others = [ReceiverClient(other, timeouts) for other in others]
         self._joining: dict[str, Replica] = {}
-        self._gone: dict[str, RunError] = {}
-        """Errors for which replicas were given up, by their names."""
+        self._gone: set[str] = set()
+        """Names of replicas that were given up."""
 
     @property
     def serving(self) -> list[Replica]:
@@ -130,10 +130,6 @@ class ReplicaPool:
             if replica.name == engine.name:
                 await self.lose(WorkerUnavailable(replica, death))
 
-    def reason(self, lost: str) -> RunError:
-        """Return the error for which the replica ``lost`` was given up."""
-        return self._gone[lost]
-
     def serve(self, replica: Replica, version: int) -> None:
         """Note that ``replica`` has loaded ``version``. A late one that was overtaken waits for the next version.
 
@@ -162,7 +158,7 @@ class ReplicaPool:
             raise gone.why
         if replica.name in self._gone:
             return
-        self._gone[replica.name] = gone.why
+        self._gone.add(replica.name)
         self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(gone.why)))
         if self._joining.pop(replica.name, None) is None:  # else it served nothing
             if len(self.replicas) == 1 and not self._replaceable:
@@ -171,7 +167,7 @@ class ReplicaPool:
             self._state.unload(replica.name)
             self.episode_workers.left(replica.name)
             self.pauses.left(replica.name)
-        await self.lost.send(replica.name)
+        await self.lost.send((replica.name, gone.why))
 
     async def failed(self, replica: str, error: HeadwayError) -> None:
         """Forget a replica whose calls ended with ``error``. Raises what is no fault of the replica's."""

@@ -38,14 +38,11 @@ from headway.events import (
 from headway.reports import human
 from headway.reports.live.panel import ACCENT, GOOD, LOOK_HERE, QUIET, RunProgress, panel
 from headway.reports.live.plain_log import left_out_line, lost_line, restarted_line
-from headway.reports.metrics.run_sums import thinned
 
 WIDTH = 100
 """Characters of a line."""
 SIZE, MARGIN = (640, 140), (48, 18)
 """Width and height of the curve in pixels, and what is left free of them at either side."""
-MOST_POINTS = 400
-"""Most points of the curve."""
 
 _PAGE = (
     '<pre style="line-height:1.2;white-space:pre;overflow-x:auto;'
@@ -88,7 +85,6 @@ def curve(rewards: Sequence[float]) -> str:
     """Return a drawing of the ``rewards``, at least two, as SVG in the colours of the page; else nothing."""
     if len(rewards) < 2:
         return ""
-    rewards = [rewards[place] for place in thinned(rewards, MOST_POINTS)]
     (width, height), (left, top), low, high = SIZE, MARGIN, min(rewards), max(rewards)
     across, up = (width - 2 * left) / (len(rewards) - 1), (height - 2 * top) / ((high - low) or 1.0)
     points = " ".join(

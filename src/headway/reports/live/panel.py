@@ -20,6 +20,10 @@ from headway.reports import human
 from headway.reports.metrics.group_tally import GroupsInFlight
 from headway.reports.metrics.occupancy import StageView
 from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.run_sums import Series
+
+MOST_POINTS = 400
+"""Most rewards that a run's curve is drawn of."""
 
 
 class RunProgress:
@@ -27,8 +31,7 @@ class RunProgress:
 
     def __init__(self, metrics: RunMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.metrics = metrics
-        self.rewards: list[float] = []
-        """Mean rewards of versions."""
+        self._rewards = Series[float](MOST_POINTS)
         self.row: dict[str, Any] = {}
         """Newest value of each metric."""
         self._clock = clock
@@ -42,7 +45,12 @@ class RunProgress:
     def on_row(self, row: dict[str, Any]) -> None:
         self.row = self.row | row
         if "reward/mean" in row:
-            self.rewards.append(row["reward/mean"])
+            self._rewards.append(row["reward/mean"], row["reward/mean"])
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean rewards of versions, of which at most `MOST_POINTS` are kept."""
+        return self._rewards.items
 
     @property
     def now(self) -> float:
@@ -166,13 +174,13 @@ def _validation(validated: Sequence[ValidationFinished], spark: int) -> Text:
 
 
 def _reward(run: RunProgress, spark: int) -> Text:
-    if not run.rewards:
+    if not (rewards := run.rewards):
         since = "since the resume" if run.metrics.version else "yet"
         return Text(f"nothing trained {since}", style=QUIET)
-    text = Text(human.score(run.rewards[0]))
-    if len(run.rewards) > 1:
-        text.append("  ▸  ", QUIET).append(human.score(run.rewards[-1]), "bold")
-        text.append(f"  {human.sparkline(run.rewards, spark)}", ACCENT)
+    text = Text(human.score(rewards[0]))
+    if len(rewards) > 1:
+        text.append("  ▸  ", QUIET).append(human.score(rewards[-1]), "bold")
+        text.append(f"  {human.sparkline(rewards, spark)}", ACCENT)
     return text
 
 

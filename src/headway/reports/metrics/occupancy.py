@@ -17,7 +17,7 @@ what is held, and what a window costs, does not grow with the run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -41,6 +41,8 @@ class ReplicaTime:
     slot_time: Spread = field(default_factory=Spread)
     """Busy slot-seconds of each report, spread over the extent of its busy spans."""
     last_report: float = 0.0
+    late: bool = False
+    """True where it joined in the course of the run, under a name that no other one ever has."""
 
     @property
     def reported_until(self) -> float:
@@ -69,6 +71,15 @@ class ReplicaTime:
     def sum_up(self, until: float) -> None:
         self.busy.sum_up(until)
         self.slot_time.sum_up(until)
+
+
+REPLICA_SECONDS: Mapping[str, Callable[[ReplicaTime, Span], float]] = {
+    "present": ReplicaTime.seconds,
+    "busy": ReplicaTime.busy_seconds,
+    "slots": lambda replica, window: replica.slots * replica.seconds(window),
+    "filled": ReplicaTime.slot_seconds,
+}
+"""Seconds of a replica within a window: as part of the run, at work; of its slots, and of those that were filled."""
 
 
 @dataclass(slots=True)
@@ -126,7 +137,8 @@ class Occupancy:
         self._stage_work: dict[str, IntervalUnion] = {}
         self._origin = self._summed_until = -inf
         self._summed: dict[str, float] = defaultdict(float)
-        """Seconds, before the last `sum_up`, in which several things held at once, by the name of their method."""
+        """Seconds, before the last `sum_up`, in which several things held at once, by the name of their method; and of
+        the replicas that were lost before it, by the names of `REPLICA_SECONDS`."""
 
     def begin(self, origin: float) -> None:
         """Forget what lies before ``origin``; no window will start earlier."""
@@ -148,7 +160,11 @@ class Occupancy:
         window = (self._summed_until, until)
         for within in (self._saved, self._between_steps, self._idle_while_saving, self._waited_for_reward):
             self._summed[within.__name__] += within(window)
-        for replica in self.replicas.values():
+        for name, replica in list(self.replicas.items()):
+            if replica.late and replica.lost <= until:  # else a run with many losses would hold ever more of them
+                for what, seconds in REPLICA_SECONDS.items():
+                    self._summed[what] += seconds(replica, (self._origin, until))
+                del self.replicas[name]
             replica.sum_up(until)
         for union in self._unions():
             union.sum_up(until)
@@ -179,7 +195,8 @@ class Occupancy:
             replica.slots = count
 
     def join(self, event: events.ReplicaJoined) -> None:
-        self.replicas[event.replica] = self._replica(event.slots, joined=event.time)
+        self.replicas[event.replica] = replica = self._replica(event.slots, joined=event.time)
+        replica.late = True
 
     def lose(self, event: events.ReplicaLost) -> None:
         """Note the time of a replica's loss. A replica that never joined is ignored."""
@@ -245,22 +262,23 @@ class Occupancy:
         other = [*self.trainer.busy.spans, *self.saves.spans, *self.handovers.spans]
         return length(intersection(working.spans, complement(other, window)))
 
+    def _of_replicas(self, what: str, window: Span) -> float:
+        """Sum over all replicas, those that were lost included, of one of `REPLICA_SECONDS`."""
+        lost = self._summed[what] if window[0] < self._summed_until else 0.0
+        return lost + sum(REPLICA_SECONDS[what](replica, window) for replica in self.replicas.values())
+
     def rollouter_idle(self, window: Span) -> float | None:
         """Share of the replicas' time in ``window`` without a sequence prefilling or decoding.
 
         This is the mean over replicas, weighted by the time that each was part of the run; None when none was.
         """
-        present = sum(replica.seconds(window) for replica in self.replicas.values())
-        if present <= 0:
-            return None
-        return 1.0 - sum(replica.busy_seconds(window) for replica in self.replicas.values()) / present
+        present = self._of_replicas("present", window)
+        return None if present <= 0 else 1.0 - self._of_replicas("busy", window) / present
 
     def idle_while_saving(self, window: Span) -> float:
         """The part of `rollouter_idle` in which the trainer copied its state; 0 when no replica was part of the run."""
-        present = sum(replica.seconds(window) for replica in self.replicas.values())
-        if present <= 0:
-            return 0.0
-        return self._whole(self._idle_while_saving, window) / present
+        present = self._of_replicas("present", window)
+        return 0.0 if present <= 0 else self._whole(self._idle_while_saving, window) / present
 
     def _idle_while_saving(self, window: Span) -> float:
         saves = intersection(self.saves.spans, [window])
@@ -270,10 +288,8 @@ class Occupancy:
 
     def slot_utilization(self, window: Span) -> float | None:
         """Share of the replicas' slot time that was busy; None when no slots were declared or the window is empty."""
-        capacity = sum(replica.slots * replica.seconds(window) for replica in self.replicas.values())
-        if capacity <= 0:
-            return None
-        return min(sum(replica.slot_seconds(window) for replica in self.replicas.values()) / capacity, 1.0)
+        capacity = self._of_replicas("slots", window)
+        return None if capacity <= 0 else min(self._of_replicas("filled", window) / capacity, 1.0)
 
     def reported_until(self) -> float | None:
         """The instant up to which every replica's activity is known; infinite when all are lost."""

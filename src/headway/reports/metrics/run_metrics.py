@@ -21,10 +21,12 @@ from headway import events
 from headway.events import Event, Span
 from headway.reports.metrics.group_tally import GroupTally
 from headway.reports.metrics.occupancy import Occupancy
-from headway.reports.metrics.run_sums import Pace, UpdateSums
+from headway.reports.metrics.run_sums import Pace, Series, UpdateSums
 from headway.reports.metrics.version_row import EventSums, Mean, VersionRow, mean_of, validation_values
 
 KEPT_WARNINGS = 50
+MOST_VALIDATIONS = 512
+"""Most results of validations that are kept, and that the summary lists."""
 
 
 class RowSink(Protocol):
@@ -78,8 +80,8 @@ class RunMetrics:
         """Version that each replica has loaded."""
         self.lags: Counter[int] = Counter()
         """Lag → number of trained groups."""
-        self.validations: dict[int, events.ValidationFinished] = {}
-        """Results of validations, by version."""
+        self.validations = Series[events.ValidationFinished](MOST_VALIDATIONS)
+        """Results of validations."""
         self.left_out: dict[str, dict[str, dict[str, int]]] = {}
         """Part (training or held-out) → source → reason → number of rows that were left out."""
         self.warnings: list[str] = []
@@ -131,6 +133,9 @@ class RunMetrics:
             case events.ReplicaLost():
                 self.occupancy.lose(event)
                 self.served.pop(event.replica, None)
+                self.workers.pop(event.replica, None)
+            case events.EpisodeWorkerLost():
+                self.workers.pop(event.worker, None)
             case events.TrainerBusy():
                 self.occupancy.trainer.report(event)
                 self._hand_out_known()
@@ -254,7 +259,7 @@ class RunMetrics:
 
     def _on_validation(self, event: events.ValidationFinished) -> None:
         """Take a validation's scores. If its version's row was closed meanwhile, they become a row of their own."""
-        self.validations[event.version] = event
+        self.validations.append(event, event.accuracy)
         if event.version < self._closed_below:
             self._closed.append(ClosedRow({"version": event.version, **validation_values(event)}))
             self._hand_out_known()
@@ -370,8 +375,8 @@ class RunMetrics:
 
     @property
     def validated(self) -> list[events.ValidationFinished]:
-        """Results of validations, in order of versions."""
-        return [self.validations[version] for version in sorted(self.validations)]
+        """Results of validations that are kept, in order of versions."""
+        return sorted(self.validations.items, key=lambda event: event.version)
 
     def lag_so_far(self) -> tuple[float | None, int | None]:
         """Mean and maximum lag over trained groups so far."""

@@ -2,7 +2,7 @@
 
 updates ─▶ `UpdateSums`   over the run, and up to the last optimizer step
 batches ─▶ `Pace`         the last two versions, for the remaining time: early versions say little about late ones
-series  ─▶ `thinned`      of many values the first, the last, and of each stretch the extremes
+series  ─▶ `Series`, `thinned`  of many values the first, the last, and of each stretch the extremes
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from headway.events import UpdateFinished
 from headway.reports.metrics.version_row import PhaseTimes
@@ -96,6 +97,55 @@ class UpdateSums:
     def stepped(self) -> None:
         """Note that an optimizer step ended."""
         self.before_last_step = replace(self.stalls)
+
+
+T = TypeVar("T")
+
+
+class Series(Generic[T]):
+    """Items of a run in the order in which they come, each with a value. Few are kept: the first, the last, and of each
+    stretch those with the extremes. All stretches are equally long, and their length doubles when they become too many.
+
+    Example:
+        >>> series = Series(most=4)
+        >>> for version in range(9):
+        ...     series.append(version, value=0.5 if version == 5 else 0.1)
+        >>> series.count, series.items
+        (9, [0, 5, 8])
+    """
+
+    def __init__(self, most: int) -> None:
+        """``most``: of the items that are kept; 4 or more. Half as many are all kept."""
+        self.count = 0
+        """Number of items that came."""
+        self._most, self._length = most // 2 - 1, 1
+        self._stretches: list[tuple[tuple[float, int, T], ...]] = []
+        """Lowest and highest item of each stretch, as (value, place, item)."""
+        self._ends: tuple[tuple[float, int, T], ...] = ()
+
+    def append(self, item: T, value: float) -> None:
+        """Add an item."""
+        last = (value, self.count, item)
+        self._ends = (*self._ends[:1], last)
+        begun = self._stretches.pop() if self.count % self._length else ()
+        self._stretches.append(_extremes((*begun, last)))
+        self.count += 1
+        if len(self._stretches) > self._most:
+            pairs = zip(self._stretches[::2], [*self._stretches[1::2], ()], strict=False)
+            self._stretches = [_extremes((*one, *other)) for one, other in pairs]
+            self._length *= 2
+
+    @property
+    def items(self) -> list[T]:
+        """The items that are kept, in order."""
+        kept = {place: item for stretch in (*self._stretches, self._ends) for _, place, item in stretch}
+        return [item for _, item in sorted(kept.items(), key=lambda one: one[0])]
+
+
+def _extremes(items: tuple[tuple[float, int, T], ...]) -> tuple[tuple[float, int, T], ...]:
+    # Of equal ones the first and the last, so that a stretch without a course has its ends.
+    low, high = min(items, key=lambda one: one[0]), max(reversed(items), key=lambda one: one[0])
+    return (low,) if low is high else (low, high)
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:

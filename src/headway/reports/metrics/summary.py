@@ -15,11 +15,8 @@ from typing import Any
 from headway.events import WAITS_FOR_GROUPS, Span
 from headway.reports.human import share
 from headway.reports.metrics.run_metrics import RunMetrics
-from headway.reports.metrics.run_sums import thinned
 from headway.reports.metrics.version_row import histogram
 
-MOST_EVALUATIONS = 512
-"""Most results of validations that the summary lists."""
 BALANCED_BELOW = 0.10
 """Share of the wall time below which waits are not worth a change."""
 TURNS_ABOVE = 0.15
@@ -233,7 +230,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "stale": {"samples_processed": metrics.stale_groups, "trajectory_processed": totals.stale_trajectories},
         "param_update": _param_update(metrics),
         "validation": {
-            "count": len(metrics.validations),
+            "count": metrics.validations.count,
             "stall_s": metrics.updates.stalls.validation + metrics.lease_validation_s,
         },
         "throughput": _throughput(metrics),
@@ -312,13 +309,11 @@ def _filtered(metrics: RunMetrics) -> dict[str, float | int | None]:
 
 
 def _evaluations(metrics: RunMetrics) -> list[dict[str, Any]]:
-    """Results of validations, thinned: the summary has to stay readable, and fit on a nearly full disk."""
-    validated = metrics.validated
-    kept = [validated[place] for place in thinned([event.accuracy for event in validated], MOST_EVALUATIONS)]
+    """Results of validations that are kept: the summary has to stay readable, and fit on a nearly full disk."""
     return [
         {"version": event.version, "accuracy": event.accuracy}
         | ({"by_source": event.by_source} if event.by_source else {})
-        for event in kept
+        for event in metrics.validated
     ]
 
 
