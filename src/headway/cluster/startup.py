@@ -436,7 +436,7 @@ class Startup:
         rollout = self._config.rollout
         alone = exchange.between_devices or not rollout.enable_dual_buffer
         if receiver != LOGP and rollout.name == "native" and alone:
-            return worker.name
+            return worker.name.partition("+")[0]  # a replacement takes over the links of the one that is gone
         domain: str = await worker.call("memory_domain")
         return f"{domain}/{LOGP}" if receiver == LOGP else domain
 

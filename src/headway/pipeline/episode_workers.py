@@ -52,9 +52,9 @@ class EpisodeWorkerClient(Remote):
         self._orders.put_nowait((what, call))
 
     async def carry_out(self) -> None:
-        """Carry out orders until cancelled."""
+        """Carry out orders until cancelled. Raises `WorkerUnavailable` once the episode worker is gone."""
         while True:
-            what, call = await self._orders.get()
+            what, call = await self._while_here(self._orders.get())
             await self._while_here(call(self.worker), self._timeout_s, what)
             self._open_orders -= 1
             self._orders.task_done()
