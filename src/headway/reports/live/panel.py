@@ -31,7 +31,7 @@ class RunProgress:
 
     def __init__(self, metrics: RunMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.metrics = metrics
-        self._rewards = Series[float](MOST_POINTS)
+        self._rewards: Series[float] = Series(MOST_POINTS)
         self.row: dict[str, Any] = {}
         """Newest value of each metric."""
         self._clock = clock

@@ -80,7 +80,7 @@ class RunMetrics:
         """Version that each replica has loaded."""
         self.lags: Counter[int] = Counter()
         """Lag → number of trained groups."""
-        self.validations = Series[events.ValidationFinished](MOST_VALIDATIONS)
+        self.validations: Series[events.ValidationFinished] = Series(MOST_VALIDATIONS)
         """Results of validations."""
         self.left_out: dict[str, dict[str, dict[str, int]]] = {}
         """Part (training or held-out) → source → reason → number of rows that were left out."""
