@@ -283,6 +283,10 @@ class Serving(OfEngine):
             await until(replica, lambda: self.has(replica, 2))
             with pytest.raises(ClientGone, match="'gone' is gone"):
                 await reading
+            with pytest.raises(ClientGone, match="'gone' was given up"):  # it comes back: another one has its place
+                await replica.engine.submit("gone", make_calls(3))
+            with pytest.raises(ClientGone, match="'gone' was given up"):
+                await anext(aiter(replica.engine.finished("gone")))
             await replica.engine.drop("unknown")
             assert [answer.whole for answer in await running] == [True, True]
             await at_rest(replica)

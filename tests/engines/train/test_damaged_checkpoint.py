@@ -161,3 +161,22 @@ def test_a_state_that_names_no_files_does_not_hide_what_the_metadata_lack(
     shard(path).unlink()
     with pytest.raises(ModelError, match=r"damaged: __0_0.distcp is missing. Remove it"):
         engine(model_path()).load(path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_rank_that_was_given_up_in_the_middle_of_a_checkpoint_spoils_nothing_of_its_successors(
+    model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one is in the middle of its files when the second one saves the same version, and goes on then."""
+    path, write = tmp_path / "version_3", checkpoint.save
+
+    def save_meanwhile(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(checkpoint, "save", write)
+        engine(model_path()).save(path, {"whose": "the successor's"})
+        return write(*given, **named)
+
+    monkeypatch.setattr(checkpoint, "save", save_meanwhile)
+    with pytest.raises(RunError, match="could not write the checkpoint"):
+        engine(model_path()).save(path, {"whose": "that of the one that was given up"})
+    assert engine(model_path()).load(path)["whose"] == "the successor's"
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []

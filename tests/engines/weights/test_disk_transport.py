@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from headway.engines.weights.incoming_version import BackBuffer
-from headway.engines.weights.outgoing_version import Staged, Stream
+from headway.engines.weights.outgoing_version import Staged, Stream, Window
+from headway.engines.weights.transports.disk import DiskSender
 from headway.engines.weights.weight_layout import Manifest, build_manifest
 from headway.errors import UpdateFailed
 from tests.engines.weights.ends import Site
@@ -104,6 +105,21 @@ def test_what_a_killed_sender_left_unfinished_is_removed_by_the_next_one(site: S
     assert names(site.directory) == []
 
 
+def test_a_sender_that_was_given_up_in_the_middle_of_a_version_spoils_nothing_of_its_successors(site: Site) -> None:
+    directory = folder(site)
+
+    def meanwhile() -> Iterator[Window]:
+        first, *others = windows(weights(9))
+        yield first
+        DiskSender(directory, MANIFEST, "actor-0+1").send(1, stream(1))
+        yield from others
+
+    with pytest.raises(UpdateFailed, match="version 1 cannot be written"):
+        DiskSender(directory, MANIFEST, "actor-0").send(1, Stream(MANIFEST, meanwhile()))
+    assert names(site.directory) == ["version_1.safetensors"]
+    assert_same(load_file(directory / "version_1.safetensors"), weights(1))
+
+
 def _fsync_fails(directory: Path, patch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -112,7 +128,7 @@ def _fsync_fails(directory: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def _device_is_full(directory: Path, patch: pytest.MonkeyPatch) -> None:
-    (directory / "version_2.partial").symlink_to("/dev/full")
+    (directory / "version_2.trainer.partial").symlink_to("/dev/full")
 
 
 @pytest.mark.parametrize("fault", [_fsync_fails, _device_is_full])

@@ -78,6 +78,7 @@ class EngineBase(ABC):
         self._clients: dict[str, CallInbox] = {}
         """Inboxes that the core's thread fills, by client."""
         self._read: set[str] = set()
+        self._dropped: set[str] = set()
 
     @abstractmethod
     def _run(self, work: Work) -> Future[Any]:
@@ -120,7 +121,8 @@ class EngineBase(ABC):
             self._inboxes.pop(client, None)
 
     async def drop(self, client: str) -> None:
-        """Drop all calls of a client that is gone, and end its `finished`."""
+        """Drop all calls of a client that is gone, and end its `finished`. Should it come back, it is refused."""
+        self._dropped.add(client)
         if (inbox := self._inboxes.pop(client, None)) is not None:
             inbox.batches.put_nowait(ClientGone(f"rollout engine {self.name}: {client!r} is gone"))
             await self._ask(partial(self._leave, inbox))
@@ -232,6 +234,8 @@ class EngineBase(ABC):
             inbox.put(error)
 
     def _inbox(self, client: str) -> CallInbox:
+        if client in self._dropped:
+            raise ClientGone(f"rollout engine {self.name}: {client!r} was given up; another one has its place")
         if client not in self._inboxes:
             self._inboxes[client] = CallInbox(client, asyncio.get_running_loop())
         return self._inboxes[client]

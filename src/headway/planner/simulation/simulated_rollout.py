@@ -86,6 +86,7 @@ class SimulatedRollout:
         """Outboxes of the clients, from the first call or `finished` to the end of that."""
         self._read: set[str] = set()
         """Clients whose outbox is read."""
+        self._dropped: set[str] = set()
         self._waiting: dict[asyncio.Future[Any], None] = {}
         """Futures that methods under way wait for, but for finished calls and the end of a drain."""
 
@@ -99,6 +100,7 @@ class SimulatedRollout:
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Take all of ``calls`` in one step. Raises `DataError` for a number that an open call of the client has."""
         self._check_alive()
+        self._check_not_dropped(client)
         self._outboxes.setdefault(client, asyncio.Queue())
         self._replica.submit(client, calls)
 
@@ -108,6 +110,7 @@ class SimulatedRollout:
         Raises `RunError` where somebody iterates over them already: each batch comes once.
         """
         self._check_alive()
+        self._check_not_dropped(client)
         if client in self._read:
             raise RunError(f"rollout engine {self.name}: finished({client!r}) is iterated over already")
         self._read.add(client)
@@ -126,6 +129,10 @@ class SimulatedRollout:
             if self._died is None:
                 self._replica.drop(client)
 
+    def _check_not_dropped(self, client: str) -> None:
+        if client in self._dropped:
+            raise ClientGone(f"rollout engine {self.name}: {client!r} was given up; another one has its place")
+
     def _deliver(self, client: str, batch: Sequence[Completion]) -> None:
         self._outboxes[client].put_nowait(batch)
 
@@ -135,8 +142,9 @@ class SimulatedRollout:
         self._replica.abort(client, numbers)
 
     async def drop(self, client: str) -> None:
-        """Drop all calls of a client that is gone, and end its `finished`."""
+        """Drop all calls of a client that is gone, and end its `finished`. Should it come back, it is refused."""
         self._check_alive()
+        self._dropped.add(client)
         if client in self._read:
             self._outboxes[client].put_nowait(ClientGone(f"rollout engine {self.name}: {client!r} is gone"))
         else:

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch.distributed import ProcessGroup
@@ -40,6 +41,8 @@ OTHER_MODEL = "the checkpoint does not fit this model and optimizer"
 GIVE_ITS_OWN = "Give the model that it is a checkpoint of, or start another run"
 PROBE = 2**20
 """Number of bytes that are written to find out whether a disk that has refused a checkpoint is full."""
+BEGUN = ".begun"
+"""File in the folder of a checkpoint that is being written."""
 
 
 class HostState:
@@ -82,13 +85,17 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
         RunError: a rank could not write its part, or wrote it where rank zero does not see it; what was at ``path``
             before is still there.
     """
-    temporary = path.with_name(f".{path.name}.partial")
+    # A name that these ranks alone know: others that were given up, and still write, find their folder removed.
+    temporary = from_rank_zero(lambda: path.with_name(f".{path.name}.{uuid4().hex[:8]}.partial"), group)
 
     def prepare() -> None:
-        rmtree(temporary, ignore_errors=True)
+        for left in path.parent.glob(f".{path.name}.*partial"):
+            rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
+        (temporary / BEGUN).touch()
 
     def finish() -> None:
+        (temporary / BEGUN).unlink()  # it is missing where others have removed the folder; torch makes another one
         if wrong := incomplete_part(temporary):
             rmtree(temporary, ignore_errors=True)
             raise RunError(

@@ -92,9 +92,11 @@ class SafetensorsFile:
     Raises `OSError`.
     """
 
-    def __init__(self, path: Path, slots: Sequence[TensorSlot], metadata: Mapping[str, str]) -> None:
-        """Begin the file at ``path``, which will have ``slots``, neighbours of a layout."""
-        self._path, self._partial = path, path.with_suffix(".partial")
+    def __init__(self, path: Path, slots: Sequence[TensorSlot], metadata: Mapping[str, str], writer: str = "") -> None:
+        """Begin the file at ``path``, which will have ``slots``, neighbours of a layout. ``writer``: whose name it has
+        until it is complete. One that was given up may still write under its own.
+        """
+        self._path, self._partial = path, path.with_suffix(f".{writer}.partial" if writer else ".partial")
         first = header(slots, metadata)  # before there is a file: it may raise
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._partial.open("wb")
@@ -169,15 +171,15 @@ KEPT = 2
 """Number of versions that are kept: the newest, and the one that receivers may still be reading."""
 
 
-Link = tuple[Path, Manifest]
-"""The directory for files of one dtype, and the layout of the weights in them."""
+Link = tuple[Path, Manifest, str]
+"""The directory for files of one dtype, the layout of the weights in them, and the sender's name."""
 
 
 def make_link(meeting: TransportAddress) -> Link:
     if meeting.directory is None:
         raise needs("disk", "a directory")
     dtypes = sorted({slot.dtype for slot in meeting.manifest.slots})
-    return meeting.directory / "-".join(dtypes), meeting.manifest
+    return meeting.directory / "-".join(dtypes), meeting.manifest, meeting.sender
 
 
 def open_sender(link: Link, here: EndContext) -> DiskSender:
@@ -191,9 +193,10 @@ def open_receiver(link: Link, name: str, here: EndContext) -> DiskReceiver:
 class DiskSender(StoredSender):
     """The trainer's end of the disk transport (`WeightSender`). On disk: two sets of weights, three while writing."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, name: str) -> None:
         self._directory = directory
         self._manifest = manifest
+        self._name = name
         self._path = directory
         self._file: SafetensorsFile | None = None
         # What an earlier sender has left here is older than whatever comes now.
@@ -205,7 +208,7 @@ class DiskSender(StoredSender):
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         path = self._path = self._directory / f"version_{version}.safetensors"
         with _writing(version, path):
-            file = self._file = SafetensorsFile(path, self._manifest.slots, {"version": str(version)})
+            file = self._file = SafetensorsFile(path, self._manifest.slots, {"version": str(version)}, self._name)
         try:
             stored = super().send(version, weights)
             with _writing(version, path):
