@@ -28,6 +28,7 @@ from headway.data.journal import (
     JournalWriter,
     Record,
     block_of,
+    give_up,
     records,
     segments,
     written,
@@ -201,6 +202,21 @@ def test_what_another_episode_worker_writes_later_is_found_after_it_was_lost(jou
     assert recalled(second, request()) is None, "files are read once"
     second.reread(6)
     assert recalled(second, request()) is not None
+
+
+@pytest.mark.parametrize("lost", ["episode-worker-0", "episode-worker-1"])
+def test_what_an_episode_worker_writes_that_was_given_up_and_came_back_counts_behind_what_others_wrote(
+    tmp_path: Path, lost: str
+):
+    """Both have written the same call: the one that was given up, and the one that made its group again."""
+    for name in ("episode-worker-0", "episode-worker-1"):
+        one = CompletionJournal(writer(tmp_path, name))
+        one.append(6, request(), name, completion(*([1] if name == lost else [4, 9])))
+        one.close()
+    give_up(tmp_path, lost)
+    resumed = CompletionJournal(writer(tmp_path, "episode-worker-0+1"))
+    replica, found = recalled(resumed, request())
+    assert (replica != lost, found.tokens.ids.tolist()) == (True, [4, 9])
 
 
 def test_of_two_lives_the_later_one_has_the_higher_number_in_whatever_block(tmp_path: Path):

@@ -71,7 +71,8 @@ class FakeEpisodeWorker(EpisodeWorker):
         self.asked: list[tuple[float, list[int], Priority]] = []
         """(time, numbers of groups, priority) of every `generate`."""
         self.silent = False
-        """Answers no call, and yields nothing, from now on."""
+        """Answers no call, and yields nothing, until it comes back."""
+        self._back = asyncio.Event()
 
     @property
     def is_dead(self) -> bool:
@@ -110,14 +111,19 @@ class FakeEpisodeWorker(EpisodeWorker):
         self.silent = True
         asyncio.get_running_loop().call_later(noticed_after_s, self._process_ended.set)
 
+    def come_back(self) -> None:
+        """Go on with what was under way when it fell silent, and with what it was told since."""
+        self.silent = False
+        self._back.set()
+
     async def died(self) -> None:
         """What supervision of its process would tell."""
         await self._process_ended.wait()
         raise self._death or WorkerDied(f"{self.name} is lost: its machine does not answer")
 
     async def bury(self) -> None:
-        """Leave nothing behind of an episode worker that is dead or silent."""
-        if self.is_dead or self.silent:
+        """Leave nothing behind of an episode worker that is dead, silent, or back too late."""
+        if self.is_dead or self.silent or self._back.is_set():
             await super().close()
 
     async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
@@ -163,7 +169,7 @@ class FakeEpisodeWorker(EpisodeWorker):
 
     async def _unless_silent(self) -> None:
         if self.silent:
-            await asyncio.Event().wait()
+            await self._back.wait()
 
     def _check_alive(self) -> None:
         if self._death is not None:

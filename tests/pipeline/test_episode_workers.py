@@ -12,7 +12,7 @@ import pytest
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
-from headway.errors import HeadwayError, WorkerDied
+from headway.errors import ClientGone, HeadwayError, WorkerDied
 from headway.events import EpisodeWorkerLost, Event, GroupSettled, Note, ReplicaActivity, TrajectoryFinished
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.episode_workers import EpisodeWorkers
@@ -93,6 +93,24 @@ def test_an_episode_worker_on_a_machine_that_falls_silent_is_given_up_when_that_
     run = check_everything(scenario.run().assert_completed())
     (lost,) = run.of(EpisodeWorkerLost)
     assert (lost.time, lost.reason) == (12.0, "episode-worker-0 is lost: its machine does not answer")
+    assert not any(event.fate in ("dropped", "failed") for event in run.of(GroupSettled))
+
+
+def test_an_episode_worker_that_comes_back_after_it_was_given_up_changes_nothing() -> None:
+    """It goes on with the groups that another one has made meanwhile, and asks replicas, which refuse it."""
+
+    async def is_cut_off(run: Run) -> None:
+        await asyncio.sleep(4.0)
+        run.episode_workers[0].fall_silent(noticed_after_s=4.0)
+        await asyncio.sleep(5.0)
+        run.episode_workers[0].come_back()
+        for replica in run.rollouts:
+            with pytest.raises(ClientGone, match="'episode-worker-0' was given up"):
+                await replica.submit("episode-worker-0", [])
+
+    scenario = Scenario("async_partial", problems=2, replicas=2, supervised=True, beside=is_cut_off)
+    run = check_everything(scenario.run().assert_completed())
+    assert [event.worker for event in run.of(EpisodeWorkerLost)] == ["episode-worker-0"]
     assert not any(event.fate in ("dropped", "failed") for event in run.of(GroupSettled))
 
 

@@ -40,6 +40,8 @@ TOKEN_BYTES = 12
 FRAME = struct.Struct("<II")
 SETTINGS = "settings.json"
 """File of the settings that groups are made by, and the run's id."""
+GIVEN_UP = "given-up-"
+"""Begin of the name of an empty file for each writer that was given up."""
 OPEN_BLOCKS = 8
 """Most blocks of which a writer keeps files open, and a reader what it found."""
 
@@ -114,8 +116,20 @@ def settings_in(directory: Path) -> Mapping[str, str]:
 
 
 def segments(directory: Path, writer: str = "*", block: int | str = "*") -> list[Path]:
-    """Return the files of a ``writer`` and a ``block``, the earlier lives of a writer first."""
-    return sorted(directory.glob(f"{writer}.{block}.*"), key=lambda path: int(path.suffix[1:]))
+    """Return the files of a ``writer`` and a ``block``: those of writers that were given up first, then by their lives.
+    Of two records of one call the last one counts.
+    """
+
+    def rank(path: Path) -> tuple[bool, int]:
+        return not (directory / f"{GIVEN_UP}{path.name.split('.')[0]}").exists(), int(path.suffix[1:])
+
+    return sorted(directory.glob(f"{writer}.{block}.*"), key=rank)
+
+
+def give_up(directory: Path, writer: str) -> None:
+    """Let what others write of a call count before what ``writer`` does, which may come back and go on."""
+    with suppress(OSError):
+        (directory / f"{GIVEN_UP}{writer}").touch()
 
 
 def block_of(path: Path) -> int:

@@ -25,9 +25,9 @@ import xxhash
 
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group, Scores
-from headway.data.journal import SETTINGS, JournalWriter, Record, block_of, segments, settings_in, written
+from headway.data.journal import SETTINGS, JournalWriter, Record, block_of, give_up, segments, settings_in, written
 from headway.data.types import Prompt
-from headway.events import CheckpointSaved, Event
+from headway.events import CheckpointSaved, EpisodeWorkerLost, Event
 from headway.pipeline.admission.ledger import Fate
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,11 @@ class RunJournal:
         self._floors[version] = floor
 
     def on_event(self, event: Event) -> None:
-        """Remove what no checkpoint needs any more: what is older than the one before the newest."""
+        """Remove what no checkpoint needs any more: what is older than the one before the newest. Fence off an episode
+        worker that is lost.
+        """
+        if isinstance(event, EpisodeWorkerLost):
+            give_up(self._directory, event.worker)
         if isinstance(event, CheckpointSaved):
             oldest, self._oldest_kept = self._oldest_kept, event.version
             if oldest is not None and (floor := self._floors.get(oldest)) is not None:
