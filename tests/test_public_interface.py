@@ -65,6 +65,8 @@ def in_a_fresh_process(code: str, *options: str) -> str:
     [
         ("from headway.programs.chat import Chat", "headway.agents.interface.program_chat"),
         ("from headway.rewards.request import ScoreRequest", "headway.agents.rewards.score_request"),
+        ("from headway.rewards.mathematics import equals", "headway.agents.rewards.mathematics"),
+        ("from headway.rewards.code import code_of", "headway.agents.rewards.code_reward"),
         ("from headway.interfaces.rollout import RolloutEngine", "headway.data.interfaces.rollout"),
         ("from headway.interfaces.calls import Call", "Call is now GenerateRequest"),
         ("from headway.data.interfaces.generation import GenerateRequest", "headway.data.interfaces.rollout"),

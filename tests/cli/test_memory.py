@@ -104,3 +104,13 @@ def test_the_doctor_says_where_a_replica_would_not_wake_up_again(
     assert problem.startswith("problem: a replica takes ")
     assert "of which the training rank on it holds 60.9" in problem
     assert "actor.fsdp_config.param_offload=true" in problem
+
+
+def test_the_doctor_does_not_say_that_there_is_none_below_a_problem(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load(Path(recipe), [])
+    for lines, said in ((["note: it is large"], True), (["problem: a replica takes more than there is"], False)):
+        monkeypatch.setattr(train_command, "memory_lines", lambda config, lines=lines: iter(lines))
+        train_command.print_summary(loaded)
+        assert (lines[0] in (output := capsys.readouterr().out), "no problems found" in output) == (True, said)

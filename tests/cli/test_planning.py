@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import headway
-from headway.cli import cli
+from headway.cli import cli, plan_command
 
 PROFILE = """\
 name: small
@@ -219,3 +220,13 @@ def test_a_disk_that_fills_while_a_plan_is_written_is_one_message_after_the_plan
     assert "trajectories in" in done.stdout
     assert done.stderr.startswith(f"error: {option} /dev/full cannot be written (No space left on device)")
     assert "This should not happen" not in done.stderr
+
+
+def test_a_plan_whose_output_is_piped_tells_now_and_then_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = plan_command._progress()
+    for left, every_s in (3, 1e9), (2, 0.0), (1, 1e9):
+        monkeypatch.setattr(plan_command, "TOLD_EVERY_S", every_s)
+        show(SimpleNamespace(setting="on_policy 1+1", step_s=2.0), left)  # type: ignore[arg-type]
+    assert capsys.readouterr().err == "simulated on_policy 1+1: 2 s a version; 2 to go\n"

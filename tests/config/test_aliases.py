@@ -275,6 +275,14 @@ def test_further_corrections_of_an_earlier_release_are_a_list_with_the_first(wri
     assert "algorithm.rollout_correction.also is the rest of a list" in old.notes[0] and not new.notes
 
 
+def test_a_part_of_one_correction_is_not_laid_over_a_list_of_them(write: Write) -> None:
+    path = write("algorithm: {rollout_correction: [{name: truncate, bound: 2}, {name: reject, bound: 1.5}]}\n")
+    with pytest.raises(ConfigError, match=r"correction\.bound=3 is given .* is a list in .*give the whole list"):
+        load(path, ["algorithm.rollout_correction.bound=3"])
+    whole = load(path, ["algorithm.rollout_correction.name=truncate", "algorithm.rollout_correction.bound=3"])
+    assert [(one.name, one.bound) for one in whole.config.algorithm.corrections] == [("truncate", 3)]
+
+
 def test_sources_of_an_earlier_release_are_lists_of_the_new_keys(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(

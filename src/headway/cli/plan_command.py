@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 ProfileFile = Annotated[Path | None, typer.Argument(metavar="PROFILE", help="YAML file of what the job costs.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
+
+TOLD_EVERY_S = 10.0
+"""Seconds between two lines of progress where stderr is no terminal."""
 
 
 def plan(
@@ -125,18 +129,22 @@ def _profile(path: Path | None, run: Path | None) -> Profile:
     return replay_profile(run)
 
 
-def _progress() -> Progress | None:
-    """Return a function that shows progress as one changing line; None where stderr is no terminal."""
+def _progress() -> Progress:
+    """Return a function that shows progress: as one changing line on a terminal, else as a line now and then."""
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        return None
     from headway.planner.plan_rows import PlanRow
 
+    console, told = Console(stderr=True, highlight=False), time.monotonic()
+
     def show(row: PlanRow, still_open: int) -> None:
+        nonlocal told
         text = f"simulated {row.setting}: {row.step_s:.3g} s a version; {still_open} to go"
-        console.print(text[: console.width - 1].ljust(console.width - 1), end="\r")
+        if console.is_terminal:
+            console.print(text[: console.width - 1].ljust(console.width - 1), end="\r")
+        elif time.monotonic() - told >= TOLD_EVERY_S:
+            told = time.monotonic()
+            say(text)
 
     return show
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from headway.config.sizing.run_memory import RunProcess
 
 WIDTH, COLUMN = 80, 12
+PROBLEM = "problem: "
+"""Beginning of a line that tells of one."""
 
 
 def memory_lines(config: Config) -> Iterator[str]:
@@ -123,7 +125,7 @@ def _room(config: Config, shape: ModelShape, *, on_cpu: bool) -> Iterator[str]:
     try:
         found = replica_room(config, shape, there)
     except ConfigError as refused:
-        yield f"problem: {refused}"
+        yield f"{PROBLEM}{refused}"
         return
     if config.rollout.name == "vllm" and config.cluster.placement == "shared":
         yield (
@@ -362,11 +364,13 @@ def print_summary(loaded: LoadedConfig) -> None:
         table.add_row(name, value)
     console = Console(markup=False, highlight=False)
     console.print(table)
-    for line in memory_lines(loaded.config):
+    lines = list(memory_lines(loaded.config))
+    for line in lines:
         console.print(line, soft_wrap=True)
     for note in loaded.notes:
         console.print(f"note: {note}", soft_wrap=True)
-    console.print("no problems found")
+    if not any(line.startswith(PROBLEM) for line in lines):
+        console.print("no problems found")
 
 
 def summary(config: Config) -> dict[str, str]:

@@ -37,6 +37,7 @@ from headway.config.sizing.placement import needs_critic
 from headway.errors import ConfigError
 
 LOSS_MODE = "algorithm.policy_loss.loss_mode"
+CORRECTION = "algorithm.rollout_correction"
 _ENVIRONMENT = re.compile(r"(?<!\\)\$\{oc\.env:([^,}]*)\}")
 """Pattern of a variable of the environment without a default."""
 _REFERENCE = re.compile(r"(\\*)\$\{")
@@ -241,8 +242,21 @@ def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[s
             kept = _drop_other_reward(kept, layer.values["reward.function"])
         if layer.gives(LOSS_MODE):
             kept = _drop_other_loss(kept, layer.values[LOSS_MODE])
+        if not layer.gives(f"{CORRECTION}.name"):
+            _check_no_part_of_list(kept, layer, CORRECTION)
         kept.append(layer)
     return kept, notes
+
+
+def _check_no_part_of_list(earlier: Sequence[Layer], layer: Layer, section: str) -> None:
+    """Raise `ConfigError` where ``layer`` gives a key of ``section``, which is a list in an earlier one."""
+    part = next((key for key in layer.values if key.startswith(f"{section}.")), None)
+    of_list = next((other for other in earlier if isinstance(other.values.get(section), list)), None)
+    if part is not None and of_list is not None:
+        raise ConfigError(
+            f"{part}={layer.values[part]} is given {layer.origin}, but {section} is a list {of_list.origin}, of which "
+            f"it cannot be one part; give the whole list, {section}=[…]"
+        )
 
 
 def _replace(earlier: Sequence[Layer], layer: Layer, choice: str, *alternatives: str) -> list[Layer]:

@@ -33,6 +33,8 @@ MOVED = {
     "headway.algorithms.filters": "headway.algorithms.scores",
     "headway.algorithms.overlong": "headway.algorithms.scores",
     "headway.programs.chat": "headway.agents.interface.program_chat",
+    "headway.rewards.code": "headway.agents.rewards.code_reward",
+    "headway.rewards.mathematics": "headway.agents.rewards.mathematics",
     "headway.rewards.request": "headway.agents.rewards.score_request",
     "headway.weights.protocols": "headway.engines.weights.protocols",
     "headway.user_code": "headway.runtime.user_code",  # named by the files in code/ of runs from Python

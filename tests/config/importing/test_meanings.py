@@ -212,6 +212,19 @@ def test_a_setting_becomes_what_it_does_there(project: str, settings: dict[str, 
     assert {key: found.values.get(key, "absent") for key in expected} == expected
 
 
+def test_several_greedy_answers_of_validation_are_one() -> None:
+    name = "actor_rollout_ref.rollout.val_kwargs"
+    greedy, sampled = (imported("verl", VERL | {f"{name}.n": 4} | more) for more in ({}, {f"{name}.temperature": 0.7}))
+    assert (greedy.values["rollout.val_n"], sampled.values["rollout.val_n"]) == (1, 4)
+
+
+def test_a_value_that_several_settings_give_is_said_to_be_of_the_first() -> None:
+    engine = {"actor_rollout_ref.rollout.name": "sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
+    found = imported("verl", VERL | engine)
+    assert found.values["rollout.name"] == "vllm"
+    assert found.origins()["rollout.name"].key == "actor_rollout_ref.rollout.name"
+
+
 def test_trls_reward_of_the_form_gives_what_it_gives_there() -> None:
     found = imported("trl", {"reward_funcs": ["think_format_reward"], "num_generations": 8})
     rule = make_rule(found.values["reward.function"], found.values["reward.params"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.reports.trackers.tracker_queue import SAMPLES, RunEnd, TrackerQueue
+from headway.reports.trackers.tracker_queue import ROWS, SAMPLES, RunEnd, TrackerQueue
 
 
 def rows(numbers: range) -> list[dict[str, Any]]:
@@ -51,6 +51,20 @@ def test_a_row_that_a_disk_refuses_is_waited_for_until_the_run_ends(tmp_path: Pa
     outbox.end(RunEnd({"status": "completed"}))
     assert drained(outbox) == [{"status": "completed"}]
     assert outbox.damaged() == f"1 rows, which {metrics} does not have whole (line 2)"
+
+
+def test_the_newest_rows_are_sent_while_the_disk_of_the_file_is_full(tmp_path: Path) -> None:
+    metrics = write(tmp_path / "metrics.jsonl", rows(range(2)))
+    outbox = TrackerQueue(metrics, rows=2, sent=2)
+    for version in range(2, 5):
+        outbox.put_row({"version": version, "actor/loss": float("nan")})
+    assert drained(outbox) == [{"version": version, "actor/loss": None} for version in range(2, 5)]
+    write(metrics, rows(range(5)))
+    outbox.put_row({"version": 5})
+    assert (drained(outbox), outbox.left(), outbox.unread) == ([{"version": 5}], [], [])
+    for version in range(6, 6 + ROWS + 3):
+        outbox.put_row({"version": version})
+    assert outbox.first() is None, "the first three of these are waited for, as their lines will come"
 
 
 def test_half_a_line_in_the_file_costs_what_is_behind_it_alone(tmp_path: Path) -> None:

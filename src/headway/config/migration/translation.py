@@ -133,8 +133,14 @@ class Translation:
         return [one for one in self.outcomes if one.answer.part is part and (one.given or one.answer.values)]
 
     def origins(self) -> dict[str, TranslationOutcome]:
-        """Return, for each key of the recipe, the setting that its value is from."""
-        return {key: one for one in self.outcomes for key in one.answer.values if key in self.values}
+        """Return, for each key of the recipe, the setting that its value is from: the first that gives it."""
+        last = {key: one for one in self.outcomes for key in one.answer.values if key in self.values}
+        return last | {
+            key: one
+            for one in reversed(self.outcomes)
+            for key, value in one.answer.values.items()
+            if key in last and value == self.values[key]
+        }
 
 
 def recognise(sources: Sequence[SettingsFile], asked: str | None = None) -> Project:

@@ -485,5 +485,12 @@ def trainer_mode(value: Any, given: Given) -> Translated:
     return taken(note=f"the mode is {MODES[program(given)][0]}")
 
 
+def validation_answers(value: Any, given: Given) -> Translated:
+    count = whole(value, given)
+    if count > 1 and not float(given.get("rollout.val_kwargs.temperature") or 0.0):
+        return other({"rollout.val_n": 1}, "greedy answers are all equal; several need rollout.val_temperature above 0")
+    return taken({"rollout.val_n": count})
+
+
 def recomputed(value: Any, given: Given) -> Any:
     return False if value else taken(note="off, as here")

@@ -1,7 +1,7 @@
 """The live view: on a terminal or in a notebook's cell, drawn by a separate thread at most twice a second.
 
     event loop ──events, phases, rows──▶ counters, lines to print     (under the lock, never waits for the terminal)
-    drawing thread ──every half second──▶ makes the panel, takes the lines (under the lock), then draws (without it)
+    drawing thread ──every half second──▶ takes figures and lines (under the lock), then makes the panel (without it)
 
 The drawing thread alone touches the terminal, so no thread ever holds both locks, ours and the console's.
 
@@ -227,11 +227,9 @@ class LiveView:
 
     def _draw(self) -> None:
         with self._lock:
-            phase, rewards = self._phase, tuple(self._progress.rewards)
-            parts: list[RenderableType] = []
-            if self._progress.metrics.started is not None:
-                parts.append(panel(self._progress, self._console.width))
+            phase, figures = self._phase, self._progress.figures()
             lines, self._lines = self._lines, []
+        parts = [panel(figures, self._console.width)] if figures.started is not None else []
         for line in lines:
             self._console.print(line, soft_wrap=isinstance(line, Text))
         if phase is not None:
@@ -240,4 +238,4 @@ class LiveView:
             words = Text.assemble(text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
             self._spinner.update(text=words)
             parts.append(Padding(self._spinner, (0, 0, 0, 2)))
-        self._canvas.show(Group(*parts), rewards)
+        self._canvas.show(Group(*parts), figures.rewards)

@@ -136,9 +136,9 @@ class TrackerApart:
             except RuntimeError as cause:  # the system allows no more threads
                 self._warn(f"cannot be started ({cause})" + ("; the run goes on without" if self._goes_on else ""))
 
-    def on_row(self) -> None:
-        """Note that ``metrics.jsonl`` has another row."""
-        self._outbox.put_row()
+    def on_row(self, row: dict[str, Any] | None = None) -> None:
+        """Take a row, which ``metrics.jsonl`` has, unless its disk refuses it."""
+        self._outbox.put_row(row)
         asked_at = self._asked_at
         if asked_at is not None and (waited := self._clock() - asked_at) >= BEHIND_S:
             self._warn(f"has not answered for {waited:.0f} s{self._goes_on}")

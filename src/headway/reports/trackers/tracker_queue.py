@@ -1,6 +1,7 @@
 """Bounded queue to one tracker, whose rows are read from metrics.jsonl.
 
-rows       numbered as the lines of metrics.jsonl, which has each one before it is announced here
+rows       numbered as the lines of metrics.jsonl, which has each one before it is announced here; the newest are kept,
+           for a disk that refuses them
 samples    the newest; earlier ones are dropped, and counted
 ending     the summary, and the model's folder where it was asked for
 """
@@ -16,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SAMPLES = 64
+from headway.reports.record.events_file import to_json_line
+
+SAMPLES = ROWS = 64
+"""Most samples, and most of the newest rows, that are kept."""
 LINES_NAMED = 3
 
 
@@ -57,6 +61,8 @@ class TrackerQueue:
         self._news = threading.Condition()
         self._place = (0, 0)
         """Number of a line of the file, and the bytes before it: the line that was read last."""
+        self._newest: dict[int, dict[str, Any] | None] = {}
+        """The newest rows by their numbers."""
         self._samples: deque[tuple[int, dict[str, Any]]] = deque(maxlen=SAMPLES)
         """Samples, each with the number of the row that comes behind it."""
         self._told = 0
@@ -79,10 +85,12 @@ class TrackerQueue:
         self._held = 0
         """Samples that were taken off the queue and wait in the tracker's process, with which they would go."""
 
-    def put_row(self) -> None:
-        """Announce the next row, which the file has, or will have where a disk refuses it."""
+    def put_row(self, row: dict[str, Any] | None = None) -> None:
+        """Announce the next ``row``, which the file has, or will have where a disk refuses it."""
 
         def put() -> None:
+            self._newest[self.rows] = row
+            self._newest.pop(self.rows - ROWS, None)
             self.rows += 1
 
         self._tell(put)
@@ -201,7 +209,9 @@ class TrackerQueue:
         return None
 
     def _line(self, number: int) -> bytes | None:
-        """Return a whole line of the file; None where that does not have it. Called by the thread that sends."""
+        """Return a whole line of the file, or one of the newest rows as such; None where neither has it. Called by the
+        thread that sends.
+        """
         at, offset = self._place if number >= self._place[0] else (0, 0)
         with suppress(OSError), self._metrics.open("rb") as file:
             file.seek(offset)
@@ -210,7 +220,9 @@ class TrackerQueue:
                     self._place = at, offset
                     return line
                 at, offset = at + 1, offset + len(line)
-        return None
+        with self._news:
+            row = self._newest.get(number)
+        return None if row is None else to_json_line(row).encode()
 
     def left(self) -> list[str]:
         """Return in words what was put here and can still be sent: rows, the summary, the model."""

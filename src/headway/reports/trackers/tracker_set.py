@@ -62,7 +62,7 @@ class Trackers:
         if self._board is not None:
             self._board.on_row(row)
         for tracker in self._apart:
-            tracker.on_row()
+            tracker.on_row(row)
 
     def on_sample(self, sample: dict[str, Any]) -> None:
         """Hand on a sample as a line of ``samples.jsonl`` has it. Trackers get its texts, not its tokens."""
