@@ -85,13 +85,21 @@ class Machine:
 
     def processes(self, title: str) -> list[int]:
         """Processes on this machine with ``title`` in their command lines, by their numbers outside of it."""
-        own = Path(f"/proc/{self.pid}/ns/pid").readlink()
-        found = []
+        found: list[int] = []
+        try:
+            own = Path(f"/proc/{self.pid}/ns/pid").readlink()
+        except OSError:  # it has ended
+            return found
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if (entry / "ns" / "pid").readlink() == own and title in (entry / "cmdline").read_text():
                     found.append(int(entry.name))
         return found
+
+    @property
+    def is_up(self) -> bool:
+        """False once its first process, Ray's, has ended, and all others with it."""
+        return self.process.poll() is None
 
     def kill(self) -> None:
         """End all its processes at once, as a machine that loses its power; its network card goes with them."""
@@ -118,7 +126,7 @@ class Machines:
     @property
     def shared(self) -> Path:
         """What is ``/tmp/shared`` on every machine."""
-        return self.scratch / "shared"
+        return Path(f"/proc/{self.bridge.pid}/root{self.scratch.resolve()}/shared")
 
     def boot(self, name: str, cpus: int) -> Machine:
         """Start machine ``name`` with Ray on it; A is the head. Returns before Ray is up."""
@@ -130,7 +138,7 @@ class Machines:
             str(HERE / "inner.sh"),
             f"node{name}",
             ADDRESSES[name],
-            str(self.shared),
+            str(self.scratch / "shared"),
             ":".join(below_tmp(self.python)),
         ]
         unshare = ["unshare", "-n", "-m", "-p", "-u", "-i", "-f", "--mount-proc", "--kill-child"]
@@ -170,9 +178,34 @@ class Machines:
             'remove_placement_group(get_placement_group("fill"))\n'
         )
 
-    def silence(self, name: str) -> None:
-        """Pull machine ``name``'s network cable: it does not even refuse a connection any more."""
-        self._ip("link", "set", f"to{name}", "down")
+    def silence(self, name: str) -> Callable[[], object]:
+        """Pull machine ``name``'s network cable: it does not even refuse a connection any more. Returns what puts it
+        back."""
+        self._link(name, "down")
+        return lambda: self._link(name, "up")
+
+    def isolate(self, name: str) -> Callable[[], object]:
+        """Let machine ``name`` see no other isolated one; returns what ends that."""
+        self._link(name, "type", "bridge_slave", "isolated", "on")
+        return lambda: self._link(name, "type", "bridge_slave", "isolated", "off")
+
+    def slow(self, name: str, rate: str) -> Callable[[], object]:
+        """Let no more than ``rate``, such as ``4mbit``, go to and from machine ``name``; returns what ends that."""
+        inner = ["nsenter", "-t", str(self[name].pid), "-n"]
+        limit = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+
+        def tc(what: str, *settings: str) -> None:
+            for inside, device in ((self._in_bridge(), f"to{name}"), (inner, "eth0")):
+                command = [*inside, "tc", "qdisc", what, "dev", device, *settings]
+                subprocess.run(command, check=what == "replace", capture_output=True, timeout=10)
+
+        tc("replace", *limit)
+        return lambda: tc("del", "root")
+
+    def _link(self, name: str, *settings: str) -> None:
+        """Change a machine's link, where it is still there."""
+        with suppress(subprocess.CalledProcessError):
+            self._ip("link", "set", f"to{name}", *settings)
 
     def close(self) -> None:
         for machine in self.by_name.values():
@@ -193,22 +226,26 @@ class Machines:
         raise AssertionError(f"Ray: {ran.stderr[-2000:]}")
 
     def _in_bridge(self) -> list[str]:
-        return ["nsenter", "-t", str(self.bridge.pid), "-n"]
+        return ["nsenter", "-t", str(self.bridge.pid), "-n", "-m"]
 
     def _ip(self, *args: str) -> None:
         subprocess.run([*self._in_bridge(), "ip", *args], check=True, capture_output=True, timeout=10)
 
 
 @contextmanager
-def machines(scratch: Path, cpus: dict[str, int], python: Path | None = None) -> Iterator[Machines]:
+def machines(
+    scratch: Path, cpus: dict[str, int], python: Path | None = None, disk: Path | None = None
+) -> Iterator[Machines]:
     """Machines with Ray on them until the block ends. ``cpus``: as many as Ray is told that each machine has.
-    ``python``: their interpreter, by default this process's own."""
+    ``python``: their interpreter, by default this process's own. ``disk``: image of the file system that they share,
+    in place of a folder."""
     (scratch / "shared").mkdir(parents=True, exist_ok=True)
-    bridge = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "unshare", "-n", "sleep", "infinity"])
+    bridge = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "unshare", "-n", "-m", "sleep", "infinity"])
     made = Machines(scratch, bridge, python or Path(sys.executable))
     try:
-        own = Path("/proc/self/ns/net").readlink()
-        wait_until(lambda: Path(f"/proc/{bridge.pid}/ns/net").readlink() != own)
+        wait_until(lambda: Path(f"/proc/{bridge.pid}/comm").read_text() == "sleep\n")
+        if disk is not None:
+            subprocess.run([*made._in_bridge(), "mount", "-o", "loop", disk, scratch / "shared"], check=True)
         made._ip("link", "add", "br0", "type", "bridge")
         made._ip("link", "set", "br0", "up")
         made.boot("A", cpus["A"])
