@@ -302,20 +302,27 @@ class EpisodeWorkerLost(Event):
     reason: str
 
 
-@event("trainer.lost")
-class TrainerLost(Event):
-    """Event: a training rank died or does not move; all ranks are started again."""
+def ranks_named(role: str) -> str:
+    """Return the name of the ranks of ``role`` in messages."""
+    return "the trainer" if role == "actor" else f"the role {role}"
 
+
+@event("ranks.lost")
+class RanksLost(Event):
+    """Event: a rank of ``role`` died or does not move; all its ranks are started again."""
+
+    role: str
     reason: str
 
 
-@event("trainer.restarted", "span")
-class TrainerRestarted(Event):
-    """Event: the trainer stands where it stood when it was lost, at the beginning of ``span``."""
+@event("ranks.restarted", "span")
+class RanksRestarted(Event):
+    """Event: the ranks of ``role`` stand where they stood when they were lost, at the beginning of ``span``."""
 
+    role: str
     version: int
     batches: int
-    """Number of batches since the newest checkpoint that it was trained on again."""
+    """Number of batches since the newest checkpoint that they were trained on again."""
     span: Span
 
 

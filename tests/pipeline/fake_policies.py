@@ -21,6 +21,10 @@ from headway.planner.simulation.simulated_trainer import SimulatedTrainer, Simul
 from tests.pipeline.fakes import UPDATE, Probe, Time, now
 
 
+async def _itself(call: Any) -> Any:
+    return await call
+
+
 class FakeReceiver:
     """A role that holds a copy of the policy and generates nothing."""
 
@@ -34,10 +38,16 @@ class FakeReceiver:
         self.never_loads = False
         self.dies_on_receive: BaseException | None = None
         self.serves: Probe | None = None
+        self.living: Callable[[Any], Any] = _itself
+        """Returns the result of a call, unless its process ends."""
         self._transport = transport
         self._load_s = load_s
 
     async def stage_weights(self, version: int) -> ReceiveReport:
+        report: ReceiveReport = await self.living(self._stage(version))
+        return report
+
+    async def _stage(self, version: int) -> ReceiveReport:
         if self.dies_on_receive is not None:
             raise self.dies_on_receive
         if self.never_receives:
@@ -48,7 +58,7 @@ class FakeReceiver:
     async def activate(self, version: int) -> float:
         if self.never_loads:
             await asyncio.Event().wait()
-        await asyncio.sleep(self._load_s)
+        await self.living(asyncio.sleep(self._load_s))
         self.version = version
         self.loads.append((version, now()))
         return self._load_s

@@ -6,14 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from headway.agents.episodes.program_episode import Hosting
 from headway.config.presets import PRESETS
 from headway.config.schema import Config
-from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_logp
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, needs_logp
 from headway.events import (
     Event,
     GroupAdmitted,
@@ -25,7 +24,6 @@ from headway.events import (
 )
 from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet
-from headway.pipeline.recovery.trainer_restarts import RestartableTrainer
 from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter
 from headway.pipeline.wiring import Parts
@@ -47,7 +45,7 @@ from tests.pipeline.fakes import (
     seeded_lengths,
     validation_prompts,
 )
-from tests.pipeline.mortal_trainer import MortalTrainer
+from tests.pipeline.mortal_ranks import MortalCritic, MortalLogProb, MortalReference, MortalTrainer
 
 E = TypeVar("E", bound=Event)
 
@@ -269,7 +267,7 @@ class Scenario:
     samples: SampleOutlet | None = None
     """Where samples go; None for a run without any."""
     trainer_start_s: float | None = None
-    """What it takes to start a trainer in the place of one that is lost; None where none can be started."""
+    """What it takes to start ranks in the place of lost ones; None where none can be started."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -327,9 +325,12 @@ class Scenario:
         source = FakeSource(self.rows, self.epochs)
         others = [FakeReceiver(name, transport) for name in self.receivers]
         ranks = [FakeReceiver(f"logp-{rank}", transport) for rank in range(self.logp_ranks)]
-        logp = FakeLogProb(ranks, self.logp_s) if ranks else None
+        made_logp = FakeLogProb if self.trainer_start_s is None else MortalLogProb
+        logp = made_logp(ranks, self.logp_s) if ranks else None
         if self.critic is not None and self.critic_on_trainer_ranks:
             self.critic.ranks = trainer._compute
+            if isinstance(self.critic, MortalCritic) and isinstance(trainer, MortalTrainer):
+                self.critic.share(trainer)
         shared = {REF: self.reference_on_trainer_ranks, LOGP: logp is None, CRITIC: self.critic_on_trainer_ranks}
         parts = Parts(
             source=source,
@@ -353,11 +354,16 @@ class Scenario:
             if self.episode_worker_start_s is None
             else lambda lost: self._replace_episode_worker(run, lost),
             watch=(lambda: self._watch(run)) if self.watched else None,
-            restartable_trainer=None
-            if not isinstance(trainer, MortalTrainer)
-            else RestartableTrainer(
-                lambda: [trainer], trainer.died, partial(trainer.restart, self.trainer_start_s or 0.0)
-            ),
+            restartable={
+                role: ranks.life.restartable(self.trainer_start_s or 0.0)
+                for role, ranks in (
+                    (ACTOR, trainer),
+                    (REF, self.reference),
+                    (LOGP, logp),
+                    (CRITIC, None if self.critic_on_trainer_ranks else self.critic),
+                )
+                if isinstance(ranks, MortalTrainer | MortalReference | MortalLogProb | MortalCritic)
+            },
             workers=lambda: [trainer],
             journal=None if self.journal is None else RunJournal(self.journal, self.config),
             samples=self.samples,

@@ -92,7 +92,10 @@ class LogpReceiver:
         self._ranks = ranks
         self._paths = paths
         self._verify = verify
-        self.copy = paths.copy_of(LOGP)
+
+    @property
+    def copy(self) -> str:
+        return self._paths.copy_of(LOGP)
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         return await self._paths.stage(self.name, version)

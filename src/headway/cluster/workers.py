@@ -27,7 +27,7 @@ from headway.data.interfaces.rollout import RolloutEngine
 from headway.data.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.errors import HeadwayError, StallError
-from headway.pipeline.recovery.trainer_restarts import RestartableTrainer
+from headway.pipeline.recovery.rank_restarts import RestartableRanks
 from headway.runtime.progress import Living
 from headway.runtime.task_groups import concurrently
 
@@ -182,10 +182,10 @@ class Workers:
     """Workers that hold a copy of the policy and generate nothing."""
     on_trainer_ranks: frozenset[str]
     """Roles, of ``ref``, ``logp`` and ``critic``, that run on the trainer's ranks."""
-    restartable: RestartableTrainer | None
-    """The trainer's ranks where they can be started again; None where they are among ``needed``."""
+    restartable: Mapping[str, RestartableRanks]
+    """Ranks that can be started again, by role; others are among ``needed``."""
     ranks: Callable[[], Sequence[Worker]]
-    """Function that returns the trainer's ranks of now."""
+    """Function that returns the ranks of now that can be started again."""
     needed: Sequence[Worker]
     """Workers each of which the run cannot go on without, for supervision."""
     cluster: Cluster
@@ -226,7 +226,7 @@ class Workers:
 
     @property
     def _computing(self) -> list[Worker]:
-        return [*(() if self.restartable is None else self.ranks()), *self.needed]
+        return [*self.ranks(), *self.needed]
 
     async def close(self) -> None:
         """End all workers and leave the cluster; returns when no process is left. A second call does nothing."""

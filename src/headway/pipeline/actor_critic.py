@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ class LearnedBatch:
     """Context of each optimizer step that was made, and whether it was skipped."""
     is_over: bool = False
     """True once all steps were made."""
+    was_handed_on: bool = False
+    """True once a critic on ranks of its own was told of the batch."""
 
     def end(self) -> None:
         """Note that all steps were made. Columns of the trainer's own ranks are given up: they compute them again."""
@@ -67,6 +70,10 @@ class LearnedBatch:
         for group in self.batch.groups:
             for name in group.columns.keys() - set(self.given):
                 del group.columns[name]
+
+
+async def _called(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await work()
 
 
 def _silent(_: str) -> AbstractContextManager[None]:
@@ -122,14 +129,21 @@ class Actor:
 
     def begin(self, batch: TrainBatch, lags: Mapping[int, int]) -> LearnedBatch:
         """Begin a batch. ``lags``: number → lag of each group."""
-        learned = LearnedBatch(batch, lags, frozenset(batch.groups[0].columns))
+        given = set(batch.groups[0].columns)
+        if self.critic is not None and self.critic.own_ranks:  # it has yet to be trained on them, perhaps twice
+            given.add(ColumnName.RETURNS)
+        learned = LearnedBatch(batch, lags, given)
         if self.keeps_batches:
             self._learned.append(learned)
         return learned
 
     def since(self, version: int) -> list[LearnedBatch]:
-        """Return the batches that the trainer was trained on, in whole, from ``version`` on."""
-        return [learned for learned in self._learned if learned.is_over and learned.batch.version >= version]
+        """Return the batches that were begun from ``version`` on."""
+        return [learned for learned in self._learned if learned.batch.version >= version]
+
+    def stands_at(self, version: int) -> bool:
+        """Tell whether the trainer, which has reached ``version``, has made no optimizer step of it yet."""
+        return self._version < version or self._steps_of_version == 0
 
     def forget_before(self, version: int) -> None:
         """Forget the batches before ``version``, whose checkpoint is complete."""
@@ -143,7 +157,8 @@ class Actor:
         Returns the numbers of the groups of steps that were not skipped. ``on_prepared`` is called between the two.
         """
         await self._prepare(learned.batch, waiting_for, told=not learned.is_over)
-        if on_prepared is not None:
+        if on_prepared is not None and not learned.was_handed_on:
+            learned.was_handed_on = True
             await on_prepared(learned.batch)
         trained = await self._train(learned, waiting_for)
         if self.keeps_batches:  # else a critic on ranks of its own has yet to read the columns
@@ -162,14 +177,14 @@ class Actor:
                 log_probs = await self._proximal.proximal_logprobs(batch.samples(), batch.version)
                 batch.add(ColumnName.PROX_LOGPROBS, log_probs)
         if critic is not None and not critic.own_ranks:
-            with self._busy("critic", batch, waiting_for):
+            with self._busy("critic", batch, waiting_for, told=told):
                 await critic.add_values(batch)
         for name, values in (await self._advantages(batch.samples(columns), outcomes(batch.groups))).items():
             batch.add(name, values)
         if critic is not None:
             critic.hand(batch)
             if not critic.own_ranks:
-                with self._busy("critic", batch, waiting_for):
+                with self._busy("critic", batch, waiting_for, told=told):
                     await critic.train(batch)
 
     async def _train(self, learned: LearnedBatch, waiting_for: WaitingFor) -> Collection[int]:
@@ -288,18 +303,31 @@ class Critic:
         self._steps = 0
         self._handed = self._trained = 0
         """Number of batches handed to the critic, and number of those that it was trained on."""
+        self._told = 0
+        """Number of reported steps of the batch that it is trained on."""
+        self._begun: TrainBatch | None = None
+        """Last batch that was begun on ranks of its own."""
+        self.surviving: Callable[[Callable[[], Coroutine[Any, Any, None]]], Awaitable[None]] = _called
+        """Coroutine function that makes calls of ranks of its own, again where these are lost and started again."""
         self._changed = Signal()
         self._ranks = asyncio.Lock()
         """Lock held while the critic's ranks work: different stages request values and checkpoints."""
 
     async def add_values(self, batch: TrainBatch) -> None:
         """Set the ``values`` column of ``batch``, once the critic was trained on all batches before it."""
-        await self._changed.until(lambda: self._trained == batch.index)
+        await self.surviving(partial(self._add_values, batch))
+
+    async def _add_values(self, batch: TrainBatch) -> None:
+        await self._changed.until(lambda: self._trained >= batch.index)  # more, where ranks that it shares redo batches
         async with self._ranks:
             if self.own_ranks:
-                mini_batches = batch.mini_batches(self._mini_batch_size)
-                await self._engine.begin_batch([samples_of(mini_batch) for mini_batch in mini_batches])
+                self._begun = batch
+                await self._begin(batch)
             batch.add(ColumnName.VALUES, await self._engine.forward_values(batch.samples()))
+
+    async def _begin(self, batch: TrainBatch) -> None:
+        mini_batches = batch.mini_batches(self._mini_batch_size)
+        await self._engine.begin_batch([samples_of(mini_batch) for mini_batch in mini_batches])
 
     @property
     def behind(self) -> bool:
@@ -308,31 +336,54 @@ class Critic:
 
     def hand(self, batch: TrainBatch) -> None:
         """Announce that ``batch`` has its returns and will be trained on."""
-        self._handed = batch.index + 1
+        self._handed = max(self._handed, batch.index + 1)
 
     async def train(self, batch: TrainBatch) -> None:
-        """Make optimizer steps towards the batch's ``returns``. Raises `NonFinite` after too many skips in a row."""
-        for _ in range(self._epochs):
-            for mini_batch in batch.mini_batches(self._mini_batch_size):
-                started = now()
-                report = await self._engine.train_step(self._samples(mini_batch))
-                self._emit(
-                    CriticStepped(
-                        time=now(),
-                        step=self._steps,
-                        fetch=batch.index,
-                        version=batch.version,
-                        skipped=report.skipped,
-                        span=(started, now()),
-                        metrics=report.metrics,
-                    )
+        """Make optimizer steps towards the batch's ``returns``; those that were made before are not reported again.
+
+        Raises `NonFinite` after too many skips in a row.
+        """
+        await self.surviving(partial(self._train, batch))
+
+    async def _train(self, batch: TrainBatch) -> None:
+        redone, mini_batches = batch.index < self._trained, batch.mini_batches(self._mini_batch_size)
+        for number, mini_batch in enumerate(mini_batches * self._epochs):
+            started = now()
+            report = await self._engine.train_step(self._samples(mini_batch))
+            if redone or number < self._told:
+                continue
+            self._emit(
+                CriticStepped(
+                    time=now(),
+                    step=self._steps,
+                    fetch=batch.index,
+                    version=batch.version,
+                    skipped=report.skipped,
+                    span=(started, now()),
+                    metrics=report.metrics,
                 )
-                self._steps += 1
-                self._skipped.count(report)
+            )
+            self._told += 1
+            self._steps += 1
+            self._skipped.count(report)
         if self.own_ranks:
             await self._engine.end_batch()
-        self._trained += 1
-        self._changed.changed()
+        if not redone:
+            self._told = 0
+            self._trained += 1
+            self._changed.changed()
+
+    async def redo(self, batches: Sequence[TrainBatch]) -> int:
+        """Train ranks of its own, which hold a checkpoint or the initial model, on those of ``batches`` that the critic
+        was trained on, and begin the one that is open. Returns the number of the former.
+        """
+        trained = [batch for batch in batches if batch.index < self._trained]
+        for batch in trained:
+            await self._begin(batch)
+            await self._train(batch)
+        if self._begun is not None and self._begun.index >= self._trained:
+            await self._begin(self._begun)
+        return len(trained)
 
     def _samples(self, groups: Sequence[Group]) -> list[TrainSample]:
         return samples_of(groups, (ColumnName.VALUES, ColumnName.RETURNS), mask_cut_off=self._mask_cut_off)
@@ -349,9 +400,16 @@ class Critic:
 
     async def copy_state(self) -> None:
         """Copy the critic for a checkpoint, once it was trained on all batches that the trainer was."""
+        await self.surviving(self._copy_state)
+
+    async def _copy_state(self) -> None:
         await self._changed.until(lambda: not self.behind)
         async with self._ranks:
             await self._engine.copy_state()
+
+    async def load(self, path: Path) -> None:
+        """Load a checkpoint into the critic's ranks."""
+        await self._engine.load(path)
 
     async def save(self, path: Path) -> None:
         """Save the copy. The critic's ranks may work meanwhile."""

@@ -18,7 +18,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 
 from headway.config.schema import Config
@@ -135,7 +134,8 @@ class Pipeline:
         wiring = self._wiring
         watchers = self._start_watchers(tasks)
         wiring.checkpoints.start(tasks)
-        wiring.restarts.start(tasks)
+        for restarts in wiring.restarts.values():
+            restarts.start(tasks)
         serving_again = tasks.start(wiring.param_update.serve_again())
         for supervision in wiring.supervisions:
             supervision.start(tasks)
@@ -155,8 +155,9 @@ class Pipeline:
             with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
                 await wiring.monitor.report()
         if not self.unfinished:
-            await wiring.restarts.surviving(partial(wiring.checkpoints.save, self._state.version))
-        wiring.restarts.stop()
+            await wiring.save(self._state.version)
+        for restarts in wiring.restarts.values():
+            restarts.stop()
         wiring.episode_workers.stop()
         for watcher in watchers:
             watcher.cancel()

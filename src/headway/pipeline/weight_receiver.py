@@ -108,18 +108,18 @@ class ReceiverClient(Remote):
         self.copy = engine.copy
         self.version = 0
         """Version that the receiver serves."""
-        self._receiver = engine
+        self.receiver = engine
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         """Stage ``version``. Takes as long as its transfer, which is bounded as a whole."""
-        return await self._ask(self._receiver.stage_weights(version))
+        return await self._ask(self.receiver.stage_weights(version))
 
     async def activate(self, version: int) -> float:
-        load = self._receiver.activate(version)
+        load = self.receiver.activate(version)
         return await self._ask(load, within_s=self._timeouts.load_s, what=f"load version {version}")
 
     async def probe(self) -> NDArray[np.float32] | None:
-        probe = self._receiver.probe()
+        probe = self.receiver.probe()
         return await self._ask(probe, within_s=self._timeouts.probe_s, what="compute the log-probs of the probe")
 
     async def _ask_soon(self, call: Coroutine[Any, Any, T], what: str) -> T:

@@ -8,13 +8,14 @@ reads, and what it writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headway.config.schema import Config
-from headway.config.sizing.placement import CRITIC, LOGP, REF
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, Group, PromptSource, RewardFn
 from headway.data.interfaces.rollout import RolloutEngine
@@ -35,9 +36,15 @@ from headway.pipeline.channel import Channel
 from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.off_policy_guard import Guard
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
+from headway.pipeline.recovery.rank_restarts import (
+    RankRestarts,
+    RestartableRanks,
+    RestartsLeft,
+    redo_actor,
+    redo_critic,
+)
 from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
 from headway.pipeline.recovery.supervision import Replace, Supervision, Watch
-from headway.pipeline.recovery.trainer_restarts import RestartableTrainer, TrainerRestarts
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate
 from headway.pipeline.stages.generate import Generate
@@ -90,8 +97,9 @@ class Parts:
     """Coroutine function that runs until cancelled, and raises `WorkerDied` when the worker's process ends."""
     replace_episode_worker: Replace[EpisodeWorkerProtocol] | None = None
     """Coroutine function that starts an episode worker in the place of the one named; None where that is impossible."""
-    restartable_trainer: RestartableTrainer | None = None
-    """The trainer's ranks where they can be started again; None where their loss ends the run."""
+    restartable: Mapping[str, RestartableRanks] = field(default_factory=dict)
+    """Ranks of their own that can be started again, by role: ``actor``, ``ref``, ``logp``, ``critic``. The loss of
+    others ends the run."""
     receivers: Sequence[PolicyReceiver] = ()
     """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
     timeouts: Timeouts | None = None
@@ -135,16 +143,27 @@ class Wiring:
         self.checkpoints = CheckpointManager(
             state, parts.source, self.batches, self.actor, checkpoints, timeouts, save_freq
         )
-        self.actor.keeps_batches = parts.restartable_trainer is not None
-        self.restarts = TrainerRestarts(
-            state, self.actor, self.checkpoints, parts.restartable_trainer, config.trainer.max_restarts, timeouts
-        )
+        self.actor.keeps_batches = ACTOR in parts.restartable
+        left, pool, critic = RestartsLeft(config.trainer.max_restarts), self.pool, self.actor.critic
+
+        def restarts(role: str, **how: Any) -> RankRestarts:
+            return RankRestarts(state, role, parts.restartable.get(role), left, timeouts, **how)
+
+        self.restarts = {
+            ACTOR: restarts(ACTOR, bring_back=self._redo),
+            CRITIC: restarts(CRITIC, bring_back=partial(redo_critic, self.actor, self.checkpoints)),
+            LOGP: restarts(LOGP, on_lost=pool.others_left, bring_back=pool.others_back),
+            REF: restarts(REF),
+        }
+        if LOGP in parts.restartable:
+            pool.lose_others = self.restarts[LOGP].give_up
+        if critic is not None and critic.own_ranks:
+            critic.surviving = self.restarts[CRITIC].surviving
         self.validators = Validators(config, state, self.pool, parts.validation)
         self.wire(config, parts)
-        self.restarts.on_version = self.param_update.restored
-        restarts = config.cluster.max_replica_restarts
+        replacements = config.cluster.max_replica_restarts
         self.replica_supervision = Supervision(
-            state, self.pool, parts.watch_replica, parts.replace_replica, restarts, timeouts
+            state, self.pool, parts.watch_replica, parts.replace_replica, replacements, timeouts
         )
         self.supervisions: Sequence[Supervision[Any]] = [
             self.replica_supervision,
@@ -153,14 +172,14 @@ class Wiring:
                 self.episode_workers,
                 parts.watch_episode_worker,
                 parts.replace_episode_worker,
-                restarts,
+                replacements,
                 timeouts,
             ),
         ]
         self.monitor = RunMonitor(
             self.pool,
             [*self.upstream, *self.downstream],
-            [*self.supervisions, self.restarts],
+            [*self.supervisions, *self.restarts.values()],
             movement,
             emit,
             workers=parts.workers,
@@ -172,10 +191,19 @@ class Wiring:
         self.state.request_stop(reason)
         self.scoring.stop()
 
+    async def save(self, version: int) -> None:
+        """Save the run's last checkpoint, that of ``version``, whichever ranks are lost meanwhile."""
+        actor, critic = self.restarts[ACTOR], self.restarts[CRITIC]
+        await critic.surviving(lambda: actor.surviving(lambda: self.checkpoints.save(version)))
+
+    async def _redo(self) -> int:
+        return await redo_actor(self.state, self.actor, self.checkpoints, self.param_update.restored)
+
     def wire(self, config: Config, parts: Parts) -> None:
         """Build the stages: what each reads, and what it writes. A channel has the name of its producer."""
         state, emit, queue, pool, lease = self.state, self.state.emit, self.state.queue, self.pool, self.lease
         scoring, validators, tokens, greedy = self.scoring, self.validators, parts.stop_token_ids, parts.greedy_baseline
+        restarts = self.restarts
         reference = parts.reference if REF in parts.own_ranks else None
         proximal = parts.proximal if LOGP in parts.own_ranks else None
         critic = self.actor.critic if CRITIC in parts.own_ranks else None
@@ -195,17 +223,19 @@ class Wiring:
 
         self.prompt_loader = PromptLoader(config, state, parts.source, waves, tokens, with_greedy=greedy)
         self.actor_train = ActorTrain(
-            state, to_train, updates, beside, self.actor, lease, self.checkpoints, self.restarts
+            state, to_train, updates, beside, self.actor, lease, self.checkpoints, restarts[ACTOR]
         )
-        self.param_update = ParamUpdate(config, state, updates, validations, pool, validators, lease, self.restarts)
+        self.param_update = ParamUpdate(
+            config, state, updates, validations, validators, lease, self.actor, restarts[ACTOR]
+        )
         self.upstream = _existing(
             self.prompt_loader,
             Generate(config, state, waves, made, pool),
             Reward(config, state, made, to_ref, scoring, parts.group_filter, parts.shaping),
-            RefLogProb(emit, rewarded, queue, reference) if reference else None,
+            RefLogProb(emit, rewarded, queue, reference, restarts[REF]) if reference else None,
         )
         self.downstream = _existing(
-            LogProb(state, self.batches, with_logprobs, proximal, pool) if proximal else None,
+            LogProb(state, self.batches, with_logprobs, proximal, pool, restarts[LOGP]) if proximal else None,
             Values(emit, to_values, with_values, critic) if critic else None,
             self.actor_train,
             CriticTrain(emit, to_critic, critic) if critic else None,

@@ -285,7 +285,7 @@ class TrainingRun:
             receivers=workers.receivers,
             stop_token_ids=stop_token_ids(self._model_path, tokenizer),
             watch=workers.watch,
-            restartable_trainer=workers.restartable,
+            restartable=workers.restartable,
             watch_replica=replaceable_dies,
             replace_replica=None if workers.replicas_replaced is None else workers.replicas_replaced.start,
             watch_episode_worker=replaceable_dies,

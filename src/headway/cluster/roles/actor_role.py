@@ -44,19 +44,9 @@ class ActorRole(WithCritic):
         self._total_optimizer_steps = total_optimizer_steps
         self._with_reference = with_reference
         self._total_critic_steps = total_critic_steps
-        self._store: Any = None
         self._outbox = WeightSendRole(self._config, rank=self._rank)
         self._returns: list[NDArray[np.float32]] = []
         """Returns of a batch, from `advantages` until `returns` takes them."""
-
-    @register(Dispatch.RANK_ZERO)
-    def open_store(self) -> Address:
-        """Host the store at which ranks and receivers meet. Returns its address."""
-        from headway.engines.weights.transports.process_group import open_store
-
-        # Kept, for the store lives as long as this object.
-        self._store, port = open_store(self._host, self._timeouts.start_s)
-        return self._host, port
 
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from headway.cluster.machine.batch_cache import BatchCache
 from headway.cluster.machine.worker_setup import Hardware, hardware_here
 from headway.cluster.profiled_processes import ProcessProfile
+from headway.cluster.worker_group import Dispatch, register
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle
@@ -107,6 +108,7 @@ class Role:
         world_size: int = 1,
     ) -> None:
         self._rank, self._world_size = rank, world_size
+        self._store: Any = None
         self._config = config
         self._model_path = model_path
         self.name = name
@@ -119,6 +121,15 @@ class Role:
         self.profile = ProcessProfile(name)
         self.batch = BatchCache(fetch)
         """The rows of the batch that has begun."""
+
+    @register(Dispatch.RANK_ZERO)
+    def open_store(self) -> Address:
+        """Host the store at which the role's ranks meet, and the trainer's with its receivers. Returns its address."""
+        from headway.engines.weights.transports.process_group import open_store
+
+        # Kept, for the store lives as long as this object.
+        self._store, port = open_store(self._host, self._timeouts.start_s)
+        return self._host, port
 
     def hardware(self) -> Hardware:
         """Return a description of the hardware that this rank computes on; call it once the role is built."""

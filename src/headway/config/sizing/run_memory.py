@@ -17,7 +17,6 @@ from headway.config.sizing.placement import (
     ROLLOUT,
     Placement,
     concurrent,
-    needs_critic,
     resolve_placement,
 )
 from headway.config.sizing.process_memory import (
@@ -46,11 +45,15 @@ BYTES_PER_TOKEN = 4 + 4 + 4 + 1
 """Bytes of a token's id, log-prob, version and mask."""
 
 
+def restarts_ranks(config: Config) -> bool:
+    """Tell whether ranks of a reference, or of log-probs, are started again where they are lost."""
+    cluster = config.cluster
+    return cluster.backend == "ray" and cluster.placement == "split" and config.trainer.max_restarts > 0
+
+
 def restarts_trainer(config: Config) -> bool:
-    """Tell whether a trainer that is lost is started again, and trained again on what is kept for that."""
-    trainer, cluster = config.trainer, config.cluster
-    able = cluster.backend == "ray" and cluster.placement == "split" and not needs_critic(config)
-    return able and trainer.max_restarts > 0 and trainer.save_freq > 0
+    """Tell whether a trainer or critic that is lost is started again, and trained again on what is kept for that."""
+    return restarts_ranks(config) and config.trainer.save_freq > 0
 
 
 def token_bytes(config: Config) -> int:

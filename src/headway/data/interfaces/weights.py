@@ -80,9 +80,12 @@ class PolicyReceiver(Protocol):
     """
 
     name: str
-    copy: str
-    """Name of the copy in host memory that it loads new versions from. Receivers of one copy load a version before the
-    next one comes."""
+
+    @property
+    def copy(self) -> str:
+        """Name of the copy in host memory that it loads new versions from. Receivers of one copy load a version before
+        the next one comes.
+        """
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         """Receive and register ``version``: it is then complete and checksummed, but not served yet.

@@ -23,6 +23,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from headway.config.sizing.placement import ACTOR, CRITIC
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.episode_groups import PromptSource
 from headway.data.types import Prompt
@@ -170,7 +171,8 @@ class CheckpointManager:
         await self._begin(version)
         await self._written()
         if self.saved != version:
-            raise RunError(f"the run's last checkpoint was not saved: {self._failures[-1]}")
+            why = self._failures[-1] if self._failures else "a rank was lost that was writing it"
+            raise RunError(f"the run's last checkpoint was not saved: {why}")
 
     async def _begin(self, version: int, waiting_for: WaitingFor = lambda _: nullcontext()) -> None:
         """Copy the state of ``version``, and begin to write it. Waits for the checkpoint that is being written."""
@@ -204,12 +206,12 @@ class CheckpointManager:
         try:
             with self._attributed(version):
                 if critic is not None:  # first: a checkpoint whose own folder is there is complete
-                    await critic.save(self._checkpoints / "critic" / path.name)
+                    await critic.save(self._critic_path(version))
                 await self._actor.trainer.save(path, taken)
         except WorkerDied:
             if not self._actor.keeps_batches:
                 raise
-            return  # the trainer is started again, and the next checkpoint is its own
+            return  # the ranks are started again, and the next checkpoint is their own
         except Exception as failure:
             self._failed(version, failure)
             return
@@ -230,10 +232,15 @@ class CheckpointManager:
         if in_row == MOST_FAILURES:
             raise RunError(f"{failure}. No checkpoint could be saved {in_row} times in a row") from failure
 
-    async def load_newest(self) -> int:
-        """Load the newest checkpoint into a trainer that has just been started. Returns its version, or 0."""
+    async def load_newest(self, role: str) -> int:
+        """Load the newest checkpoint into the ranks of ``role``, the trainer's or a critic's own, which have just been
+        started. Returns its version, or 0: they hold the initial model.
+        """
         if self.saved is not None:
-            await self._actor.trainer.load(self._path(self.saved))
+            if role == ACTOR:
+                await self._actor.trainer.load(self._path(self.saved))
+            if (critic := self._actor.critic) is not None and critic.own_ranks == (role == CRITIC):
+                await critic.load(self._critic_path(self.saved))
         return self.saved or 0
 
     async def _written(self) -> None:
@@ -246,3 +253,6 @@ class CheckpointManager:
 
     def _path(self, version: int) -> Path:
         return self._checkpoints / f"version_{version}"
+
+    def _critic_path(self, version: int) -> Path:
+        return self._checkpoints / "critic" / f"version_{version}"

@@ -24,7 +24,7 @@ from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.channel import Channel
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
-from headway.pipeline.recovery.trainer_restarts import TrainerRestarts
+from headway.pipeline.recovery.rank_restarts import RankRestarts
 from headway.pipeline.stage import Stage, StageSource
 from headway.pipeline.update.trainer_lease import TrainerLease
 
@@ -65,7 +65,7 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
         actor: Actor,
         lease: TrainerLease,
         checkpoints: CheckpointManager,
-        restarts: TrainerRestarts,
+        restarts: RankRestarts,
     ) -> None:
         """Build the stage. ``to_critic``: leads to a critic with its own ranks."""
         super().__init__(state.emit, output=output)

@@ -8,7 +8,7 @@
     consumes        groups that are rewarded, or train batches
     waits for       its input; LogProb for its ranks to serve the batch's version, which they get with every update;
                     Values for the critic to be trained on all earlier batches
-    is unblocked by the ranks, which answer; ParamUpdate, which loads the version; CriticTrain
+    is unblocked by the ranks, which answer, or are started again; ParamUpdate, which loads the version; CriticTrain
     produces        the same groups or batches, with a column for each row; CriticTrain: a critic for the next batch
 
 LogProb and Values work on a version's next batch while the trainer is busy with this one. A role on the trainer's ranks
@@ -18,17 +18,19 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.training import LogProbEngine, ProximalEngine
-from headway.data.types import ColumnName
+from headway.data.types import Column, ColumnName, TrainSample
 from headway.events import Emit
 from headway.pipeline.actor_critic import Critic
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.train_batches import TrainBatch, add_column
 from headway.pipeline.channel import Channel
+from headway.pipeline.recovery.rank_restarts import RankRestarts
 from headway.pipeline.stage import Stage, StageSource
 from headway.pipeline.update.replica_pool import ReplicaPool
 
@@ -36,11 +38,19 @@ from headway.pipeline.update.replica_pool import ReplicaPool
 class RefLogProb(Stage[list[Group], Group]):
     waits_for_output = None
 
-    def __init__(self, emit: Emit, input: Channel[Group], output: MessageQueue, reference: LogProbEngine) -> None:
+    def __init__(
+        self,
+        emit: Emit,
+        input: Channel[Group],
+        output: MessageQueue,
+        reference: LogProbEngine,
+        restarts: RankRestarts,
+    ) -> None:
         super().__init__(emit, output=output)
         self.waits_for_input = input.name
         self._groups = input
         self._reference = reference
+        self._restarts = restarts
 
     async def get_input_data(self) -> list[Group] | None:
         if (first := await self._groups.get()) is None:
@@ -50,10 +60,13 @@ class RefLogProb(Stage[list[Group], Group]):
     async def process_data(self, groups: list[Group]) -> AsyncGenerator[Group, None]:
         samples = [sample for group in groups for sample in group.samples()]
         with self._waiting_within("log-probs of the ranks of ref"):
-            columns = await self._reference.forward_logprobs(samples)
+            columns = await self._restarts.surviving(lambda: self._logprobs(samples))
         add_column(groups, ColumnName.REF_LOGPROBS, columns)
         for group in groups:
             yield group
+
+    async def _logprobs(self, samples: Sequence[TrainSample]) -> Sequence[Column]:
+        return await self._reference.forward_logprobs(samples)
 
 
 class LogProb(Stage[TrainBatch, TrainBatch]):
@@ -66,8 +79,10 @@ class LogProb(Stage[TrainBatch, TrainBatch]):
         output: Channel[TrainBatch],
         engine: ProximalEngine,
         pool: ReplicaPool,
+        restarts: RankRestarts,
     ) -> None:
         super().__init__(state.emit, input, output)
+        self._restarts = restarts
         self._state = state
         self._engine = engine
         self._pool = pool
@@ -79,12 +94,14 @@ class LogProb(Stage[TrainBatch, TrainBatch]):
 
     async def process_data(self, batch: TrainBatch) -> AsyncGenerator[TrainBatch, None]:
         if batch.groups:
-            with self._waiting_within(f"version {batch.version} to be loaded"):
-                await self._state.changed.until(lambda: self._pool.others_serve(batch.version))
-            with self._waiting_within(f"log-probs under version {batch.version}, of the ranks of logp"):
-                columns = await self._engine.proximal_logprobs(batch.samples(), batch.version)
-            batch.add(ColumnName.PROX_LOGPROBS, columns)
+            batch.add(ColumnName.PROX_LOGPROBS, await self._restarts.surviving(partial(self._logprobs, batch)))
         yield batch
+
+    async def _logprobs(self, batch: TrainBatch) -> Sequence[Column]:
+        with self._waiting_within(f"version {batch.version} to be loaded"):
+            await self._pool.others_have(batch.version)
+        with self._waiting_within(f"log-probs under version {batch.version}, of the ranks of logp"):
+            return await self._engine.proximal_logprobs(batch.samples(), batch.version)
 
 
 class Values(Stage[TrainBatch, TrainBatch]):

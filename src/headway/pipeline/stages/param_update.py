@@ -28,14 +28,15 @@ from functools import partial
 from headway.config.schema import Config
 from headway.data.interfaces.training import OverlappingTrainEngine, TrainEngine
 from headway.data.interfaces.weights import GatherReport
+from headway.errors import RunError
 from headway.events import UpdateFinished, UpdateSuperseded
+from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
-from headway.pipeline.recovery.trainer_restarts import TrainerRestarts
+from headway.pipeline.recovery.rank_restarts import RankRestarts
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import PendingUpdate
 from headway.pipeline.stages.validate import Validation, Validators
-from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.update.trainer_lease import TrainerLease
 from headway.pipeline.update.version_transfer import Delivery, VersionTransfer
 from headway.pipeline.update.weight_loading import LoadCost, Probe, WeightLoading
@@ -62,13 +63,19 @@ class Schedule(ABC):
     ) -> PublishedVersion:
         """Transfer ``update``, load it on all that ``receivers`` gives, and release it when training may resume."""
 
-    async def restored(self, version: int) -> None:  # noqa: B027 - most have nothing to do
-        """Note that a trainer that was started again holds ``version``, for a moment."""
+    keeps_version = False
+    """True where the version that was published last can be sent whatever the trainer does meanwhile."""
+
+    @abstractmethod
+    async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
+        """Note that a trainer that was started again holds ``version``, for a moment. ``late``: receivers that need it
+        of this moment.
+        """
 
 
 class Synchronous(Schedule):
     def __init__(
-        self, trainer: TrainEngine, transfer: VersionTransfer, loading: WeightLoading, restarts: TrainerRestarts
+        self, trainer: TrainEngine, transfer: VersionTransfer, loading: WeightLoading, restarts: RankRestarts
     ) -> None:
         self._restarts = restarts
         self._trainer = trainer
@@ -85,6 +92,11 @@ class Synchronous(Schedule):
         update.release()
         return PublishedVersion(delivered.gather_s, _known(loads), delivered.full_nbytes, delivered.changed)
 
+    async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
+        if late:
+            delivered = await self._transfer.together(self._trainer, version, late)
+            await self._loading.load_all(delivered.receivers, version, delivered.probe)
+
 
 class Overlapped(Schedule):
     def __init__(
@@ -93,7 +105,7 @@ class Overlapped(Schedule):
         trainer: OverlappingTrainEngine,
         transfer: VersionTransfer,
         loading: WeightLoading,
-        restarts: TrainerRestarts,
+        restarts: RankRestarts,
     ) -> None:
         self._restarts = restarts
         self._state = state
@@ -105,6 +117,8 @@ class Overlapped(Schedule):
         """Report of the newest version, which the trainer's copy holds."""
         self._turns: dict[str, asyncio.Lock] = {}
         """Locks by copy, so that each gets one delivery at a time, in order of versions."""
+
+    keeps_version = True
 
     async def publish(
         self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]
@@ -126,7 +140,7 @@ class Overlapped(Schedule):
         loads = [load for _, loaded in deliveries for load in loaded]
         return PublishedVersion(gathered.gather_s, _known(loads), full_nbytes, gathered.changed)
 
-    async def restored(self, version: int) -> None:
+    async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
         if version == self._newest:  # the copy was lost with the trainer
             self._gathered = await self._transfer.gather(self._trainer, version)
 
@@ -135,7 +149,9 @@ class Overlapped(Schedule):
     ) -> tuple[Delivery, Sequence[LoadCost | None]]:
         async with self._turns.setdefault(copy, asyncio.Lock()):
             loaded = self._state.staleness.loaded
-            receivers = [receiver for receiver in receivers if loaded.get(receiver.name) != version]  # meanwhile
+            receivers = [
+                receiver for receiver in receivers if loaded.get(receiver.name, receiver.version) != version
+            ]  # meanwhile
             if not receivers or self._are_overtaken(receivers, version):
                 return Delivery(), ()
             await self._loading.make_ready(receivers)
@@ -174,18 +190,21 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         state: RunState,
         input: Channel[PendingUpdate],
         output: Channel[Validation],
-        pool: ReplicaPool,
         validators: Validators,
         lease: TrainerLease,
-        restarts: TrainerRestarts,
+        actor: Actor,
+        restarts: RankRestarts,
     ) -> None:
-        """Build the stage. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
+        """Build the stage. ``restarts``: of the trainer's ranks.
+
+        Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
         super().__init__(state.emit, input, output)
         self._state = state
-        self._pool = pool
+        self._pool = pool = validators.pool
         self._validators = validators
         self._lease = lease
-        trainer = restarts.engine
+        self._actor, trainer = actor, actor.trainer
+        self._restarts = restarts
         transfer = VersionTransfer(state, pool, self._waiting_within)
         loading = WeightLoading(state, pool, self._waiting_within, self._order_validation)
         self._schedule: Schedule
@@ -220,20 +239,29 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
             yield self._validators.order(update.version)
 
     async def serve_again(self) -> None:
-        """Bring the trainer's version to replicas that joined, whenever no other one serves. Runs until cancelled.
+        """Bring the trainer's version to replicas that joined, whenever no other one serves, and to other receivers
+        that were started again, when they are waited for. Runs until cancelled.
 
         No group is made meanwhile, so that the next version might never come. Without a copy of the weights, they are
-        the trainer's of this moment: between two steps of a version they count as that version's.
+        the trainer's of this moment: between two steps of a version they count as that version's. Log-probs under that
+        version need it as it was: a trainer that has gone on is brought back to it, and redoes its steps.
         """
+        state, pool = self._state, self._pool
         while True:
-            await self._state.changed.until(lambda: self._pool.needs_version)
+            await state.changed.until(lambda: pool.needs_version)
             async with self._lease.turn:
-                if self._pool.needs_version:
-                    await self._schedule.publish(PendingUpdate(self._state.version), lambda: self._pool.joining)
+                version = state.version
+                if not pool.others_need(version):
+                    if pool.needs_version:
+                        await self._schedule.publish(PendingUpdate(version), lambda: pool.joining)
+                elif self._schedule.keeps_version or self._actor.stands_at(version):
+                    await self._schedule.publish(PendingUpdate(version), lambda: pool.others)
+                else:
+                    await self._restarts.again(RunError(f"the ranks of logp need version {version} again"))
 
     async def restored(self, version: int) -> None:
         """Note that a trainer that was started again holds ``version``, as `Schedule.restored` does."""
-        await self._schedule.restored(version)
+        await self._schedule.restored(version, self._pool.others if self._pool.others_need(version) else ())
 
     def close_output(self) -> None:
         super().close_output()

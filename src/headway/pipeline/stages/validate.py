@@ -69,7 +69,7 @@ class Validators:
         self.newest = 0
         """Newest version whose validation was ordered as due."""
         self._state = state
-        self._pool = pool
+        self.pool = pool
         self._test_freq = config.rollout.test_freq if prompts else -1
         """Number of versions from one validation to the next; -1 for none."""
         self._finishes = not self.everywhere or state.staleness.eta == 0
@@ -87,17 +87,17 @@ class Validators:
 
     async def order_when_served(self, version: int) -> Validation:
         """Make the validation of ``version`` once some replica serves."""
-        await self._pool.served()
+        await self.pool.served()
         return self.order(version)
 
     def order(self, version: int) -> Validation:
         """Make the validation of ``version``, which all replicas have loaded that shall answer."""
         self.newest = max(self.newest, version)
         if self.everywhere:
-            for replica in self._pool.serving:
+            for replica in self.pool.serving:
                 self.keep(replica)
             return Validation(version, None)
-        replica = self._pool.validator
+        replica = self.pool.validator
         self.keep(replica)
         return Validation(version, replica)
 

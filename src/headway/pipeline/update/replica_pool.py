@@ -5,7 +5,7 @@
 A replica serves nothing before it has loaded the current version. It is gone when it died, or was fenced off: it did
 not answer, or keeps failing, and nothing that it still does counts. Where it was the last one that served, its calls,
 groups and validations wait for one that joined, or that is started in its place, to load the trainer's version. The run
-ends when none is left and none can be started. Other receivers of the policy cannot be replaced.
+ends when none is left and none can be started. Other receivers of the policy are started again together.
 """
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ class ReplicaPool:
         for engine in replicas:
             self._tell_joined(engine)
         self._others = [ReceiverClient(other, timeouts) for other in others]
+        self._late = False
+        """True while the others were started again, and wait for a version."""
+        self._wanted = 0
+        """Version under which log-probs of the others are wanted."""
+        self.lose_others: Callable[[RunError], None] | None = None
+        """Function that has the others started again; None where their loss ends the run."""
         self._joining: dict[str, Replica] = {}
         self._gone: set[str] = set()
         """Names of replicas that were given up."""
@@ -76,8 +82,10 @@ class ReplicaPool:
 
     @property
     def needs_version(self) -> bool:
-        """True when no replica serves, and one that joined will do so as soon as it has the trainer's version."""
-        return not self._serving and bool(self._joining)
+        """True when no replica serves, and one that joined will do so as soon as it has the trainer's version; or when
+        other receivers that were started again are waited for.
+        """
+        return (not self._serving and bool(self._joining)) or self.others_need(self._state.version)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -87,11 +95,39 @@ class ReplicaPool:
     @property
     def receivers(self) -> list[ReceiverClient]:
         """Receivers of the next version: all replicas, and the others that hold a copy of the policy."""
-        return [*self.replicas, *self._others]
+        return [*self.replicas, *self.others]
 
-    def others_serve(self, version: int) -> bool:
-        """Tell whether all receivers that generate nothing have loaded ``version``."""
-        return all(other.version == version for other in self._others)
+    @property
+    def others(self) -> list[ReceiverClient]:
+        """Receivers that generate nothing, while they are there."""
+        return [other for other in self._others if not other.is_gone]
+
+    async def others_have(self, version: int) -> None:
+        """Wait until all receivers that generate nothing have loaded ``version``."""
+        self._wanted = version
+        self._state.changed.changed()
+        await self._state.changed.until(lambda: self._others_serve(version))
+
+    def others_need(self, version: int) -> bool:
+        """Tell whether receivers that generate nothing are waited for, and no update will bring them ``version``."""
+        return self._late and self._wanted == version and not self._others_serve(version)
+
+    def _others_serve(self, version: int) -> bool:
+        return all(other.version == version and not other.is_gone for other in self._others)
+
+    def others_left(self, why: RunError) -> None:
+        """Note that the receivers that generate nothing are gone; calls of them fail."""
+        self._late = False
+        for other in self._others:
+            other.leave(why)
+        self._state.changed.changed()
+
+    async def others_back(self) -> int:
+        """Note that they were started again, with the initial model."""
+        self._others = [ReceiverClient(other.receiver, self.timeouts) for other in self._others]
+        self._late = True
+        self._state.changed.changed()
+        return 0
 
     @property
     def validator(self) -> Replica:
@@ -148,6 +184,7 @@ class ReplicaPool:
     def serve_other(self, receiver: ReceiverClient, version: int) -> None:
         """Note that ``receiver``, which generates nothing, has loaded ``version``."""
         receiver.version = version
+        self._late &= not self._others_serve(version)
         self._state.changed.changed()
 
     async def lose(self, gone: WorkerUnavailable) -> None:
@@ -155,7 +192,10 @@ class ReplicaPool:
         replica = gone.remote
         replica.leave(gone.why)
         if not isinstance(replica, Replica):
-            raise gone.why
+            if self.lose_others is None:
+                raise gone.why
+            self.lose_others(gone.why)
+            return
         if replica.name in self._gone:
             return
         self._gone.add(replica.name)

@@ -30,10 +30,10 @@ from headway.events import (
     Event,
     Note,
     PromptsLeftOut,
+    RanksLost,
+    RanksRestarted,
     ReplicaLost,
     RunStarted,
-    TrainerLost,
-    TrainerRestarted,
 )
 from headway.reports import human
 from headway.reports.live.panel import ACCENT, GOOD, LOOK_HERE, QUIET, RunProgress, panel
@@ -190,9 +190,9 @@ class LiveView:
                 self._end_phase()
             case PromptsLeftOut():
                 self._lines.append(Text(f"    {left_out_line(event)}"))
-            case ReplicaLost() | EpisodeWorkerLost() | CheckpointFailed() | TrainerLost():
+            case ReplicaLost() | EpisodeWorkerLost() | CheckpointFailed() | RanksLost():
                 self.warn(lost_line(event))
-            case TrainerRestarted():
+            case RanksRestarted():
                 self._lines.append(Text(f"    {restarted_line(event)}"))
             case Note(level="info"):
                 self._lines.append(Text(f"    {event.text}"))

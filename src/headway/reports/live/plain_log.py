@@ -49,9 +49,9 @@ class PlainView:
                 self._line(validation_line(event))
             case events.PromptsLeftOut():
                 self._line(left_out_line(event))
-            case events.ReplicaLost() | events.EpisodeWorkerLost() | events.CheckpointFailed() | events.TrainerLost():
+            case events.ReplicaLost() | events.EpisodeWorkerLost() | events.CheckpointFailed() | events.RanksLost():
                 self._line(f"warning: {lost_line(event)}")
-            case events.TrainerRestarted():
+            case events.RanksRestarted():
                 self._line(restarted_line(event))
             case events.Note():
                 self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
@@ -103,21 +103,23 @@ def started_line(event: events.RunStarted) -> str:
     )
 
 
-def restarted_line(event: events.TrainerRestarted) -> str:
+def restarted_line(event: events.RanksRestarted) -> str:
     seconds = event.span[1] - event.span[0]
-    return f"the trainer is back at version {event.version} after {seconds:.1f} s, {event.batches} batches done again"
+    back = f"{events.ranks_named(event.role)} is back at version {event.version} after {seconds:.1f} s"
+    return f"{back}, {event.batches} batches done again"
 
 
 def lost_line(
-    event: events.ReplicaLost | events.EpisodeWorkerLost | events.CheckpointFailed | events.TrainerLost,
+    event: events.ReplicaLost | events.EpisodeWorkerLost | events.CheckpointFailed | events.RanksLost,
 ) -> str:
     match event:
         case events.ReplicaLost():
             return f"{event.replica} is lost, what it was generating runs again elsewhere: {event.reason}"
         case events.EpisodeWorkerLost():
             return f"{event.worker} is lost, the groups that it had not handed on are made again: {event.reason}"
-        case events.TrainerLost():
-            return f"the trainer is lost, its ranks are started again and replicas go on: {event.reason}"
+        case events.RanksLost():
+            who = events.ranks_named(event.role)
+            return f"{who} is lost, its ranks are started again and replicas go on: {event.reason}"
         case events.CheckpointFailed():
             return f"the checkpoint of version {event.version} was not saved, and training goes on: {event.reason}"
 
@@ -153,14 +155,14 @@ WARNINGS = (
     events.EpisodeWorkerLost,
     events.UpdateRetried,
     events.CheckpointFailed,
-    events.TrainerLost,
+    events.RanksLost,
 )
 TOLD = (
     events.RunStarted,
     events.RunResumed,
     events.VersionReached,
     events.CheckpointSaved,
-    events.TrainerRestarted,
+    events.RanksRestarted,
     events.ReplicaJoined,
     events.RunFinished,
 )

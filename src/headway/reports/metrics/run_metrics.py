@@ -139,7 +139,7 @@ class RunMetrics:
             case events.TrainerBusy():
                 self.occupancy.trainer.report(event)
                 self._hand_out_known()
-            case events.TrainerRestarted():
+            case events.RanksRestarted():
                 self.trainer_restarts += 1
             case events.CheckpointCopied():
                 self.occupancy.saves.add(event.span)

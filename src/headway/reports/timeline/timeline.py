@@ -380,10 +380,10 @@ def _mark_of(event: Event) -> Mark | None:
             return Mark(event.time, MarkKind.JOINED, f"{event.replica} joins with v{event.version}")
         case events.ReplicaLost():
             return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
-        case events.TrainerLost():
-            return Mark(event.time, MarkKind.LOST, f"the trainer is lost: {event.reason}")
-        case events.TrainerRestarted():
-            return Mark(event.time, MarkKind.JOINED, f"the trainer is back at v{event.version}")
+        case events.RanksLost():
+            return Mark(event.time, MarkKind.LOST, f"{events.ranks_named(event.role)} is lost: {event.reason}")
+        case events.RanksRestarted():
+            return Mark(event.time, MarkKind.JOINED, f"{events.ranks_named(event.role)} is back at v{event.version}")
         case events.CheckpointFailed():
             return Mark(event.time, MarkKind.LOST, f"the checkpoint of v{event.version} failed: {event.reason}")
         case events.EpisodeWorkerLost():

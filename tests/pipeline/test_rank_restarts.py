@@ -1,8 +1,9 @@
-"""A trainer whose ranks are lost is started again inside the run, on the virtual clock."""
+"""Ranks that are lost are started again inside the run, on the virtual clock."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -11,31 +12,32 @@ from headway.errors import StallError, WorkerDied
 from headway.events import (
     BatchTaken,
     CheckpointSaved,
+    CriticStepped,
     Event,
     OptimizerStepped,
+    RanksLost,
+    RanksRestarted,
     ReplicaLost,
-    TrainerLost,
-    TrainerRestarted,
     TrajectoryFinished,
 )
 from headway.pipeline.recovery.liveness import ProcessLook
 from tests.pipeline.fake_policies import FakeReference
-from tests.pipeline.mortal_trainer import MortalTrainer
+from tests.pipeline.mortal_ranks import MortalCritic, MortalReference, MortalTrainer
 from tests.pipeline.scenario import Run, Scenario
 
 MODES = ["on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial", "overlapped"]
 
 
-def scenario(mode: str, *moments: float, save_freq: int = 2, **further: Any) -> Scenario:
+def scenario(mode: str, *moments: float, save_freq: int = 2, max_restarts: int = 3, **further: Any) -> Scenario:
     """``moments``: seconds after which the trainer dies, each after the one before."""
 
     async def kills(run: Run) -> None:
         for moment in moments:
             await asyncio.sleep(moment)
-            trainer(run).die()
+            trainer(run).life.die()
 
     given: dict[str, Any] = {
-        "sections": {"trainer": {"save_freq": save_freq, "max_restarts": 3}},
+        "sections": {"trainer": {"save_freq": save_freq, "max_restarts": max_restarts}},
         "trainer_start_s": 3.0,
         "beside": kills if moments else None,
         "mini_batch": 2,
@@ -60,7 +62,8 @@ def check(run: Run) -> Run:
     for replica in run.rollouts:
         versions = [version for version, _ in replica.loads]
         assert versions == sorted(set(versions)), "a version was loaded twice"
-    assert len(run.of(TrainerLost)) == len(run.of(TrainerRestarted)) <= trainer(run).restarts
+    assert sum(event.role == "actor" for event in run.of(RanksLost)) == restarted(run, "actor")
+    assert restarted(run, "actor") <= trainer(run).life.restarts
     assert run.of(ReplicaLost) == []
     return run
 
@@ -72,8 +75,8 @@ def test_it_may_be_lost_at_any_moment_in_every_mode(mode: str):
     restarts = redone = 0
     for part in range(1, 24):
         run = check(scenario(mode, length * part / 24, 5.0 + part / 8).run())
-        restarts += trainer(run).restarts
-        redone += sum(event.batches for event in run.of(TrainerRestarted))
+        restarts += trainer(run).life.restarts
+        redone += sum(event.batches for event in run.of(RanksRestarted))
     assert restarts > 30 and redone > 10
 
 
@@ -91,7 +94,7 @@ def test_on_policy_is_trained_on_the_same_batches_with_the_same_steps_as_if_noth
 
 def test_replicas_and_episodes_go_on_meanwhile():
     run = check(scenario("async_partial", 20.0, trainer_start_s=8.0).run())
-    (back,) = run.of(TrainerRestarted)
+    (back,) = run.of(RanksRestarted)
     assert back.span[1] - back.span[0] >= 8.0
     assert any(back.span[0] < event.time < back.span[1] for event in run.of(TrajectoryFinished))
     assert not any(back.span[0] < event.time < back.span[1] for event in run.of(OptimizerStepped))
@@ -99,7 +102,7 @@ def test_replicas_and_episodes_go_on_meanwhile():
 
 def test_batches_before_the_newest_checkpoint_are_not_trained_again_and_not_kept():
     run = check(scenario("async_partial", 30.0, save_freq=1).run())
-    (back,) = run.of(TrainerRestarted)
+    (back,) = run.of(RanksRestarted)
     assert back.batches <= 8
     newest = run.pipeline._wiring.actor._learned
     assert all(learned.batch.version >= run.version for learned in newest)
@@ -108,7 +111,7 @@ def test_batches_before_the_newest_checkpoint_are_not_trained_again_and_not_kept
 def test_before_the_first_checkpoint_it_begins_with_the_initial_model():
     run = check(scenario("async_partial", 20.0, save_freq=50).run())
     assert [event.version for event in run.of(CheckpointSaved)] == [6]
-    assert run.of(TrainerRestarted)[0].batches >= 1
+    assert run.of(RanksRestarted)[0].batches >= 1
 
 
 def test_columns_of_the_trainers_ranks_are_computed_again_and_those_of_others_kept():
@@ -124,10 +127,10 @@ def test_columns_of_the_trainers_ranks_are_computed_again_and_those_of_others_ke
 def test_ranks_that_answer_no_heartbeat_are_lost_though_no_process_ended(mode: str):
     async def stops(run: Run) -> None:
         await asyncio.sleep(20.0)
-        trainer(run).silent = True
+        trainer(run).life.silent = True
 
     run = check(scenario(mode, beside=stops).run())
-    (lost,) = run.of(TrainerLost)
+    (lost,) = run.of(RanksLost)
     assert "gave no answer to its heartbeat for 60 s" in lost.reason
 
 
@@ -137,20 +140,20 @@ def test_a_rank_that_is_stopped_is_lost_within_seconds_though_the_others_answer(
     async def stops(run: Run) -> None:
         await asyncio.sleep(20.0)
         stopped.append(asyncio.get_running_loop().time())
-        trainer(run).silent, trainer(run).looks = True, ProcessLook("TTTT", 1.0)
+        trainer(run).life.silent, trainer(run).life.looks = True, ProcessLook("TTTT", 1.0)
 
     run = check(scenario("async_partial", beside=stops).run())
-    (lost,) = run.of(TrainerLost)
+    (lost,) = run.of(RanksLost)
     assert "has been stopped for 2 s (SIGSTOP)" in lost.reason
     assert lost.time - stopped[0] < 6.0
 
 
 def test_a_start_that_fails_is_tried_again():
     def script(run: Run) -> None:
-        trainer(run).fails_to_start = 2
+        trainer(run).life.fails_to_start = 2
 
     run = check(scenario("async_partial", 20.0, script=script).run())
-    assert len(run.of(TrainerLost)) == 1
+    assert len(run.of(RanksLost)) == 1
 
 
 def test_the_run_ends_when_restarts_are_used_up():
@@ -158,12 +161,12 @@ def test_the_run_ends_when_restarts_are_used_up():
     run.assert_clean()
     assert isinstance(run.error, WorkerDied)
     assert str(run.error).endswith("It is not started again: trainer.max_restarts is used up")
-    assert len(run.of(TrainerRestarted)) == 3
+    assert len(run.of(RanksRestarted)) == 3
 
 
 def test_a_trainer_that_cannot_be_started_ends_the_run_with_why():
     def script(run: Run) -> None:
-        trainer(run).fails_to_start = 9
+        trainer(run).life.fails_to_start = 9
 
     run = scenario("async_partial", 20.0, script=script).run()
     assert isinstance(run.error, StallError) and "was not up again" in str(run.error)
@@ -172,10 +175,102 @@ def test_a_trainer_that_cannot_be_started_ends_the_run_with_why():
 def test_it_is_lost_while_it_is_started():
     def script(run: Run) -> None:
         def on(event: Event) -> None:
-            if isinstance(event, TrainerLost):
-                asyncio.get_running_loop().call_later(4.5, trainer(run).die)
+            if isinstance(event, RanksLost):
+                asyncio.get_running_loop().call_later(4.5, trainer(run).life.die)
 
         run.recorder.on = on
 
     run = scenario("async_partial", 25.0, save_freq=50, script=script).run().assert_completed()
-    assert trainer(run).restarts >= 2
+    assert trainer(run).life.restarts >= 2
+
+
+def kills(role: str, *moments: float) -> Callable[[Run], Coroutine[Any, Any, None]]:
+    """Kill the ranks of ``role`` after so many seconds, each after the one before."""
+
+    async def beside(run: Run) -> None:
+        lives = {"ref": run.scenario.reference, "logp": run.logp, "critic": run.scenario.critic, "actor": run.trainer}
+        for moment in moments:
+            await asyncio.sleep(moment)
+            lives[role].life.die()  # type: ignore[union-attr]
+
+    return beside
+
+
+def restarted(run: Run, role: str) -> int:
+    return sum(event.role == role for event in run.of(RanksRestarted))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_reference_may_be_lost_at_any_moment(mode: str):
+    whole = check(scenario(mode, reference=MortalReference()).run())
+    lost = 0
+    for part in range(1, 12, 2):
+        beside = kills("ref", whole.ended * part / 12, 4.0)
+        run = check(scenario(mode, reference=MortalReference(), beside=beside).run())
+        assert "ref_logprobs" in str(trainer(run).weights[0])
+        lost += restarted(run, "ref")
+    assert lost > 6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_of_log_probs_may_be_lost_at_any_moment_and_compute_under_the_version_they_are_asked_for(mode: str):
+    """Whole runs on the virtual clock. `FakeLogProb` refuses what its receivers do not serve, and `check` that the
+    trainer sends a version with other weights than those of its steps."""
+    whole = check(scenario(mode, logp_ranks=2).run())
+    lost = 0
+    for part in range(1, 24, 3):
+        beside = kills("logp", whole.ended * part / 24, 4.0 + part / 8)
+        run = check(scenario(mode, logp_ranks=2, beside=beside, max_restarts=6).run())
+        assert run.logp is not None
+        assert "prox_logprobs" in str(trainer(run).weights[0])
+        lost += restarted(run, "logp")
+    assert lost > 6
+
+
+def test_a_trainer_that_has_gone_on_is_brought_back_to_the_version_that_log_probs_need():
+    """Stream: several batches to a version, so that the trainer has made steps of it when the next one is asked for."""
+    found = 0
+    for part in range(1, 24, 3):
+        run = check(scenario("stream_off_policy", logp_ranks=1, beside=kills("logp", part)).run())
+        found += any("need version" in event.reason for event in run.of(RanksLost))
+    assert found
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["own ranks", "the trainer's ranks"])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("mode", ["on_policy", "stream_off_policy"])
+def test_policy_and_critic_are_trained_as_if_nothing_had_happened(mode: str, role: str, shares: bool):
+    """Whole runs on the virtual clock."""
+    if shares and role == "critic":
+        pytest.skip("these are the trainer's ranks")
+
+    def one(beside: Any = None) -> tuple[Run, MortalCritic]:
+        critic = MortalCritic()
+        run = check(scenario(mode, critic=critic, critic_on_trainer_ranks=shares, beside=beside).run())
+        told = [event.step for event in run.of(CriticStepped)]
+        assert told == list(range(len(told)))
+        return run, critic
+
+    whole, undisturbed = one()
+    redone = 0
+    for part in range(1, 24, 3):
+        run, critic = one(kills(role, whole.ended * part / 24, 6.0 + part / 8))
+        if mode == "on_policy":  # else the moments at which groups are finished decide on batches
+            assert trainer(run).weights == trainer(whole).weights
+            assert critic.weights == undisturbed.weights
+        before = [valued for step in critic.weights for *_, valued in step]
+        assert before == [valued for step in undisturbed.weights for *_, valued in step]
+        assert len(run.of(CriticStepped)) == len(whole.of(CriticStepped))
+        redone += sum(event.batches for event in run.of(RanksRestarted))
+    assert redone > 3
+
+
+def test_restarts_of_all_roles_count_together():
+    async def beside(run: Run) -> None:
+        await kills("ref", 5.0, 10.0)(run)
+        await kills("actor", 10.0, 10.0)(run)
+
+    run = scenario("async_partial", reference=MortalReference(), beside=beside).run()
+    run.assert_clean()
+    assert str(run.error).endswith("It is not started again: trainer.max_restarts is used up")
+    assert (restarted(run, "ref"), restarted(run, "actor")) == (2, 1)

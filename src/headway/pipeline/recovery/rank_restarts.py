@@ -1,0 +1,246 @@
+"""Restarts of ranks inside the run: a role's ranks are lost, started again, and brought to where they were.
+
+    a rank's process ends, nothing moves in an open call, or they are given up ─▶ ranks.lost: calls under way are
+    cancelled ─▶ all ranks of the role start again, with the initial model ─▶ they are brought back:
+        actor    loads the newest checkpoint, if there is one; batches since then are redone (`redo_actor`)
+        critic   the same, from the values and returns that the batches have (`redo_critic`)
+        logp     gets the version that a batch waits for, from the trainer (`ParamUpdate.serve_again`)
+        ref      has what it needs
+    ─▶ ranks.restarted: what was cancelled is done again
+
+The batches are redone as they were composed, with the contexts of their steps: neither the ledger nor the version
+changes, and no step is reported twice. Replicas and episodes go on meanwhile. The same ranks compute the same numbers,
+so that with equal batches a run ends with the weights of one in which nothing was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, NoReturn, TypeVar
+
+from headway.config.sizing.placement import ACTOR, CRITIC
+from headway.config.sizing.timeouts import HEARTBEAT_S, Timeouts, file_stall_s
+from headway.errors import HeadwayError, RunError, StallError
+from headway.events import Note, RanksLost, RanksRestarted
+from headway.pipeline.actor_critic import Actor
+from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.channel import Signal
+from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
+from headway.pipeline.recovery.liveness import ask
+from headway.runtime.progress import Living
+from headway.runtime.task_groups import Tasks, concurrently
+
+T = TypeVar("T")
+NOTICE_S = 2.0
+"""Seconds within which the end of a rank is known after a call failed by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartableRanks:
+    """Ranks of one role, as they are watched and started again."""
+
+    ranks: Callable[[], Sequence[Living]]
+    """Function that returns the present ranks."""
+    watch: Callable[[], Coroutine[Any, Any, NoReturn]]
+    """Coroutine function that raises `WorkerDied` when one of the present ranks ends, or is given up."""
+    restart: Callable[[], Coroutine[Any, Any, None]]
+    """Coroutine function that ends all ranks and starts others, with the initial model, within `Timeouts.start_s`.
+    Raises the errors of `headway.errors`."""
+
+
+@dataclass(slots=True)
+class RestartsLeft:
+    """Number of restarts that are left to all roles of a run together (``trainer.max_restarts``)."""
+
+    count: int
+
+
+class RankRestarts:
+    """Restarts of one role's ranks.
+
+    consumes        the deaths that `RestartableRanks.watch` tells of; heartbeats of the ranks while a call is open;
+                    what `give_up` says
+    waits for       a rank to end; on a loss for cancelled calls to end, and for new ranks
+    is unblocked by the operating system or the cluster, which tell of a process's end; time
+    produces        ranks that stand where the lost ones stood; the end of the run when restarts are used up
+
+    Example:
+        >>> async def calls_a_reference(state):
+        ...     restarts = RankRestarts(state, "ref", None, RestartsLeft(3), Timeouts.of(Config()))
+        ...     return await restarts.surviving(lambda: asyncio.sleep(0, "log-probs"))
+        >>> from headway.config.schema import Config
+        >>> asyncio.run(calls_a_reference(None))  # these ranks cannot be started again: the call is made as it is
+        'log-probs'
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        role: str,
+        ranks: RestartableRanks | None,
+        left: RestartsLeft,
+        timeouts: Timeouts,
+        *,
+        on_lost: Callable[[RunError], object] = lambda loss: None,
+        bring_back: Callable[[], Awaitable[int]] | None = None,
+    ) -> None:
+        """Set up.
+
+        Args:
+            ranks: None where they cannot be started again: their loss ends the run.
+            on_lost: called at once with the error for which the ranks are given up.
+            bring_back: coroutine function that brings ranks that hold the initial model to where the lost ones stood.
+                Returns the number of batches that it redid.
+        """
+        self._state = state
+        self._role = role
+        self._ranks = ranks
+        self._left = left
+        self._timeouts = timeouts
+        self._on_lost = on_lost
+        self._bring_back = bring_back
+        self.starts_until = 0.0
+        """Time on the event clock by which the newest restart has ended."""
+        self._lost: RunError | None = None
+        """Error for which the ranks were given up; None while there are ranks that stand where they should."""
+        self._given_up: RunError | None = None
+        """Error for which others gave the ranks up, until that is attended to."""
+        self._works: dict[asyncio.Task[Any], None] = {}
+        self._changed = Signal()
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self, tasks: Tasks) -> None:
+        """Watch the ranks, and start them again where they are lost, until `stop`."""
+        if self._ranks is not None:
+            self._watching = tasks.start(self._attend(self._ranks))
+
+    def stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    def give_up(self, why: RunError) -> None:
+        """Start the ranks again though they may live. Raises ``why`` where that is impossible."""
+        if self._ranks is None:
+            raise why
+        if self._lost is None:
+            self._given_up = why
+            self._changed.changed()
+
+    async def again(self, why: RunError) -> None:
+        """Bring the ranks back from the newest checkpoint though they live, or wait for it where they are lost."""
+        self.give_up(why)
+        await self._changed.until(lambda: self._given_up is None and self._lost is None)
+
+    async def surviving(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of ``work``, which calls the ranks: where these are lost, of doing it again afterwards."""
+        if self._ranks is None:
+            return await work()
+        while True:
+            await self._changed.until(lambda: self._lost is None)
+            task = asyncio.ensure_future(work())
+            self._works[task] = None
+            self._changed.changed()
+            try:
+                return await task
+            except asyncio.CancelledError:
+                current = asyncio.current_task()
+                if self._lost is None or (current is not None and current.cancelling()):
+                    raise
+            except HeadwayError:
+                if not await self._was_lost():
+                    raise
+            finally:
+                del self._works[task]
+                self._changed.changed()
+
+    async def _was_lost(self) -> bool:
+        """Tell whether the ranks are lost, for which a call may fail before its end is known."""
+        try:
+            async with asyncio.timeout(NOTICE_S):
+                await self._changed.until(lambda: self._lost is not None)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _attend(self, ranks: RestartableRanks) -> None:
+        while True:
+            try:
+                await concurrently([ranks.watch(), self._end_of_motion(ranks), self._end_by_others()])
+            except RunError as loss:
+                await self._recover(ranks, loss)
+
+    async def _end_by_others(self) -> NoReturn:
+        await self._changed.until(lambda: self._given_up is not None)
+        assert self._given_up is not None
+        raise self._given_up
+
+    async def _end_of_motion(self, ranks: RestartableRanks) -> NoReturn:
+        """Raise `StallError` when no rank moves while a call of them is open."""
+        quiet_s = self._timeouts.trainer_quiet_s
+        looks_s = min(HEARTBEAT_S, quiet_s / 4)
+        while True:
+            await self._changed.until(lambda: bool(self._works))
+            await asyncio.sleep(looks_s)
+            answers = await ask(ranks.ranks(), looks_s)
+            works = any(beat is not None and isfinite(beat.quiet_s) for beat in answers.by_worker.values())
+            if self._works and works and now() >= answers.deadline(quiet_s, file_stall_s):
+                raise StallError(f"the ranks of {self._role} do not move: {answers}")
+
+    async def _recover(self, ranks: RestartableRanks, loss: RunError) -> None:
+        """Bring new ranks to where the lost ones stood. Raises ``loss`` when that cannot be."""
+        began, self._lost, self._given_up = now(), loss, None
+        self._state.emit(RanksLost(time=began, role=self._role, reason=str(loss)))
+        self._on_lost(loss)
+        for work in self._works:
+            work.cancel()
+        self._changed.changed()
+        await self._changed.until(lambda: not self._works)
+        redone: int | None = None
+        while redone is None:
+            if not self._left.count:
+                raise type(loss)(f"{loss}. It is not started again: trainer.max_restarts is used up") from loss
+            self._left.count -= 1
+            self.starts_until = now() + self._timeouts.start_s
+            try:
+                await ranks.restart()
+                redone = 0 if self._bring_back is None else await self._bring_back()
+            except RunError as failure:
+                text = f"the ranks of {self._role} could not be brought back: {failure}"
+                self._state.emit(Note(time=now(), level="warning", text=text))
+                loss = failure
+        self._lost = None
+        self._changed.changed()
+        version = self._state.version
+        self._state.emit(
+            RanksRestarted(time=now(), role=self._role, version=version, batches=redone, span=(began, now()))
+        )
+
+
+async def redo_actor(
+    state: RunState, actor: Actor, checkpoints: CheckpointManager, on_version: Callable[[int], Awaitable[None]]
+) -> int:
+    """Load the newest checkpoint into the trainer's ranks, which have the initial model, and train on all batches since
+    then. Returns their number. ``on_version`` is called whenever the ranks hold a version as it was published.
+    """
+    at = await checkpoints.load_newest(ACTOR)
+    await on_version(at)
+    batches = [learned for learned in actor.since(at) if learned.is_over]
+    for learned in batches:
+        if learned.batch.version != at:
+            await on_version(learned.batch.version)
+        at = learned.batch.version
+        await actor.learn(learned)
+    if state.version != at:
+        await on_version(state.version)
+    return len(batches)
+
+
+async def redo_critic(actor: Actor, checkpoints: CheckpointManager) -> int:
+    """Bring a critic on ranks of its own back, as `redo_actor` does with the trainer."""
+    assert actor.critic is not None, "its ranks were started again"
+    at = await checkpoints.load_newest(CRITIC)
+    return await actor.critic.redo([learned.batch for learned in actor.since(at)])
