@@ -203,7 +203,35 @@ def test_a_training_rank_that_is_lost_is_started_again_inside_the_run_bit_for_bi
     told, expected = summary(run_dir), summary(undisturbed)
     assert (told["trainer_restarts"], told["resumed"], told["balanced"]) == (1, 0, True)
     assert (told["groups"], told["eval"]) == (expected["groups"], expected["eval"])
-    assert len(events(run_dir, "trainer.lost")) == 1
+    assert len(events(run_dir, "ranks.lost")) == 1
+
+
+@pytest.mark.slow
+def test_ranks_of_a_reference_of_log_probs_and_of_a_critic_are_started_again_inside_the_run_bit_for_bit(
+    recipe: Path, tmp_path: Path
+) -> None:
+    """Starts Ray, and three roles twice, one after the other. The critic is lost two batches after a checkpoint."""
+    roles = ("ref", "logp", "critic")
+    settings = (
+        "trainer.save_freq=3",
+        "algorithm.adv_estimator=gae",
+        "actor.use_kl_loss=true",
+        "async_training.use_rollout_log_probs=false",
+        *(f"{role}.nnodes=1" for role in roles),
+    )
+    train(recipe, tmp_path / "undisturbed", "cluster.backend=inline", *settings)
+    run_dir = tmp_path / "run"
+    process = start("-m", "headway", "train", str(recipe), "cluster.backend=ray", *settings, f"run.dir={run_dir}")
+    for times, role in enumerate(roles, 1):
+        wait_for(REACHED, process, run_dir, times=times)
+        os.kill(next(pid for pid in descendants(process.pid) if f"{role}-0" in title(pid)), signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    assert weights(run_dir / "model") == weights(tmp_path / "undisturbed" / "model")
+    told, expected = summary(run_dir), summary(tmp_path / "undisturbed")
+    assert (told["trainer_restarts"], told["resumed"], told["balanced"]) == (3, 0, True)
+    assert told["groups"] == expected["groups"]
+    assert [event["role"] for event in events(run_dir, "ranks.lost")] == list(roles)
 
 
 def children_of(pid: int) -> list[int]:
