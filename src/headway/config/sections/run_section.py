@@ -61,9 +61,9 @@ class TrainerConfig(Section):
     max_actor_ckpt_to_keep: Positive | None = 2
     """Checkpoints that are kept, the newest ones, each with its critic's; null: all."""
     max_restarts: NonNegative = 3
-    """Most times that ranks are started again in the course of a run, where one is lost: those of the trainer, which are
-    trained again on the batches since the newest checkpoint, of a critic, a reference or ``logp``. With 0 or shared
-    devices a loss ends the run; with ``save_freq: -1`` that of a rank of trainer or critic."""
+    """Most times that ranks are started again in the course of a run, where one is lost: those of a critic, a
+    reference, ``logp``, or the trainer, which are trained again on the batches since the newest checkpoint. With 0 or
+    shared devices a loss ends the run; with ``save_freq: -1`` that of a rank of trainer or critic does."""
 
 
 class ClusterConfig(Section):
