@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.nodes.machines import RAY, Machines
 from headway.config.sections.model_section import MakeModelConfig
-from headway.models.made_model import make_model
+from headway.models.made_model import make_model, make_tokenizer
 
 RUN_S = 300.0
 """For one run, on a machine on which others compute, too."""
@@ -36,6 +38,13 @@ QUICK: dict[str, Any] = {
     "cluster": {"device": "cpu", "address": RAY, "start_timeout_s": RUN_S},
     "reports": {"live": "off", "trackers": []},
 }
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # vLLM on CPUs takes no less
+}
 ROUNDING = 1e-4
 """Nats between log-probs of trainer and replica that have the same float32 weights."""
 
@@ -47,13 +56,25 @@ def with_room(three: Machines, left: float) -> Iterator[Machines]:
 
 
 def prepare(shared: Path) -> None:
-    """Write what runs need into the folder that machines share. The model's heads: vLLM on CPUs takes those of 32."""
-    model = MakeModelConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=32, intermediate_size=64
-    )
+    """Write what runs need into the folder that machines share."""
+    model = MakeModelConfig(**SIZES, intermediate_size=64)
     make_model(model, 0, shared / "model")
+    make_experts(model, shared / "experts")
     (shared / "reward.py").write_text(REWARD)
     (shared / "quick.yaml").write_text(yaml.safe_dump(QUICK))
+
+
+def make_experts(like: MakeModelConfig, folder: Path) -> None:
+    """Write a mixture of four experts with the tokenizer of ``like``."""
+    tokenizer = make_tokenizer(like)
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(
+        **SIZES, **experts, vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=None, eos_token_id=1
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def train(three: Machines, run: str, *settings: str) -> Path:

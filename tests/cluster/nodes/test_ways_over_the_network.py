@@ -9,6 +9,8 @@ from tests.cluster.nodes.runs import check, hosts, train
 
 pytestmark = pytest.mark.nodes
 MACHINES = {"nodeA", "nodeB", "nodeC"}
+EXPERTS = ["model.path=/tmp/shared/experts", "trainer.nnodes=2", "actor.parallel.ep=2"]
+"""A mixture of experts, half of which are on each of two machines."""
 
 
 def test_on_policy_with_ranks_on_two_machines_which_save_in_a_directory_that_both_see(one_each: Machines) -> None:
@@ -27,7 +29,7 @@ def test_on_policy_with_ranks_on_two_machines_which_save_in_a_directory_that_bot
         ("one_step_off", ["rollout.nnodes=2", "param_update.transport=object_store"]),
         ("stream_off_policy", ["rollout.nnodes=2", "param_update.transport=disk"]),
         ("async_partial", ["rollout.nnodes=2", "param_update.encoding=delta"]),
-        ("overlapped", ["trainer.nnodes=2", "actor.parallel.replicate=2", "param_update.transport=object_store"]),
+        ("overlapped", [*EXPERTS, "param_update.transport=object_store"]),
     ],
 )
 def test_a_mode_over_three_machines(one_each: Machines, mode: str, settings: list[str]) -> None:
