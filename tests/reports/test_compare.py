@@ -27,6 +27,7 @@ from headway.reports.comparison import (
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
 from headway.reports.run_directory import RunLock
+from headway.reports.terminal import UNBOUNDED
 from headway.reports.timeline.run_history import ACCURACY, CurveLog, CurvePoint
 from tests.reports.stories import story, written
 from tests.reports.test_curves import log_of, row
@@ -133,6 +134,14 @@ def test_a_run_that_goes_on_and_one_that_was_killed_are_told_apart(tmp_path: Pat
 def test_names_are_as_long_as_needed_to_differ() -> None:
     assert names([Path("/a/x"), Path("/b/y")]) == ["x", "y"]
     assert names([Path("/a/x"), Path("/b/x")]) == ["a/x", "b/x"]
+
+
+def test_a_pipe_has_names_as_a_whole(tmp_path: Path) -> None:
+    long = "a-run-with-a-name-of-more-than-twenty-eight-characters"
+    runs = [read(long, settings={"data.train": "/" + 60 * "x"}), read("b", settings={"data.train": "y"})]
+    assert long not in printed(compared(runs))
+    piped = printed(compared(runs), UNBOUNDED)
+    assert sum(long in line for line in piped.splitlines()) == 2 and "/" + 60 * "x" in piped
 
 
 def test_the_page_has_one_curve_of_each_run_in_each_chart(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,12 +51,14 @@ def compare(
         from rich.console import Console
 
         from headway.reports.comparison import compared, print_comparison, read_runs, write_page
+        from headway.reports.terminal import UNBOUNDED
 
         if len(runs) < 2:
             raise ConfigError(f"expected two runs or more to compare, and got {runs[0]} alone")
         check_outputs({"--html": html}, [file for run in runs for file in files_of_run(run)])
         found = compared(read_runs(runs))
-        print_comparison(found, Console(highlight=False))
+        width = None if sys.stdout.isatty() else UNBOUNDED
+        print_comparison(found, Console(highlight=False, width=width))
         path = html or runs[0] / "compare.html"
         with writing("--html", path):
             write_page(found, path)

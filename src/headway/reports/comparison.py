@@ -26,7 +26,7 @@ from headway.reports.metrics.summary import summary
 from headway.reports.record.file_access import whole_file
 from headway.reports.report import metrics_of
 from headway.reports.run_directory import RunDirectory, standing
-from headway.reports.terminal import print_fitting, visible
+from headway.reports.terminal import UNBOUNDED, print_fitting, visible
 from headway.reports.timeline.html_timeline import filled, table
 from headway.reports.timeline.run_history import ACCURACY, KINDS, ChartKind, CurveLog, CurvePoint, point_at
 from headway.reports.timeline.run_history import to_json as curves_json
@@ -35,7 +35,7 @@ REWARD, ESS = "reward/mean", "offpolicy/ess"
 AVERAGED = 10
 """Number of versions whose mean training reward is compared: that of one version is noisy."""
 WIDEST = 28
-"""Most characters of a run's column in a terminal."""
+"""Most characters of a run's column in a terminal. In a pipe there is no limit: names and paths are whole there."""
 NARROWEST = 12
 """Least characters to which the column of a run's settings is narrowed, so that all runs come in one table."""
 HEAD, GAP = 38, 2
@@ -235,10 +235,10 @@ def _print_table(
     title: str, found: Comparison, rows: Sequence[ComparisonRow], console: Console, *, whole: bool
 ) -> None:
     """``whole``: values stay on one line, and runs that have no room come in a table below."""
-    widest = WIDEST
+    widest = WIDEST if console.width < UNBOUNDED else UNBOUNDED
     if not whole:  # a path or two is broken rather than a table made for each run
         head = min(max(len(text) for text in (title, *(row.name for row in rows))), HEAD)
-        widest = min(max((console.width - head) // len(found.runs) - GAP, NARROWEST), WIDEST)
+        widest = min(max((console.width - head) // len(found.runs) - GAP, NARROWEST), widest)
 
     columns = [
         Column(_as_it_is(run.name, widest), overflow="fold", justify="right", max_width=widest, no_wrap=whole)
