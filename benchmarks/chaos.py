@@ -7,7 +7,8 @@ tokens that were trained with those that were sampled, as bytes (`benchmarks.evi
 on any machine. Machines start again when they were lost. Ray's head and the driver are on a machine that stays up.
 
 At the end a table tells how memory of each kind of process, and the run's files, grew (`benchmarks.growth`): a soak is
-``--life 60 --faults 30``. ``--keep DIR`` leaves everything there. Given again, it goes on at the next fault. Needs root, ``tc`` and ``mkfs.ext4``.
+``--life 60 --faults 30``. ``--keep DIR`` leaves everything there. Given again, it goes on at the next fault. Needs
+root, ``tc`` and ``mkfs.ext4``.
 """
 
 from __future__ import annotations
