@@ -71,10 +71,13 @@ SETTINGS = (
     "trainer.max_restarts=1000",
     "param_update.timeout_s=10",
     "cluster.max_replica_restarts=1000",
+    "reward.function=/tmp/shared/reward.py:score",
     "reports.samples=256",
     "algorithm.filter_groups.enable=false",
     "reports.live=off",
 )
+REWARD = "def score(response, answer):\n    return float(response.strip() == answer)\n"
+"""A function of the user's own has processes of its own, which the recipe's task has not."""
 OF_RAY = (b"ray::IDLE", b"/ray/", b"bin/ray", b"raylet", b"gcs_server", b"ray::Dashboard", b"ray::RuntimeEnv")
 """Parts of the command lines of Ray's own processes."""
 
@@ -140,6 +143,7 @@ class Chaos:
         """Start the run, or go on with it."""
         recipe = self.machines.shared / "recipe.yaml"
         recipe.write_bytes((REPOSITORY / self.chosen.recipe).read_bytes())
+        (self.machines.shared / "reward.py").write_text(REWARD)
         new = ["/tmp/shared/recipe.yaml", *SETTINGS, *self.chosen.overrides]
         given = ["--resume", RUN] if list(self.directory_of_run.glob("checkpoints/version_*")) else new
         if given is new:

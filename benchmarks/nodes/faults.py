@@ -129,7 +129,7 @@ def processes(machines: Machines, attending: int, victim: str) -> list[int]:
         case "driver":
             return drivers
         case "reward":
-            return [pid for pid in family if parent(pid) in drivers and b"exec(eval" in title(pid)]
+            return [pid for pid in family if b"workers.worker_main" in title(pid)]
         case "raylet":
             return [
                 pid
