@@ -48,9 +48,9 @@ GOES_ON_S = 300.0
 """Seconds within which a run has to make another optimizer step after a fault."""
 AIM_S = 60.0
 """Most seconds to wait for a phase."""
-USUAL_S = (1.0, 30.0)
-"""Least and most seconds until a fault is undone, where no step comes before. Workers stay stopped until that."""
-HOLD_S = {"driver": (1.0, 10.0), "run": (1.0, 4.0)}
+USUAL_S = (2.0, 25.0)
+"""Least and most seconds until a fault is undone. Workers stay stopped until the next step."""
+HOLD_S = {"driver": (2.0, 10.0), "run": (1.0, 4.0)}
 """The same for some victims: a run ends by itself, as it should, at the third checkpoint in a row that has no room."""
 WORKERS = ("actor", "rollout", "episode-worker", "reward")
 FLUSH_S = 1.1
@@ -78,7 +78,16 @@ SETTINGS = (
 )
 REWARD = "def score(response, answer):\n    return float(response.strip() == answer)\n"
 """A function of the user's own has processes of its own, which the recipe's task has not."""
-OF_RAY = (b"ray::IDLE", b"/ray/", b"bin/ray", b"raylet", b"gcs_server", b"ray::Dashboard", b"ray::RuntimeEnv")
+OF_RAY = (
+    b"ray::IDLE",
+    b"ray.util.client.server",
+    b"/ray/",
+    b"bin/ray",
+    b"raylet",
+    b"gcs_server",
+    b"ray::Dashboard",
+    b"ray::RuntimeEnv",
+)
 """Parts of the command lines of Ray's own processes."""
 
 
@@ -90,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         life={"type": float, "default": 8.0, "help": "most seconds from a step to the next fault"},
         seed={"type": int, "default": 0, "help": "of victims and moments"},
         only={"default": None, "help": "KIND:VICTIM[:MOMENT],… in this order, in place of all in a random one"},
+        kinds=words(sorted({name.partition(":")[0] for name in FAULTS})),
+        victims=words(sorted({name.partition(":")[2] for name in FAULTS})),
         moments=words(MOMENTS),
         recipe={"type": Path, "default": DEMO},
         keep={"type": Path, "help": "leave all here, and go on with what is here"},
@@ -181,7 +192,9 @@ class Chaos:
     def one(self, number: int) -> dict[str, Any]:
         """One fault, decided by the seed and its number."""
         chance = random.Random(f"{self.chosen.seed}-{number}")
-        names = self.chosen.only.split(",") if self.chosen.only else shuffled(FAULTS, self.chosen.seed, number)
+        pairs = [(name, *name.split(":")) for name in FAULTS]
+        usual = [name for name, kind, victim in pairs if kind in self.chosen.kinds and victim in self.chosen.victims]
+        names = self.chosen.only.split(",") if self.chosen.only else shuffled(usual, self.chosen.seed, number)
         what = names[number % len(names)]
         kind, victim, *given = what.split(":")
         moment = given[0] if given else chance.choice(self.chosen.moments)
@@ -191,21 +204,26 @@ class Chaos:
         self.await_moment(moment, chance)
         undos.append(strike())
         began = time.monotonic()
-        hold = GOES_ON_S / 2 if kind == "stop" and victim in WORKERS else chance.uniform(*HOLD_S.get(victim, USUAL_S))
+        fenced = kind == "stop" and victim in WORKERS
+        hold = GOES_ON_S / 2 if fenced else chance.uniform(*HOLD_S.get(victim, USUAL_S))
         time.sleep(FLUSH_S)
         since = self.size()
         with suppress(TimeoutError, Ended):
-            self.next_step(since, hold, tend=False)
+            row["seconds"] = round(self.next_step(since, hold, tend=False) - began, 1)
+        if kind != "kill" and not fenced:
+            time.sleep(max(0.0, began + hold - time.monotonic()))
         for undo in undos:
             undo()
         self.boot()
         for again in (True, False):
             try:
-                row["seconds"] = round(self.next_step(since) - began, 1)
+                row["seconds"] = row["seconds"] or round(self.next_step(since) - began, 1)
+                self.next_step(self.size())
                 break
             except (TimeoutError, Ended) as failure:
                 row["wrong"].append(str(failure))
                 if not again or isinstance(failure, TimeoutError):
+                    row["seconds"] = None
                     return row
                 self.attending = self.start()
         row["wrong"] += self.wrong(tokens=number % 5 == 4)

@@ -25,7 +25,7 @@ FAULTS = (
     *(f"memory:{victim}" for victim in PROCESSES[:5]),
     *("partition:machine", "partition:peers", "slow:machine", "full:run", "full:machine"),
 )
-MEMORY = 8 << 20
+MEMORY = 1 << 20
 RATE = "4mbit"
 CGROUPS = Path("/sys/fs/cgroup")
 Undo = Callable[[], object]
