@@ -73,6 +73,10 @@ class WorkerDied(RunError):
     """Error for a worker process that ended while the run needed it."""
 
 
+class TokensLost(RunError):
+    """Error for tokens or columns of groups that were on a machine that is gone: the run cannot train on them."""
+
+
 class UserCodeFailed(RunError):
     """Error for a job in a worker whose user code raised. The message is the exception's type and text, one line."""
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from headway.errors import StallError, WorkerDied
+from headway.errors import StallError, TokensLost, WorkerDied
 from headway.events import (
     BatchTaken,
     CheckpointSaved,
     CriticStepped,
     Event,
+    Note,
     OptimizerStepped,
     RanksLost,
     RanksRestarted,
@@ -274,3 +275,22 @@ def test_restarts_of_all_roles_count_together():
     run.assert_clean()
     assert str(run.error).endswith("It is not started again: trainer.max_restarts is used up")
     assert (restarted(run, "ref"), restarted(run, "actor")) == (2, 1)
+
+
+def test_tokens_that_were_on_a_lost_machine_end_the_run_at_once_with_one_message():
+    def script(run: Run) -> None:
+        def on(event: Event) -> None:
+            if isinstance(event, RanksLost):
+                gone = TokensLost("the tokens of 4 groups were on 10.0.0.7, a machine that Ray has no more")
+                trainer(run).raises_at[len(trainer(run).steps)] = gone
+
+        run.recorder.on = on
+
+    run = scenario("async_partial", 20.0, save_freq=50, script=script).run()
+    run.assert_clean()
+    assert isinstance(run.error, TokensLost)
+    assert str(run.error) == (
+        "worker trainer died: its process ended. What it was trained on cannot be redone: "
+        "the tokens of 4 groups were on 10.0.0.7, a machine that Ray has no more"
+    )
+    assert run.of(Note) == [] and trainer(run).life.restarts == 1

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import ray
 import ray._private.worker as printing
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from headway.cluster.calls.network_interface import ANSWER_S, ATTEMPTS, network_environment, stops_answering
 from headway.cluster.calls.worker_connections import (
@@ -50,7 +50,7 @@ from headway.cluster.roles.role import place
 from headway.cluster.worker_plan import WorkerSpec
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle, RowTokens
-from headway.errors import HeadwayError, RunError, StallError, WorkerDied, said_by
+from headway.errors import HeadwayError, RunError, StallError, TokensLost, WorkerDied, said_by
 from headway.pipeline.recovery.liveness import ProcessLook, given_up, look_at
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import concurrently
@@ -227,6 +227,8 @@ class WorkerActor:
         fetching = asyncio.run_coroutine_threadsafe(fetch(), self._loop)
         try:
             return fetching.result(self._objects_s)
+        except ObjectLostError as lost:
+            raise _tokens_lost("columns of finished groups were on a machine that Ray has no more") from lost
         except TimeoutError:
             fetching.cancel()
             _, missing = ray.wait(list(handles), num_returns=len(handles), timeout=0)
@@ -396,12 +398,16 @@ def _read_on(host: str, parts: Sequence[TokenPart]) -> Handle[list[Mapping[int, 
 
 
 def _check_alive(elsewhere: Mapping[str, Sequence[TokenPart]]) -> None:
-    """Raise `RunError` if tokens are on a machine that Ray has lost."""
+    """Raise `TokensLost` if tokens are on a machine that Ray has lost."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     for host, parts in elsewhere.items():
         if host not in alive:
-            raise RunError(f"the tokens of {len(parts)} groups were on {host}, a machine that Ray has no more")
+            raise _tokens_lost(f"the tokens of {len(parts)} groups were on {host}, a machine that Ray has no more")
+
+
+def _tokens_lost(what: str) -> TokensLost:
+    return TokensLost(f"{what}. `headway train --resume RUN` makes groups again that the newest checkpoint lacks")
 
 
 @ray.remote(num_cpus=0)
@@ -409,7 +415,8 @@ def _read(parts: Sequence[TokenPart]) -> list[Mapping[int, RowTokens]]:
     read = [read_rows(part.file, part.rows) for part in parts]
     missing = [part.file for part, rows in zip(parts, read, strict=True) if rows is None]
     if missing:
-        raise RunError(f"the tokens of {len(missing)} groups are no longer on {missing[0].host} ({missing[0].path})")
+        where = f"{missing[0].host} ({missing[0].path})"
+        raise _tokens_lost(f"the tokens of {len(missing)} groups are no longer on {where}")
     return [rows for rows in read if rows is not None]
 
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from headway.config.sizing.placement import ACTOR, CRITIC
 from headway.config.sizing.timeouts import HEARTBEAT_S, Timeouts, file_stall_s
-from headway.errors import HeadwayError, RunError, StallError
+from headway.errors import HeadwayError, RunError, StallError, TokensLost
 from headway.events import Note, RanksLost, RanksRestarted
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.pipeline_state import RunState, now
@@ -208,6 +208,8 @@ class RankRestarts:
             try:
                 await ranks.restart()
                 redone = 0 if self._bring_back is None else await self._bring_back()
+            except TokensLost as failure:  # another start would meet the same
+                raise TokensLost(f"{loss}. What it was trained on cannot be redone: {failure}") from failure
             except RunError as failure:
                 text = f"the ranks of {self._role} could not be brought back: {failure}"
                 self._state.emit(Note(time=now(), level="warning", text=text))
