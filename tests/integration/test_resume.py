@@ -207,31 +207,32 @@ def test_a_training_rank_that_is_lost_is_started_again_inside_the_run_bit_for_bi
 
 
 @pytest.mark.slow
-def test_ranks_of_a_reference_of_log_probs_and_of_a_critic_are_started_again_inside_the_run_bit_for_bit(
-    recipe: Path, tmp_path: Path
+@pytest.mark.parametrize("killed", [{1: "ref", 2: "logp", 3: "critic"}, {3: "actor"}], ids=["own", "the trainer's"])
+def test_a_reference_log_probs_and_a_critic_are_started_again_inside_the_run_bit_for_bit(
+    recipe: Path, tmp_path: Path, killed: dict[int, str]
 ) -> None:
-    """Starts Ray, and three roles twice, one after the other. The critic is lost two batches after a checkpoint."""
-    roles = ("ref", "logp", "critic")
+    """Starts Ray, and each role twice, one after the other. With the trainer all roles on its ranks are lost."""
+    own = [role for role in killed.values() if role != "actor"]
     settings = (
         "trainer.save_freq=3",
         "algorithm.adv_estimator=gae",
         "actor.use_kl_loss=true",
         "async_training.use_rollout_log_probs=false",
-        *(f"{role}.nnodes=1" for role in roles),
+        *(f"{role}.nnodes=1" for role in own),
     )
     train(recipe, tmp_path / "undisturbed", "cluster.backend=inline", *settings)
     run_dir = tmp_path / "run"
     process = start("-m", "headway", "train", str(recipe), "cluster.backend=ray", *settings, f"run.dir={run_dir}")
-    for times, role in enumerate(roles, 1):
+    for times, role in killed.items():
         wait_for(REACHED, process, run_dir, times=times)
         os.kill(next(pid for pid in descendants(process.pid) if f"{role}-0" in title(pid)), signal.SIGKILL)
     code, output = finish(process)
     assert code == 0, output
     assert weights(run_dir / "model") == weights(tmp_path / "undisturbed" / "model")
     told, expected = summary(run_dir), summary(tmp_path / "undisturbed")
-    assert (told["trainer_restarts"], told["resumed"], told["balanced"]) == (3, 0, True)
+    assert (told["trainer_restarts"], told["resumed"], told["balanced"]) == (len(killed), 0, True)
     assert told["groups"] == expected["groups"]
-    assert [event["role"] for event in events(run_dir, "ranks.lost")] == list(roles)
+    assert [event["role"] for event in events(run_dir, "ranks.lost")] == list(killed.values())
 
 
 def children_of(pid: int) -> list[int]:
