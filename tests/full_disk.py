@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +28,27 @@ def files_of_at_most(size: int) -> Iterator[None]:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def small_disk(path: Path, size: int) -> Iterator[Callable[[bool], None]]:
+    """A file system of ``size`` bytes at ``path``. Yields a function that fills it, or makes room again.
+
+    The test is skipped where this process may not mount any.
+    """
+    path.mkdir()
+    options = ("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path))
+    if os.geteuid() or subprocess.run(("mount", *options), capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    hog = path / ".hog"
+
+    def fill(full: bool) -> None:
+        with hog.open("wb") as file:
+            left = os.statvfs(path)
+            if full:
+                os.posix_fallocate(file.fileno(), 0, left.f_bavail * left.f_frsize)
+
+    try:
+        yield fill
+    finally:
+        subprocess.run(("umount", "-l", str(path)), check=True)

@@ -418,7 +418,9 @@ class RunResumed(Event):
 
 @event("checkpoint.copied", "span")
 class CheckpointCopied(Event):
-    """Event: training stood still during ``span``, until the state of ``version`` was copied for a checkpoint."""
+    """Event: training stood still during ``span``, until the state of ``version`` was copied for a checkpoint or a
+    snapshot.
+    """
 
     version: int
     span: Span
@@ -430,6 +432,14 @@ class CheckpointSaved(Event):
 
     version: int
     path: str
+    span: Span
+
+
+@event("snapshot.kept", "span")
+class SnapshotKept(Event):
+    """Event: the state of each training rank at ``version`` was sent to another process's memory during ``span``."""
+
+    version: int
     span: Span
 
 

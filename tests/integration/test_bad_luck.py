@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import resource
 import signal
@@ -25,12 +26,13 @@ from headway.cli.common import errors_as_messages
 from headway.cli.train_command import load_checked
 from headway.cluster.machine.child_processes import descendants
 from headway.cluster.worker_engines import TrainGroup
-from headway.engines.train.fsdp import learner
+from headway.engines.train.fsdp import checkpoint, learner
 from headway.errors import RunError, StallError
 from headway.events import Event, Note
 from headway.pipeline.run import Pipeline
 from headway.reports.report_manager import Reports
 from headway.runtime.signals import terminations_as_interrupts
+from tests.full_disk import small_disk
 from tests.integration import support
 from tests.integration.support import START_S, alive, events, finish, make_job, run_here, start, summary, wait_for
 from tests.integration.test_on_policy import weights
@@ -392,6 +394,40 @@ def test_a_full_disk_at_one_checkpoint_is_told_and_training_goes_on_as_if_nothin
     (failed,) = events(run_dir, "checkpoint.failed")
     assert failed["version"] == 1 and "File too large" in failed["reason"]
     assert weights(run_dir / "model") == weights(tmp_path / "undisturbed" / "model")
+
+
+@pytest.mark.parametrize("in_a_row", [2, 3])
+def test_a_disk_that_is_full_for_some_checkpoints_keeps_the_last_good_one(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_row: int
+) -> None:
+    """A whole run, on a file system of its own, which is full while checkpoints 2 and 3, or 2 to 4, are written."""
+    save, calls = checkpoint.save, itertools.count(1)
+    with small_disk(tmp_path / "disk", 40 * 2**20) as fill:
+
+        def with_no_room(*args: Any, **kwargs: Any) -> None:
+            number = next(calls)
+            fill(2 <= number < 2 + in_a_row)
+            save(*args, **kwargs)
+
+        monkeypatch.setattr(checkpoint, "save", with_no_room)
+        run_dir = tmp_path / "disk" / "run"
+        done = run_here(*inline(recipe, run_dir, "trainer.save_freq=1"))
+        fill(False)
+        assert done.output.count("was not saved, and training goes on") == in_a_row, done.output
+        assert "No space left on device; make room there" in done.output
+        assert "Traceback" not in done.output
+        there = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+        if in_a_row < 3:
+            assert done.exit_code == 0, done.output
+            assert there == ["version_1", "version_4"]
+            assert [event["version"] for event in events(run_dir, "checkpoint.saved")] == [1, 4]
+            assert (summary(run_dir)["status"], summary(run_dir)["balanced"]) == ("completed", True)
+        else:
+            assert done.exit_code == 1
+            assert there == ["version_1"]
+            done = run_here("train", "--resume", str(run_dir))
+            assert done.exit_code == 0, done.output
+            assert summary(run_dir)["resumed"] == 1
 
 
 def test_a_full_disk_at_three_checkpoints_is_one_message_and_half_a_checkpoint_is_removed(

@@ -235,6 +235,55 @@ def test_a_reference_log_probs_and_a_critic_are_started_again_inside_the_run_bit
     assert [event["role"] for event in events(run_dir, "ranks.lost")] == list(killed.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keeper", ["there", "lost"])
+def test_a_training_rank_that_dies_goes_back_to_its_snapshot_bit_for_bit(
+    recipe: Path, undisturbed: Path, tmp_path: Path, keeper: str
+) -> None:
+    """Starts Ray, and a training rank twice. There is no checkpoint; a lost keeper takes the snapshot with it."""
+    run_dir = tmp_path / "run"
+    settings = ("trainer.save_freq=50", "trainer.snapshot=memory", "cluster.backend=ray")
+    process = start("-m", "headway", "train", str(recipe), *settings, f"run.dir={run_dir}")
+    wait_for('"kind": "snapshot.kept", ', process, run_dir, times=2)
+    for name in ("episode-worker-0", "actor-0") if keeper == "lost" else ("actor-0",):
+        os.kill(next(pid for pid in descendants(process.pid) if name in title(pid)), signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    assert weights(run_dir / "model") == weights(undisturbed / "model")
+    told, (back,) = summary(run_dir), events(run_dir, "ranks.restarted")
+    assert (told["trainer_restarts"], told["balanced"]) == (1, True)
+    assert (back["batches"] <= 1) == (keeper == "there")
+    said = [note["text"] for note in events(run_dir, "note") if "snapshot" in note["text"]]
+    assert (
+        said[0] == "snapshots of training ranks outlive processes, not a machine: no episode worker is on another one"
+    )
+    assert len(said) == 1 if keeper == "there" else " is lost, and the initial model is loaded: " in said[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["the driver", "a training rank"])
+def test_a_kill_on_ray_while_a_checkpoint_is_written_leaves_the_one_before_and_nothing_half(
+    recipe: Path, undisturbed: Path, tmp_path: Path, dies: str
+) -> None:
+    """Starts Ray, and a training rank, twice. The kill comes when the folder of the second checkpoint is there."""
+    run_dir = tmp_path / "run"
+    process = start("-m", "headway", "train", str(recipe), "trainer.save_freq=1", f"run.dir={run_dir}")
+    wait_for("checkpoint.saved", process, run_dir)
+    rank = next(pid for pid in descendants(process.pid) if "actor-0" in title(pid))
+    deadline = time.monotonic() + 60
+    while not any((run_dir / "checkpoints").glob(".version_*.partial")):
+        assert time.monotonic() < deadline
+    os.kill(rank if dies == "a training rank" else process.pid, signal.SIGKILL)
+    code, output = finish(process)
+    if dies == "the driver":
+        assert [path.name for path in (run_dir / "checkpoints").iterdir() if path.name[0] != "."]
+        code, output = resume(run_dir, own_process=True)
+    assert code == 0, output
+    assert weights(run_dir / "model") == weights(undisturbed / "model")
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["version_3", "version_4"]
+    assert summary(run_dir)["balanced"]
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

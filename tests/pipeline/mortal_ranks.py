@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import GatherReport, SendReport
 from headway.data.types import Column, Outcomes, TrainSample
-from headway.errors import StallError, WorkerDied
+from headway.errors import RunError, StallError, WorkerDied
 from headway.pipeline.recovery.liveness import ProcessLook, given_up
 from headway.pipeline.recovery.rank_restarts import RestartableRanks
 from headway.planner.simulation.simulated_trainer import SimulatedTransport
@@ -208,6 +208,7 @@ class MortalTrainer(FakeTrainer):
         self._living = self.life.living
         self.critic: MortalCritic | None = None
         """Critic that shares the ranks."""
+        self.snapshots = Snapshots(self)
         self._files: dict[Path, Weights] = {}
         self._at_copy: Weights = ()
         self._gathered: Weights = ()
@@ -271,3 +272,38 @@ class MortalTrainer(FakeTrainer):
     async def load(self, path: Path) -> dict[str, Any]:
         self.weights = self._files[path]
         return {}
+
+
+class Snapshots:
+    """Memory of a process that outlives the trainer; sending takes ``send_s``."""
+
+    def __init__(self, trainer: MortalTrainer) -> None:
+        self.send_s = 0.25
+        self.outlives_machines = True
+        self.fails: list[str] = []
+        """Of the next snapshots: why they are not taken; nothing where they are."""
+        self.kept: dict[int, tuple[Weights, Any]] = {}
+        self.loaded: list[int] = []
+        self._trainer = trainer
+
+    async def keep(self, version: int) -> bool:
+        copied, critic = self._trainer._at_copy, self._trainer.critic
+        assert not self._trainer._saving
+        self._trainer._saving = True
+        try:
+            await self._trainer._living(asyncio.sleep(self.send_s))
+        finally:
+            self._trainer._saving = False
+        if why := self.fails.pop(0) if self.fails else "":
+            raise RunError(why)
+        self.kept = {version: (copied, None if critic is None else critic._at_copy)}
+        return self.outlives_machines
+
+    async def load(self, version: int) -> None:
+        if version not in self.kept:
+            raise RunError("episode-worker-0 is gone")
+        await self._trainer._living(asyncio.sleep(self.send_s))
+        self._trainer.weights, of_critic = self.kept[version]
+        if self._trainer.critic is not None:
+            self._trainer.critic.weights = of_critic
+        self.loaded.append(version)

@@ -364,6 +364,9 @@ class Scenario:
                 )
                 if isinstance(ranks, MortalTrainer | MortalReference | MortalLogProb | MortalCritic)
             },
+            snapshots=trainer.snapshots
+            if isinstance(trainer, MortalTrainer) and self.config.trainer.snapshot is not None
+            else None,
             workers=lambda: [trainer],
             journal=None if self.journal is None else RunJournal(self.journal, self.config),
             samples=self.samples,

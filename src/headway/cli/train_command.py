@@ -414,7 +414,11 @@ def checkpoints(config: Config) -> str:
     if freq < 0:
         return "at the end: before that, a run that is killed cannot be resumed (trainer.save_freq)"
     often = "every version" if freq == 1 else f"every {freq} versions"
-    return often if keep is None else f"{often}, the newest {keep} are kept"
+    line = often if keep is None else f"{often}, the newest {keep} are kept"
+    if config.trainer.snapshot is not None:
+        line += f"; snapshots every {config.trainer.snapshot_freq} in memory"
+        line += "" if config.cluster.address else ", which on one machine survive processes only"
+    return line
 
 
 def journal(config: Config) -> str:

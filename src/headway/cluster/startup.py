@@ -35,6 +35,7 @@ from headway.cluster.roles.fused_role import FusedRole
 from headway.cluster.roles.role import FileProbe
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.shared_filesystem import SharedFiles, SharedFilesystem
+from headway.cluster.snapshots import Snapshots
 from headway.cluster.weight_sync.host_weights import WithinProcesses
 from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
 from headway.cluster.weight_sync.weight_sync import WeightPaths, WeightSync, exchange_settings
@@ -224,6 +225,9 @@ class Startup:
             starts = RankStarts(self._config, self._cluster, self.timeouts, launched.undo)
             restarted = starts.restartable(groups, plan, paths, manifests, computed)
             alone |= {worker.name for role in restarted for worker in groups.by_role[role].workers}
+        snapshots = None
+        if self._config.trainer.snapshot is not None:
+            snapshots = Snapshots(groups.actor, lambda: [keeper.worker for keeper in episode_workers])
         critic = groups.actor if CRITIC in plan.on_trainer_ranks else groups.critic
         reference = groups.actor if REF in plan.on_trainer_ranks else groups.ref
         train = TrainGroup(groups.actor, paths, with_returns=critic is not None)
@@ -238,6 +242,7 @@ class Startup:
             receivers=apart,
             on_trainer_ranks=plan.on_trainer_ranks,
             restartable=restarted,
+            snapshots=snapshots,
             ranks=lambda: [worker for role in restarted for worker in groups.by_role[role].workers],
             needed=[worker for name, worker in workers.items() if name not in alone],
             cluster=self._cluster,

@@ -17,6 +17,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 
 from headway.cluster.machine.worker_setup import Hardware
 from headway.cluster.profiled_processes import ProfiledProcess, profiled
+from headway.cluster.snapshots import Snapshots
 from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
 from headway.cluster.worker_engines import RemoteEpisodeWorker, RolloutReplica, TrainGroup
 from headway.cluster.worker_group import Worker
@@ -184,6 +185,8 @@ class Workers:
     """Roles, of ``ref``, ``logp`` and ``critic``, that run on the trainer's ranks."""
     restartable: Mapping[str, RestartableRanks]
     """Ranks that can be started again, by role; others are among ``needed``."""
+    snapshots: Snapshots | None
+    """Snapshots of the trainer's ranks; None where none are made."""
     ranks: Callable[[], Sequence[Worker]]
     """Function that returns the ranks of now that can be started again."""
     needed: Sequence[Worker]

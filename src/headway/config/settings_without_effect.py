@@ -13,6 +13,7 @@ from headway.config.layers import lies_in
 from headway.config.schema import Config, Order
 from headway.config.sections.agent_section import idle_program_keys, idle_sandbox_keys
 from headway.config.sizing.placement import needs_reference
+from headway.config.sizing.run_memory import restarts_trainer
 from headway.config.transport_facts import TRANSPORTS, transport_of
 
 Idle = tuple[str, str]
@@ -255,6 +256,14 @@ def _devices(config: Config) -> Iterator[Idle]:
             yield "logp.n_gpus_per_node", "logp.nnodes=0 recomputes log-probs on the trainer's ranks"
     if config.critic.nnodes == 0:
         yield "critic.n_gpus_per_node", "critic.nnodes=0 puts the critic on the trainer's ranks"
+    trainer = config.trainer
+    if trainer.snapshot is None:
+        yield "trainer.snapshot_freq", "no snapshots are made; set trainer.snapshot=memory"
+    elif not restarts_trainer(config):
+        why = "max_restarts=0, cluster.backend=inline, cluster.placement=shared or trainer.save_freq=-1"
+        yield "trainer.snapshot", f"no training rank is started again with trainer.{why}"
+    elif trainer.snapshot_freq % trainer.save_freq == 0:
+        yield "trainer.snapshot", f"trainer.save_freq={trainer.save_freq} makes a checkpoint wherever one is due"
     if config.cluster.backend == "inline":
         if not config.trainer.use_nodes_ratios and (
             config.rollout.replicas == 1 or config.cluster.placement == "shared"

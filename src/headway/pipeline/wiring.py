@@ -35,7 +35,7 @@ from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
 from headway.pipeline.channel import Channel
 from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.off_policy_guard import Guard
-from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
+from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, SnapshotStore
 from headway.pipeline.recovery.rank_restarts import (
     RankRestarts,
     RestartableRanks,
@@ -100,6 +100,8 @@ class Parts:
     restartable: Mapping[str, RestartableRanks] = field(default_factory=dict)
     """Ranks of their own that can be started again, by role: ``actor``, ``ref``, ``logp``, ``critic``. The loss of
     others ends the run."""
+    snapshots: SnapshotStore | None = None
+    """Snapshots of the trainer's ranks; None where none are made."""
     receivers: Sequence[PolicyReceiver] = ()
     """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
     timeouts: Timeouts | None = None
@@ -139,9 +141,15 @@ class Wiring:
         self.lease = ColocationLease(state, self.pool) if shared else TrainerLease()
         self.actor = _actor(config, parts, state, self.stop)
         self.batches = TrainBatches(state, config.groups_per_batch, fill_first=config.async_training.fill_queue)
-        save_freq = config.trainer.save_freq
         self.checkpoints = CheckpointManager(
-            state, parts.source, self.batches, self.actor, checkpoints, timeouts, save_freq
+            state,
+            parts.source,
+            self.batches,
+            self.actor,
+            checkpoints,
+            timeouts,
+            config.trainer,
+            parts.snapshots,
         )
         self.actor.keeps_batches = ACTOR in parts.restartable
         left, pool, critic = RestartsLeft(config.trainer.max_restarts), self.pool, self.actor.critic

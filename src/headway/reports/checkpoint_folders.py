@@ -52,7 +52,8 @@ class Checkpoints:
 
     def set_aside(self, version: int) -> list[Path]:
         """Rename a version's folders so that they are no checkpoint any more; return them, for removal."""
-        there = [path for path in (self.actor(version), self.critic(version)) if path.is_dir()]
+        # The critic's first: what a kill in between leaves is found again as the trainer's folder.
+        there = [path for path in (self.critic(version), self.actor(version)) if path.is_dir()]
         return [path.rename(path.with_name(f".{path.name}.old")) for path in there]
 
 

@@ -109,7 +109,7 @@ def gradient(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradient and sums of this rank's share, as the critic leaves them."""
     critic = build(path, config)
-    metrics = critic._learner._backward(shares[dist.get_rank()], critic._part)
+    metrics = critic.learner._backward(shares[dist.get_rank()], critic._part)
     return {name: p.grad.full_tensor() for name, p in critic._module.named_parameters()}, metrics
 
 

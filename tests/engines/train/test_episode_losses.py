@@ -212,13 +212,13 @@ def gradient_and_step(
         model_path=path, config=config, total_optimizer_steps=1, mesh=TrainMesh.make(ParallelConfig(), CPU)
     )
     found: dict[str, torch.Tensor] = {}
-    update = engine._learner._update
+    update = engine.learner._update
 
     def look(norm: float, lr: float) -> None:
         found.update({name: p.grad.full_tensor().clone() for name, p in engine._policy.lm.named_parameters()})
         update(norm, lr)
 
-    engine._learner._update = look  # type: ignore[method-assign]
+    engine.learner._update = look  # type: ignore[method-assign]
     report = engine.train_step(shares[dist.get_rank()], StepContext(version=4))
     return found, report
 

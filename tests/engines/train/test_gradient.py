@@ -53,7 +53,7 @@ def gradient(
         total_optimizer_steps=1,
         mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
     )
-    metrics = engine._learner._backward(shares[dist.get_rank()], partial(engine._part, StepContext()))
+    metrics = engine.learner._backward(shares[dist.get_rank()], partial(engine._part, StepContext()))
     grads = {name: p.grad.full_tensor() for name, p in engine._policy.lm.named_parameters()}
     return grads, metrics
 

@@ -113,7 +113,7 @@ def look(path: str, parallel: ParallelConfig, rows: Sequence[CollatedRow], besid
     mesh, mine = mesh_of(parallel), share(rows, parallel)
     policy = engine(path, parallel, mesh)
     logprobs = policy.forward_logprobs(mine)
-    metrics = policy._learner._backward(mine, partial(policy._part, StepContext()))
+    metrics = policy.learner._backward(mine, partial(policy._part, StepContext()))
     grads = {name: parameter.grad for name, parameter in policy._policy.lm.named_parameters()}
     values, reference = [], []
     if beside:

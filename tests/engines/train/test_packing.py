@@ -107,13 +107,13 @@ def gradient_of(engine: FsdpEngine, rows: Sequence[CollatedRow]) -> tuple[Gradie
     """Gradient and metrics of this rank's rows, as `FsdpEngine.train_step` has them before its step."""
     whole = engine._objective.looks_at_sequences
     part = partial(engine._part, StepContext(version=3), apart=engine._apart(rows) if whole else NOTHING_APART)
-    metrics = engine._learner._backward(rows, part, whole_episodes=whole)
+    metrics = engine.learner._backward(rows, part, whole_episodes=whole)
     del metrics["tokens_saved"]  # which is what packings differ in
     grads = {}
     for name, parameter in engine._policy.lm.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
         grads[name] = parameter.grad.full_tensor().clone()
-    engine._learner._optimizer.zero_grad()
+    engine.learner._optimizer.zero_grad()
     return grads, metrics
 
 
@@ -331,7 +331,7 @@ def test_the_critic_has_the_values_and_the_gradient_of_padded_rows(
         assert isinstance(head, DTensor)
         head.detach().to_local().copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(3)))
         values = critic.forward_values(rows)
-        metrics = critic._learner._backward(rows, critic._part)
+        metrics = critic.learner._backward(rows, critic._part)
         del metrics["tokens_saved"]
         found.append((values, {n: p.grad.full_tensor() for n, p in critic._module.named_parameters()}, metrics))
     (expected, grads, metrics), (values, own, own_metrics) = found

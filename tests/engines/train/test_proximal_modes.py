@@ -82,9 +82,9 @@ def prepared(trainer: FsdpEngine, mode: str, rows: Sequence[CollatedRow]) -> lis
 
 def gradient(trainer: FsdpEngine, rows: Sequence[CollatedRow], context: StepContext) -> Report:
     """And the metrics, as the engine leaves them before it steps."""
-    metrics = trainer._learner._backward(rows, partial(trainer._part, context))
+    metrics = trainer.learner._backward(rows, partial(trainer._part, context))
     grads = {name: p.grad.full_tensor().clone() for name, p in trainer._policy.lm.named_parameters()}
-    trainer._learner._optimizer.zero_grad()
+    trainer.learner._optimizer.zero_grad()
     return grads, metrics
 
 

@@ -25,7 +25,7 @@ def step_of(lengths: list[int]) -> Counts:
     """One optimizer step on rows with so many response tokens, two of which fill a micro-batch."""
     with on_fake_cuda() as counts, trainer(Qwen2ForCausalLM, qwen(2), CONFIG) as engine:
         counts.clear()
-        engine._learner.step(rows_of(lengths), partial(engine._part, StepContext()))
+        engine.learner.step(rows_of(lengths), partial(engine._part, StepContext()))
     return counts
 
 

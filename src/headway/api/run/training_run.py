@@ -286,6 +286,7 @@ class TrainingRun:
             stop_token_ids=stop_token_ids(self._model_path, tokenizer),
             watch=workers.watch,
             restartable=workers.restartable,
+            snapshots=workers.snapshots,
             watch_replica=replaceable_dies,
             replace_replica=None if workers.replicas_replaced is None else workers.replicas_replaced.start,
             watch_episode_worker=replaceable_dies,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from headway.cluster.roles.critic_role import WithCritic
 from headway.cluster.roles.weight_roles import Send, Sent, SentWeights, WeightSendRole
+from headway.cluster.snapshots import RankSnapshot
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.data.interfaces.training import StepContext, StepReport, TokenLoss
@@ -45,6 +46,9 @@ class ActorRole(WithCritic):
         self._with_reference = with_reference
         self._total_critic_steps = total_critic_steps
         self._outbox = WeightSendRole(self._config, rank=self._rank)
+        self.snapshot = RankSnapshot(
+            lambda: [self._engine.learner, *(() if self._critic is None else (self._critic.learner,))]
+        )
         self._returns: list[NDArray[np.float32]] = []
         """Returns of a batch, from `advantages` until `returns` takes them."""
 

@@ -13,6 +13,7 @@ from headway.agents.episodes.program_workers import ProgramWorkers, chat_hosting
 from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.machine.worker_setup import collecting_seldom
 from headway.cluster.roles.role import Role
+from headway.cluster.snapshots import SnapshotMemory
 from headway.cluster.worker_group import Dispatch, register
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Priority
@@ -48,6 +49,7 @@ class EpisodeWorkerRole(Role):
         """
         super().__init__(**arguments)
         self._logs, self._journal = logs, journal
+        self.snapshots = SnapshotMemory()
         self._process = ExitStack()
         """Settings of the process, where it is the episode worker's own."""
         self._files = None if tokens is None else TokenFiles(self.name, tokens, self._host)

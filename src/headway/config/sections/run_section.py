@@ -60,10 +60,16 @@ class TrainerConfig(Section):
     """Versions between two checkpoints; -1: only at the end, and a run that is killed before cannot be resumed."""
     max_actor_ckpt_to_keep: Positive | None = 2
     """Checkpoints that are kept, the newest ones, each with its critic's; null: all."""
+    snapshot: Literal["memory"] | None = None
+    """``memory`` keeps the state of each training rank in the memory of an episode worker as well, of another machine
+    where there is one: what a lost rank goes back to. On one machine that survives the end of processes alone."""
+    snapshot_freq: Positive = 1
+    """Versions between two snapshots. One that falls due while a checkpoint or a snapshot is on its way is left out."""
     max_restarts: NonNegative = 3
     """Most times that ranks are started again in the course of a run, where one is lost: those of a critic, a
-    reference, ``logp``, or the trainer, which are trained again on the batches since the newest checkpoint. With 0 or
-    shared devices a loss ends the run; with ``save_freq: -1`` that of a rank of trainer or critic does."""
+    reference, ``logp``, or the trainer, which are trained again on the batches since the newest checkpoint, or
+    snapshot. With 0 or shared devices a loss ends the run; with ``save_freq: -1`` that of a rank of trainer or critic
+    does."""
 
 
 class ClusterConfig(Section):

@@ -41,6 +41,8 @@ REPLICA, OF_REPLICA = "replica", "device of a replica"
 """Names of processes that generate, alone or with others."""
 
 
+SNAPSHOTS = 2
+"""Most snapshots of a rank at once: the one that is complete, and the next one."""
 BYTES_PER_TOKEN = 4 + 4 + 4 + 1
 """Bytes of a token's id, log-prob, version and mask."""
 
@@ -119,7 +121,12 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     if ROLLOUT in roles and not apart:
         found.append(RunProcess("machine with replicas", len(placement.on_nodes(ROLLOUT)), shared))
     tokens = MemoryItem("tokens of groups that wait, or may be trained on again", token_bytes(config), not on_cpu)
-    found.append(RunProcess("machine with episode workers", 1, ProcessMemory((tokens,), {})))
+    # One of the keepers may be on the ranks' machine: they take others.
+    ranks = -(-step.mesh.ranks // max(1, len(placement.on_nodes(ROLLOUT)) - 1))
+    nbytes = SNAPSHOTS * ranks * 3 * FLOAT * step.mesh.share(shape) * (2 if placement.shared(CRITIC, ACTOR) else 1)
+    snapshots = MemoryItem(f"snapshots of training ranks: {SNAPSHOTS} of {ranks}", nbytes, on_host=not on_cpu)
+    kept = (tokens,) if config.trainer.snapshot is None else (tokens, snapshots)
+    found.append(RunProcess("machine with episode workers", 1, ProcessMemory(kept, {})))
     if LOGP in roles:
         found.append(RunProcess("machine with logp ranks", len(placement.on_nodes(LOGP)), shared))
     return found

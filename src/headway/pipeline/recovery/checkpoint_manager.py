@@ -5,12 +5,15 @@
                                                                           └▶ the copy is written ──▶ checkpoint
     checkpoint ──restore()──▶ version k; the groups that were open: made again under their numbers
 
+A snapshot is the same copy, in the memory of other processes. A trainer that is started again loads the newer of both.
+A snapshot may be lost, and has no state of the driver: what is kept since a checkpoint is kept until the next one.
+
 A boundary is the instant at which version k−1 is consumed and nothing of version k has begun: the update to k comes
 after it. When the models are copied, groups of the next version may have been admitted and even finished: nothing
 of them is in it. So a resumed run begins with that update, and admits nothing before it. What is not listed in
 `CheckpointManager` is either configuration, or made anew at every start (docs/resume.md lists it).
 
-One checkpoint is written at a time; one that falls due meanwhile waits.
+One of both is under way at a time. A checkpoint that falls due meanwhile waits; a snapshot is left out.
 """
 
 from __future__ import annotations
@@ -21,14 +24,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from headway.config.sections.run_section import TrainerConfig
 from headway.config.sizing.placement import ACTOR, CRITIC
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.episode_groups import PromptSource
 from headway.data.types import Prompt
 from headway.errors import DataError, RunError, WorkerDied, boundary
-from headway.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, Note, VersionReached
+from headway.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, Note, SnapshotKept, VersionReached
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.ledger import Fate, Ledger
 from headway.pipeline.admission.pipeline_state import RunState, now
@@ -49,6 +53,18 @@ def balance(taken: Taken) -> dict[str, int]:
     return ledger.counts() | {Fate.IN_FLIGHT.value: len(taken["ledger"]["open"])}
 
 
+class SnapshotStore(Protocol):
+    """Snapshots of the trainer's ranks. Raises `WorkerDied` when a rank ends, and `RunError` for other failures."""
+
+    async def keep(self, version: int) -> bool:
+        """Keep what was copied last, in place of the snapshot before, which stays where this fails. Returns whether it
+        outlives the loss of a rank's machine.
+        """
+
+    async def load(self, version: int) -> None:
+        """Load the snapshot of ``version`` into all ranks, or into none."""
+
+
 class CheckpointManager:
     """Version boundaries of one run, and the checkpoints of some of them.
 
@@ -63,11 +79,12 @@ class CheckpointManager:
         actor: Actor,
         checkpoints: Path,
         timeouts: Timeouts,
-        save_freq: int,
+        trainer: TrainerConfig,
+        snapshots: SnapshotStore | None = None,
     ) -> None:
-        """Set up. ``save_freq``: number of versions from one checkpoint to the next; -1 for none before the end."""
+        """Set up. ``trainer``: how often checkpoints and snapshots are made."""
         self.writing = asyncio.Lock()
-        """Lock held while a checkpoint is copied and written."""
+        """Lock held while a checkpoint is copied and written, or a snapshot copied and sent."""
         self.saved: int | None = None
         """Version of the newest checkpoint."""
         self._state = state
@@ -76,7 +93,12 @@ class CheckpointManager:
         self._actor = actor
         self._checkpoints = checkpoints
         self._timeouts = timeouts
-        self._save_freq = save_freq
+        self._trainer = trainer
+        self._snapshots = snapshots
+        self._kept: int | None = None
+        """Version of the snapshot; None where there is none."""
+        self._keeps = True
+        """False once a snapshot could not be kept, until one is."""
         self._took_s: float | None = None
         """Seconds that the last checkpoint took; None before the first one."""
         self._failures: list[str] = []
@@ -152,12 +174,17 @@ class CheckpointManager:
         self._tasks = tasks
 
     async def save_if_due(self, version: int, waiting_for: WaitingFor) -> None:
-        """Begin to save the checkpoint of ``version`` every ``save_freq`` versions, except the last: `save` does that.
+        """Begin to save the checkpoint of ``version``, or to keep a snapshot of it, where one is due. Not the last
+        version's: `save` does that.
 
         Returns when all is copied, so that training may go on. Raises what `_failed` raises.
         """
-        if self._save_freq > 0 and version % self._save_freq == 0 and self._state.trains_more:
+        if not self._state.trains_more:
+            return
+        if self._trainer.save_freq > 0 and version % self._trainer.save_freq == 0:
             await self._begin(version, waiting_for)
+        elif self._snapshots is not None and version % self._trainer.snapshot_freq == 0 and not self.writing.locked():
+            await self._begin(version, waiting_for, self._snapshots)
 
     async def save(self, version: int) -> None:
         """Save the run's last checkpoint, that of ``version``, and wait until it is written. What is open comes first.
@@ -174,32 +201,38 @@ class CheckpointManager:
             why = self._failures[-1] if self._failures else "a rank was lost that was writing it"
             raise RunError(f"the run's last checkpoint was not saved: {why}")
 
-    async def _begin(self, version: int, waiting_for: WaitingFor = lambda _: nullcontext()) -> None:
-        """Copy the state of ``version``, and begin to write it. Waits for the checkpoint that is being written."""
+    async def _begin(
+        self,
+        version: int,
+        waiting_for: WaitingFor = lambda _: nullcontext(),
+        snapshots: SnapshotStore | None = None,
+    ) -> None:
+        """Copy the state of ``version``, and begin to write or keep it. Waits for what is under way."""
         if self._taken is None:
             raise RunError(f"version {version} cannot be saved: no version boundary was reached before")
         state, critic, asked, taken = self._state, self._actor.critic, now(), self._taken
         if self.writing.locked():
-            text = f"the checkpoint of version {version} is due, and waits for the one before, which is being written"
+            text = f"the checkpoint of version {version} is due, and waits for the one before, which is being saved"
             state.emit(Note(time=asked, level="info", text=text))
-        if state.hurried:
+        if state.hurried and snapshots is None:
             text = f"writing the checkpoint of version {version}, which takes {self.takes}"
             state.emit(Note(time=asked, level="info", text=text))
         with waiting_for("the checkpoint before to be written"):
             await self.writing.acquire()
         try:
             with self._attributed(version), waiting_for("the state to be copied for a checkpoint"):
-                if critic is not None:
+                if critic is not None and not (snapshots and critic.own_ranks):  # it goes back to its checkpoint alone
                     await critic.copy_state()
                     taken = {**taken, "critic": critic.state()}
                 await self._actor.trainer.copy_state()
         except BaseException as failure:
             self.writing.release()
-            self._failed(version, failure)
+            self._failed(version, failure, snapshots)
             return
         state.emit(CheckpointCopied(time=now(), version=version, span=(asked, now())))
         assert self._tasks is not None, "start comes first"
-        self._tasks.start(self._write(version, taken)).add_done_callback(lambda _: self.writing.release())
+        work = self._write(version, taken) if snapshots is None else self._keep(version, snapshots)
+        self._tasks.start(work).add_done_callback(lambda _: self.writing.release())
 
     async def _write(self, version: int, taken: Taken) -> None:
         state, critic, path, started = self._state, self._actor.critic, self._path(version), now()
@@ -219,12 +252,33 @@ class CheckpointManager:
         self._actor.forget_before(version)
         state.emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))
 
-    def _failed(self, version: int, failure: BaseException) -> None:
-        """Report a checkpoint that could not be saved. Raises ``failure`` where that ends the run: it is the third in a
-        row, or no matter of the checkpoint.
+    async def _keep(self, version: int, snapshots: SnapshotStore) -> None:
+        started, state = now(), self._state
+        try:
+            outlives_machines = await snapshots.keep(version)
+        except WorkerDied:
+            return  # the trainer is started again, from the snapshot before
+        except Exception as failure:
+            self._failed(version, failure, snapshots)
+            return
+        if self._kept is None and not outlives_machines:
+            text = "snapshots of training ranks outlive processes, not a machine: no episode worker is on another one"
+            state.emit(Note(time=now(), level="info", text=text))
+        self._kept, self._keeps = version, True
+        state.emit(SnapshotKept(time=now(), version=version, span=(started, now())))
+
+    def _failed(self, version: int, failure: BaseException, snapshots: SnapshotStore | None = None) -> None:
+        """Report a checkpoint that could not be saved, or the first of several snapshots that were not kept. Raises
+        ``failure`` where that ends the run: it is the third checkpoint in a row, or no matter of its own.
         """
         if not isinstance(failure, RunError) or isinstance(failure, WorkerDied):
             raise failure
+        if snapshots is not None:
+            if self._keeps:
+                text = f"the snapshot of version {version} was not kept: {failure}. A lost rank goes back further"
+                self._state.emit(Note(time=now(), level="warning", text=text))
+            self._keeps = False
+            return
         self._failures.append(str(failure))
         in_row = len(self._failures)
         event = CheckpointFailed(time=now(), version=version, reason=str(failure), in_row=in_row)
@@ -233,9 +287,23 @@ class CheckpointManager:
             raise RunError(f"{failure}. No checkpoint could be saved {in_row} times in a row") from failure
 
     async def load_newest(self, role: str) -> int:
-        """Load the newest checkpoint into the ranks of ``role``, the trainer's or a critic's own, which have just been
-        started. Returns its version, or 0: they hold the initial model.
+        """Load the newest checkpoint, or the trainer's snapshot, into ranks of ``role``, the trainer's or a critic's
+        own, which have just been started. Returns its version, or 0: they hold the initial model.
+
+        A snapshot that cannot be loaded is told, and is none any more.
         """
+        kept = self._kept if role == ACTOR else None
+        if self._snapshots is not None and kept is not None and kept > (self.saved or 0):
+            try:
+                await self._snapshots.load(kept)
+                return kept
+            except WorkerDied:
+                raise
+            except RunError as failure:
+                instead = "the initial model" if self.saved is None else f"the checkpoint of version {self.saved}"
+                text = f"the snapshot of version {kept} is lost, and {instead} is loaded: {failure}"
+                self._kept = None
+                self._state.emit(Note(time=now(), level="warning", text=text))
         if self.saved is not None:
             if role == ACTOR:
                 await self._actor.trainer.load(self._path(self.saved))

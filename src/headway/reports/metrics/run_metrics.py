@@ -73,8 +73,8 @@ class RunMetrics:
         """Number of times that the run was resumed."""
         self.trainer_restarts = 0
         """Number of times that the trainer was lost and started again."""
-        self.checkpoints = {"saved": 0, "failed": 0, "paused_s": 0.0}
-        """Numbers of checkpoints, and seconds for which training stood still to copy them."""
+        self.checkpoints = {"saved": 0, "failed": 0, "snapshots": 0, "paused_s": 0.0}
+        """Numbers of checkpoints and snapshots, and seconds for which training stood still to copy them."""
         self.version = 0
         self.served: dict[str, int] = {}
         """Version that each replica has loaded."""
@@ -146,6 +146,8 @@ class RunMetrics:
                 self.checkpoints["paused_s"] += event.span[1] - event.span[0]
             case events.CheckpointSaved():
                 self.checkpoints["saved"] += 1
+            case events.SnapshotKept():
+                self.checkpoints["snapshots"] += 1
             case events.CheckpointFailed():
                 self.checkpoints["failed"] += 1
             case events.WorkerDescribed():

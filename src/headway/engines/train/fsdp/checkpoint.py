@@ -48,25 +48,40 @@ BEGUN = ".begun"
 class HostState:
     """Copy of a checkpoint's tensors in host memory, for which the same memory is used each time."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        """``pinned``: the memory is page-locked, for copies from a GPU."""
+    def __init__(self, *, pinned: bool, whole: bool = False) -> None:
+        """``pinned``: the memory is page-locked, for copies from a GPU. ``whole``: all that this rank holds is copied,
+        not only what it writes of a checkpoint.
+        """
         self._pinned = pinned
+        self._whole = whole
         self._buffers: dict[Any, torch.Tensor] = {}
 
-    def copy(self, tensors: Mapping[str, Any], of: tuple[Any, ...] = ()) -> dict[str, Any]:
-        """Return ``tensors``, as `save_checkpoint` takes them, with copies of all that this rank writes of them.
+    def copy(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``tensors``, as `save_checkpoint` takes them, with copies of what this rank writes, or holds."""
+        return self._each(tensors, self._copied)
 
-        ``of``: names of the dictionaries that ``tensors`` are in.
-        """
-        copied: dict[str, Any] = {}
+    def restore(self, tensors: Mapping[str, Any]) -> None:
+        """Set ``tensors``, of which `copy` has made copies, to these."""
+        self._each(tensors, lambda key, tensor: tensor.copy_(self._buffers[key]))
+
+    def views(self) -> list[memoryview]:
+        """Return the copy's bytes, tensor by tensor, in an order that ranks of equal parts share. They can be set."""
+        return [buffer.reshape(-1).view(torch.uint8).numpy().data for buffer in self._buffers.values()]
+
+    def _each(
+        self, tensors: Mapping[str, Any], do: Callable[[Any, torch.Tensor], torch.Tensor], of: tuple[Any, ...] = ()
+    ) -> dict[str, Any]:
+        """Return ``tensors`` with what ``do`` makes of each. ``of``: names of the dictionaries that they are in."""
+        done: dict[str, Any] = {}
         for name, tensor in tensors.items():
+            key = (*of, name)
             if isinstance(tensor, Mapping):
-                copied[name] = self.copy(tensor, (*of, name))
+                done[name] = self._each(tensor, do, key)
             elif isinstance(tensor, Pieces):
-                copied[name] = tensor.copied(lambda start, box, key=(*of, name): self._copied((*key, start), box))  # type: ignore[misc]
+                done[name] = tensor.copied(lambda start, box, key=key: do((*key, start), box), whole=self._whole)  # type: ignore[misc]
             else:
-                copied[name] = self._copied((*of, name), tensor)
-        return copied
+                done[name] = do(key, tensor)
+        return done
 
     def _copied(self, key: Any, tensor: torch.Tensor) -> torch.Tensor:
         if key not in self._buffers:
@@ -89,7 +104,7 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
     temporary = from_rank_zero(lambda: path.with_name(f".{path.name}.{uuid4().hex[:8]}.partial"), group)
 
     def prepare() -> None:
-        for left in path.parent.glob(f".{path.name}.*partial"):
+        for left in path.parent.glob(".*.partial"):  # those of ranks that died while they wrote another one, too
             rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
         (temporary / BEGUN).touch()

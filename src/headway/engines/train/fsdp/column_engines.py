@@ -217,11 +217,12 @@ class FsdpCritic:
         self._cliprange = config.critic.cliprange_value
         self._device = mesh.device
         self._module = sharded(lambda lm: ValueModule(lm, mesh), model_path, config, mesh)
-        self._learner = Learner(
+        self.learner = Learner(
             self._module,
             config.critic.optim,
             grad_clip=config.critic.grad_clip,
             total_steps=total_optimizer_steps,
+            whole_copies=config.trainer.snapshot is not None,
         )
 
     def forward_values(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
@@ -234,7 +235,7 @@ class FsdpCritic:
         Metrics: ``vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``returns_mean``, ``vf_explained_var`` (as in verl:
         1 − Var(R − V)/Var(R), V being the values at the batch's start), ``grad_norm``, ``lr``.
         """
-        report = self._learner.step(rows, self._part)
+        report = self.learner.step(rows, self._part)
         metrics = report.metrics
         square = metrics.pop("returns_square")
         error = metrics.pop("error_square") - metrics.pop("error_mean") ** 2
@@ -245,15 +246,15 @@ class FsdpCritic:
 
     def copy_state(self) -> None:
         """Copy model, optimizer and schedule into host memory, for `save`. Raises as `Learner.copy_state` does."""
-        self._learner.copy_state()
+        self.learner.copy_state()
 
     def save(self, path: Path) -> None:
         """Write the copy, or else what is there now, as a checkpoint. Atomic: a rename ends it."""
-        self._learner.save(path, {})
+        self.learner.save(path, {})
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote, on any number of ranks."""
-        self._learner.load(path)
+        self.learner.load(path)
 
     def _part(
         self, rows: Sequence[CollatedRow], trees: Sequence[Tree], totals: BatchTotals

@@ -155,11 +155,13 @@ class FsdpEngine:
         self._policy = sharded_policy(model_path, config, mesh)
         self._files = file_tensors(self._policy.lm)
         self._objective = Objective(config)
-        self._learner = Learner(
+        self.learner = Learner(
             self._policy,
             config.actor.optim,
             grad_clip=config.actor.grad_clip,
             total_steps=total_optimizer_steps,
+            prefix="lm.",
+            whole_copies=config.trainer.snapshot is not None,
         )
         keeps = config.async_training.trigger_parameter_sync_step > 1
         self._at_version = ProximalWeights(self._policy, keeps_copy=keeps)
@@ -187,7 +189,7 @@ class FsdpEngine:
         whole = self._objective.looks_at_sequences
         shown = SampledRows(rows, context.shown)
         part = partial(self._part, context, apart=self._apart(rows) if whole else NOTHING_APART, shown=shown)
-        report = self._learner.step(rows, part, whole_episodes=whole)
+        report = self.learner.step(rows, part, whole_episodes=whole)
         return replace(report, shown=shown.rows()) if context.shown else report
 
     def _apart(self, rows: Sequence[CollatedRow]) -> SplitEpisodes:
@@ -263,18 +265,18 @@ class FsdpEngine:
 
     def copy_state(self) -> None:
         """Copy model, optimizer and schedule into host memory, for `save`. Raises as `Learner.copy_state` does."""
-        self._learner.copy_state(prefix="lm.")
+        self.learner.copy_state()
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Write the copy, or else what is there now, as a checkpoint with ``extra`` (JSON). Atomic: a rename ends it.
 
         May be called beside all other methods, one at a time.
         """
-        self._learner.save(path, dict(extra), prefix="lm.")
+        self.learner.save(path, dict(extra))
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore what `save` wrote, on any number of ranks; returns its ``extra``."""
-        return self._learner.load(path, prefix="lm.")
+        return self.learner.load(path)
 
     def export(self, path: Path) -> None:
         """Write the weights, in the served dtype, with config and tokenizer as a Hugging Face folder. Atomic.

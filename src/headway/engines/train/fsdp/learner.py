@@ -11,7 +11,8 @@ and ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -136,8 +137,14 @@ class Learner:
         *,
         grad_clip: float,
         total_steps: int,
+        prefix: str = "",
+        whole_copies: bool = False,
     ) -> None:
-        """Set up the optimizer of ``module``, and a schedule of ``total_steps``."""
+        """Set up the optimizer of ``module``, and a schedule of ``total_steps``.
+
+        ``prefix`` is taken off the names of parameters in checkpoints. ``whole_copies``: copies have all that this rank
+        holds, for `restore_copy`, and not only what it writes.
+        """
         assert module.mesh is not None
         self._module, self._mesh = module, module.mesh
         self._parameters = dict(module.named_parameters())
@@ -145,15 +152,16 @@ class Learner:
         self._optim = optim
         self._grad_clip = grad_clip
         self._total_steps = total_steps
+        self._prefix = prefix
         self._steps = 0
         self._shards = {name: nn.Parameter(local(parameter)) for name, parameter in self._parameters.items()}
         """This rank's part of each parameter, as the optimizer steps it: parameters lie on meshes of several kinds."""
         self._optimizer = torch.optim.AdamW(
             self._shards.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
-        self._host = HostState(pinned=kind_of(self._mesh.device.type).pins_host_memory)
-        self._copied: tuple[dict[str, Any], int] | None = None
-        """Tensors and optimizer steps of the next checkpoint; None before they were copied."""
+        self._host = HostState(pinned=kind_of(self._mesh.device.type).pins_host_memory, whole=whole_copies)
+        self._copied: dict[str, Any] | None = None
+        """Tensors of the next checkpoint, and the number of optimizer steps; None before they were copied."""
         self._writing = Lock()
 
     def step(self, rows: Sequence[CollatedRow], part: StepPart, *, whole_episodes: bool = False) -> StepReport:
@@ -179,35 +187,49 @@ class Learner:
         self._steps += 1
         return StepReport(skipped=not finite, metrics=metrics)
 
-    def copy_state(self, prefix: str = "") -> None:
-        """Copy all that a checkpoint has into host memory, for `save`. ``prefix`` is taken off the names of parameters.
+    def copy_state(self) -> None:
+        """Copy all that a checkpoint has into host memory, for `save`.
 
         Raises `RunError` while the checkpoint before is being written: the copy is still needed.
         """
         if self._writing.locked():
             raise RunError("the checkpoint before is still being written, from the memory that the next one would take")
-        self._copied = self._host.copy(self._state(prefix)), self._steps
+        self._copied = self._host.copy({**self._state(), "steps": torch.tensor(self._steps)})
 
-    def save(self, path: Path, extra: dict[str, Any], prefix: str = "") -> None:
+    @contextmanager
+    def copy_bytes(self) -> Iterator[list[memoryview]]:
+        """Bytes of what `copy_state` copied, which can be set. It makes no other copy within the block."""
+        with self._writing:
+            self._copied = None
+            yield self._host.views()
+
+    def restore_copy(self) -> None:
+        """Set weights, optimizer and schedule to the copy in host memory, the bytes of which may have been set."""
+        steps = torch.tensor(0)
+        self._host.restore({**self._state(), "steps": steps})
+        self._steps = int(steps)
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Write what `copy_state` copied, or else what is there now, as a checkpoint. Atomic: a rename ends it.
 
         Any other thread may call it, while steps are made.
         """
         if self._copied is None:
-            self.copy_state(prefix)
+            self.copy_state()
         assert self._copied is not None
         with self._writing:
-            (tensors, steps), self._copied = self._copied, None
+            tensors, self._copied = self._copied, None
+            steps = int(tensors.pop("steps"))
             save_checkpoint(tensors, path, {"optimizer_steps": steps, "extra": extra}, self._mesh.files)
 
-    def load(self, path: Path, prefix: str = "") -> dict[str, Any]:
+    def load(self, path: Path) -> dict[str, Any]:
         """Restore what `save` wrote, on any mesh; returns its ``extra``."""
-        state = load_checkpoint(self._state(prefix), path)
+        state = load_checkpoint(self._state(), path)
         self._steps = int(state["optimizer_steps"])
         extra: dict[str, Any] = state["extra"]
         return extra
 
-    def _state(self, prefix: str) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Contents of a checkpoint: weights and optimizer state, as views of this rank's parts."""
         self._meet_shards()
         if not self._optimizer.state:
@@ -215,7 +237,7 @@ class Learner:
         weights: dict[str, Any] = {}
         moments: dict[str, Any] = {}
         for name, parameter in self._parameters.items():
-            of = name.removeprefix(prefix)
+            of = name.removeprefix(self._prefix)
             weights[of] = Pieces(parameter)
             moments[of] = {
                 key: value if value.ndim == 0 and parameter.ndim else Pieces(parameter, value)

@@ -155,10 +155,13 @@ class Pieces(torch.Tensor):
         pieces._written = is_first(tensor)
         return pieces
 
-    def copied(self, copy: Callable[[torch.Size, torch.Tensor], torch.Tensor]) -> Pieces:
-        """Return pieces to be written: of each box that this rank writes, what ``copy`` makes of its start and it."""
+    def copied(self, copy: Callable[[torch.Size, torch.Tensor], torch.Tensor], *, whole: bool = False) -> Pieces:
+        """Return pieces to be written: of each box that this rank writes, what ``copy`` makes of its start and it.
+        ``whole``: of each box that it holds, also where another rank writes the same.
+        """
         pieces: Pieces = torch.Tensor._make_wrapper_subclass(type(self), self.shape, dtype=self.dtype)
-        pieces._boxes = {start: copy(start, box) for start, box in self._boxes.items()} if self._written else {}
+        boxes = self._boxes if whole or self._written else {}
+        pieces._boxes = {start: copy(start, box) for start, box in boxes.items()}
         pieces._written = self._written
         return pieces
 

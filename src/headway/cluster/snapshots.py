@@ -1,0 +1,151 @@
+"""Snapshots: what a checkpoint has of each training rank, in the memory of a process on another machine.
+
+    rank: its copy in host memory ──chunks──▶ episode worker ──chunks──▶ the rank that was started in its place
+
+Where all episode workers are on a rank's own machine, its snapshot outlives processes alone. There are two snapshots of
+a rank at most: the older one goes when the newer one of every rank is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from headway.cluster.worker_group import Peer, Worker, WorkerGroup
+from headway.config.sizing.timeouts import SNAPSHOT_S
+from headway.errors import HeadwayError, RunError, WorkerDied, said_by
+from headway.runtime.task_groups import concurrently
+
+if TYPE_CHECKING:
+    from headway.engines.train.fsdp.learner import Learner
+
+CHUNK = 4 * 2**20
+"""Bytes that are sent at once: a keeper's event loop takes them in milliseconds."""
+
+
+class SnapshotMemory:
+    """Keeper's end: chunks of the snapshots of ranks.
+
+    Example:
+        >>> memory = SnapshotMemory()
+        >>> asyncio.run(memory.put(0, 3, 0, b"weights"))
+        >>> asyncio.run(memory.keep_only([3]))
+        >>> asyncio.run(memory.get(0, 3, 0))
+        b'weights'
+    """
+
+    def __init__(self) -> None:
+        self._chunks: dict[tuple[int, int, int], bytes] = {}
+
+    async def put(self, rank: int, version: int, index: int, data: bytes) -> None:
+        """Keep chunk ``index`` of a rank's snapshot."""
+        self._chunks[rank, version, index] = data
+
+    async def get(self, rank: int, version: int, index: int) -> bytes | None:
+        """Return chunk ``index`` of a rank's snapshot; None where it is not here."""
+        return self._chunks.get((rank, version, index))
+
+    async def keep_only(self, versions: Sequence[int]) -> None:
+        """Forget all snapshots but those of ``versions``."""
+        self._chunks = {key: data for key, data in self._chunks.items() if key[1] in versions}
+
+
+class RankSnapshot:
+    """Rank's end: sends the copy of its state to a keeper, and brings it back. Raises `RunError` where that fails."""
+
+    def __init__(self, learners: Callable[[], Sequence[Learner]]) -> None:
+        self._learners = learners
+
+    async def send(self, rank: int, version: int, keeper: Peer) -> None:
+        """Send the copy."""
+        await self._each(keeper, lambda i, chunk: keeper.call("snapshots.put", rank, version, i, bytes(chunk)))
+
+    async def fetch(self, rank: int, version: int, keeper: Peer) -> None:
+        """Set the copy to a snapshot."""
+
+        async def get(index: int, chunk: memoryview) -> None:
+            data: bytes | None = await keeper.call("snapshots.get", rank, version, index)
+            if data is None or len(data) != len(chunk):
+                raise RunError("its keeper does not have it")
+            chunk[:] = data
+
+        for learner in self._learners():
+            await asyncio.to_thread(learner.copy_state)
+        await self._each(keeper, get)
+
+    def restore(self) -> None:
+        """Set the state to the copy."""
+        for learner in self._learners():
+            learner.restore_copy()
+
+    async def _each(self, keeper: Peer, do: Callable[[int, memoryview], Awaitable[object]]) -> None:
+        try:
+            with ExitStack() as copies:
+                views = [view for one in self._learners() for view in copies.enter_context(one.copy_bytes())]
+                chunks = (view[start : start + CHUNK] for view in views for start in range(0, len(view), CHUNK))
+                for index, chunk in enumerate(chunks):
+                    async with asyncio.timeout(SNAPSHOT_S):
+                        await do(index, chunk)
+        except TimeoutError:
+            raise RunError(f"{CHUNK / 1e6:.0f} MB were not through within {SNAPSHOT_S:g} s") from None
+        except HeadwayError as error:  # a keeper's death must not pass for this rank's
+            raise RunError(said_by(error)) from None
+        finally:
+            keeper.close()
+
+
+class Snapshots:
+    """Driver's end: `headway.pipeline.recovery.checkpoint_manager.SnapshotStore` over ranks and episode workers."""
+
+    def __init__(self, ranks: WorkerGroup, keepers: Callable[[], Sequence[Worker]]) -> None:
+        """Set up. ``keepers``: returns the present episode workers."""
+        self._ranks = ranks
+        self._keepers = keepers
+        self._kept: list[Worker] = []
+        """Keeper of each rank's snapshot."""
+        self._versions: list[int] = []
+        """Version of the snapshot that is complete, if there is one."""
+
+    async def keep(self, version: int) -> bool:
+        machines = await self._make_room()
+        here = await concurrently(rank.call("lookout.place") for rank in self._ranks.workers)
+        kept: list[Worker] = []
+        for index, machine in enumerate(here):
+            others = [keeper for keeper, there in machines.items() if there != machine] or list(machines)
+            kept.append(others[index % len(others)])
+        await self._on_all("send", version, kept)
+        self._versions, self._kept = [version], kept
+        await self._make_room()
+        return all(machines[keeper] != machine for keeper, machine in zip(kept, here, strict=True))
+
+    async def load(self, version: int) -> None:
+        if len(self._kept) != len(self._ranks.workers):
+            raise RunError(f"it is of {len(self._kept)} ranks")
+        await self._on_all("fetch", version, self._kept)
+        await concurrently(rank.call("snapshot.restore") for rank in self._ranks.workers)
+
+    async def _on_all(self, step: str, version: int, keepers: Sequence[Worker]) -> None:
+        """Take a step on all ranks, to its end: one whose copy is still being sent could make no other one."""
+        at = enumerate(zip(self._ranks.workers, keepers, strict=True))
+        calls = [rank.call(f"snapshot.{step}", index, version, keeper.peer()) for index, (rank, keeper) in at]
+        failures = [failure for failure in await asyncio.gather(*calls, return_exceptions=True) if failure is not None]
+        for failure in sorted(failures, key=lambda failure: not isinstance(failure, WorkerDied)):
+            raise failure
+
+    async def _make_room(self) -> dict[Worker, str]:
+        """Have keepers forget all but the complete snapshot. Returns the machines of those that answer."""
+
+        async def room(keeper: Worker) -> str:
+            async with asyncio.timeout(SNAPSHOT_S):
+                await keeper.call("snapshots.keep_only", self._versions)
+                machine: str = await keeper.call("lookout.place")
+                return machine
+
+        keepers = self._keepers()
+        answers = await asyncio.gather(*map(room, keepers), return_exceptions=True)
+        found = {keeper: answer for keeper, answer in zip(keepers, answers, strict=True) if isinstance(answer, str)}
+        if not found:
+            raise RunError("no episode worker answers")
+        return found
