@@ -25,9 +25,12 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import Prompt, TrajectoryId
 from headway.errors import HeadwayError, RunError, ScoringFailed, UpdateFailed, WorkerDied
 from headway.events import Event
+from headway.pipeline.recovery.liveness import ProcessLook, given_up
 from headway.planner.profiles.job_profile import PhaseProfile, RolloutProfile, UpdateProfile
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.simulated_trainer import SimulatedTransport
+from headway.runtime.progress import Heartbeat
+from headway.runtime.task_groups import concurrently
 
 SECONDS_PER_TOKEN = 0.125
 
@@ -118,6 +121,19 @@ class FakeEpisodeWorker(EpisodeWorker):
 
     async def died(self) -> None:
         """What supervision of its process would tell."""
+        await concurrently([self._process_lost(), self._given_up()])
+
+    async def heartbeat(self) -> Heartbeat:
+        await self._unless_silent()
+        return Heartbeat("")
+
+    async def _look(self) -> ProcessLook | None:
+        return None
+
+    async def _given_up(self) -> None:
+        raise WorkerDied(f"{self.name} {await given_up(self.heartbeat, self._look, 60.0)}")
+
+    async def _process_lost(self) -> None:
         await self._process_ended.wait()
         raise self._death or WorkerDied(f"{self.name} is lost: its machine does not answer")
 
@@ -148,9 +164,6 @@ class FakeEpisodeWorker(EpisodeWorker):
 
     async def abort_older_than(self, version: int) -> None:
         await self._ordered(super().abort_older_than(version))
-
-    async def answer(self) -> None:
-        await self._ordered(super().answer())
 
     async def close(self) -> None:
         await self._ordered(super().close())

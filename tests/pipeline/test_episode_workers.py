@@ -16,6 +16,7 @@ from headway.errors import ClientGone, HeadwayError, WorkerDied
 from headway.events import EpisodeWorkerLost, Event, GroupSettled, Note, ReplicaActivity, TrajectoryFinished
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.episode_workers import EpisodeWorkers
+from headway.pipeline.recovery.liveness import ASK_AGAIN_S, LOOK_S
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.task_groups import Tasks, failing_as_one
 from tests.pipeline.fakes import FakeEpisodeWorker, prompt
@@ -118,12 +119,11 @@ def test_an_episode_worker_that_does_not_answer_is_fenced_off_though_it_is_told_
     def falls_silent(run: Run) -> None:
         run.episode_workers[0].silent = True
 
-    sections = {"param_update": {"timeout_s": 6.0}}
-    scenario = Scenario("async_partial", replicas=2, sections=sections, beside=at(9.0, falls_silent))
+    scenario = Scenario("async_partial", replicas=2, supervised=True, beside=at(9.0, falls_silent))
     run = check_everything(scenario.run().assert_completed())
     (lost,) = run.of(EpisodeWorkerLost)
-    assert lost.reason == "episode-worker-0 was told to answer and did not answer within param_update.timeout_s = 6 s"
-    assert lost.time <= 9.0 + 1.0 + 6.0
+    assert lost.reason == "episode-worker-0 gave no answer to its heartbeat for 60 s"
+    assert lost.time <= 9.0 + ASK_AGAIN_S + 60.0 + LOOK_S
 
 
 def test_where_no_other_episode_worker_can_be_started_the_last_one_ends_the_run() -> None:

@@ -166,7 +166,7 @@ class RemoteEpisodeWorker:
         """Files on another machine of groups that nobody in this process knows any more."""
         there = proxy(peer, EpisodeWorkerProtocol, part="worker")
         self.leave, self.route, self.hold, self.go_on = there.leave, there.route, there.hold, there.go_on
-        self.abort_older_than, self.answer = there.abort_older_than, there.answer
+        self.abort_older_than = there.abort_older_than
         self.heartbeat = worker.heartbeat
         self.died = worker.lost  # one on a silent machine is as good as dead; another one goes on
 

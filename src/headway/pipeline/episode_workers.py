@@ -68,9 +68,6 @@ class EpisodeWorkerClient(Remote):
         """Call the episode worker, beside its orders. Takes as long as it takes."""
         await self._ask(call(self.worker))
 
-    async def answer(self) -> None:
-        await self._ask_soon(self.worker.answer(), "answer")
-
     async def generate(self, requests: Sequence[Group], *, on: str | None = None) -> AsyncGenerator[Group, None]:
         """Yield groups as `EpisodeWorkerProtocol.generate` does, asked for after all orders so far. Bounded by the
         longest answer and the stall detector only.
@@ -177,10 +174,6 @@ class EpisodeWorkers:
     async def abort_older_than(self, version: int) -> None:
         """End the training groups that have a token of an older version in a finished call."""
         await self._all(lambda worker: worker.abort_older_than(version))
-
-    async def check(self) -> None:
-        """Have every episode worker answer. One that does not is gone."""
-        await concurrently(self._unless_gone(worker.answer) for worker in list(self._serving.values()))
 
     # ------------------------------------------------------------------------------------- groups
 

@@ -186,9 +186,6 @@ class EpisodeWorker:
         for group in held:
             self._start(group)
 
-    async def answer(self) -> None:
-        """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.answer`."""
-
     def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.failures`."""
         return self._calls.failures()

@@ -143,9 +143,6 @@ class EpisodeWorkerProtocol(Protocol):
     async def abort_older_than(self, version: int) -> None:
         """End the training groups that have a token of an older version in a call that is finished."""
 
-    async def answer(self) -> None:
-        """Return at once: the episode worker is there."""
-
     def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """Yield a replica's name and why it failed, for each replica that ended or refused a call's transport."""
 

@@ -92,7 +92,7 @@ class RunMonitor:
     async def _report_always(self) -> None:
         while True:
             await asyncio.sleep(self._timeouts.look_s(self._interval_s))
-            await concurrently([self.report(), self._pool.episode_workers.check()])
+            await self.report()
 
     async def _end_when_stalled(self) -> None:
         while True:
