@@ -33,13 +33,13 @@ from headway.pipeline.admission.sample_collector import SampleOutlet, Samples
 from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
 from headway.pipeline.channel import Channel
+from headway.pipeline.consequences import Restarts
 from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.off_policy_guard import Guard
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, SnapshotStore
 from headway.pipeline.recovery.rank_restarts import (
     RankRestarts,
     RestartableRanks,
-    RestartsLeft,
     redo_actor,
     redo_critic,
 )
@@ -152,7 +152,7 @@ class Wiring:
             parts.snapshots,
         )
         self.actor.keeps_batches = ACTOR in parts.restartable
-        left, pool, critic = RestartsLeft(config.trainer.max_restarts), self.pool, self.actor.critic
+        left, pool, critic = Restarts(config.trainer.max_restarts, timeouts), self.pool, self.actor.critic
 
         def restarts(role: str, **how: Any) -> RankRestarts:
             return RankRestarts(state, role, parts.restartable.get(role), left, timeouts, **how)
@@ -169,25 +169,17 @@ class Wiring:
             critic.surviving = self.restarts[CRITIC].surviving
         self.validators = Validators(config, state, self.pool, parts.validation)
         self.wire(config, parts)
-        replacements = config.cluster.max_replica_restarts
-        self.replica_supervision = Supervision(
-            state, self.pool, parts.watch_replica, parts.replace_replica, replacements, timeouts
-        )
+        own = [Restarts(config.cluster.max_replica_restarts, timeouts) for _ in range(2)]
+        self.replica_supervision = Supervision(state, self.pool, parts.watch_replica, parts.replace_replica, own[0])
+        watch, replace = parts.watch_episode_worker, parts.replace_episode_worker
         self.supervisions: Sequence[Supervision[Any]] = [
             self.replica_supervision,
-            Supervision(
-                state,
-                self.episode_workers,
-                parts.watch_episode_worker,
-                parts.replace_episode_worker,
-                replacements,
-                timeouts,
-            ),
+            Supervision(state, self.episode_workers, watch, replace, own[1]),
         ]
         self.monitor = RunMonitor(
             self.pool,
             [*self.upstream, *self.downstream],
-            [*self.supervisions, *self.restarts.values()],
+            [left, *own],
             movement,
             emit,
             workers=parts.workers,

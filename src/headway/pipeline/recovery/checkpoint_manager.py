@@ -37,6 +37,7 @@ from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.ledger import Fate, Ledger
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.admission.train_batches import TrainBatches
+from headway.pipeline.consequences import Consequence, what_follows
 from headway.pipeline.stage import WaitingFor
 from headway.runtime.task_groups import Tasks
 
@@ -283,7 +284,7 @@ class CheckpointManager:
         in_row = len(self._failures)
         event = CheckpointFailed(time=now(), version=version, reason=str(failure), in_row=in_row)
         self._state.emit(event)
-        if in_row == MOST_FAILURES:
+        if what_follows(tries=MOST_FAILURES - in_row) is Consequence.END:
             raise RunError(f"{failure}. No checkpoint could be saved {in_row} times in a row") from failure
 
     async def load_newest(self, role: str) -> int:

@@ -28,6 +28,7 @@ from headway.events import Note, RanksLost, RanksRestarted
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Signal
+from headway.pipeline.consequences import Consequence, Restarts, what_follows
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.liveness import ask
 from headway.runtime.progress import Living
@@ -51,13 +52,6 @@ class RestartableRanks:
     Raises the errors of `headway.errors`."""
 
 
-@dataclass(slots=True)
-class RestartsLeft:
-    """Number of restarts that are left to all roles of a run together (``trainer.max_restarts``)."""
-
-    count: int
-
-
 class RankRestarts:
     """Restarts of one role's ranks.
 
@@ -69,7 +63,8 @@ class RankRestarts:
 
     Example:
         >>> async def calls_a_reference(state):
-        ...     restarts = RankRestarts(state, "ref", None, RestartsLeft(3), Timeouts.of(Config()))
+        ...     limits = Timeouts.of(Config())
+        ...     restarts = RankRestarts(state, "ref", None, Restarts(3, limits), limits)
         ...     return await restarts.surviving(lambda: asyncio.sleep(0, "log-probs"))
         >>> from headway.config.schema import Config
         >>> asyncio.run(calls_a_reference(None))  # these ranks cannot be started again: the call is made as it is
@@ -81,7 +76,7 @@ class RankRestarts:
         state: RunState,
         role: str,
         ranks: RestartableRanks | None,
-        left: RestartsLeft,
+        restarts: Restarts,
         timeouts: Timeouts,
         *,
         on_lost: Callable[[RunError], object] = lambda loss: None,
@@ -98,12 +93,10 @@ class RankRestarts:
         self._state = state
         self._role = role
         self._ranks = ranks
-        self._left = left
+        self._restarts = restarts
         self._timeouts = timeouts
         self._on_lost = on_lost
         self._bring_back = bring_back
-        self.starts_until = 0.0
-        """Time on the event clock by which the newest restart has ended."""
         self._lost: RunError | None = None
         """Error for which the ranks were given up; None while there are ranks that stand where they should."""
         self._given_up: RunError | None = None
@@ -201,10 +194,9 @@ class RankRestarts:
         await self._changed.until(lambda: not self._works)
         redone: int | None = None
         while redone is None:
-            if not self._left.count:
+            if what_follows(starts=self._restarts.left) is Consequence.END:
                 raise type(loss)(f"{loss}. It is not started again: trainer.max_restarts is used up") from loss
-            self._left.count -= 1
-            self.starts_until = now() + self._timeouts.start_s
+            self._restarts.begin()
             try:
                 await ranks.restart()
                 redone = 0 if self._bring_back is None else await self._bring_back()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from headway.config.sizing.timeouts import HEARTBEAT_S, file_stall_s
 from headway.data.interfaces.rollout import EngineStats
 from headway.errors import StallError
 from headway.events import Emit, Event, ReplicaActivity
 from headway.pipeline.admission.pipeline_state import now
+from headway.pipeline.consequences import Restarts
 from headway.pipeline.recovery.liveness import ask
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.update.replica_pool import ReplicaPool
@@ -20,13 +21,6 @@ from headway.runtime.task_groups import concurrently
 
 SHORTEST_S = 1e-3
 """Shortest wait for a deadline, in seconds. Rounding may end an earlier wait just short of its deadline."""
-
-
-class Starts(Protocol):
-    """Something that starts workers, for which the stall detector waits."""
-
-    starts_until: float
-    """Time on the event clock by which the newest start has ended."""
 
 
 class Movement:
@@ -64,19 +58,19 @@ class RunMonitor:
         self,
         pool: ReplicaPool,
         stages: Sequence[Stage[Any, Any]],
-        supervisions: Sequence[Starts],
+        restarts: Sequence[Restarts],
         movement: Movement,
         emit: Emit,
         *,
         workers: Callable[[], Sequence[Living]] = tuple,
         interval_s: float,
     ) -> None:
-        """Set up monitoring. ``supervisions``: those that start workers, for which the stall detector waits."""
+        """Set up monitoring. ``restarts``: starts of workers, for which the stall detector waits."""
         self._pool = pool
         self._stages = stages
         self._emit = emit
         self._workers = workers
-        self._supervisions = supervisions
+        self._restarts = restarts
         self._timeouts = pool.timeouts
         self._interval_s = interval_s
         self._work: dict[str, OpenWork] = {}
@@ -97,7 +91,7 @@ class RunMonitor:
     async def _end_when_stalled(self) -> None:
         while True:
             stall_s = self._timeouts.stall_s
-            starts_until = [supervision.starts_until for supervision in self._supervisions]
+            starts_until = [restarts.starts_until for restarts in self._restarts]
             deadline = max([self._movement.last, *starts_until]) + stall_s
             if now() >= deadline:
                 answers = await ask(self._workers(), within_s=min(HEARTBEAT_S, stall_s))

@@ -14,11 +14,11 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from headway.config.sizing.timeouts import Timeouts
 from headway.errors import HeadwayError, RunError, WorkerDied
 from headway.events import Note
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
+from headway.pipeline.consequences import Consequence, Restarts, what_follows
 from headway.runtime.task_groups import Tasks
 
 
@@ -73,22 +73,18 @@ class Supervision(Generic[M]):
         members: RunMembers[M],
         watch: Watch[M] | None,
         replace: Replace[M] | None,
-        max_restarts: int,
-        timeouts: Timeouts,
+        restarts: Restarts,
     ) -> None:
         """Set up supervision. Without ``watch`` no member is watched; with ``replace``, which ends within
-        `Timeouts.start_s`, lost ones are replaced, ``max_restarts`` times in the run.
+        `Timeouts.start_s`, lost ones are replaced while ``restarts`` are left.
         """
         self._state = state
         self._members = members
         self._watch = watch
         self._replace = replace
-        self._restarts_left = max_restarts
-        self._timeouts = timeouts
+        self._restarts = restarts
         self._replacing = 0
         """Number of lost members in whose place others are being started."""
-        self.starts_until = 0.0
-        """Time on the event clock by which the newest replacement has started or failed."""
         self._tasks: Tasks | None = None
         self._started: dict[asyncio.Task[Any], None] = {}
 
@@ -132,14 +128,13 @@ class Supervision(Generic[M]):
     async def _replace_one(self, lost: str, reason: RunError, replace: Replace[M]) -> None:
         """Start a member in the place of ``lost``. A failure is reported, and does not end the run by itself."""
         why = ""
-        while self._restarts_left > 0:
-            self._restarts_left -= 1
-            self.starts_until = now() + self._timeouts.start_s
+        while what_follows(starts=self._restarts.left) is Consequence.REPLACED:
+            self._restarts.begin()
             if not self._members.present:
                 self._warn(
                     lost,
                     f"it was the last {self._members.kind}, and the run waits for another one to start in its place, "
-                    f"for {self._timeouts.start_limit()} at most",
+                    f"for {self._restarts.limit} at most",
                 )
             try:
                 newcomer = await replace(lost)
@@ -158,7 +153,8 @@ class Supervision(Generic[M]):
 
     def _go_on_without(self, lost: str, reason: RunError, why: str) -> None:
         """Go on with members that are left or being started. Raises the error of the loss if there are none."""
-        if not (self._members.present or self._replacing or len(self._members.lost)):
+        others = bool(self._members.present or self._replacing or len(self._members.lost))
+        if what_follows(others=others) is Consequence.END:
             raise type(reason)(
                 f"{reason}. It was the last {self._members.kind}, without which no group is made, and {why}"
             ) from reason

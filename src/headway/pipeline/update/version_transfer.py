@@ -37,10 +37,14 @@ from headway.errors import UpdateFailed, UpdateMissed
 from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Signal
+from headway.pipeline.consequences import Consequence, what_follows
 from headway.pipeline.stage import WaitingFor
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import ReceiverClient, Remote, WorkerUnavailable
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
+
+MOST_TRIES = 2
+"""Most attempts in a row for the same receivers, after which one of them is to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +166,14 @@ def _judge_failure(attempt: Attempt) -> RetryDecision:
     # A receiver's error says more than the trainer's, which may only say that somebody gave up.
     error = next(iter(failed.values()), attempt.sent)
     assert isinstance(error, UpdateFailed)
-    if not audience.failures:
-        return RetryDecision(again=[Audience(audience.receivers, failures=1)], reason=str(error))
     own = {name for name, error in failed.items() if not isinstance(error, UpdateMissed)}
     alone = [receiver for receiver in audience.receivers if receiver.name in own or len(audience.receivers) == 1]
-    if len(alone) != 1:
-        raise error
-    return _go_on_without(attempt, [WorkerUnavailable(alone[0], error)])
+    match what_follows(tries=MOST_TRIES - 1 - audience.failures, others=len(alone) == 1):
+        case Consequence.AGAIN:
+            return RetryDecision(again=[Audience(audience.receivers, failures=1)], reason=str(error))
+        case Consequence.WITHOUT:
+            return _go_on_without(attempt, [WorkerUnavailable(alone[0], error)])
+    raise error
 
 
 def _go_on_without(attempt: Attempt, gone: Sequence[WorkerUnavailable]) -> RetryDecision:
