@@ -1,4 +1,4 @@
-"""A machine that falls silent. The last test on the three machines: it stays silent."""
+"""A machine that falls silent, and stays so: the last test on the three machines."""
 
 from __future__ import annotations
 
