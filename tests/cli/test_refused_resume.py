@@ -108,6 +108,9 @@ REFUSED = {
     "a checkpoint of which a file is empty": Case(lambda run: run.state_file.with_name(".metadata").write_bytes(b"")),
     "a checkpoint of another run": Case(lambda run: run.save(ledger=ledger(run))),
     "other data": Case(lambda run: run.save(source=source(run, rows=3))),
+    "another model, or another tokenizer, in the same folder": Case(
+        lambda run: run.save(source=source(run, model="4"))
+    ),
     "data.accept_changes for the same data": Case(lambda run: None, (LONGER, "data.accept_changes=true")),
     "a relative path, in another directory": Case(
         lambda run: None, settings=("reward.function=rewards/mine.py:score",)

@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
-from headway.data.types import FinishReason, SampledTokens, version_spans
+from headway.data.types import FinishReason, SampledTokens, TrajectoryId, version_spans
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +183,10 @@ class JournalWriter:
                 asyncio.get_running_loop().call_later(self._sync_s, self._sync)
             self._unsynced.add(file)
 
+    def owns(self, path: Path) -> bool:
+        """Tell whether this writer, in this life, writes the file."""
+        return path.suffix == f".{self._life}" and path.name.startswith(f"{self._name}.")
+
     def close(self) -> None:
         """Close all files."""
         for block in list(self._files):
@@ -224,9 +228,9 @@ class CompletionJournal:
 
     def __init__(self, writer: JournalWriter) -> None:
         self._writer = writer
-        self._found: dict[int, dict[tuple[int, ...], tuple[Path, int]]] = {}
-        """File and place of what earlier processes wrote, by block, then by trajectory, call, and how it was asked for.
-        The tokens stay on the disk."""
+        self._found: dict[int, dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]]] = {}
+        """File and place of what other processes wrote and nobody recalled, by block, then by trajectory, then by call
+        and how it was asked for. The tokens stay on the disk."""
         self._sampling: tuple[SamplingParams | None, bytes] = None, b""
         """The sampling that was described last, and its description."""
 
@@ -265,7 +269,8 @@ class CompletionJournal:
             if len(self._found) >= OPEN_BLOCKS:
                 del self._found[min(self._found)]
             found = self._found[block] = self._read(block)
-        place = found.get((*request.trajectory, request.key, self._asked(request))) if found else None
+        calls = found.get(request.trajectory)
+        place = calls.pop((request.key, self._asked(request)), None) if calls else None
         if place is None or (record := next(records(*place), None)) is None:  # removed meanwhile: nobody needs it
             return None
         # A copy, which can be written to.
@@ -282,15 +287,20 @@ class CompletionJournal:
         )
         return record.values["replica"], completion
 
+    def unused(self, number: int, trajectory: TrajectoryId) -> int:
+        """Return how many finished calls of an episode of group ``number`` were not recalled."""
+        return len(self._found.get(number // self._writer.groups_per_block, {}).get(trajectory, ()))
+
     def close(self) -> None:
         self._writer.close()
 
-    def _read(self, block: int) -> dict[tuple[int, ...], tuple[Path, int]]:
-        return {
-            (*record.values["trajectory"], record.values["key"], record.values["asked"]): (path, record.at)
-            for path, record in written(self._writer.directory, block=block)
-            if record.values["kind"] == "completion"
-        }
+    def _read(self, block: int) -> dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]]:
+        found: dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]] = {}
+        for path, record in written(self._writer.directory, block=block):
+            if record.values["kind"] == "completion" and not self._writer.owns(path):
+                calls = found.setdefault(tuple(record.values["trajectory"]), {})
+                calls[record.values["key"], record.values["asked"]] = path, record.at
+        return found
 
     def _asked(self, request: GenerateRequest) -> int:
         """Sum over the context of a call and its sampling."""

@@ -14,7 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from headway.data.files import Record
 from headway.data.mixing import Mixture, SourceShare
@@ -75,14 +78,15 @@ class RowSource:
         stride: int | None = None,
         parts: Sequence[SourceShare] | None = None,
         digests: Sequence[str] = (),
+        model: str = "",
         max_bad_rows: Fraction = Fraction(1, 100),
         accept_changes: bool = False,
     ) -> None:
         """Make prompts of ``records``. ``row_numbers``: the prompts' ``row``; default: the index in ``records``.
         ``stride`` is above all row numbers of the run; default: above these. ``parts`` divide ``records``; default: one
         of all. ``digests`` stand for what equal stretches of the records say: `restore` refuses others unless
-        ``accept_changes``. ``max_bad_rows``: share of the records that may be left out for another reason than their
-        length.
+        ``accept_changes``. ``model``: digest of the model's folder, which must stay. ``max_bad_rows``: share of the
+        records that may be left out for another reason than their length.
 
         Raises:
             DataError: there are no records, or all prompts of a part are longer than the tokenizer's limit, or a part
@@ -107,6 +111,7 @@ class RowSource:
             "sources": sources,
             "prompts": [*digests],
         }
+        self._model = model
         self.changes: tuple[str, ...] = ()
         """What `restore` found to differ from the data that the state was taken over."""
         self._max_bad_rows, self._accept_changes = max_bad_rows, accept_changes
@@ -156,6 +161,7 @@ class RowSource:
         cursor = self._handed_out
         return {
             **self._identity,
+            "model": self._model,
             "epoch": cursor.epoch,
             "position": cursor.position,
             "left_out": {source: dict(reasons) for source, reasons in cursor.left_out.items()},
@@ -167,8 +173,13 @@ class RowSource:
         Over another number of rows the order is another one: it goes on at the same place of that.
 
         Raises:
-            DataError: that was over other data, another mix or seed, and changes are not accepted.
+            DataError: that was over other data, another mix or seed, and changes are not accepted; or by another model.
         """
+        if state.get("model", self._model) != self._model:
+            raise DataError(
+                "the checkpoint's model differs: the files in model.path are another tokenizer, configuration or size "
+                "of weights than those that the run began with. Put these back, or start another run"
+            )
         here, then = self._identity, {name: state.get(name) for name in self._identity}
         differing = [self._difference(name, then[name], here[name]) for name in here if then[name] != here[name]]
         if differing and not self._accept_changes:
@@ -315,6 +326,16 @@ class DataBundle:
         return {"train": self.train.left_out_by_source, "val": self.val_left_out.counts}
 
 
+def _model_digest(folder: Path) -> str:
+    """Sum over what a resumed run must find in the model's folder again; the same for all models of the hub."""
+    digest = xxhash.xxh3_64()
+    for pattern in ("config.json", "tokenizer.json", "tokenizer.model", "vocab.*", "merges.txt"):
+        for path in sorted(folder.glob(pattern)):
+            digest.update(path.read_bytes())
+    digest.update(repr([path.stat().st_size for path in sorted(folder.glob("*.safetensors"))]).encode())
+    return digest.hexdigest()
+
+
 def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows | None = None) -> DataBundle:
     """Build the run's sources of prompts, from ``rows`` where they were read before.
 
@@ -334,6 +355,7 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows
         stride=len(split.train) + len(split.val),
         parts=split.parts,
         digests=split.digests,
+        model="" if config.model.path is None else _model_digest(Path(config.model.path).expanduser()),
         max_bad_rows=data.max_bad_rows,
         accept_changes=data.accept_changes,
     )

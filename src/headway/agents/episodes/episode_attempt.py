@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import xxhash
+
 from headway.agents.endpoint.turns import MadeTurn, TurnNote
 from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime, ProgramSteps
 from headway.agents.episodes.episode_tokens import EpisodeTokens, TurnContext
@@ -35,6 +37,8 @@ class _LoggedCall:
     result: asyncio.Future[Completion]
     asked: PendingRequest | None = None
     """The call while it is not finished; afterwards None, since it holds the whole context."""
+    known: bool = False
+    """An earlier attempt, or an earlier process, had its result, and may have acted upon it."""
 
 
 class CallLog:
@@ -68,6 +72,8 @@ class CallLog:
         self._on_failed = on_failed
         self._log: dict[int, _LoggedCall] = {}
         """Calls by their keys."""
+        self._salt = 0
+        """Part of the keys that replicas are given: another one where the episode was begun anew."""
         self._replicas: dict[str, None] = {}
         """Replicas that may keep a prefix of this episode."""
 
@@ -86,7 +92,8 @@ class CallLog:
         logged = self._log.get(prompted.key)
         if logged is None:
             logged = _LoggedCall(failure_ignored(asyncio.get_running_loop().create_future()))
-            sampling, key = self._ended_by(max_tokens, stop, stop_token_ids), prompted.key if self._log else 0
+            sampling = self._ended_by(max_tokens, stop, stop_token_ids)
+            key = (prompted.key if self._log else 0) ^ self._salt
             logged.asked = PendingRequest(
                 GenerateRequest(0, self.id, prompted.ids, sampling, key, self._priority, goes_on=True),
                 self._home,
@@ -98,12 +105,35 @@ class CallLog:
             self._calls.ask(logged.asked)
         return asyncio.shield(logged.result)
 
+    def known(self, prompted: TurnContext) -> bool:
+        """Tell whether an earlier attempt, or an earlier process, had the result of this call."""
+        return self._log[prompted.key].known
+
+    def run_again(self) -> None:
+        """Note that the program is run again: what is finished now is known to it."""
+        for logged in self._log.values():
+            logged.known |= logged.result.done()
+
+    def begin_anew(self) -> None:
+        """Forget all calls. Those that are made from now on are others, also where their contexts are the same."""
+        self._drop()
+        self._log.clear()
+        self._salt = xxhash.xxh3_64_intdigest(self._salt.to_bytes(8, "little"))
+
+    @property
+    def unused(self) -> int:
+        """Number of finished calls in the journal that the program has not asked for."""
+        return self._calls.unused(self._group, self.id)
+
     def close(self) -> None:
         """End what is under way: the episode is over."""
+        self._drop()
+        self._calls.release(self.id, self._replicas)
+
+    def _drop(self) -> None:
         open_calls = [logged.asked for logged in self._log.values() if logged.asked is not None]
         self._calls.drop(open_calls)
         self._replicas.update({asked.replica: None for asked in open_calls if asked.replica})
-        self._calls.release(self.id, self._replicas)
 
     def _ended_by(self, max_tokens: int, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> SamplingParams:
         own = self.sampling
@@ -126,7 +156,7 @@ class CallLog:
             logged.result.set_exception(error)
 
     def _finished(self, logged: _LoggedCall, asked: PendingRequest, finished: Completion) -> None:
-        logged.asked = None
+        logged.asked, logged.known = None, asked.number == 0  # no replica had it: it came from the journal
         self._replicas[asked.replica] = None
         if self._home.on is None:
             self._home = Affinity(replica=asked.replica)
@@ -167,6 +197,8 @@ class EpisodeAttempt:
         """The last answer has as many tokens as the run allows, and not only as its turn was to have."""
         self.limit: str | None = None
         """The limit that has ended the episode; None before."""
+        self.repeats: str | None = None
+        """The tool that would be called again, which must not be; None while there is none."""
         self.rewards: tuple[float, ...] = ()
         """Rewards of turns, as the program told them with its last request."""
         self.noted: Counter[TurnNote] = Counter()
@@ -277,6 +309,11 @@ class EpisodeAttempt:
         with boundary("the answer of a turn cannot be read", UserCodeError):
             stops = (*request.stop_token_ids, *self.sampling.stop_token_ids)
             answer = self.record.answered(prompted, replace(request, stop_token_ids=stops), finished, number)
+        if self._log.known(prompted) and (tool := self._limits.repeated(call.name for call in answer.calls)):
+            self.repeats = tool
+            if self.running is not None:
+                self.running.cancel()
+            raise EpisodeOver("repeated")  # before the program has the answer
         self.text = answer.text
         if self._keeps_conversation:
             self._opened = prompted.opened

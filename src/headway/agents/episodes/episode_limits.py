@@ -9,7 +9,7 @@ Both limits of time stand still with the worker's `EpisodeClock`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headway.events import Span
@@ -145,6 +145,13 @@ class EpisodeLimits:
     """Limits that leave an episode trained on."""
     retries: int = 2
     """Number of times that a program is run again for what is away for a time."""
+    side_effects: tuple[str, ...] = ()
+    """Names of tools that must not be called twice for one answer; ``*`` for all that a program does."""
+
+    def repeated(self, calls: Iterable[str]) -> str | None:
+        """Return which of the tools called in an answer that a program had before must not be called again."""
+        once = set(self.side_effects)
+        return next((name for name in calls if name in once), "its program" if "*" in once else None)
 
     def text(self, limit: str) -> str:
         """Say for people that ``limit`` has ended an episode."""

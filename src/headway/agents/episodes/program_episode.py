@@ -133,6 +133,8 @@ class ProgramEpisode:
         self._tries = 0
         self._again: str | None = None
         """Why the program was run again, the last time."""
+        self._begun_anew = False
+        """The episode was begun with other answers, so that a tool is not called twice."""
         self._time = EpisodeTime(clock, self._limits)
         self._one = self._try()
         """The try under way, or the last one."""
@@ -158,14 +160,22 @@ class ProgramEpisode:
             async for attempt in retrying:
                 with attempt:
                     if self._tries:
+                        self._log.run_again()
                         self._one = self._try()
                     self._tries += 1
-                    end = await self._run(self._one)
+                    while (ended := await self._run(self._one)) is None:
+                        self._again = f"{self._one.repeats} was called before, and must not be called again"
+                        self._begun_anew = True
+                        self._log.begin_anew()
+                        self._one = self._try()
+                    end = ended
         except HeadwayError as error:
             failure = str(error)
         finally:
             self._time.close()
             self._log.close()
+        if failure is None and not self._begun_anew and (unused := self._log.unused):
+            self._again = f"the program asks otherwise than before: {unused} finished answers are not used"
         return self._made(self._one, end, failure or self._failure_of(self._one, end))
 
     def _failure_of(self, one: EpisodeAttempt, end: EpisodeEnd) -> str | None:
@@ -214,8 +224,8 @@ class ProgramEpisode:
             keeps_conversation=self._hosting.keeps_conversations or self._request.shown,
         )
 
-    async def _run(self, one: EpisodeAttempt) -> EpisodeEnd:
-        """Run the program once."""
+    async def _run(self, one: EpisodeAttempt) -> EpisodeEnd | None:
+        """Run the program once; None where it would have called a tool again that must not be."""
 
         def begin() -> None:
             self._time.begin()
@@ -239,7 +249,12 @@ class ProgramEpisode:
             one.running = asyncio.get_running_loop().create_task(
                 self._hosting.programs.run(start, answer, on_begin=begin)
             )
-            return await self._end_of(one, one.running)
+            try:
+                end = await self._end_of(one, one.running)
+            except HeadwayError:
+                if one.repeats is None:
+                    raise
+            return end if one.repeats is None else None
 
     async def _end_of(self, one: EpisodeAttempt, running: asyncio.Task[EpisodeEnd]) -> EpisodeEnd:
         try:

@@ -69,6 +69,12 @@ class ProgramWorkers:
         """
         self._pool = self._made("environment process", self._agent.environment_processes, at_once=1, forked=True)
         described: ProgramDescription = await self._pool.start()
+        known = {tool["function"]["name"] for tool in described.tools}
+        if known and (unknown := {*self._agent.side_effects} - known - {"*"}):
+            raise ConfigError(
+                f"agent.side_effects: there is no tool named {', '.join(sorted(unknown))}; there are: "
+                f"{', '.join(sorted(known))}; * stands for all that a program does"
+            )
         return described
 
     async def start(self) -> ProgramDescription:
@@ -236,4 +242,5 @@ def limits_of(config: Config) -> EpisodeLimits:
         episode_timeout_s=agent.episode_timeout_s,
         train_on=tuple(agent.train_on_limit),
         retries=agent.episode_retries,
+        side_effects=agent.side_effects,
     )

@@ -292,6 +292,11 @@ class RequestDispatcher:
             if (line := self._lines.get(replica)) is not None:
                 line.release(trajectory)
 
+    def unused(self, group: int, trajectory: TrajectoryId) -> int:
+        """Return how many finished calls of an episode of group number ``group`` the journal has that were not asked
+        for."""
+        return 0 if self._journal is None else self._journal.unused(group, trajectory)
+
     # ------------------------------------------------------------------------------------- replicas
 
     def knows(self, replica: str) -> bool:

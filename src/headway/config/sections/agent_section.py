@@ -134,6 +134,10 @@ class AgentConfig(Section):
     min_episodes: Positive | None = None
     """Fewest episodes of a group that must not have failed for the others to be trained on. Default: ``k`` for
     estimators of pass@k, 2 for those that compare the episodes of a group, else 1."""
+    side_effects: tuple[str, ...] = ()
+    """Names of tools that must not be called twice for one answer; ``*`` for all that programs and environments do.
+    Where a program is run again, after a resume or the loss of a worker, an episode that may have called one already is
+    begun anew with other answers."""
     episode_retries: NonNegative = 2
     """Number of times that a program is run again for what is away a while: a lost user-code worker, a connection."""
     env: dict[str, str] = Field(default_factory=dict)
