@@ -9,6 +9,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from math import floor
 from typing import Any
 
@@ -52,12 +53,14 @@ class Killed:
         return kept
 
 
-def run_with_kills(scenario: Scenario, kills: Sequence[float]) -> Killed:
-    """``kills``: seconds after which each process but the last is killed; without a checkpoint the run starts over."""
+def run_with_kills(scenario: Scenario, kills: Sequence[float], changes: Sequence[dict[str, Any]] = ()) -> Killed:
+    """``kills``: seconds after which each process but the last is killed; without a checkpoint the run starts over.
+    ``changes``: what of the scenario is another thing in each process behind the first.
+    """
     whole = Killed(scenario)
     saved: dict[str, Any] | None = None
-    for kill in [*kills, None]:
-        process = replace(scenario, resume_from=saved)
+    for kill, change in zip_longest([*kills, None], [{}, *changes]):
+        process = replace(scenario, resume_from=saved, **(change or {}))
         run = process.run(cancelled_at=kill)
         if saved is None:
             whole.record = []

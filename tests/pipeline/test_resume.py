@@ -342,6 +342,27 @@ def test_with_a_journal_open_groups_keep_their_numbers_and_batches_are_what_they
     assert repeated > enough(15, share), "batches that are never repeated prove nothing"
 
 
+@pytest.mark.parametrize("mode", ["one_step_off", "stream_off_policy", "async_stale", "async_partial"])
+def test_on_other_replicas_and_episode_workers_groups_keep_their_numbers_and_batches(mode: str, tmp_path: Path):
+    """Four replicas and two episode workers, then two and one, then three and four."""
+    scenario = Scenario(mode, sections=SAVES, replicas=4, episode_workers=2)
+    length = scenario.run().ended
+    changes = [{"replicas": 2, "episode_workers": 1}, {"replicas": 3, "episode_workers": 4}]
+    whole = check_history(
+        run_with_kills(replace(scenario, journal=tmp_path / "journal"), [length * 3 / 5, length / 2], changes)
+    )
+    assert len(whole.resumed) == 2
+    assert whole.resumed[0] > 0
+    rows: dict[int, tuple[int, int, int]] = {}
+    for event in of(whole.record, GroupAdmitted):
+        row = event.epoch, event.row, event.attempt
+        assert rows.setdefault(event.number, row) == row
+    batches: dict[int, list[int]] = {}
+    for taken in of(whole.record, BatchTaken):
+        assert taken.numbers == batches.setdefault(taken.fetch, taken.numbers)
+    assert not [event for event in of(whole.record, GroupSettled) if event.reason == "resume"]
+
+
 def test_groups_that_failed_in_a_row_do_not_end_the_resumed_run_at_once(tmp_path: Path):
     scenario = Scenario("async_stale", sections=SAVES, journal=tmp_path / "journal")
     down = FakeReward(lambda prompt: fails("down") if prompt.row >= 48 else [0.0, 1.0])
