@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from benchmarks import evidence
 from headway.cluster.machine.child_processes import descendants
+from headway.data.journal import records, segments
 from tests.integration.support import alive, events, finish, make_job, run_here, start, summary, train, wait_for
 from tests.integration.test_on_policy import weights
 from tests.tiers import mostly_slow
@@ -111,6 +113,38 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_on_the_same_toke
     proved = evidence.examine(run_dir, tmp_path / "kept")
     assert proved.groups > 128
     assert proved.problems == []
+
+
+@mostly_slow("backend", ["inline", "ray"], quick=["inline"])
+def test_on_half_the_replicas_and_twice_the_ranks_no_finished_answer_is_sampled_again(
+    recipe: Path, tmp_path: Path, backend: str
+) -> None:
+    """The run that is killed is a process of its own, whose imports take seconds. In one process there is one rank."""
+    run_dir = tmp_path / "run"
+    settings = ("mode=async_partial", f"cluster.backend={backend}", "rollout.total_rollout_steps=128")
+    kill(recipe, run_dir, 7, *settings, "rollout.n_gpus_per_node=2", "reports.samples=16", save_freq=4)
+    evidence.keep(run_dir, tmp_path / "kept")
+    twice = ("trainer.n_gpus_per_node=2",) if backend == "ray" else ()
+    code, output = resume(run_dir, "rollout.n_gpus_per_node=1", *twice, own_process=backend == "ray")
+    assert code == 0, output
+    evidence.keep(run_dir, tmp_path / "kept")
+    sampled = Counter(
+        (*record.values["trajectory"], record.values["key"], record.values["asked"])
+        for path in segments(tmp_path / "kept")
+        for record in records(path)
+        if record.values.get("kind") == "completion"
+    )
+    assert len(sampled) == 128 * 4
+    assert max(sampled.values()) == 1, "each answer was sampled once"
+    batches: dict[int, list[list[int]]] = {}
+    for event in events(run_dir, "fetch.taken"):
+        batches.setdefault(event["fetch"], []).append(event["numbers"])
+    assert sum(len(lives) > 1 for lives in batches.values()) >= 2
+    assert all(numbers == lives[0] for lives in batches.values() for numbers in lives)
+    told = summary(run_dir)
+    assert (told["balanced"], told["groups"]["trained"], told["groups"]["admitted"]) == (True, 128, 128)
+    proved = evidence.examine(run_dir, tmp_path / "kept")
+    assert (proved.groups, proved.unproved, proved.problems) == (128, 0, [])
 
 
 @pytest.mark.slow
