@@ -21,7 +21,7 @@ from headway.runtime.task_groups import concurrently
 if TYPE_CHECKING:
     from headway.engines.train.fsdp.learner import Learner
 
-CHUNK = 4 * 2**20
+CHUNK = 2**20
 """Bytes that are sent at once: a keeper's event loop takes them in milliseconds."""
 
 
@@ -89,7 +89,7 @@ class RankSnapshot:
                     async with asyncio.timeout(SNAPSHOT_S):
                         await do(index, chunk)
         except TimeoutError:
-            raise RunError(f"{CHUNK / 1e6:.0f} MB were not through within {SNAPSHOT_S:g} s") from None
+            raise RunError(f"a megabyte was not through within {SNAPSHOT_S:g} s") from None
         except HeadwayError as error:  # a keeper's death must not pass for this rank's
             raise RunError(said_by(error)) from None
         finally:

@@ -63,7 +63,7 @@ silent is found by the driver's watch of machines, in 20 s."""
 SESSION_S = 1.5 * RECONNECT_S
 """Seconds for which a worker goes on with the calls of a caller whose connection broke: more than the caller tries."""
 SNAPSHOT_S = 30.0
-"""Seconds for 4 MB of a snapshot to be with its keeper, whose event loop has other work."""
+"""Seconds for a megabyte of a snapshot to be with its keeper, whose event loop has other work."""
 SETTLE_S = 5.0
 """Seconds for the other receivers to notice that one is gone, and to stop receiving."""
 KILLED_S = 10.0
