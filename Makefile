@@ -14,6 +14,8 @@
 # make test-trackers  W&B, MLflow, trackio and Prometheus by their own packages, 3 minutes    (ARGS="-k mlflow")
 # make trackers-env   their packages alone, an environment of about 1.1 GB without torch
 # make test-fake-cuda what a GPU would be asked to do, counted on fake tensors, 4 minutes    (ARGS="-k decode")
+# make test-storage a run's storage on a real server of S3 that fails, 8 minutes    (ARGS="-k stopped")
+# make storage-env    that server and s3fs, about 100 MB beside .venv
 # make fake-cuda-env  torch's CUDA build and Headway's packages alone, an environment of about 4.7 GB
 # make test-gpu what works on this machine's GPUs, and how fast, in 8 minutes    (ARGS="--only logprobs,demo")
 # make wheelhouse PYTHON_VERSION=3.12    wheels for a machine that has torch, transformers and no network
@@ -50,6 +52,8 @@ FRAMEWORKS_BIN := .venv-frameworks/bin
 FRAMEWORKS_STAMP := .venv-frameworks/.installed
 TRACKERS_BIN := .venv-trackers/bin
 TRACKERS_STAMP := .venv-trackers/.installed
+STORAGE_BIN := .venv-storage/bin
+STORAGE_STAMP := .venv-storage/.installed
 FAKE_CUDA_BIN := .venv-fake-cuda/bin
 FAKE_CUDA_STAMP := .venv-fake-cuda/.installed
 SITE_BIN := .venv-site/bin
@@ -62,10 +66,10 @@ TRL_STAMP := .venv-trl/.installed
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 # Each has a target test-NAME, and NAME-env that builds its environment alone.
-ENVIRONMENTS := vllm agents verifiers frameworks trackers fake-cuda
+ENVIRONMENTS := vllm agents verifiers frameworks trackers storage fake-cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-nodes test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers fake-cuda-env test-fake-cuda lint types layers pytest bench trl-env bench-trl bench-train bench-memory bench-update bench-rollout bench-episodes ways study-staleness docs site site-env format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-nodes test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers storage-env test-storage fake-cuda-env test-fake-cuda lint types layers pytest bench trl-env bench-trl bench-train bench-memory bench-update bench-rollout bench-episodes ways study-staleness docs site site-env format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -202,6 +206,22 @@ $(TRACKERS_STAMP): constraints-trackers.txt
 		numpy omegaconf pydantic pyyaml rich tensorboard typer hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
+# What the user has set for S3 stays out of its tests.
+STORAGE_TEST_ENV := env $(foreach name,$(filter AWS_% FSSPEC_%,$(.VARIABLES)),-u $(name)) PYTHONPATH=src $(TEST_ENV)
+
+test-storage: storage-env
+	$(STORAGE_TEST_ENV) $(STORAGE_BIN)/python -m pytest -m '' tests/environments/storage tests/api/storage $(ARGS)
+
+storage-env: $(STORAGE_STAMP)
+
+# Over the packages of .venv: only what these lack is installed, and nothing of theirs changes.
+$(STORAGE_STAMP): $(STAMP) constraints-storage.txt
+	@test -x $(STORAGE_BIN)/python || $(BIN)/python -m venv --without-pip .venv-storage
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(STORAGE_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth"
+	$(STORAGE_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-storage.txt s3fs boto3 'moto[s3]' flask flask-cors
+	@touch $@
+
 # A machine with a GPU counts like one without: devices that are there would be used.
 test-fake-cuda: fake-cuda-env
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=src $(TEST_ENV) $(FAKE_CUDA_BIN)/python -m pytest -m '' tests/environments/fake_cuda $(ARGS)
@@ -283,5 +303,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-frameworks .venv-site .venv-trackers .venv-fake-cuda .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-frameworks .venv-site .venv-trackers .venv-storage .venv-fake-cuda .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

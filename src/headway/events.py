@@ -392,10 +392,7 @@ class PromptsLeftOut(Event):
 
 @event("version.reached")
 class VersionReached(Event):
-    """Event: a version boundary. All groups before ``version`` are consumed, and the update to it comes next.
-
-    A checkpoint of ``version`` holds what was true at this instant; a run that is resumed there undoes what came after.
-    """
+    """Event: a version boundary. All before ``version`` is consumed; a checkpoint of it holds what was true now."""
 
     version: int
     groups: dict[str, int]
@@ -406,10 +403,7 @@ class VersionReached(Event):
 
 @event("run.resumed")
 class RunResumed(Event):
-    """Event: the run resumes from its checkpoint of ``version``. Events after that `VersionReached` are undone.
-
-    `RunStarted` follows, with what holds from now on.
-    """
+    """Event: the run resumes from ``version``. Events after that `VersionReached` are undone, `RunStarted` is next."""
 
     version: int
     times: int
@@ -445,20 +439,24 @@ class SnapshotKept(Event):
 
 @event("checkpoint.failed")
 class CheckpointFailed(Event):
-    """Event: the checkpoint of ``version`` could not be written. The one before it is still there."""
+    """Event: the checkpoint of ``version``, the ``in_row``-th one after the other, could not be written."""
 
     version: int
     reason: str
     in_row: int
-    """Number of checkpoints that failed one after the other, this one included."""
+
+
+@event("storage.reached")
+class StorageReached(Event):
+    """Event: the storage has all that was closed, or lacks some for a ``reason``; ``version``: newest checkpoint."""
+
+    version: int | None
+    reason: str | None
 
 
 @event("profile.taken", "span")
 class ProfileTaken(Event):
-    """Event: what workers computed during ``span``, while versions from ``version`` on were trained, is in files.
-
-    ``time`` is the end of the span: writing the files takes longer.
-    """
+    """Event: what workers computed during ``span``, in versions from ``version`` on, is in files soon after it."""
 
     version: int
     versions: int
@@ -482,14 +480,13 @@ class Note(Event):
 
 @event("run.finished")
 class RunFinished(Event):
-    """Event: the run ended as ``completed``, ``interrupted`` or ``failed``. ``groups`` is the ledger's balance."""
+    """Event: the run ended as ``completed``, ``interrupted`` or ``failed``. The rest is the ledger's balance."""
 
     status: str
     reason: str | None
     version: int
     groups: dict[str, int]
     episodes: dict[str, int] = field(default_factory=dict)
-    """The ledger's balance of episodes; empty in records that do not have it."""
 
 
 class Observer(Protocol):

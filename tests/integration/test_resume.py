@@ -85,6 +85,24 @@ def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit
     assert [row["version"] for row in rows] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
+def test_a_run_whose_directory_is_lost_is_brought_back_from_its_storage_bit_for_bit(
+    recipe: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Three runs in all."""
+    run_dir, storage = tmp_path / "run", tmp_path / "storage"
+    settings = ("cluster.backend=inline", "trainer.save_freq=1", f"run.storage={storage}")
+    train(recipe, run_dir, *settings, "rollout.total_rollout_steps=8")
+    shutil.rmtree(run_dir)
+    code, output = resume(storage, "rollout.total_rollout_steps=16")
+    assert code == 0, output
+    assert f"bringing version 2 back from {storage} into {run_dir}" in output
+    assert weights(run_dir / "model") == weights(undisturbed / "model")
+    told = summary(run_dir)
+    assert (told["resumed"], told["balanced"]) == (1, True)
+    assert told["storage"] == {"version": 4, "outages": 0, "missing": None}
+
+
 @mostly_slow("backend", ["inline", "ray"], quick=["inline"])
 def test_what_was_trained_since_the_checkpoint_is_trained_again_on_the_same_tokens_and_nothing_is_lost(
     recipe: Path, tmp_path: Path, backend: str

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headway.api.function_files import Functions
 from headway.api.python_settings import layer, load_checked, load_resumed, settings_given
 from headway.api.run_handle import LEFT_AT_ONCE, Run, load
+from headway.api.storage.bring_back import located
 from headway.api.subprocess_client import carry_out_apart
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
@@ -61,7 +62,7 @@ def train(
     Args:
         config: a YAML file, or its content as a mapping. Not for a run that is resumed, which has its own.
         settings: settings that lie on those of ``config``, by dotted key or nested: ``{"rollout.n": 8}``.
-        resume: a run, or its directory, to go on with from its newest checkpoint.
+        resume: a run, its directory, or its storage as a URL, to go on with from its newest checkpoint.
         model: ``model.path``; a mapping is the section ``model``.
         data: ``data.train``; a mapping is the section ``data``.
         reward: ``reward.function``; several are ``reward.functions``; a mapping is the section ``reward``.
@@ -86,6 +87,9 @@ def train(
     if resume is not None:
         if config is not None:
             raise ConfigError("resume takes the settings that the run was begun with; drop config, or give settings")
+        if isinstance(resume, str):
+            resume, url = located(resume, values.get("run.storage"), values.pop("run.dir", None), print)
+            values |= {} if url is None else {"run.storage": url}
         return _resume(load(resume), Functions(values))
     if not isinstance(config, str | os.PathLike | Mapping):
         given = "" if config is None else f", not {shown(config)}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, Overrides, Static, complete_config, errors_as_messages
+from headway.cli.common import Debug, Overrides, Static, complete_config, errors_as_messages, say
 from headway.config.sections.learning import ParallelConfig
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, NodeShare, Placement
 from headway.errors import ConfigError
@@ -207,6 +207,14 @@ Resume = Annotated[
     Path | None,
     typer.Option("--resume", metavar="RUN", help="Go on with the run in this directory, from its newest checkpoint."),
 ]
+ResumeAnywhere = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        help="Go on with the run in this directory, or in this storage (a URL), from its newest checkpoint.",
+    ),
+]
 Restarts = Annotated[
     int,
     typer.Option(
@@ -231,7 +239,7 @@ DryRun = Annotated[
 def train(
     config: OptionalConfig = None,
     overrides: Overrides = None,
-    resume: Resume = None,
+    resume: ResumeAnywhere = None,
     restarts: Restarts = 0,
     dry_run: DryRun = False,
     static: Static = False,
@@ -285,12 +293,19 @@ def _train(
     raise typer.Exit(run(loaded))
 
 
-def _resume(run: Path, overrides: list[str], dry_run: bool, static: bool, restarts: int, debug: bool) -> None:
+def _resume(given: str, overrides: list[str], dry_run: bool, static: bool, restarts: int, debug: bool) -> None:
     from headway.api.python_settings import load_resumed
+    from headway.api.storage.bring_back import located
     from headway.config.loading import check_changes
+    from headway.config.schema_keys import spelled
 
     if files := [override for override in overrides if "=" not in override]:
         raise ConfigError(f"--resume RUN takes the settings that RUN was begun with; drop {files[0]}, or give a.b=c")
+    settings = dict(override.split("=", 1) for override in overrides)
+    run, url = located(given, settings.get("run.storage"), settings.get("run.dir"), say)
+    if url is not None:  # which the directory belongs to from now on
+        overrides = [one for one in overrides if not one.startswith(("run.dir=", "run.storage="))]
+        overrides.append(f"run.storage={spelled(url)}")
     before, loaded = load_resumed(run, overrides)
     if restarts:
         from headway.cli.restarts import keep_going

@@ -1,6 +1,7 @@
 """Check that the machines of a run see the files that it needs, before any model is loaded.
 
     the run's directory    the driver and the training ranks leave a mark each ─▶ both read the other's
+    the run's storage      the driver leaves a mark       ─▶ every worker reads it, where it is a directory
     the model's folder     every worker describes it                           ─▶ equal to the driver's
     the weights' directory the sender leaves a mark (`disk`, `shared_memory`)  ─▶ every receiver reads it
 
@@ -39,6 +40,8 @@ class SharedFiles:
     transport: str
     directory: Path | None
     """Directory where the transport leaves versions; None where it needs no files."""
+    storage: Path | None = None
+    """Directory of the run's storage; None where it has none, or that is no directory."""
 
 
 class SharedFilesystem:
@@ -60,6 +63,7 @@ class SharedFilesystem:
         writers = {rank.worker for rank in (*plan.actor, *plan.critic)}
         receivers = {rank.worker for rank in (*plan.rollout, *plan.logp)}
         await self._check_run_directory([worker for name, worker in workers.items() if name in writers])
+        await self._check_storage(list(workers.values()))
         await self._check_model(list(workers.values()))
         await self._check_directory([worker for name, worker in workers.items() if name in receivers])
 
@@ -90,6 +94,21 @@ class SharedFilesystem:
                 f"{await self._driver.place()}, sees it{also}; but not {await _named(blind)}. Training ranks write "
                 "checkpoints and the model there. Set run.dir to a path on a file system that these machines share, "
                 "and that all of them can write"
+            )
+
+    async def _check_storage(self, workers: Sequence[Worker]) -> None:
+        """Check that each machine sees the storage: any of them may have to bring the run back."""
+        path = self._files.storage
+        if path is None:
+            return
+        async with self._marked(self._driver, path, make_directory=True) as (mark, text, _):
+            seen = await _ask(workers, "sees_mark", mark, text)
+        if blind := [worker for worker, sees in zip(workers, seen, strict=True) if not sees]:
+            raise ConfigError(
+                f"run.storage={path} is not one directory for all machines of the run: the driver, on "
+                f"{await self._driver.place()}, sees it; but not {await _named(blind)}. A run whose driver's machine "
+                "is lost is resumed on another one. Give a path on a file system that they share, or a URL like "
+                "s3://bucket/run"
             )
 
     async def _is_seen_by_driver(self, worker: Worker, mark: Path, text: str) -> bool:

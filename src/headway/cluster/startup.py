@@ -360,7 +360,9 @@ class Startup:
     def _sight(self, directory: Path | None) -> SharedFilesystem:
         update, shared = self._config.param_update, self._config.cluster.placement == "shared"
         transport = transport_of(update.transport, backend=self._config.cluster.backend, shared=shared)
-        files = SharedFiles(self._run_dir, self._model_path, transport, directory)
+        chosen = self._config.run.storage
+        storage = None if chosen is None or "://" in chosen else Path(chosen).absolute()
+        files = SharedFiles(self._run_dir, self._model_path, transport, directory, storage)
         return SharedFilesystem(files, FileProbe(self._cluster.address))
 
     async def _serve(self, group: WorkerGroup, manifest: Manifest, paths: WeightPaths) -> RolloutReplica:

@@ -78,6 +78,7 @@ def without_effect(config: Config) -> dict[str, str]:
         _data,
         _reward,
         _validation,
+        _storage,
         _actor,
         _reference,
         _algorithm,
@@ -165,6 +166,12 @@ def _reward(config: Config) -> Iterator[Idle]:
     if not config.reward.overlong_buffer.enable:
         for key in ("len", "penalty_factor"):
             yield f"reward.overlong_buffer.{key}", "reward.overlong_buffer.enable is off"
+
+
+def _storage(config: Config) -> Iterator[Idle]:
+    if config.run.storage is None:
+        for key in ("storage_sync_s", "storage_timeout_s"):
+            yield f"run.{key}", "run.storage is not given"
 
 
 def _validation(config: Config) -> Iterator[Idle]:

@@ -63,11 +63,21 @@ class Retention:
     The newest one that the run could be resumed from stays.
     """
 
-    def __init__(self, checkpoints: Checkpoints, *, keep: int | None, told: Callable[[], int]) -> None:
-        """Keep the newest ``keep`` checkpoints (None: all). ``told`` returns the newest version in the run's record."""
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        *,
+        keep: int | None,
+        told: Callable[[], int],
+        in_use: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """Keep the newest ``keep`` checkpoints (None: all). ``told`` returns the newest version in the run's record,
+        ``in_use`` one that stays for now.
+        """
         self._checkpoints = checkpoints
         self._keep = keep
         self._told = told
+        self._in_use = in_use
         self._removing: list[Thread] = []
 
     def on_event(self, event: Event) -> None:
@@ -75,7 +85,7 @@ class Retention:
             return
         resumable = self._checkpoints.newest(range(self._told() + 1), with_critic=False)
         for version in self._checkpoints.complete(with_critic=False)[: -self._keep]:
-            if version == resumable:
+            if version in (resumable, self._in_use()):
                 continue
             try:
                 aside = self._checkpoints.set_aside(version)

@@ -146,6 +146,8 @@ class RunDirectory:
     checkpoints = _Inside("checkpoints")
     logs = _Inside("logs")
     journal = _Inside("journal")
+    storage = _Inside(".storage.json")
+    """Which state of its storage the directory has."""
     model = _Inside("model")
     _room = _Inside(".room")
 
@@ -241,7 +243,7 @@ class RunDirectory:
     def discard(self) -> None:
         """Remove what a start left that came to nothing. ``code``, and what is not Headway's, stays."""
         files = (self.config, self.events, self.metrics, self.samples, self.summary, self._room)
-        for file in (*files, self.lock, signs_of_life(self.lock), self.control):
+        for file in (*files, self.lock, signs_of_life(self.lock), self.control, self.storage):
             file.unlink(missing_ok=True)
         folders = (self.tensorboard, self.checkpoints, self.logs, self.trackers, self.profiles, self.initial_model)
         for folder in (*folders, self.journal):

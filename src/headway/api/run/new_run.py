@@ -16,6 +16,7 @@ from headway.agents.episodes.program_workers import chats_of, program_spec
 from headway.api.checks.preflight import check_inputs, check_model
 from headway.api.run.run_execution import carry_out, set_math_environment, when_saved
 from headway.api.run.training_run import WARMING, ResumeStart, StartingModel, is_of_the_end, note
+from headway.api.storage.ownership import check_storage
 from headway.cluster.machine.worker_setup import importing
 from headway.config.loading import LoadedConfig, check_changes
 from headway.config.schema import Config
@@ -52,6 +53,7 @@ def train(loaded: LoadedConfig, console: Console | None = None) -> int:
     set_math_environment(config)
     if config.run.dir is not None:
         RunDirectory(config.run.dir).check_free()  # the check of `create`, which comes after much that takes longer
+    check_storage(config, config.run.dir)
     check_trackers(config)  # all checks come before the run's directory: an error leaves no trace
     with importing():
         rows = check_inputs(config)
@@ -191,6 +193,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
             )
         if needs_critic(config):
             read_state(checkpoints.critic(version))
+        check_storage(config, path, resumed=True)
         check_trackers(config)
         with _relative_paths_explained(config):
             rows = check_inputs(config)

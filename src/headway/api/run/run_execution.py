@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 
 from headway.api.run.training_run import ResumeStart, StartingModel, TrainingRun, is_of_the_end, note
+from headway.api.storage.ownership import store_of
+from headway.api.storage.uploader import StorageUploader
 from headway.cluster.machine.worker_setup import available_cores, math_environment
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
@@ -39,12 +41,18 @@ def carry_out(
     ``prepare`` gives the model to start from; ``start`` is None for a run that begins.
     """
     config, directory = loaded.config, reports.directory
+    store = store_of(config, directory.path)
+    version = None if start is None else start.version
+    uploader = None if store is None else StorageUploader(store, reports, config, version)
     try:
         for text in loaded.notes:
             note(reports, text)
         with terminations_as_interrupts():
-            run = TrainingRun(config, rows, prepare(), reports, start)
+            run = TrainingRun(config, rows, prepare(), reports, start, uploader)
             status = asyncio.run(run.run())
+            if uploader is not None:
+                reports.phase("waiting for run.storage")
+                uploader.finish()
             if run.stop_reason is not None:  # raised before the reports close: the run is then a failed one in them
                 raise StoppedByGuard(
                     f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in "
@@ -54,6 +62,8 @@ def carry_out(
             resumable = status is Status.INTERRUPTED and bool(_saved(directory, config))
             reports.report_end(directory.model, resumable=resumable)
     except (KeyboardInterrupt, asyncio.CancelledError):
+        if uploader is not None:
+            uploader.leave()
         if _is_complete(reports) and _has_model(reports, config):
             note(reports, f"left at once; the run was complete, and its model is in {directory.model}")
         else:
@@ -63,6 +73,8 @@ def carry_out(
     except Exception as failure:
         logger.exception("the run failed")
         _fail(reports, failure)
+        if uploader is not None:
+            uploader.finish()
         changed = isinstance(failure, NothingToTrain | StoppedByGuard | NonFinite)
         refused = start.version if start is not None and isinstance(failure, UserError) else None
         if _is_complete(reports) and _has_model(reports, config):
@@ -73,6 +85,8 @@ def carry_out(
         raise
     finally:
         reports.close()
+        if uploader is not None:
+            uploader.finish_record()
     return 0 if status is Status.COMPLETED else EXIT_INTERRUPTED
 
 

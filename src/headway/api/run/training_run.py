@@ -23,6 +23,7 @@ from headway.agents.rewards.reward_workers import HOPELESS, RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec
 from headway.api.control_socket import RunControl, listening
 from headway.api.profile_window import ProfileWindow
+from headway.api.storage.uploader import StorageUploader
 from headway.config.schema import Config
 from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.data.sources import Rows, build_sources
@@ -191,15 +192,22 @@ class TrainingRun:
     """Training run, from a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
 
     def __init__(
-        self, config: Config, rows: Rows, model: StartingModel, reports: Reports, start: ResumeStart | None = None
+        self,
+        config: Config,
+        rows: Rows,
+        model: StartingModel,
+        reports: Reports,
+        start: ResumeStart | None = None,
+        uploader: StorageUploader | None = None,
     ) -> None:
-        """Prepare a run. ``start``: None for a run that begins anew."""
+        """Prepare a run. ``start``: None for a run that begins anew. ``uploader``: None for a run without storage."""
         self._config = config
         self._rows = rows
         self._model = model
         self._model_path = model.path
         self._reports = reports
         self._start = start
+        self._uploader = uploader
         self.stop_reason: str | None = None
         """Reason why the run stopped itself; None where it did not."""
 
@@ -301,9 +309,16 @@ class TrainingRun:
         )
         taken = None if self._start is None else await self._load(workers, self._start)
         checkpoints = Checkpoints(reports.directory.checkpoints)
-        retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep, told=lambda: reports.resumable)
+        uploader = self._uploader
+        retention = Retention(
+            checkpoints,
+            keep=config.trainer.max_actor_ckpt_to_keep,
+            told=lambda: reports.resumable,
+            in_use=lambda: None if uploader is None else uploader.sending,
+        )
         control.window = window = await stack.enter_async_context(self._profile_window(workers))
-        observers: list[Observer] = [reports, retention, window, *([] if journal is None else [journal])]
+        others: list[Observer | None] = [journal, uploader]
+        observers: list[Observer] = [reports, retention, window, *(one for one in others if one is not None)]
         pipeline = Pipeline(config, parts, observers, reports.directory.checkpoints, taken)
         if config.cluster.backend == "ray":  # else the trainer computes in this process
             stack.enter_context(collecting_seldom())

@@ -25,6 +25,14 @@ class RunConfig(Section):
     """Most seconds of finished work that the loss of a machine costs: the journal is on its disk by then
     (docs/resume.md). The death of a process costs none. Null: no journal, and a resumed run makes groups that were open
     again."""
+    storage: str | None = Field(None, min_length=1)
+    """Place that keeps what the run has closed, apart from ``run.dir``: a directory, or a URL of fsspec's, like
+    ``s3://bucket/run``, which needs the extra ``storage`` (docs/resume.md)."""
+    storage_sync_s: float = Field(30.0, gt=0)
+    """Seconds between two uploads of the record and the journal to ``run.storage``: the loss of ``run.dir`` costs what
+    was finished since. A checkpoint is uploaded when it is complete."""
+    storage_timeout_s: float = Field(120.0, gt=0)
+    """Seconds that the end of the run waits for ``run.storage``; one more for each MB of model and checkpoint."""
     stop_timeout_s: float = Field(60.0, gt=0)
     """Seconds within which a run ends after Ctrl-C or SIGTERM. Three quarters of them are for the version that was
     begun, which is given up then; the rest is for writing and for the workers' end. A checkpoint that needs longer is

@@ -75,6 +75,9 @@ class RunMetrics:
         """Number of times that the trainer was lost and started again."""
         self.checkpoints = {"saved": 0, "failed": 0, "snapshots": 0, "paused_s": 0.0}
         """Numbers of checkpoints and snapshots, and seconds for which training stood still to copy them."""
+        self.storage: dict[str, Any] | None = None
+        """Newest version whose checkpoint is in the run's storage, number of outages, and why something is not there
+        now; None where nothing was sent."""
         self.version = 0
         self.served: dict[str, int] = {}
         """Version that each replica has loaded."""
@@ -150,6 +153,10 @@ class RunMetrics:
                 self.checkpoints["snapshots"] += 1
             case events.CheckpointFailed():
                 self.checkpoints["failed"] += 1
+            case events.StorageReached():
+                before = self.storage or {"outages": 0, "missing": None}
+                outages = before["outages"] + (event.reason is not None and before["missing"] is None)
+                self.storage = {"version": event.version, "outages": outages, "missing": event.reason}
             case events.WorkerDescribed():
                 self.workers[event.worker] = event
             case events.BatchTaken():

@@ -197,6 +197,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "resumed": metrics.resumed,
         "trainer_restarts": metrics.trainer_restarts,
         "checkpoints": metrics.checkpoints,
+        "storage": metrics.storage,
         "fetches": totals.fetches,
         "optimizer_steps": totals.optimizer_steps,
         "skipped_steps": totals.skipped_steps,

@@ -46,7 +46,7 @@ KEPT_BYTES = 64 * 2**20
 """Most bytes of lines that are kept while a disk refuses them: minutes of a large run."""
 DENSE_PREFIXES = line_prefixes(DENSE)
 """Beginnings of lines of records in which dense events are among the others."""
-AT_ONCE = (VersionReached, RunResumed)
+AT_ONCE = (VersionReached, RunResumed, RunFinished)
 """Events that are flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
 
 

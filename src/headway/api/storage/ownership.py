@@ -1,0 +1,156 @@
+"""Ownership of a storage: it is one run's, and of its processes the one's that began or resumed it last.
+
+A process that trains writes its name into ``run.json`` when training begins. One that was taken for dead, and finds
+another name there, writes nothing any more. ``RUN/.storage.json`` says which state of a storage a run's directory has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from headway.api.storage.storage_client import ABSENT, StorageClient
+from headway.config.schema import Config
+from headway.engines.train.state_file import STATE_FILE
+from headway.errors import ConfigError, said_by
+from headway.reports.run_directory import RunDirectory
+
+RUN_FILE = "run.json"
+COMPLETE = re.compile(rf"checkpoints/version_(\d+)/{re.escape(STATE_FILE)}")
+OF_CHECKPOINT = re.compile(r"checkpoints/(?:critic/)?version_(\d+)/")
+
+Files = dict[str, list[tuple[str, int]]]
+"""Names and bytes of the pieces of each file of the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """A process's entry in its storage."""
+
+    run: str
+    """Name of the run, in all its processes."""
+    epoch: int
+    """Number of processes that have written to the storage, this one included."""
+    owner: str
+    directory: str
+
+    def manifest(self, files: Files) -> bytes:
+        """Return the content of ``run.json``."""
+        return json.dumps({**asdict(self), "files": files}).encode()
+
+    def check(self, store: StorageClient) -> None:
+        """Raise `ConfigError` where another process has taken the storage over."""
+        found = manifest_of(store)
+        if found is None or found["owner"] != self.owner:
+            was = "was removed" if found is None else f"names another process, which resumed in {found['directory']}"
+            raise ConfigError(f"{store.url}/{RUN_FILE} {was}; this process writes nothing there any more")
+
+
+def manifest_of(store: StorageClient) -> dict[str, Any] | None:
+    """Return what ``run.json`` says; None where no run is there. Raises `ConfigError` where it cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads(store.read(RUN_FILE))
+    except ABSENT:
+        return None
+    except ValueError as cause:
+        raise ConfigError(f"{store.url}/{RUN_FILE} is damaged ({said_by(cause)}); give another run.storage") from cause
+    return found
+
+
+def store_of(config: Config, run_dir: Path | None) -> StorageClient | None:
+    """Return the storage of ``config``; None where it names none. Nothing is asked of it yet.
+
+    Raises `ConfigError` for a URL that cannot be used here, and where storage and ``run_dir`` are inside each other.
+    """
+    if config.run.storage is None:
+        return None
+    store = StorageClient(config.run.storage)
+    if run_dir is not None and store.directory is not None:
+        own, there = run_dir.resolve(), store.directory.resolve()
+        if own.is_relative_to(there) or there.is_relative_to(own):
+            raise ConfigError(
+                f"run.storage={store.url} and run.dir={run_dir} are inside each other, and would be lost together; "
+                "give a directory on another disk, or a URL like s3://bucket/run"
+            )
+    return store
+
+
+def check_storage(config: Config, run_dir: Path | None, *, resumed: bool = False) -> None:
+    """Check before a start that the run may write to its storage, if it has one. Raises `ConfigError`."""
+    if (store := store_of(config, run_dir)) is not None:
+        store.check_writable()
+        try:
+            _check_ours(store, manifest_of(store), marked(RunDirectory(run_dir)) if run_dir and resumed else {})
+        except OSError as cause:
+            raise ConfigError(f"run.storage={store.url} cannot be read: {said_by(cause)}") from cause
+
+
+def _check_ours(store: StorageClient, found: dict[str, Any] | None, mark: dict[str, Any]) -> None:
+    """Raise `ConfigError` where the storage holds what is not of this run, or what is newer than the run's directory.
+
+    ``mark``: what the run's directory says of it.
+    """
+    if found is None:
+        if others := sorted(store.sizes()):
+            raise ConfigError(
+                f"run.storage={store.url} is not empty: it has {others[0]}, and holds no run; give a place of its own"
+            )
+    elif found["run"] != mark.get("run"):
+        raise ConfigError(
+            f"run.storage={store.url} holds another run, which was trained in {found['directory']}; give a place of "
+            f"this run's own, or go on with that one: headway train --resume {store.url}"
+        )
+    elif found["epoch"] > mark["epoch"]:
+        raise ConfigError(
+            f"run.storage={store.url} is ahead of this directory: the run was resumed in {found['directory']} since. "
+            "Go on there, or remove this directory, and bring the run back with: headway train "
+            f"--resume {store.url}"
+        )
+
+
+def claim(store: StorageClient, directory: RunDirectory, version: int | None) -> Ownership:
+    """Take the storage over for a process that begins, or resumes from ``version``. Later and half checkpoints go.
+
+    Raises `ConfigError` where the storage is not this run's, or no more.
+    """
+    found, mark = manifest_of(store), marked(directory)
+    _check_ours(store, found, mark)
+    epoch = 1 + max(0 if found is None else found["epoch"], mark.get("epoch", 0))
+    own = Ownership(mark.get("run") or uuid4().hex, epoch, uuid4().hex, str(directory.path.resolve()))
+    write_mark(directory, own.run, epoch)  # first: a process that ends in between may still go on here
+    there = store.sizes("checkpoints")
+    whole = [number for number in complete_versions(there) if version is not None and number <= version]
+    store.remove(left_over(there, whole.__contains__))
+    files: Files = {} if found is None else found["files"]
+    store.put(RUN_FILE, own.manifest(files))
+    return own
+
+
+def write_mark(directory: RunDirectory, run: str, epoch: int) -> None:
+    """Note in the run's directory which state of the storage it has."""
+    directory.storage.write_text(json.dumps({"run": run, "epoch": epoch}), encoding="utf-8")
+
+
+def marked(directory: RunDirectory) -> dict[str, Any]:
+    """Return which state of a storage the run's directory has; nothing for none."""
+    try:
+        mark: dict[str, Any] = json.loads(directory.storage.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return mark
+
+
+def complete_versions(names: Iterable[str]) -> list[int]:
+    """Return the versions whose checkpoints are complete among the files of a storage, ascending."""
+    return sorted(int(found[1]) for name in names if (found := COMPLETE.fullmatch(name)))
+
+
+def left_over(names: Iterable[str], kept: Callable[[int], bool]) -> list[str]:
+    """Return the files of checkpoints that are not ``kept``, those that make them complete first."""
+    found = [name for name in names if (version := OF_CHECKPOINT.match(name)) and not kept(int(version[1]))]
+    return sorted(found, key=lambda name: not COMPLETE.fullmatch(name))

@@ -1,0 +1,140 @@
+"""Client of a run's storage, an object store or a directory by its URL: few operations, each with a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+from headway.errors import ConfigError, said_by
+
+OPERATION_S = 60.0
+"""Seconds that an operation may take, apart from its bytes."""
+SLOWEST = 2**20
+"""Bytes a second with which the slowest storage is counted on."""
+DRAFT = ".draft"
+"""End of the name of a file that is being written, in a directory; an object store shows whole objects alone."""
+ABSENT = (FileNotFoundError, NotADirectoryError)
+S3: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 3}}
+R = TypeVar("R")
+
+
+class StorageClient:
+    """Files below a URL that fsspec knows, like ``s3://bucket/run``, or below the path of a directory.
+
+    Example:
+        >>> store = StorageClient("memory://example/run")
+        >>> store.put("a/b", b"text")
+        >>> store.sizes(), store.read("a/b")
+        ({'a/b': 4}, b'text')
+    """
+
+    def __init__(self, url: str) -> None:
+        """Raises `ConfigError` where fsspec does not know the URL's protocol, or its package is not installed."""
+        import fsspec
+
+        self.url = url.rstrip("/") or "/"
+        protocol = url.partition("://")[0] if "://" in url else "file"
+        options: dict[str, Any] = {"config_kwargs": S3} if protocol in ("s3", "s3a") else {}
+        try:
+            is_directory = "file" in fsspec.get_filesystem_class(protocol).protocol
+            if is_directory:
+                options = {"auto_mkdir": True}
+            self._fs, self._root = fsspec.url_to_fs(
+                self.url, use_listings_cache=False, skip_instance_cache=True, **options
+            )
+        except ImportError as cause:
+            todo = "install it with pip install 'headway[storage]'" if options else "install it"
+            raise ConfigError(
+                f"run.storage={url} needs a package that is not installed here ({cause}); {todo}"
+            ) from None
+        except ValueError as cause:
+            raise ConfigError(
+                f"run.storage={url}: {cause}; expected the path of a directory, or a URL like s3://bucket/run"
+            ) from None
+        self.directory = Path(self._root) if is_directory else None
+        """The directory; None for an object store."""
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Return the bytes of each file, by its name; of those below a folder, where one is given. Raises `OSError`."""
+        try:
+            found = _within(OPERATION_S, lambda: self._fs.find(self._path(below), detail=True))
+        except ABSENT:
+            return {}
+        names = {path.removeprefix(self._root).lstrip("/"): entry["size"] for path, entry in found.items()}
+        return {name: size for name, size in names.items() if not name.endswith(DRAFT)}
+
+    def read(self, name: str) -> bytes:
+        data: bytes = _within(OPERATION_S, lambda: self._fs.cat_file(self._path(name)))
+        return data
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file, whole or not at all."""
+        path = self._path(name)
+        draft = path + DRAFT if self.directory is not None else path
+
+        def put() -> None:
+            self._fs.pipe_file(draft, data)
+            if draft != path:
+                Path(draft).replace(path)
+
+        _within(_seconds(len(data)), put)
+
+    def send(self, file: Path, name: str) -> None:
+        """Copy a local ``file``, of any size. Verify afterwards: what is copied when it fails may be cut off."""
+        _within(_seconds(file.stat().st_size), lambda: self._fs.put_file(str(file), self._path(name)))
+
+    def fetch(self, name: str, file: Path, size: int) -> None:
+        """Copy a file of ``size`` bytes to the local ``file``."""
+        _within(_seconds(size), lambda: self._fs.get_file(self._path(name), str(file)))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, in this order; those that are gone are passed over."""
+        for name in names:
+            with suppress(*ABSENT):
+                _within(OPERATION_S, partial(self._fs.rm_file, self._path(name)))
+
+    def check_writable(self) -> None:
+        """Write, read and remove a file. Raises `ConfigError`."""
+        probe = ".headway-probe"
+        try:
+            self.put(probe, b"probe")
+            self.read(probe)
+            self.remove([probe])
+        except Exception as cause:
+            absent = isinstance(cause, FileNotFoundError) and self.directory is None
+            why = "its bucket does not exist" if absent else f"it cannot be written: {said_by(cause)}"
+            raise ConfigError(
+                f"run.storage={self.url}: {why}. A file {probe} was to be written there, read and removed; give a "
+                "place that this machine may write to, with its credentials in the environment, or drop run.storage"
+            ) from cause
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else str(self._root)
+
+
+def _seconds(nbytes: int) -> float:
+    return OPERATION_S + nbytes / SLOWEST
+
+
+def _within(limit_s: float, operation: Callable[[], R]) -> R:
+    """Return what ``operation`` returns. Raises `TimeoutError` after ``limit_s``: its thread is then left alone."""
+    future: Future[R] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(operation())
+        except BaseException as failure:
+            future.set_exception(failure)
+
+    Thread(target=work, name="headway-storage-operation", daemon=True).start()
+    try:
+        return future.result(limit_s)
+    except TimeoutError:
+        if future.done():
+            raise
+        raise TimeoutError(f"the storage did not answer for {limit_s:.0f} s") from None
