@@ -148,10 +148,9 @@ class Overlapped(Schedule):
         self, copy: str, receivers: Sequence[ReceiverClient], version: int, probe: Probe | None
     ) -> tuple[Delivery, Sequence[LoadCost | None]]:
         async with self._turns.setdefault(copy, asyncio.Lock()):
-            loaded = self._state.staleness.loaded
-            receivers = [
-                receiver for receiver in receivers if loaded.get(receiver.name, receiver.version) != version
-            ]  # meanwhile
+            loaded = self._state.staleness.loaded  # meanwhile; a replica that joins has loaded nothing, not version 0
+            others = {one.name: one.version for one in receivers if not isinstance(one, Replica)}
+            receivers = [one for one in receivers if (loaded | others).get(one.name) != version]
             if not receivers or self._are_overtaken(receivers, version):
                 return Delivery(), ()
             await self._loading.make_ready(receivers)
