@@ -145,7 +145,6 @@ class Chaos:
         """Problems that were found before."""
         self.proof = evidence.Evidence()
         self.attending = self.start()
-        self.growth = Growth(self.pids, self.directory_of_run)
 
     def pids(self) -> list[int]:
         return [pid for machine in self.machines.by_name.values() for pid in machine.processes("")]
@@ -171,6 +170,7 @@ class Chaos:
         """Return what went wrong, fault after fault and at the end."""
         self.wait(lambda: any(self.directory_of_run.glob("checkpoints/version_*")), "a checkpoint")
         self.next_step(self.size())
+        self.growth = Growth(self.pids, self.directory_of_run)  # not before: a start takes memory that stays
         while (number := len(self.rows)) < self.chosen.faults:
             row = self.one(number)
             self.rows.append(row)
