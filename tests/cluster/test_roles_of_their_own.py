@@ -344,7 +344,7 @@ async def test_one_process_has_one_rank_of_the_critic(tiny_model: str, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("workers_can_import_tests")
-async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
+async def test_on_ray_a_version_equals_one_process_and_the_death_of_a_copy_is_told(
     tiny_model: str, tmp_path: Path
 ) -> None:
     """Starts a Ray of its own and five workers that import torch."""
@@ -362,7 +362,7 @@ async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
         assert isinstance(copy, LogpReceiver)
         [rank] = copy._ranks.workers
         assert isinstance(rank, RayWorker) and rank.pid is not None
-        death = asyncio.create_task(workers.watch())
+        death = asyncio.create_task(workers.restartable[LOGP].watch())
         os.kill(rank.pid, signal.SIGKILL)
         async with asyncio.timeout(60):
             with pytest.raises(WorkerDied, match=r"worker logp-0 died.*logp-0\.log"):
