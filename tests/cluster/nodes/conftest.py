@@ -19,7 +19,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name == "test_silent_machine.py")
     for item in items:
         if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.timeout(600), append=False)
+            limit = 1500 if item.path.stem == "test_chaos" else 600
+            item.add_marker(pytest.mark.timeout(limit), append=False)
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,8 @@ EIGHT = (
 
 
 def test_eight_faults_lose_nothing_and_leave_nothing(possible: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Takes long, four minutes alone: Ray on three machines, a run, and each time a few steps before a fault, the fault
-    itself, and what is started anew until the next step.
+    """Takes long, nine minutes on two cores on which others compute: Ray on three machines, a run, and each time a few
+    steps before a fault, the fault itself, and what is started anew until the next step.
     """
     with pytest.raises(SystemExit) as ended:
         chaos.main(["--faults", "8", "--life", "2", "--only", ",".join(EIGHT)])
