@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -121,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             chaos = Chaos(made, directory, chosen)
             problems = chaos.run()
             chaos.growth.close()
+            chaos.over.set()
             print(markdown(table(chaos.rows)), chaos.proof, markdown(chaos.growth.table()), sep="\n")
             print("\n".join(problems) or "ledgers balance; nothing was lost, trained twice or left behind")
     sys.exit(bool(problems))
@@ -144,7 +146,15 @@ class Chaos:
         self.told: set[str] = set()
         """Problems that were found before."""
         self.proof = evidence.Evidence()
+        self.over = threading.Event()
+        threading.Thread(target=self.keep, daemon=True).start()
         self.attending = self.start()
+
+    def keep(self) -> None:
+        """Keep what the journal removes: a version may take less than a second."""
+        while not self.over.wait(0.2):
+            with suppress(OSError):  # the disk may be full
+                evidence.keep(self.directory_of_run, self.kept)
 
     def pids(self) -> list[int]:
         return [pid for machine in self.machines.by_name.values() for pid in machine.processes("")]
@@ -258,7 +268,6 @@ class Chaos:
         """What ``look`` finds within `AIM_S`."""
         deadline = time.monotonic() + AIM_S
         while not (found := look()) and time.monotonic() < deadline:
-            evidence.keep(self.directory_of_run, self.kept)
             time.sleep(0.002)
         return found
 
@@ -303,14 +312,12 @@ class Chaos:
                 raise TimeoutError(f"no {what} within {timeout_s:g} s")
             if tend:
                 self.boot()
-            evidence.keep(self.directory_of_run, self.kept)
             time.sleep(0.1)
 
     # ---------------------------------------------------------------------------------------- what is wrong
 
     def wrong(self, *, tokens: bool = True) -> list[str]:
         """Problems of the run so far that were not told before; ``tokens``: those of all trained tokens, too."""
-        evidence.keep(self.directory_of_run, self.kept)
         found = []
         if tokens:
             self.proof = evidence.examine(self.directory_of_run, self.kept)
