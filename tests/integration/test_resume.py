@@ -246,7 +246,7 @@ def test_a_training_rank_that_is_lost_is_started_again_inside_the_run_bit_for_bi
     wait_for(REACHED, process, run_dir, times=3)
     os.kill(next(pid for pid in descendants(process.pid) if "actor-0" in title(pid)), how)
     killed = time.time()
-    wait_for("trainer.lost", process, run_dir)
+    wait_for("ranks.lost", process, run_dir)
     assert time.time() - killed < 10, "a stopped process is a fact, and no matter of a limit"
     code, output = finish(process)
     assert code == 0, output
