@@ -6,7 +6,7 @@ share that clock; their spans arrive as ``[start, end]`` pairs on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import field
 from typing import Protocol
 
@@ -412,9 +412,7 @@ class RunResumed(Event):
 
 @event("checkpoint.copied", "span")
 class CheckpointCopied(Event):
-    """Event: training stood still during ``span``, until the state of ``version`` was copied for a checkpoint or a
-    snapshot.
-    """
+    """Event: training stood still during ``span``, while ``version`` was copied for a checkpoint or a snapshot."""
 
     version: int
     span: Span
@@ -498,13 +496,3 @@ class Observer(Protocol):
 
 
 Emit = Callable[[Event], None]
-
-
-def fan_out(observers: Sequence[Observer]) -> Emit:
-    """Return one function that hands an event to every observer, in the order given."""
-
-    def emit(event: Event) -> None:
-        for observer in observers:
-            observer.on_event(event)
-
-    return emit

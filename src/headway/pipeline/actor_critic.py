@@ -374,8 +374,9 @@ class Critic:
             self._changed.changed()
 
     async def redo(self, batches: Sequence[TrainBatch]) -> int:
-        """Train ranks of its own, which hold a checkpoint or the initial model, on those of ``batches`` that the critic
-        was trained on, and begin the one that is open. Returns the number of the former.
+        """Train ranks of its own anew on those of ``batches`` that the critic was trained on, and begin the open one.
+
+        The ranks hold a checkpoint or the initial model. Returns the number of batches that were trained on.
         """
         trained = [batch for batch in batches if batch.index < self._trained]
         for batch in trained:

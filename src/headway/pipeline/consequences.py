@@ -1,4 +1,4 @@
-"""What follows a failure: one decision for all that a run can lose.
+"""Consequences of a failure: one decision for all that a run can lose.
 
 a try is left                  ▶ again, with the same members: nobody is to blame yet
 a start is left                ▶ another one takes the place of what was lost
@@ -15,7 +15,7 @@ from headway.pipeline.admission.pipeline_state import now
 
 
 class Consequence(Enum):
-    """What follows a failure."""
+    """Consequence of a failure."""
 
     AGAIN = auto()
     REPLACED = auto()
@@ -24,7 +24,7 @@ class Consequence(Enum):
 
 
 def what_follows(*, tries: int = 0, starts: int = 0, others: bool = False) -> Consequence:
-    """Decide what follows a failure, by the ``tries`` and ``starts`` that are left, and whether ``others`` go on."""
+    """Return what follows, by the ``tries`` and ``starts`` that are left, and whether ``others`` go on."""
     if tries > 0:
         return Consequence.AGAIN
     if starts > 0:

@@ -23,7 +23,7 @@ from headway.data.interfaces.training import AdvantageFn, CriticEngine, LogProbE
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.data.mixing import share_of
 from headway.data.types import Prompt
-from headway.events import Emit, Observer, fan_out
+from headway.events import Emit, Event, Observer
 from headway.pipeline.actor_critic import Actor, Critic
 from headway.pipeline.admission.ledger import Ledger
 from headway.pipeline.admission.message_queue import MessageQueue
@@ -122,7 +122,7 @@ class Wiring:
     def __init__(self, config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> None:
         """Build the run. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
         movement = Movement()
-        emit = fan_out([*observers, movement])
+        emit = _fan_out([*observers, movement])
         timeouts = parts.timeouts or Timeouts.of(config)
         self.state = state = _state(config, parts, emit)
         self.scoring = Scoring(parts.reward)
@@ -242,6 +242,16 @@ class Wiring:
             self.param_update,
             Validate(config, state, validations, pool, validators, scoring, tokens),
         )
+
+
+def _fan_out(observers: Sequence[Observer]) -> Emit:
+    """Return one function that hands an event to every observer, in the order given."""
+
+    def emit(event: Event) -> None:
+        for observer in observers:
+            observer.on_event(event)
+
+    return emit
 
 
 def _existing(*stages: AnyStage | None) -> list[AnyStage]:

@@ -245,7 +245,7 @@ class Timeouts:
 
     @property
     def unanswered_s(self) -> float:
-        """A worker has answered a heartbeat, whatever it does: a step of an engine may take longer."""
+        """Seconds within which a worker answers a heartbeat, also in a step of an engine."""
         return min(max(2 * HEARTBEAT_S, self.answer_s), 0.75 * self.trainer_quiet_s)
 
     @property

@@ -173,7 +173,7 @@ class RunState:
         self.check_balance()
 
     def _reopens(self, state: Mapping[str, Any]) -> bool:
-        """Read the journal. Returns whether open groups go on: it is this run's, and no setting of theirs changed."""
+        """Read the journal. Returns True where open groups go on: it is this run's, with the same settings for them."""
         if self.journal is None:
             return False
 
