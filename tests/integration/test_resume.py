@@ -82,7 +82,8 @@ def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit
     assert (told["resumed"], told["balanced"], told["groups"]) == (1, True, expected["groups"])
     assert told["eval"] == expected["eval"]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["version"] for row in rows] == [0, 1, 2, 3, 4]
+    for part in ("actor/optimizer_steps", "validation/accuracy"):  # in one row, or in two where a validation ends late
+        assert [row["version"] for row in rows if part in row] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -14,7 +14,16 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headway.errors import DataError, UserError
-from headway.events import CheckpointSaved, Note, RunResumed, RunStarted, VersionReached
+from headway.events import (
+    CheckpointSaved,
+    Event,
+    Note,
+    RunResumed,
+    RunStarted,
+    UpdateFinished,
+    ValidationFinished,
+    VersionReached,
+)
 from headway.pipeline.recovery.checkpoint_manager import balance
 from headway.reports.checkpoint_folders import Checkpoints, Retention
 from headway.reports.record.events_file import read_events
@@ -58,8 +67,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def killed(folder: Path, at: float) -> tuple[Path, dict[str, Any]]:
-    """What a kill leaves, the last line half written; and the driver's state of the last checkpoint."""
+def killed(folder: Path, at: float, checkpoint: int = -1) -> tuple[Path, dict[str, Any]]:
+    """What a kill leaves, the last line half written; and the driver's state of a checkpoint, by default the last."""
     reports = open_reports(SCENARIO.config, folder / "before", quiet())
     run = observed(SCENARIO, reports, at)
     reports._events._look_beside(wait=True)  # a kill may come earlier; this one finds all segments sealed, every time
@@ -67,7 +76,7 @@ def killed(folder: Path, at: float) -> tuple[Path, dict[str, Any]]:
     reports.close()
     with (left / "events.jsonl").open("a") as file:
         file.write('{"kind": "note", "ti')
-    return left, json.loads(json.dumps(run.trainer.saved[-1][1]))
+    return left, json.loads(json.dumps(run.trainer.saved[checkpoint][1]))
 
 
 def resumed(directory: Path, state: dict[str, Any], killed_at: float | None = None) -> Run:
@@ -98,6 +107,37 @@ def test_a_resumed_run_reports_what_an_undisturbed_one_does(
     for key in ("status", "groups", "balanced", "eval", "lag", "version", "optimizer_steps", "fetches", "wall_s"):
         assert told[key] == expected[key], key
     assert told["balanced"]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_the_row_of_a_validation_that_ends_late_is_there_once_whether_it_survives_or_is_undone(
+    undisturbed: Path, tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run trains what it kept at once, beside its first validation, whose version's row is then closed first."""
+    if large:
+        monkeypatch.setattr("headway.reports.record.events_file.SEGMENT_BYTES", 1)
+    emit, late = Reports.emit, {0, 2}
+    held: dict[int, Event] = {}
+
+    def emit_late(reports: Reports, event: Event) -> None:
+        if isinstance(event, ValidationFinished) and event.version in late:
+            held[event.version] = event
+            return
+        emit(reports, event)
+        if isinstance(event, UpdateFinished) and event.version - 1 in held:
+            emit(reports, replace(held.pop(event.version - 1), time=event.time))
+
+    monkeypatch.setattr(Reports, "emit", emit_late)
+    directory, state = killed(tmp_path, 33.0, checkpoint=-2)
+    assert [row["version"] for row in rows(directory)] == [0, 0, 1, 2, 2]
+    assert state["version"] == 2, "of the late rows the first survives, and the second is undone"
+    resumed(directory, state)
+    expected = rows(undisturbed)
+    assert [row["version"] for row in rows(directory)] == [0, 0, 1, 2, 2, *(row["version"] for row in expected[3:])]
+    whole: dict[int, dict[str, Any]] = {}
+    for row in rows(directory):
+        whole.setdefault(row["version"], {}).update(row)
+    assert list(whole.values()) == expected
 
 
 def test_a_run_may_be_resumed_and_killed_again_and_again(undisturbed: Path, tmp_path: Path) -> None:
