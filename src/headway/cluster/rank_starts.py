@@ -158,13 +158,15 @@ class RankStarts:
         try:
             async with asyncio.timeout(self._timeouts.start_s):
                 await waits.wait(f"{group.name} to end", _all_killed(group.workers))
-                workers = []
+                found = []
                 for spec in specs:
                     name = f"{spec.name}+{number}"
                     device = await waits.wait(f"a device for {name}", self._cluster.find_place(spec))
-                    workers.append(self._cluster.launch(replace(spec, name=name, device=device)))
-                    self._undo.push_async_callback(workers[-1].kill)
-                group.consist_of(workers)
+                    found.append(replace(spec, name=name, device=device))
+                workers = [self._cluster.launch(spec) for spec in found]
+                group.consist_of(workers)  # at once: the next restart ends those of the group alone
+                for worker in workers:
+                    self._undo.push_async_callback(worker.kill)
                 await concurrently(waits.wait(f"{worker.name} to start", worker.up()) for worker in workers)
                 store = await build_group(group, waits)
                 assert store is not None, "ranks of one process are not started again"
@@ -226,5 +228,5 @@ async def _all_killed(workers: Sequence[Worker]) -> None:
 
 
 async def result_of(method: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Return a coroutine of ``call``, which begins when it is awaited."""
+    """Call a group's ``method`` when this is awaited, and return its result."""
     return await method(*args)

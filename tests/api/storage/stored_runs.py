@@ -42,9 +42,9 @@ class FaultyStore(StorageClient):
         self._count(f"send {name}")
         super().send(file, name)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, size: int = 0) -> bytes:
         self._count(f"read {name}")
-        return super().read(name)
+        return super().read(name, size)
 
     def sizes(self, below: str = "") -> dict[str, int]:
         self._count(f"list {below}")

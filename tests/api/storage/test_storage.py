@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -154,6 +155,57 @@ def test_a_process_that_was_taken_for_dead_writes_nothing_once_another_one_goes_
     assert store.sizes() == before
     with pytest.raises(ConfigError, match=r"is ahead of this directory: the run was resumed in .*fresh since"):
         check_storage(config, reports.directory.path, resumed=True)
+
+
+def test_a_process_that_stood_still_while_another_one_took_over_neither_writes_nor_stops_it(
+    url: str, tmp_path: Path
+) -> None:
+    config, reports = stored(url, tmp_path / "run")
+    dead, store = uploader_of(config, reports)
+    reach(reports, 1)
+    dead.send_changes()
+    old = store.read("run.json")
+    brought_back(url, tmp_path / "other", lambda text: None)
+    other_config, others = stored(url, tmp_path / "fresh")
+    shutil.copytree(tmp_path / "other", others.directory.path, dirs_exist_ok=True)
+    other, _ = uploader_of(other_config, others, start=1)
+    reach(reports, 2)
+    put = store.put
+
+    def take_over(name: str, data: bytes) -> None:
+        store.put = put  # type: ignore[method-assign]
+        other.send_changes()
+        put(name, data)
+
+    store.put = take_over  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="names another process"):
+        dead.send_changes()
+    newer = json.loads(store.read("run.json"))
+    store.put("run.json", old)  # it stood still between the question and the answer
+    other.send_changes()
+    assert json.loads(store.read("run.json")) == newer, "the later process goes on"
+    with pytest.raises(ConfigError, match="names another process"):
+        dead.send_changes()
+
+
+def test_an_operation_that_did_not_answer_in_time_never_replaces_what_was_written_later(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, goes_on = StorageClient(url), Event()
+    pipe_file = store._fs.pipe_file
+
+    def slow(path: str, data: bytes) -> None:
+        goes_on.wait(5.0)
+        pipe_file(path, data)
+
+    monkeypatch.setattr("headway.api.storage.storage_client.OPERATION_S", 0.05)
+    monkeypatch.setattr(store._fs, "pipe_file", slow)
+    for data in (b"older", b"refused"):
+        with pytest.raises(TimeoutError, match="the storage did not answer for 0 s"):
+            store.put("file", data)
+    goes_on.set()
+    store.put("file", b"newer")
+    assert store.read("file") == b"newer"
 
 
 def test_an_outage_is_told_once_and_so_is_its_end_and_the_summary_has_both(url: str, tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def brought_back(url: str, run_dir: Path | None, tell: Callable[[str], None]) ->
             path = directory.path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                for piece, _ in files[name]:
-                    file.write(store.read(piece))
+                for piece, nbytes in files[name]:
+                    file.write(store.read(piece, nbytes))
             if path == directory.events:
                 write_mark(directory, found["run"], found["epoch"])
         directory.tensorboard.mkdir(exist_ok=True)

@@ -43,12 +43,17 @@ class Ownership:
         """Return the content of ``run.json``."""
         return json.dumps({**asdict(self), "files": files}).encode()
 
-    def check(self, store: StorageClient) -> None:
-        """Raise `ConfigError` where another process has taken the storage over."""
+    def check(self, store: StorageClient) -> bool:
+        """Raise `ConfigError` where another process has taken the storage over. Returns False where an earlier one,
+        which did not know of this one yet, has written ``run.json`` since.
+        """
         found = manifest_of(store)
+        if found is not None and found["epoch"] < self.epoch:
+            return False
         if found is None or found["owner"] != self.owner:
             was = "was removed" if found is None else f"names another process, which resumed in {found['directory']}"
             raise ConfigError(f"{store.url}/{RUN_FILE} {was}; this process writes nothing there any more")
+        return True
 
 
 def manifest_of(store: StorageClient) -> dict[str, Any] | None:
@@ -133,7 +138,9 @@ def claim(store: StorageClient, directory: RunDirectory, version: int | None) ->
 
 def write_mark(directory: RunDirectory, run: str, epoch: int) -> None:
     """Note in the run's directory which state of the storage it has."""
-    directory.storage.write_text(json.dumps({"run": run, "epoch": epoch}), encoding="utf-8")
+    draft = directory.storage.with_suffix(".tmp")
+    draft.write_text(json.dumps({"run": run, "epoch": epoch}), encoding="utf-8")
+    draft.replace(directory.storage)  # whole at any moment: without it the storage counts as another run's
 
 
 def marked(directory: RunDirectory) -> dict[str, Any]:

@@ -26,6 +26,9 @@ R = TypeVar("R")
 class StorageClient:
     """Files below a URL that fsspec knows, like ``s3://bucket/run``, or below the path of a directory.
 
+    An operation that has not answered in time goes on in its thread. The next one begins after it has ended, so that an
+    older content never replaces a newer one.
+
     Example:
         >>> store = StorageClient("memory://example/run")
         >>> store.put("a/b", b"text")
@@ -58,18 +61,21 @@ class StorageClient:
             ) from None
         self.directory = Path(self._root) if is_directory else None
         """The directory; None for an object store."""
+        self._last: Future[Any] | None = None
+        """Result of the last operation."""
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Return the bytes of each file, by its name; of those below a folder, where one is given. Raises `OSError`."""
         try:
-            found = _within(OPERATION_S, lambda: self._fs.find(self._path(below), detail=True))
+            found = self._within(OPERATION_S, lambda: self._fs.find(self._path(below), detail=True))
         except ABSENT:
             return {}
         names = {path.removeprefix(self._root).lstrip("/"): entry["size"] for path, entry in found.items()}
         return {name: size for name, size in names.items() if not name.endswith(DRAFT)}
 
-    def read(self, name: str) -> bytes:
-        data: bytes = _within(OPERATION_S, lambda: self._fs.cat_file(self._path(name)))
+    def read(self, name: str, size: int = 0) -> bytes:
+        """Return a file's content. ``size``: its bytes, where they may be many."""
+        data: bytes = self._within(_seconds(size), lambda: self._fs.cat_file(self._path(name)))
         return data
 
     def put(self, name: str, data: bytes) -> None:
@@ -82,21 +88,21 @@ class StorageClient:
             if draft != path:
                 Path(draft).replace(path)
 
-        _within(_seconds(len(data)), put)
+        self._within(_seconds(len(data)), put)
 
     def send(self, file: Path, name: str) -> None:
         """Copy a local ``file``, of any size. Verify afterwards: what is copied when it fails may be cut off."""
-        _within(_seconds(file.stat().st_size), lambda: self._fs.put_file(str(file), self._path(name)))
+        self._within(_seconds(file.stat().st_size), lambda: self._fs.put_file(str(file), self._path(name)))
 
     def fetch(self, name: str, file: Path, size: int) -> None:
         """Copy a file of ``size`` bytes to the local ``file``."""
-        _within(_seconds(size), lambda: self._fs.get_file(self._path(name), str(file)))
+        self._within(_seconds(size), lambda: self._fs.get_file(self._path(name), str(file)))
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, in this order; those that are gone are passed over."""
         for name in names:
             with suppress(*ABSENT):
-                _within(OPERATION_S, partial(self._fs.rm_file, self._path(name)))
+                self._within(OPERATION_S, partial(self._fs.rm_file, self._path(name)))
 
     def check_writable(self) -> None:
         """Write, read and remove a file. Raises `ConfigError`."""
@@ -113,28 +119,30 @@ class StorageClient:
                 "place that this machine may write to, with its credentials in the environment, or drop run.storage"
             ) from cause
 
+    def _within(self, limit_s: float, operation: Callable[[], R]) -> R:
+        """Return what ``operation`` returns. Raises `TimeoutError` after ``limit_s``: its thread is then left alone."""
+        before, future = self._last, Future[R]()
+
+        def work() -> None:
+            try:
+                future.set_result(operation())
+            except BaseException as failure:
+                future.set_exception(failure)
+
+        try:
+            if before is not None:
+                before.exception(limit_s)
+            self._last = future
+            Thread(target=work, name="headway-storage-operation", daemon=True).start()
+            return future.result(limit_s)
+        except TimeoutError:
+            if future.done():
+                raise
+            raise TimeoutError(f"the storage did not answer for {limit_s:.0f} s") from None
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else str(self._root)
 
 
 def _seconds(nbytes: int) -> float:
     return OPERATION_S + nbytes / SLOWEST
-
-
-def _within(limit_s: float, operation: Callable[[], R]) -> R:
-    """Return what ``operation`` returns. Raises `TimeoutError` after ``limit_s``: its thread is then left alone."""
-    future: Future[R] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(operation())
-        except BaseException as failure:
-            future.set_exception(failure)
-
-    Thread(target=work, name="headway-storage-operation", daemon=True).start()
-    try:
-        return future.result(limit_s)
-    except TimeoutError:
-        if future.done():
-            raise
-        raise TimeoutError(f"the storage did not answer for {limit_s:.0f} s") from None

@@ -175,8 +175,8 @@ class StorageUploader:
         """Make one pass. Raises what the storage raises, and `UserError` where it is not this process's any more."""
         if self._own is None:
             self._own = claim(self._store, self._directory, self._start)
-        else:
-            self._own.check(self._store)
+        elif not self._own.check(self._store):
+            self._manifest = None
         saved = [v for v in self._checkpoints.complete(with_critic=self._critic) if v <= self._reports.resumable]
         self._send_record(self._own)
         if saved:
@@ -199,13 +199,14 @@ class StorageUploader:
         for name in [name for name in self._files if name not in names]:
             self._obsolete += [piece for piece, _ in self._files.pop(name)]
         if (manifest := own.manifest(self._files)) != self._manifest:
+            own.check(self._store)  # again: pieces take long, and this process may have stood still
             self._store.put(RUN_FILE, manifest)
             if self._manifest is None:  # what earlier processes of the run have left
                 used = {piece for pieces in self._files.values() for piece, _ in pieces}
                 self._obsolete = [name for name in self._store.sizes(PIECES) if name not in used]
             self._manifest = manifest
-            self._store.remove(self._obsolete)  # only now: what was written before names them
-            self._obsolete.clear()
+        self._store.remove(self._obsolete)  # only now: what was written before names them
+        self._obsolete.clear()
 
     def _send_file(self, path: Path, size: int | None, epoch: int, *, grows: bool) -> None:
         """Send what is new in a file, up to ``size``. Raises `_Moved` where it is another one meanwhile."""
