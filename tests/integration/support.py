@@ -170,4 +170,12 @@ def _output(pid: int) -> str:
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if _command_line(pid)]
+
+
+def _command_line(pid: int) -> bytes:
+    """Empty for a process that is gone, also where it goes between the opening of the file and the reading."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
