@@ -92,7 +92,7 @@ class Side:
         if packing != "padded" and self._engine.padded is not None:
             raise RuntimeError(f"the engine pads rows that are to be {packing}: {self._engine.padded}")
         self._found: dict[str, torch.Tensor] | None = None
-        self._engine._learner._update = self._keep  # type: ignore[method-assign]
+        self._engine.learner._update = self._keep  # type: ignore[method-assign]
 
     def _keep(self, grad_norm: float, lr: float) -> None:
         if self._found is not None:

@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -43,10 +43,9 @@ def small_disk(path: Path, size: int) -> Iterator[Callable[[bool], None]]:
     hog = path / ".hog"
 
     def fill(full: bool) -> None:
-        with hog.open("wb") as file:
-            left = os.statvfs(path)
-            if full:
-                os.posix_fallocate(file.fileno(), 0, left.f_bavail * left.f_frsize)
+        with hog.open("wb", buffering=0) as file, suppress(OSError):  # the end: no space is left
+            while full:
+                file.write(bytes(2**16))
 
     try:
         yield fill

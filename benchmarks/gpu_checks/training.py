@@ -119,7 +119,7 @@ def compare(
             assert parameter.grad is not None
             gradient[name] = _full(parameter.grad)
 
-    engine._learner._optimizer.register_step_pre_hook(keep)
+    engine.learner._optimizer.register_step_pre_hook(keep)
     report = engine.train_step(share, StepContext())
     require(not report.skipped, f"{dtype}: the step was skipped: loss {report.metrics['loss']}")
     found = {"gradient": distance(gradient, expected.gradient), "loss": abs(report.metrics["loss"] - expected.loss)}
