@@ -36,6 +36,7 @@ from tests.full_disk import small_disk
 from tests.integration import support
 from tests.integration.support import START_S, alive, events, finish, make_job, run_here, start, summary, wait_for
 from tests.integration.test_on_policy import weights
+from tests.tiers import mostly_slow
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
@@ -396,7 +397,7 @@ def test_a_full_disk_at_one_checkpoint_is_told_and_training_goes_on_as_if_nothin
     assert weights(run_dir / "model") == weights(tmp_path / "undisturbed" / "model")
 
 
-@pytest.mark.parametrize("in_a_row", [2, 3])
+@mostly_slow("in_a_row", [2, 3], quick=[2])
 def test_a_disk_that_is_full_for_some_checkpoints_keeps_the_last_good_one(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_row: int
 ) -> None:
@@ -430,6 +431,7 @@ def test_a_disk_that_is_full_for_some_checkpoints_keeps_the_last_good_one(
             assert summary(run_dir)["resumed"] == 1
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_three_checkpoints_is_one_message_and_half_a_checkpoint_is_removed(
     recipe: Path, tmp_path: Path
 ) -> None:

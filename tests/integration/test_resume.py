@@ -104,7 +104,8 @@ def test_a_run_whose_directory_is_lost_is_brought_back_from_its_storage_bit_for_
     assert told["storage"] == {"version": 4, "outages": 0, "missing": None}
 
 
-@mostly_slow("backend", ["inline", "ray"], quick=["inline"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inline", "ray"])
 def test_what_was_trained_since_the_checkpoint_is_trained_again_on_the_same_tokens_and_nothing_is_lost(
     recipe: Path, tmp_path: Path, backend: str
 ) -> None:
@@ -134,7 +135,8 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_on_the_same_toke
     assert proved.problems == []
 
 
-@mostly_slow("backend", ["inline", "ray"], quick=["inline"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inline", "ray"])
 def test_on_half_the_replicas_and_twice_the_ranks_no_finished_answer_is_sampled_again(
     recipe: Path, tmp_path: Path, backend: str
 ) -> None:
