@@ -185,6 +185,23 @@ def test_it_is_lost_while_it_is_started():
     assert trainer(run).life.restarts >= 2
 
 
+def test_it_is_stopped_while_its_batches_are_trained_on_again():
+    def script(run: Run) -> None:
+        def stop() -> None:
+            trainer(run).life.silent, trainer(run).life.looks = True, ProcessLook("TTTT", 1.0)
+
+        def on(event: Event) -> None:
+            if isinstance(event, RanksLost):
+                run.recorder.on = lambda event: None
+                asyncio.get_running_loop().call_later(4.5, stop)
+
+        run.recorder.on = on
+
+    run = scenario("async_partial", 25.0, save_freq=50, script=script).run().assert_completed()
+    assert trainer(run).life.restarts == 2
+    assert any("has been stopped for 2 s (SIGSTOP)" in note.text for note in run.of(Note))
+
+
 def kills(role: str, *moments: float) -> Callable[[Run], Coroutine[Any, Any, None]]:
     """Kill the ranks of ``role`` after so many seconds, each after the one before."""
 

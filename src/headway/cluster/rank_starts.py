@@ -8,11 +8,11 @@ Each role's ranks meet at a store in their rank zero, so that no role depends on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.critic_role import CriticRole
@@ -56,7 +56,7 @@ class StartWaits:
     def __str__(self) -> str:
         return "; ".join(self._pending) or "nothing"
 
-    async def wait(self, what: str, answer: Coroutine[Any, Any, T]) -> T:
+    async def wait(self, what: str, answer: Awaitable[T]) -> T:
         """Return the ``answer``, for which the start waits meanwhile. ``what``: who has to do what."""
         self._pending[what] = None
         result = await answer
@@ -105,10 +105,6 @@ def make_groups(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost, inner
     )
 
 
-Ready = Callable[[StartWaits, Address], Awaitable[None]]
-"""Coroutine function that makes ranks ready that have their model, and met at the store of the given address."""
-
-
 class RankStarts:
     """Starts of ranks in the places of lost ones."""
 
@@ -148,8 +144,10 @@ class RankStarts:
     async def _any_dies(self, group: WorkerGroup) -> NoReturn:
         await any_dies(self._cluster, group.workers)
 
-    async def _restart(self, group: WorkerGroup, specs: Sequence[WorkerSpec], ready: Ready) -> None:
-        """End the ranks of ``group`` and start others in their bundles, with the initial model.
+    async def _restart(
+        self, group: WorkerGroup, specs: Sequence[WorkerSpec], ready: Callable[[StartWaits, Address], Awaitable[None]]
+    ) -> None:
+        """End the ranks of ``group``, start others in their bundles, with the initial model, and make them ``ready``.
 
         Raises `StallError` if they are not up within `Timeouts.start_s`.
         """
@@ -157,7 +155,7 @@ class RankStarts:
         number, waits = self._restarts, StartWaits()
         try:
             async with asyncio.timeout(self._timeouts.start_s):
-                await waits.wait(f"{group.name} to end", _all_killed(group.workers))
+                await waits.wait(f"{group.name} to end", concurrently(worker.kill() for worker in group.workers))
                 found = []
                 for spec in specs:
                     name = f"{spec.name}+{number}"
@@ -189,11 +187,11 @@ class RankStarts:
         """Prepare ranks of ``role`` for updates, at the next of which they meet their receivers or the trainer."""
         if role == ACTOR:
             for dtype in manifests:
-                await waits.wait(f"{group.name} to prepare updates", result_of(group.open_route, dtype))
+                await waits.wait(f"{group.name} to prepare updates", group.open_route(dtype))
             exchange.trainer_restarted(store)
         elif role == LOGP:
             await add_receiver(exchange, LOGP, group.workers, computed, self._config)
-            await waits.wait(f"{group.name} to be ready", result_of(group.serve, manifests[computed]))
+            await waits.wait(f"{group.name} to be ready", group.serve(manifests[computed]))
 
 
 async def build_group(group: WorkerGroup, waits: StartWaits, *, meet: bool = True) -> Address | None:
@@ -202,8 +200,8 @@ async def build_group(group: WorkerGroup, waits: StartWaits, *, meet: bool = Tru
     """
     store: Address | None = None
     if meet:
-        store = await waits.wait(f"{group.workers[0].name} to open a store", result_of(group.open_store))
-    await waits.wait(f"{group.name} to load the model", result_of(group.build, store))
+        store = await waits.wait(f"{group.workers[0].name} to open a store", group.open_store())
+    await waits.wait(f"{group.name} to load the model", group.build(store))
     return store
 
 
@@ -221,12 +219,3 @@ async def _copy(receiver: str, worker: Worker, exchange: WeightSync, config: Con
         return worker.name.partition("+")[0]  # a replacement takes over the links of the one that is gone
     domain: str = await worker.call("memory_domain")
     return f"{domain}/{LOGP}" if receiver == LOGP else domain
-
-
-async def _all_killed(workers: Sequence[Worker]) -> None:
-    await concurrently(worker.kill() for worker in workers)
-
-
-async def result_of(method: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Call a group's ``method`` when this is awaited, and return its result."""
-    return await method(*args)

@@ -28,7 +28,6 @@ from headway.cluster.rank_starts import (
     add_receiver,
     build_group,
     make_groups,
-    result_of,
 )
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.cluster.roles.fused_role import FusedRole
@@ -170,15 +169,15 @@ class Startup:
         hardware = await concurrently(
             self._wait(f"{name} to describe its machine", worker.call("hardware")) for name, worker in computing.items()
         )
-        dtype = await self._wait("rollout-0 to say its dtype", result_of(groups.rollouts[0].served_dtype))
-        computed = await self._wait("actor-0 to say its dtype", result_of(groups.actor.compute_dtype))
+        dtype = await self._wait("rollout-0 to say its dtype", groups.rollouts[0].served_dtype())
+        computed = await self._wait("actor-0 to say its dtype", groups.actor.compute_dtype())
         holders = {group.name: (group.workers, dtype) for group in groups.rollouts}
         if groups.logp is not None:
             holders[LOGP] = (groups.logp.workers, computed)
         manifests: dict[str, Manifest] = {}
         for needed in sorted({of for _, of in holders.values()}):
-            manifests[needed] = await self._wait("actor-0 to lay weights out", result_of(groups.actor.layout, needed))
-            await self._wait(f"{groups.actor.name} to prepare updates", result_of(groups.actor.open_route, needed))
+            manifests[needed] = await self._wait("actor-0 to lay weights out", groups.actor.layout(needed))
+            await self._wait(f"{groups.actor.name} to prepare updates", groups.actor.open_route(needed))
         nbytes = [manifest.nbytes for manifest in manifests.values()]
         self.timeouts.weights_nbytes = max(self.timeouts.weights_nbytes, *nbytes)
         paths: WeightPaths
@@ -200,7 +199,7 @@ class Startup:
             start = partial(self._replace, manifest=manifests[dtype], exchange=exchange, sight=sight)
         rollouts = await concurrently(self._serve(group, manifests[dtype], paths) for group in groups.rollouts)
         if groups.logp is not None:
-            await self._wait(f"{groups.logp.name} to be ready", result_of(groups.logp.serve, manifests[computed]))
+            await self._wait(f"{groups.logp.name} to be ready", groups.logp.serve(manifests[computed]))
         apart = () if groups.logp is None else (LogpReceiver(groups.logp, paths, self._config.param_update.verify),)
         rounding = await self._measured(groups.actor, [*rollouts, *apart], (dtype, computed))
         replicas_replaced = episode_workers_replaced = None
@@ -266,7 +265,7 @@ class Startup:
         """Return why rows of the policy are padded, on the trainer's ranks or on those that recompute log-probs."""
         for group in (groups.actor, groups.logp):
             if group is not None:
-                reason: str | None = await self._wait(f"{group.name} to say how it packs rows", result_of(group.padded))
+                reason: str | None = await self._wait(f"{group.name} to say how it packs rows", group.padded())
                 if reason is not None:
                     return reason
         return None
@@ -277,7 +276,7 @@ class Startup:
         """Measure the receivers' rounding before any update. Raises `ModelError` for more than rounding."""
         if not self._config.param_update.verify:
             return ProbeTolerance(dtypes, None)
-        expected = await self._wait("the trainer to compute the log-probs of the probe", result_of(actor.probe))
+        expected = await self._wait("the trainer to compute the log-probs of the probe", actor.probe())
         rounding = ProbeTolerance(dtypes, expected)
         probing = now()
         await self._wait("receivers to compute the log-probs of the probe", rounding.measure(receivers))
@@ -368,7 +367,7 @@ class Startup:
     async def _serve(self, group: WorkerGroup, manifest: Manifest, paths: WeightPaths) -> RolloutReplica:
         (worker,) = group.workers
         offset = await clock_offset(worker)
-        capabilities = await self._wait(f"{worker.name} to start its engine", result_of(group.serve, manifest, offset))
+        capabilities = await self._wait(f"{worker.name} to start its engine", group.serve(manifest, offset))
         self._check_can(worker.name, capabilities)
         return RolloutReplica(worker, capabilities, concurrent(self._config), paths, self._config.param_update.verify)
 
@@ -381,7 +380,7 @@ class Startup:
             await sight.check_replica(worker)
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
-        await add_receiver(exchange, worker.name, [worker], await result_of(group.served_dtype), self._config)
+        await add_receiver(exchange, worker.name, [worker], await group.served_dtype(), self._config)
         return await self._serve(group, manifest, exchange)
 
     async def _replace_episode_worker(self, worker: Worker, sight: SharedFilesystem | None) -> RemoteEpisodeWorker:

@@ -91,7 +91,7 @@ def written(
     """Yield the records of a ``writer`` and a ``block``, the earlier lives first. ``tell`` gets what is left out: files
     of another run, and what `records` tells.
     """
-    run = run_of(directory)
+    run = settings_in(directory).get("run")
     for path in segments(directory, writer, block):
         for record in records(path, tell=tell):
             if record.at == 0 and record.values.get("run") != run:
@@ -99,11 +99,6 @@ def written(
                 break
             if record.at:
                 yield path, record
-
-
-def run_of(directory: Path) -> str | None:
-    """Return the id of the run whose journal ``directory`` is; None where its settings do not tell."""
-    return settings_in(directory).get("run")
 
 
 def settings_in(directory: Path) -> Mapping[str, str]:
@@ -168,7 +163,7 @@ class JournalWriter:
             file, length = self._file(block)
             data = record.packed()
             if not length:
-                data = Record({"run": run_of(self.directory)}).packed() + data
+                data = Record({"run": settings_in(self.directory).get("run")}).packed() + data
             if (written := os.write(file, data)) < len(data):
                 os.ftruncate(file, length)  # a half record would hide those behind it
                 raise OSError(f"{written} of {len(data)} bytes were written")

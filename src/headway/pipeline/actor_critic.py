@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -72,7 +72,7 @@ class LearnedBatch:
                 del group.columns[name]
 
 
-async def _called(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def _called(work: Callable[[], Awaitable[None]]) -> None:
     await work()
 
 
@@ -307,7 +307,7 @@ class Critic:
         """Number of reported steps of the batch that it is trained on."""
         self._begun: TrainBatch | None = None
         """Last batch that was begun on ranks of its own."""
-        self.surviving: Callable[[Callable[[], Coroutine[Any, Any, None]]], Awaitable[None]] = _called
+        self.surviving: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] = _called
         """Coroutine function that makes calls of ranks of its own, again where these are lost and started again."""
         self._changed = Signal()
         self._ranks = asyncio.Lock()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any, NoReturn, TypeVar
 
@@ -32,7 +33,7 @@ from headway.pipeline.consequences import Consequence, Restarts, what_follows
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.liveness import ask
 from headway.runtime.progress import Living
-from headway.runtime.task_groups import Tasks, concurrently
+from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 T = TypeVar("T")
 NOTICE_S = 2.0
@@ -80,7 +81,7 @@ class RankRestarts:
         timeouts: Timeouts,
         *,
         on_lost: Callable[[RunError], object] = lambda loss: None,
-        bring_back: Callable[[], Awaitable[int]] | None = None,
+        bring_back: Callable[[], Coroutine[Any, Any, int]] | None = None,
     ) -> None:
         """Set up.
 
@@ -128,7 +129,7 @@ class RankRestarts:
         self.give_up(why)
         await self._changed.until(lambda: self._given_up is None and self._lost is None)
 
-    async def surviving(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def surviving(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``work``, which calls the ranks: where these are lost, of doing it again afterwards."""
         if self._ranks is None:
             return await work()
@@ -199,7 +200,7 @@ class RankRestarts:
             self._restarts.begin()
             try:
                 await ranks.restart()
-                redone = 0 if self._bring_back is None else await self._bring_back()
+                redone = await failing_as_one(partial(self._back, ranks, self._bring_back)) if self._bring_back else 0
             except TokensLost as failure:  # another start would meet the same
                 raise TokensLost(f"{loss}. What it was trained on cannot be redone: {failure}") from failure
             except RunError as failure:
@@ -212,6 +213,17 @@ class RankRestarts:
         self._state.emit(
             RanksRestarted(time=now(), role=self._role, version=version, batches=redone, span=(began, now()))
         )
+
+    async def _back(
+        self, ranks: RestartableRanks, bring_back: Callable[[], Coroutine[Any, Any, int]], tasks: Tasks
+    ) -> int:
+        """Return the result of ``bring_back``. The new ranks are watched meanwhile, and may be lost, too."""
+        watching = [tasks.start(ranks.watch()), tasks.start(self._end_of_motion(ranks))]
+        try:
+            return await tasks.start(bring_back(), among=self._works)
+        finally:
+            for task in watching:
+                task.cancel()
 
 
 async def redo_actor(

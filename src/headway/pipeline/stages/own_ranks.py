@@ -23,7 +23,7 @@ from functools import partial
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.training import LogProbEngine, ProximalEngine
-from headway.data.types import Column, ColumnName, TrainSample
+from headway.data.types import Column, ColumnName
 from headway.events import Emit
 from headway.pipeline.actor_critic import Critic
 from headway.pipeline.admission.message_queue import MessageQueue
@@ -60,13 +60,10 @@ class RefLogProb(Stage[list[Group], Group]):
     async def process_data(self, groups: list[Group]) -> AsyncGenerator[Group, None]:
         samples = [sample for group in groups for sample in group.samples()]
         with self._waiting_within("log-probs of the ranks of ref"):
-            columns = await self._restarts.surviving(lambda: self._logprobs(samples))
+            columns = await self._restarts.surviving(lambda: self._reference.forward_logprobs(samples))
         add_column(groups, ColumnName.REF_LOGPROBS, columns)
         for group in groups:
             yield group
-
-    async def _logprobs(self, samples: Sequence[TrainSample]) -> Sequence[Column]:
-        return await self._reference.forward_logprobs(samples)
 
 
 class LogProb(Stage[TrainBatch, TrainBatch]):
