@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -126,6 +127,28 @@ def test_what_was_written_is_synced_within_the_limit(tmp_path: Path, monkeypatch
         return names
 
     assert asyncio.run(run()) == {"driver.0.0", "driver.2.0"}
+
+
+def test_syncing_goes_on_after_a_moment_without_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: Queue[int] = Queue()
+    scarce = iter([True])
+    dup = os.dup
+
+    def duplicate(file: int) -> int:
+        asked.put(file)
+        if next(scarce, False):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return dup(file)
+
+    async def run() -> None:
+        one = JournalWriter(tmp_path, "driver", groups_per_block=4, sync_s=0.001)
+        for _ in range(2):
+            one.append(0, Record({}))
+            await asyncio.to_thread(asked.get, timeout=10)
+        one.close()
+
+    monkeypatch.setattr(os, "dup", duplicate)
+    asyncio.run(run())
 
 
 # ------------------------------------------------------------------------------------- completions

@@ -206,7 +206,9 @@ class JournalWriter:
 
     def _sync(self) -> None:
         """Start to sync the written files, in another thread."""
-        files = [os.dup(file) for file in self._unsynced]
+        files: list[int] = []
+        with suppress(OSError):  # no descriptor is left: what follows is synced once it is written to again
+            files.extend(os.dup(file) for file in self._unsynced)
         self._unsynced.clear()
 
         def sync() -> None:
