@@ -66,7 +66,7 @@ class StartWaits:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroups:
-    """Worker groups of a run, by role. None stands for a role without ranks of its own."""
+    """Worker groups of a run, one for each role; None for a role without ranks of its own."""
 
     actor: WorkerGroup
     rollouts: tuple[WorkerGroup, ...]

@@ -246,7 +246,7 @@ async def redo_actor(
 
 
 async def redo_critic(actor: Actor, checkpoints: CheckpointManager) -> int:
-    """Bring a critic on ranks of its own to where it was. Returns the number of batches that were redone."""
+    """Bring a critic on ranks of its own to where it was. Returns how many batches were redone."""
     assert actor.critic is not None, "its ranks were started again"
     at = await checkpoints.load_newest(CRITIC)
     return await actor.critic.redo([learned.batch for learned in actor.since(at)])
