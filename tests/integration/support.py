@@ -136,6 +136,14 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in lines if event["kind"] == kind]
 
 
+def batches_in(taken: list[dict[str, Any]]) -> dict[int, list[list[int]]]:
+    """Numbers of the groups of each batch in events ``fetch.taken``, once for each life of the run that took it."""
+    batches: dict[int, list[list[int]]] = {}
+    for event in taken:
+        batches.setdefault(event["fetch"], []).append(event["numbers"])
+    return batches
+
+
 def start_long_run(recipe: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """A run that would take minutes; returns once it has trained."""
     process = start(

@@ -16,7 +16,18 @@ import pytest
 from benchmarks import evidence
 from headway.cluster.machine.child_processes import descendants
 from headway.data.journal import records, segments
-from tests.integration.support import alive, events, finish, make_job, run_here, start, summary, train, wait_for
+from tests.integration.support import (
+    alive,
+    batches_in,
+    events,
+    finish,
+    make_job,
+    run_here,
+    start,
+    summary,
+    train,
+    wait_for,
+)
 from tests.integration.test_on_policy import weights
 from tests.tiers import mostly_slow
 
@@ -116,9 +127,7 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_on_the_same_toke
     evidence.keep(run_dir, tmp_path / "kept")
     code, output = resume(run_dir, own_process=backend == "ray")
     assert code == 0, output
-    fetches: dict[int, list[list[int]]] = {}
-    for event in events(run_dir, "fetch.taken"):
-        fetches.setdefault(event["fetch"], []).append(event["numbers"])
+    fetches = batches_in(events(run_dir, "fetch.taken"))
     norms: dict[int, list[float]] = {}
     for event in events(run_dir, "optimizer.stepped"):
         norms.setdefault(event["step"], []).append(event["metrics"]["grad_norm"])
@@ -157,9 +166,7 @@ def test_on_half_the_replicas_and_twice_the_ranks_no_finished_answer_is_sampled_
     )
     assert len(sampled) == 128 * 4
     assert max(sampled.values()) == 1, "each answer was sampled once"
-    batches: dict[int, list[list[int]]] = {}
-    for event in events(run_dir, "fetch.taken"):
-        batches.setdefault(event["fetch"], []).append(event["numbers"])
+    batches = batches_in(events(run_dir, "fetch.taken"))
     assert sum(len(lives) > 1 for lives in batches.values()) >= 2
     assert all(numbers == lives[0] for lives in batches.values() for numbers in lives)
     told = summary(run_dir)

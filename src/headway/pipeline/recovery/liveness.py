@@ -1,6 +1,6 @@
 """Liveness of workers: their heartbeats, and what a machine's system says of a process that answers none.
 
-    it answers                              it lives; `RunMonitor` and `TrainerRestarts` judge its progress
+    it answers                              it lives; `RunMonitor` and `RankRestarts` judge its progress
     no answer, and it is stopped            given up after `STOPPED_S`: a stopped process is a fact
     no answer, and all its threads sleep    given up after `SLOWER` times its longest answer so far: its machine would
                                             let it compute, and it hangs
