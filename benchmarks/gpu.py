@@ -25,7 +25,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks.gpu_checks.process import ALONE, CHECKS, ROOT, WARM_UP, Lane
+from benchmarks.gpu_checks.lanes import ALONE, CHECKS, ROOT, WARM_UP, Lane
 from benchmarks.gpu_checks.setting import Setting
 from benchmarks.runner import parser, say, words
 from benchmarks.wheelhouse import NOT_IMPORTED
@@ -123,9 +123,9 @@ class Report:
                 self.content["on"] = message["machine"]
             elif "finding" in message:
                 finding = message["finding"]
-                known = said["findings"].setdefault(finding["name"], {"text": "", "figures": []})
+                known = said["findings"].setdefault(finding["name"], {"text": "", "lines": []})
                 known["text"] += f"{'; ' * bool(known['text'])}{finding['text']}"
-                known["figures"].append(finding["figures"])
+                known["lines"] += finding["lines"]
                 self._say(f"{check}, {finding['name']}: {finding['text']}")
             else:
                 said.update(message)
@@ -175,7 +175,7 @@ def run(names: Sequence[str], setting: Setting, seconds: float, folder: Path | N
 
 
 def shown(content: Mapping[str, Any]) -> str:
-    """The table that is sent back, what failed and why, and the lines that a finding's figures have."""
+    """The table that is sent back, what failed and why, and the lines of findings."""
     from benchmarks.table import markdown
 
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in content["counts"].items() if count)
@@ -184,8 +184,8 @@ def shown(content: Mapping[str, Any]) -> str:
         if check["reason"]:
             parts.append(f"{name} {check['outcome']}: {check['reason']}")
         for label, finding in check["findings"].items():
-            lines = [line for figures in finding["figures"] for line in (figures or {}).get("lines", ())]
-            parts += ["\n".join([f"{name}, {label}:", *(f"    {line}" for line in lines)])] if lines else []
+            if lines := finding["lines"]:
+                parts.append("\n".join([f"{name}, {label}:", *(f"    {line}" for line in lines)]))
     return "\n".join(parts)
 
 

@@ -52,7 +52,7 @@ def main() -> None:
     ).parse_args()
     os.environ.update(MALLOC, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
     with tempfile.TemporaryDirectory(prefix="headway-memory-") as folder:
-        make_folder(Path(folder), SMALL if chosen.small else LARGE)
+        (SMALL if chosen.small else LARGE).make(Path(folder), "bfloat16", "0123456789abcdef")
         shape = ModelShape.of(json.loads((Path(folder) / "config.json").read_text()))
         assert shape is not None
         rows = table(on_ranks(folder, chosen.tokens), expected(shape, chosen.tokens))
@@ -145,32 +145,6 @@ def rows(count: int, tokens: int) -> list[Any]:
     noise = np.random.default_rng(0)
     ids = noise.integers(2, LARGE.vocabulary, (count, tokens))
     return [random_row(one[:1], one[1:], noise.standard_normal(tokens - 1), -10.0) for one in ids]
-
-
-def make_folder(folder: Path, shape: Shape) -> None:
-    """Write a model with random weights in bfloat16 to ``folder``, one file for each layer, none of it all at once."""
-    import torch
-    from safetensors.torch import save_file
-
-    from headway.models.made_model import character_tokenizer
-
-    with torch.device("meta"):
-        model = shape.random(pad_token_id=0, eos_token_id=1)
-    files: dict[str, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        layer = name.split(".layers.")[1].split(".")[0] if ".layers." in name else "rest"
-        files.setdefault(f"model-{layer}.safetensors", {})[name] = parameter
-    for file, parameters in files.items():
-        of = {"dtype": torch.bfloat16, "device": "cpu"}
-        made = {name: torch.empty_like(parameter, **of).normal_(0, 0.02) for name, parameter in parameters.items()}
-        save_file(made, folder / file, metadata={"format": "pt"})
-    places = {name: file for file, parameters in files.items() for name in parameters}
-    total = 2 * sum(parameter.numel() for parameter in model.parameters())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    model.config.dtype, model.config.architectures = torch.bfloat16, [type(model).__name__]
-    model.config.save_pretrained(folder)
-    character_tokenizer("0123456789abcdef", 4096).save_pretrained(folder)
 
 
 if __name__ == "__main__":

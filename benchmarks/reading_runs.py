@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runner import metrics_of, parser, train, warmed_up_model
-from benchmarks.study_figure import figure
-from benchmarks.study_staleness import START, TRUNCATED
+from benchmarks.study_staleness import START, TRUNCATED, figure
 
 OUT, IMAGES = Path("build/reading"), Path("docs/images")
 GOOD = "good"

@@ -25,15 +25,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.rollout_engines import ENGINES, KINDS, VLLM_ENVIRONMENT, Cell
-from benchmarks.rollout_update import measure_updates
+from benchmarks.rollout_engines import ENGINES, KINDS, REQUESTS, TOKENS, UPDATE, VLLM_ENVIRONMENT, Cell, Update
 from benchmarks.runner import Failed, Worker, numbers, parser, say, turns, words
 from benchmarks.shapes import SIZES
-from benchmarks.table import OUT, Ratio, Rows, report
+from benchmarks.table import OUT, Ratio, Rows, medians, report
 from headway.cluster.machine.worker_setup import math_environment
 
 MODELS = ("1m", "3m", "100m")
 NATIVE = "native"
+VLLM_PYTHON = Path(".venv-vllm/bin/python")
+CELL_S = 30.0
+"""Seconds of a cell after which no further round begins."""
+TIMEOUT_S, UPDATES_S = 90.0, 600.0
+"""Most seconds of one run of an engine, and of all its updates."""
 EXPLAINED = (
     "Tokens per second of the answers; where prefill alone is measured, of the prompts. Medians over rounds in which "
     "the engines take turns; the ratio is native ÷ the best other. Everything is float32, temperature 1, no filters; "
@@ -48,29 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "Generation, against its peers.",
         models=words(MODELS),
         threads={"type": numbers, "default": [1, 2], "help": "default: 1,2"},
-        concurrent={"type": numbers, "help": "default: 32,128; of the largest model 32"},
-        tokens={"type": numbers, "help": "of the longest answer; default: 64,256; of the largest model 64"},
         kinds=words(KINDS),
         engines=words(ENGINES),
         rounds={"type": int, "help": "default: 3; 7 with --update"},
-        cell_s={"type": float, "default": 30.0, "help": "no further round after that; default: %(default)g"},
-        timeout_s={"type": float, "default": 90.0, "help": "of one run; default: %(default)g"},
-        vllm_python={"type": Path, "default": Path(".venv-vllm/bin/python"), "help": "default: %(default)s"},
         quick={"action": "store_true", "help": "one small model, one thread: two minutes"},
         update={"action": "store_true", "help": "for how long an update holds 64 requests, instead"},
     ).parse_args(arguments)
-    pythons, notes = interpreters(chosen.engines, chosen.vllm_python)
+    pythons, notes = interpreters(chosen.engines)
     if chosen.update:
-        measure_updates(
-            chosen.models, chosen.threads, chosen.rounds or 7, lambda *what: worker(pythons, *what), pythons
-        )
+        measure_updates(chosen.models, chosen.threads, chosen.rounds or 7, pythons)
         return
     wanted: list[Cell] = []
     for size in chosen.models[:1] if chosen.quick else chosen.models:
         few = chosen.quick or size == "100m"
-        slots, tokens = chosen.concurrent or ([32] if few else [32, 128]), chosen.tokens or ([64] if few else [64, 256])
+        slots, tokens = ([32], [64]) if few else ([32, 128], [64, 256])
         wanted += cells(size, [1] if chosen.quick else chosen.threads, slots, tokens, chosen.kinds)
-    run(wanted, pythons, notes, chosen.rounds or 3, chosen.cell_s, chosen.timeout_s)
+    run(wanted, pythons, notes, chosen.rounds or 3)
 
 
 def cells(
@@ -85,22 +82,22 @@ def cells(
     return made
 
 
-def interpreters(engines: Sequence[str], vllm: Path) -> tuple[dict[str, Path], list[str]]:
+def interpreters(engines: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
     """Return interpreters by engine, and notes about engines that are left out."""
-    pythons = {engine: vllm if engine == "vllm" else Path(sys.executable) for engine in engines}
+    pythons = {engine: VLLM_PYTHON if engine == "vllm" else Path(sys.executable) for engine in engines}
     notes = [f"{engine}: not measured" for engine in ENGINES if engine not in engines]
-    if "vllm" in pythons and not vllm.exists():
+    if "vllm" in pythons and not VLLM_PYTHON.exists():
         del pythons["vllm"]
-        notes.append("vllm: skipped, there is no environment for it (make test-vllm builds one; or --vllm-python)")
+        notes.append("vllm: skipped, there is no environment for it (make test-vllm builds one)")
     return pythons, notes
 
 
-def worker(pythons: Mapping[str, Path], engine: str, threads: int, module: str, *arguments: str) -> Worker:
-    """Return a process of ``engine``. Every engine's mathematics is set up alike, as Headway's own workers have it."""
+def worker(python: Path, engine: str, folder: Path, cell: Cell) -> Worker:
+    """Return a process that loads ``engine`` for ``cell``. Mathematics is set up alike, as in Headway's own workers."""
     extra = VLLM_ENVIRONMENT if engine == "vllm" else {}
-    environment = {**math_environment(threads), **extra, "PYTHONPATH": os.pathsep.join(["src", "."])}
-    command = [str(pythons[engine]), "-m", module, engine, *arguments]
-    return Worker(command, OUT / "rollout" / f"{module.rpartition('.')[2]}-{engine}.log", environment)
+    environment = {**math_environment(cell.threads), **extra, "PYTHONPATH": os.pathsep.join(["src", "."])}
+    command = [str(python), "-m", "benchmarks.rollout_engines", engine, str(folder), json.dumps(asdict(cell))]
+    return Worker(command, OUT / "rollout" / f"{engine}.log", environment)
 
 
 @dataclass(slots=True)
@@ -140,26 +137,19 @@ class Measured:
         return {**what, **rates, "ratio": self.ratio, "aim": self.aim, "rounds": rounds}
 
 
-def run(
-    wanted: Sequence[Cell],
-    pythons: Mapping[str, Path],
-    notes: Sequence[str],
-    rounds: int,
-    cell_s: float,
-    timeout_s: float,
-) -> None:
+def run(wanted: Sequence[Cell], pythons: Mapping[str, Path], notes: Sequence[str], rounds: int) -> None:
     """Measure all cells, those that share engines one behind the other."""
     found: list[Measured] = []
     parameters: dict[str, int] = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
-        for (name, threads, _), same in groupby(wanted, lambda c: (c.size, c.threads, c.concurrent)):
+        for (name, *_), same in groupby(wanted, lambda c: (c.size, c.threads, c.concurrent)):
             mine, folder = list(same), Path(scratch) / name
             if not folder.exists():
                 parameters[name] = SIZES[name].make(folder)
-            loaded = str(folder), json.dumps(asdict(max(mine, key=lambda cell: cell.context)))
+            longest = max(mine, key=lambda cell: cell.context)
             with ExitStack() as stack:
-                workers = {one: worker(pythons, one, threads, "benchmarks.rollout_engines", *loaded) for one in pythons}
+                workers = {engine: worker(python, engine, folder, longest) for engine, python in pythons.items()}
                 for engine, one in workers.items():
                     stack.callback(one.stop)
                     try:
@@ -167,25 +157,52 @@ def run(
                     except Failed as error:
                         say(f"{engine}: {error}")
                 for cell in mine:
-                    found.append(measured := measure(cell, workers, rounds, cell_s, timeout_s))
+                    found.append(measured := measure(cell, workers, rounds))
                     said = f"ratio {measured.ratio}{measured.failures or ''}"
                     say(f"[{len(found)} of {len(wanted)}, {time.monotonic() - began:.0f} s] {cell.name}: {said}")
                     told(found, list(pythons), parameters, notes, show=len(found) == len(wanted))
 
 
-def measure(cell: Cell, workers: Mapping[str, Worker], rounds: int, cell_s: float, timeout_s: float) -> Measured:
+def measure(cell: Cell, workers: Mapping[str, Worker], rounds: int, cell_s: float = CELL_S) -> Measured:
     """Rounds of one cell: at least one, and no further one that would take longer than is left."""
     measured = Measured(cell)
     for engine, one in turns(workers, rounds, cell_s):
         if engine not in measured.failures:
             try:
-                took = one.ask(asdict(cell), timeout_s)
+                took = one.ask(asdict(cell), TIMEOUT_S)
             except Failed as error:
                 measured.failures[engine] = str(error)
             else:
                 measured.rates.setdefault(engine, []).append(took["tokens"] / took["seconds"])
                 measured.busy.setdefault(engine, []).append(took["cpu_seconds"] / took["seconds"])
     return measured
+
+
+def measure_updates(models: Sequence[str], threads: Sequence[int], rounds: int, pythons: Mapping[str, Path]) -> None:
+    """Measure updates of each model, by number of threads and engine, and report."""
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
+        for name in models:
+            SIZES[name].make(folder := Path(scratch) / name)
+            for count, engine in product(threads, (one for one in pythons if one in (NATIVE, "vllm"))):
+                say(f"{name}, threads {count}, {engine}: {rounds} updates")
+                one = worker(pythons[engine], engine, folder, Cell(name, count, REQUESTS, UPDATE, TOKENS))
+                try:
+                    of_row = {"model": name, "threads": count, "engine": engine}
+                    rows.append({**of_row, **stall(one.ask(rounds, UPDATES_S))})
+                except Failed as error:
+                    failures.append(f"{name}, threads {count}, {engine}: {error}")
+                finally:
+                    one.stop()
+    title = f"Updates with {REQUESTS} requests in mid-flight, on_update interrupt; medians of {rounds}"
+    report("rollout-update", {title: rows}, ["The prefill of all contexts is in resume.", *failures])
+
+
+def stall(updates: Sequence[Update]) -> dict[str, float]:
+    """Return medians in milliseconds. Staging beside decoding is no part of the stall."""
+    stalls = [{**update, "stall": sum(update.values()) - update["stage"]} for update in updates]
+    return {f"{name} ms": 1e3 * seconds for name, seconds in medians(stalls).items()}
 
 
 def told(

@@ -13,16 +13,26 @@ order, so that a batch of 32 has the shape of one of 128.
 
 All serve the same folder and sample from the whole distribution at temperature 1. Each module is imported by the engine
 that needs it: vLLM lives in an environment of its own. Between two cells a process is blocked on its input.
+
+``python -m benchmarks.rollout --update`` measures for how long an update in mid-flight holds 64 requests:
+
+    64 requests decode ─▶ stage ─▶ pause(interrupt) ─▶ activate ─▶ resume ─▶ all contexts prefilled again
+
+Weights are staged beside decoding, as a back buffer allows. The stall begins with the pause and ends when 64 tokens
+were sampled under the new version: natively with the step that gives every request its next one; vLLM, which prefills
+in several steps, may come to that number before the last request goes on. Both are behind the same protocol.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +44,7 @@ if TYPE_CHECKING:
     from headway.data.interfaces.episode_groups import Group
     from headway.engines.rollout.native import NativeEngine
 
+UPDATE = "update"
 KINDS = ("uniform", "long-tailed", "ragged", "prefill")
 PROMPT = 32
 """Tokens of a prompt where all are equally long."""
@@ -304,11 +315,17 @@ def _sampling(tokens: int) -> Any:
     return GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, pad_token_id=0)
 
 
-def load(name: str, folder: Path, cell: Cell) -> Callable[[dict[str, Any]], dict[str, float]]:
-    """Load an engine for ``cell``, the longest, and touch memory by a short run; returns what answers a cell."""
+def load(name: str, folder: Path, cell: Cell) -> Callable[[Any], Any]:
+    """Load an engine for ``cell``, the longest, and touch memory by a short run; returns what answers a cell.
+
+    Where updates are measured, the answer to a number of rounds are their seconds.
+    """
     import torch
 
     torch.set_num_threads(cell.threads)
+    if cell.kind == UPDATE:
+        os.environ.pop(IN_PROCESS, None)  # vLLM's asynchronous engine has processes of its own
+        return lambda rounds: asyncio.run(updates(name, folder, rounds))
     engine = ENGINES[name](folder, cell.concurrent, cell.context)
     engine.run([Request((1,) * PROMPT, 4)] * cell.concurrent)
     return lambda asked: answer(engine, Cell(**asked))
@@ -335,6 +352,95 @@ def check(lengths: Sequence[int], asked: Sequence[Request]) -> None:
     for number, (length, request) in enumerate(zip(lengths, asked, strict=True)):
         if length != request.tokens:
             raise ValueError(f"answer {number} has {length} tokens; {request.tokens} were wanted")
+
+
+# ---------------------------------------------------------------------------------------- updates in mid-flight
+
+
+REQUESTS = 64
+TOKENS = 256
+WRITTEN = 32
+"""Number of tokens that each answer has, at least, when the update comes."""
+Update = dict[str, float]
+"""Seconds of one update, by phase."""
+
+
+async def updates(kind: str, path: Path, rounds: int) -> list[Update]:
+    """Measure updates in an engine's process."""
+    import torch
+
+    from benchmarks.gpu_checks.models import manifest_of, receive_from
+    from headway.models.pretrained import load_model
+
+    source = load_model(path, dtype=torch.float32)
+    settings = {
+        "slots": REQUESTS,
+        "max_context": PROMPT + TOKENS,
+        "receive": receive_from(dict(source.named_parameters())),
+        "manifest": manifest_of(source),
+    }
+    engine: Any
+    if kind == "vllm":
+        from headway.engines.rollout.vllm import VllmEngine
+
+        common = {"name": "bench", "seed": 0, "max_batched_tokens": BATCHED_TOKENS}
+        engine = VllmEngine(path, dtype="float32", options={"skip_tokenizer_init": True}, **common, **settings)
+        await engine.start()
+    else:
+        engine = native_engine(load_model(path, dtype=torch.float32), **settings)
+    try:  # of the first, which touches memory for the first time, nothing counts
+        return [await update(engine, version) for version in range(1, rounds + 2)][1:]
+    finally:
+        await engine.close()
+
+
+async def update(engine: Any, version: int) -> Update:
+    """Update ``engine`` while `REQUESTS` decode on it."""
+    from headway.data.interfaces.rollout import OnUpdate
+
+    took: Update = {}
+
+    async def phase(name: str, doing: Awaitable[Any]) -> Any:
+        start = time.perf_counter()
+        result = await doing
+        took[name] = time.perf_counter() - start
+        return result
+
+    async def go_on() -> None:
+        await engine.resume()
+        await sampled(engine, REQUESTS)
+
+    flight = asyncio.create_task(generate(engine))
+    try:
+        await sampled(engine, WRITTEN * REQUESTS)
+        await phase("stage", engine.stage_weights(version))
+        paused = await phase("pause", engine.pause(OnUpdate.INTERRUPT))
+        await phase("activate", engine.activate(version))
+        await engine.stats()  # forget what came before
+        await phase("resume", go_on())
+    finally:
+        flight.cancel()
+        with suppress(asyncio.CancelledError):
+            await flight
+    if paused.interrupted != REQUESTS:
+        raise RuntimeError(f"{paused.interrupted} requests were interrupted, of {REQUESTS}")
+    return took
+
+
+async def sampled(engine: Any, tokens: int) -> None:
+    """Return when so many tokens were sampled, or more."""
+    while tokens > 0:
+        await asyncio.sleep(0.001)
+        tokens -= (await engine.stats()).generated_tokens
+
+
+async def generate(engine: Any) -> None:
+    from headway.agents.episodes.episode_worker import local_episode_worker
+
+    asked = group_requests([Request(tuple(range(1, PROMPT + 1)), TOKENS)] * REQUESTS)
+    async with local_episode_worker(engine) as worker:
+        async for _ in worker.generate(asked):
+            raise RuntimeError("a request ended in mid-flight")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ RUN_S = 900.0
 """Most seconds of a run of training."""
 LOOK_S = 1.0
 """Seconds after which a process that says nothing is looked at: it may have ended, and one that it forked live on."""
-STOP_S = 60.0
+STOP_S = 40.0
 """Seconds for a run that was told to stop."""
 
 
@@ -37,7 +37,7 @@ class Failed(SystemExit):
 
 
 class TimedOut(Failed):
-    """No answer in time; the worker is gone."""
+    """Not over in time: a command that was told to stop, a worker that is gone."""
 
 
 def parser(module: str, text: str | None, /, **options: Any) -> argparse.ArgumentParser:
@@ -135,8 +135,13 @@ def warmed_up_model(scratch: Path, *settings: str) -> Path:
     return Path(shutil.copytree(scratch / "model-run" / "initial_model", scratch / "model"))
 
 
-def call(*command: str) -> str:
-    """Run ``command`` to its end and return its output. Raises `Failed`."""
+def call(*command: str, seconds: float = RUN_S) -> str:
+    """Run ``command`` to its end and return its output.
+
+    Raises:
+        TimedOut: it was told to stop after ``seconds``, and has.
+        Failed: in any other case.
+    """
     process = subprocess.Popen(
         command,
         env={**PASSIVE, **os.environ},
@@ -146,7 +151,7 @@ def call(*command: str) -> str:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=RUN_S)
+        output, _ = process.communicate(timeout=seconds)
     except BaseException as error:  # told to stop, so that a run ends its workers
         process.send_signal(signal.SIGINT)
         try:
@@ -154,11 +159,12 @@ def call(*command: str) -> str:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise Failed(f"{' '.join(command)}: not over after {RUN_S:g} s:\n{_last_lines(output)}") from None
-        raise
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        if process.returncode in (0, 128 + signal.SIGINT):
+            raise TimedOut(f"{' '.join(command)}: not over after {seconds:g} s:\n{_last_lines(output)}") from None
     if process.returncode:
-        raise Failed(f"{' '.join(command)} failed:\n{_last_lines(output)}")
+        raise Failed(f"{' '.join(command)} failed with exit code {process.returncode}:\n{_last_lines(output)}")
     return output
 
 

@@ -66,13 +66,21 @@ class Shape:
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(self.config(family, **changes), dtype=torch.float32)
 
-    def make(self, folder: Path) -> int:
-        """Write a random model to ``folder``; returns the number of its parameters, tied ones once."""
+    def make(self, folder: Path, dtype: str = "float32", characters: str = "") -> int:
+        """Write a random model to ``folder``, with a tokenizer of ``characters`` if any.
+
+        Returns the number of its parameters, tied ones once.
+        """
+        import torch
         from transformers.utils.logging import disable_progress_bar
 
+        from headway.models.made_model import character_tokenizer
+
         disable_progress_bar()
-        model = self.random(pad_token_id=0)
-        model.save_pretrained(folder)
+        model = self.random(pad_token_id=0, eos_token_id=1 if characters else None)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+        if characters:
+            character_tokenizer(characters, self.context).save_pretrained(folder)
         return sum(parameter.numel() for parameter in model.parameters())
 
 

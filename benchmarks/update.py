@@ -9,7 +9,6 @@ shares sums over the measured time. A run that fails is a row that says so; all 
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -20,14 +19,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.runner import Failed, metrics_of, parser, say, train, words
+from benchmarks.shapes import Shape
 from benchmarks.table import Ratio, Rows, Share, report
 from headway.config.doctor import diagnose
 from headway.config.loading import load
-from headway.config.sections.model_section import MakeModelConfig
-from headway.config.sizing.model_shape import ModelShape
 from headway.config.transport_facts import TRANSPORTS
 from headway.errors import ConfigError, HeadwayError
-from headway.models.made_model import make_model
 
 WORKLOAD = Path("benchmarks/update.yaml")
 PHASES = ("gather", "send", "recv", "register", "load")
@@ -38,37 +35,18 @@ AT_THE_END = 2
 """Versions that are not measured either: nothing more is admitted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A model, and the workload that goes with it."""
-
-    hidden: int
-    heads: int
-    layers: int
-    groups: int
-    """Groups of a version."""
-    long_groups: int
-    """Groups of a version that is so long that an update is a small part of it."""
-
-    def make(self, folder: Path) -> int:
-        """Write the model to ``folder``; returns the number of its parameters, tied ones once."""
-        config = MakeModelConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            head_dim=self.hidden // self.heads,
-            intermediate_size=13 * self.hidden // 4,
-            max_position_embeddings=128,
-            vocabulary="0123456789abcdefghijklmnopqrstuvwxyz=?",
-        )
-        make_model(config, 0, folder)
-        shape = ModelShape.of(json.loads((folder / "config.json").read_text()))
-        assert shape is not None
-        return shape.parameters
-
-
-SIZES = {"1m": Size(128, 4, 5, 16, 128), "25m": Size(512, 8, 7, 4, 48), "100m": Size(1024, 16, 7, 4, 32)}
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz=?"
+VOCABULARY = 2 + len(CHARACTERS)
+SIZES = {
+    shape.name: shape
+    for shape in (
+        Shape("1m", VOCABULARY, 128, 5, heads=4, kv_heads=4, intermediate=416, context=128),
+        Shape("25m", VOCABULARY, 512, 7, heads=8, kv_heads=8, intermediate=1664, context=128),
+        Shape("100m", VOCABULARY, 1024, 7, heads=16, kv_heads=16, intermediate=3328, context=128),
+    )
+}
+GROUPS = {"1m": (16, 128), "25m": (4, 48), "100m": (4, 32)}
+"""Groups of a version, and of one that is so long that an update is a small part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not asked:
         options.error(f"--only: no update is like that; there are {', '.join(way.name for way in ways())}")
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
-        parameters = {name: SIZES[name].make(Path(scratch) / name) for name in chosen.models}
+        parameters = {name: SIZES[name].make(Path(scratch) / name, characters=CHARACTERS) for name in chosen.models}
         rows = [Row(name, way) for name in chosen.models for way in asked]
         jobs, began = chosen.rounds * rows, time.monotonic()
         for number, row in enumerate(jobs, 1):
@@ -205,8 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measured(directory: Path, model: Path, row: Row, versions: int) -> list[dict[str, Any]]:
     """Train, and return the rows of ``metrics.jsonl`` of the measured versions."""
-    size = SIZES[row.model]
-    groups = size.long_groups if row.way.long else size.groups
+    groups = GROUPS[row.model][row.way.long]
     steps = groups * (WARM_UP + versions + AT_THE_END)
     settings = (f"model.path={model}", f"actor.ppo_mini_batch_size={groups}", f"rollout.total_rollout_steps={steps}")
     return between(metrics_of(train(directory, *settings, *row.way.settings(), recipe=WORKLOAD)))

@@ -221,7 +221,7 @@ def tensor(folder: Path) -> Way:
 
 def turn(folder: Path) -> Way:
     """Trace a turn in which the policy calls a tool, and the tool."""
-    from benchmarks.episodes_asleep import SleepingEngine, chats
+    from benchmarks.episodes import SleepingEngine, chats
     from headway.agents.adapters.program_loader import ProgramSpec
     from headway.agents.episodes.episode_limits import EpisodeLimits
     from headway.agents.episodes.episode_worker import local_episode_worker

@@ -6,23 +6,19 @@ The whole recipe where the time is enough. After `RUN_S` it is told to end, as b
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_checks.process import ROOT
+from benchmarks.gpu_checks.lanes import ROOT
 from benchmarks.gpu_checks.setting import CheckFailed, Finding, Findings, Setting, require
-from benchmarks.runner import metrics_of, summary_of
+from benchmarks.runner import Failed, TimedOut, call, metrics_of, summary_of
 
 RECIPE = str(ROOT / "recipes" / "demo.yaml")
 GROUPS = 768
 """Trained by the recipe."""
 RUN_S = 130.0
-STOP_S = 40.0
-"""Seconds for a run that was told to end."""
 ON_DEVICE = ("data.task.val_size=128", "rollout.max_concurrent=64")
 SMALL_GROUPS = 16
 SMALL = (
@@ -50,26 +46,13 @@ def demo(setting: Setting) -> Findings:
 
 def train(settings: Sequence[str], seconds: float = RUN_S) -> bool:
     """Return whether a run ended by itself. Raises `CheckFailed` with the last that it printed, if it fails."""
-    command = [sys.executable, "-m", "headway", "train", RECIPE, *settings]
-    pipe = subprocess.PIPE
-    run = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
-    whole = True
     try:
-        out, errors = run.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        whole = False
-        run.send_signal(signal.SIGINT)
-        try:
-            out, errors = run.communicate(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            run.kill()
-            out, errors = run.communicate()
-    print(out, errors, sep="\n", flush=True)
-    said = [line for line in (errors or out).splitlines() if line.strip()][-3:]
-    told = "" if whole else ", told to end"
-    right = (0,) if whole else (0, 128 + signal.SIGINT)
-    require(run.returncode in right, f"headway train{told} ended with exit code {run.returncode}: {' | '.join(said)}")
-    return whole
+        print(call(sys.executable, "-m", "headway", "train", RECIPE, *settings, seconds=seconds), flush=True)
+    except TimedOut:
+        return False
+    except Failed as failure:
+        raise CheckFailed(" | ".join(str(failure).splitlines())) from None
+    return True
 
 
 def verdict(directory: Path, groups: int | None, seconds: float) -> Findings:
@@ -93,8 +76,8 @@ def verdict(directory: Path, groups: int | None, seconds: float) -> Findings:
     text = f"{trained} groups in {summary['optimizer_steps']} steps, {updates} verified updates, "
     text += f"{throughput['generated_tokens_per_s']:.0f} tokens/s generated; {seconds:.0f} s from start to end"
     text += " (told to end)" * (groups is None)
-    yield Finding("run", text, {"seconds": seconds, "trained": trained, "throughput": throughput})
+    yield Finding("run", text)
     rewards = [row["reward/generated_mean"] for row in metrics_of(directory) if "reward/generated_mean" in row]
-    yield Finding("reward", " → ".join(f"{reward:.2f}" for reward in rewards), {"by_version": rewards})
+    yield Finding("reward", " → ".join(f"{reward:.2f}" for reward in rewards))
     accuracy = [evaluation["accuracy"] for evaluation in summary["eval"]]
-    yield Finding("validation", " → ".join(f"{one:.2f}" for one in accuracy), {"accuracy": accuracy})
+    yield Finding("validation", " → ".join(f"{one:.2f}" for one in accuracy))

@@ -131,7 +131,7 @@ def sleep(setting: Setting) -> Findings:
             f"{title}: after waking up the probe is {found['off']:.2g} nats off that of before (limit {TOLERANCE:g})",
         )
         text = f"{found['freed'] / 2**20:.0f} of {found['held'] / 2**20:.0f} MiB free in sleep"
-        yield Finding(title, f"{text}; awake again, the probe is within {found['off']:.1g} nats", found)
+        yield Finding(title, f"{text}; awake again, the probe is within {found['off']:.1g} nats")
 
 
 async def _slept(setting: Setting, keep: bool) -> dict[str, float]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headway.devices import DeviceKind
@@ -58,8 +58,8 @@ class Finding:
     name: str
     """Name of the row, one of the check's `Check.findings`. Texts of one name are put together."""
     text: str
-    figures: Any = None
-    """Figures for the JSON file."""
+    lines: Sequence[str] = ()
+    """What is told below the table."""
 
 
 Findings = Iterator[Finding]

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_checks.engine import core_of, finish, recorder_of
+from benchmarks.gpu_checks.engine import core_of, finish, profiled, recorder_of
 from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION, on_device, requests
-from benchmarks.gpu_checks.profiling import profiled
 from benchmarks.gpu_checks.setting import Finding, Findings, Setting, one_rank_group, require
 from benchmarks.rollout_engines import Engine, Generate, Native, Request
 from benchmarks.runner import timed
@@ -94,7 +93,7 @@ def compared(
     setting: Setting, rows: Sequence[CollatedRow], budget: int, contenders: Mapping[str, tuple[str, Callable[[], Once]]]
 ) -> Findings:
     """Measure contenders, each with its layout of micro-batches, beside the first."""
-    peak, device = peak_tflops(setting)
+    peak = peak_tflops(setting)
     tokens = sum(len(row.input_ids) for row in rows)
     usual: tuple[str, float, float] | None = None
     with one_rank_group(setting):
@@ -102,13 +101,13 @@ def compared(
             seconds, memory = measured(setting, make)
             flops = work(layout, rows, budget).flops(shape_of(setting))
             first, first_seconds, first_flops = usual = usual or (contender, seconds, flops)
-            rate, tflops, mfu = tokens / seconds, flops / seconds / 1e12, peak and flops / seconds / 1e12 / peak
-            text = f"{rate:,.0f} tokens/s, {tflops:.3g} Tflop/s" + (f", MFU {mfu:.1%} of {peak:g}" if mfu else "")
+            tflops = flops / seconds / 1e12
+            text = f"{tokens / seconds:,.0f} tokens/s, {tflops:.3g} Tflop/s"
+            text += f", MFU {tflops / peak:.1%} of {peak:g}" if peak else ""
             text += "" if memory is None else f", {memory:.1f} GB at most"
             text += f", {first_seconds / seconds:.2f} × {first}" * (contender != first)
             text += f" (arithmetic: {first_flops / flops:.2f})" * (flops != first_flops)
-            found = {"tokens_per_s": rate, "tflops": tflops, "mfu": mfu, "memory_gb": memory, "peak_tflops": peak}
-            yield Finding(contender, text, {"device": device, "tokens": tokens, "budget": budget, **found})
+            yield Finding(contender, text)
 
 
 def step_rows(setting: Setting) -> tuple[list[CollatedRow], int]:
@@ -173,10 +172,10 @@ def rows_of_length(shape: Shape, count: int, length: int) -> list[CollatedRow]:
     return group_rows([length // 4] * count, [length - length // 4] * count, shape.vocabulary)
 
 
-def peak_tflops(setting: Setting) -> tuple[float | None, str]:
-    """What is assumed of the device, None where nothing is known; and its name."""
-    name = torch.cuda.get_device_name() if setting.on_gpu else "CPU"
-    return next((peak for part, peak in PEAKS.items() if part in name.upper()), None), name
+def peak_tflops(setting: Setting) -> float | None:
+    """What is assumed of the device, None where nothing is known."""
+    name = torch.cuda.get_device_name().upper() if setting.on_gpu else ""
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 # ---------------------------------------------------------------------------------------- decoding
@@ -198,13 +197,10 @@ def decoding_speed(setting: Setting) -> Findings:
         setting.kind.reset_peak(setting.device)
         for count, rate in _decoded(setting, load(), of_way, tokens, 0.95 if way == "top-p" else 1.0):
             native_rates.setdefault(count, rate)
-            text = f"{count}: {rate:,.0f} tokens/s" + f" ({rate / native_rates[count]:.2f} × native)" * (
-                way != "native"
-            )
-            figures = {"sequences": count, "tokens_per_s": rate, "prompt": PROMPT, "tokens": tokens}
-            yield Finding(way, text, figures)
+            beside = "" if way == "native" else f" ({rate / native_rates[count]:.2f} × native)"
+            yield Finding(way, f"{count}: {rate:,.0f} tokens/s{beside}")
         if (peak := setting.kind.peak_memory(setting.device)) is not None:
-            yield Finding(way, f"{peak / 1e9:.1f} GB at most", {"memory_gb": peak / 1e9})
+            yield Finding(way, f"{peak / 1e9:.1f} GB at most")
 
 
 def served(setting: Setting, slots: int, context: int) -> tuple[Path, int, int, str, str]:
@@ -249,7 +245,7 @@ def steps(setting: Setting) -> Findings:
         rows, budget = step_rows(setting)
         once = headway_step(setting, model_folder(setting), rows, budget)()
         once()
-        yield _found(setting, "train step", f"{sum(len(row.input_ids) for row in rows)} tokens", once, 1)
+        yield _found(setting, "train step", f"{sum(len(row.input_ids) for row in rows)} tokens", once, 1)[0]
 
 
 def _decode_steps(setting: Setting) -> Findings:
@@ -263,11 +259,13 @@ def _decode_steps(setting: Setting) -> Findings:
         calls = [GenerateRequest(r.number, r.prompt.trajectory_id(0), r.prompt.token_ids, sampling) for r in asked]
         core.submit("check", calls)
         _advance(core, 2 * DECODE_STEPS)
-        usual = _found(setting, "decode step", f"{count} sequences", lambda: _advance(core, DECODE_STEPS), DECODE_STEPS)
-        yield usual
-        cost, step = timed(lambda: _interrupted(setting, core)), usual.figures["seconds"]
+        found, step = _found(
+            setting, "decode step", f"{count} sequences", lambda: _advance(core, DECODE_STEPS), DECODE_STEPS
+        )
+        yield found
+        cost = timed(lambda: _interrupted(setting, core))
         text = f"{count} contexts of {PROMPT + 4 * DECODE_STEPS} tokens decode again after {cost * 1e3:.1f} ms"
-        yield Finding("interrupt", f"{text} (a step: {step * 1e3:.1f} ms)", {"seconds": cost, "step_seconds": step})
+        yield Finding("interrupt", f"{text} (a step: {step * 1e3:.1f} ms)")
         core.forget("check")
         mixed = requests([unit * k for k in range(1, 17)], shape_of(setting).vocabulary, tokens=1)
         tokens = sum(len(request.prompt.token_ids) for request in mixed)
@@ -280,23 +278,16 @@ def _decode_steps(setting: Setting) -> Findings:
             core.activate(core.version + 1, lambda: None)
         layers, attention = shape_of(setting).layers, profiled(setting, lambda: finish(core, mixed)).attention
         text = f"{tokens / seconds[0]:,.0f} tokens/s, {seconds[1] / seconds[0]:.2f} × 16 of one length"
-        figures = {"tokens": tokens, "seconds": seconds[0], "alike_seconds": seconds[1]}
-        yield Finding("16 prompts of 16 lengths", f"{text}; {layers} layers: {attention}", figures)
+        yield Finding("16 prompts of 16 lengths", f"{text}; {layers} layers: {attention}")
 
 
-def _found(setting: Setting, name: str, what: str, work: Once, count: int) -> Finding:
-    """Time ``work`` of ``count`` steps, then profile it."""
+def _found(setting: Setting, name: str, what: str, work: Once, count: int) -> tuple[Finding, float]:
+    """Time ``work`` of ``count`` steps, then profile it; returns the seconds of a step, too."""
     seconds = timed(lambda: (work(), setting.wait())) / count
     seen = profiled(setting, work, count)
     unit = "kernels" if setting.on_gpu else "operations"
     text = f"{seconds * 1e3:.1f} ms, {what}; {seen.launched:.0f} {unit} take {seen.device_seconds * 1e3:.1f} ms; "
-    figures = {
-        "seconds": seconds,
-        "device_seconds": seen.device_seconds,
-        "launched": seen.launched,
-        "lines": seen.lines,
-    }
-    return Finding(name, f"{text}{seen.attention}", figures)
+    return Finding(name, f"{text}{seen.attention}", seen.lines), seconds
 
 
 def _advance(core: EngineCore, steps: int) -> None:

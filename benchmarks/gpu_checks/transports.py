@@ -95,10 +95,8 @@ def transports(setting: Setting) -> Findings:
     manifest = manifest_of(served)
     for name, facts in TRANSPORTS.items():
         with meeting(name, setting, manifest) as ends:
-            started = time.perf_counter()
             carried = carry_all(setting, ends, sources, served, manifest, delta=facts.carries_delta, name=name)
-            figures = {"name": name, "versions": carried, "seconds": time.perf_counter() - started}
-            yield Finding("transports", f"{name}: {carried} versions, bit by bit", figures)
+            yield Finding("transports", f"{name}: {carried} versions, bit by bit")
     group_of_one(setting)
     backend = "NCCL" if setting.on_gpu else "Gloo"
     yield Finding("process group", f"of its own over {backend}, one rank: formed, used, left")
@@ -223,9 +221,7 @@ def broadcast(setting: Setting) -> Findings:
         sender.close()
     del store
     require(received == "the same bits", f"the other process received {received}")
-    rate = nbytes / seconds[-1] / 1e9
-    text = f"2 processes, {nbytes / 2**20:.0f} MiB: {rate:.2f} GB/s"
-    yield Finding("rate", text, {"gb_per_s": rate, "nbytes": nbytes})
+    yield Finding("rate", f"2 processes, {nbytes / 2**20:.0f} MiB: {nbytes / seconds[-1] / 1e9:.2f} GB/s")
 
 
 def payload(version: int, nbytes: int, device: str) -> torch.Tensor:
@@ -296,7 +292,7 @@ def _updated(setting: Setting, name: str, shape: Shape) -> Findings:
             way, into = list(ways.items())[(version - 1) // UPDATES]
             started = time.perf_counter()
             stream = Stream(manifest, windows(trained, manifest, bucket))
-            report = ends.carry(version, stream, into)
+            ends.carry(version, stream, into)
             arrived = time.perf_counter()
             if isinstance(into, BackBuffer):
                 for offset, data in into.windows(bucket):
@@ -304,11 +300,9 @@ def _updated(setting: Setting, name: str, shape: Shape) -> Findings:
                 into.loaded()
             setting.wait()
             ended = time.perf_counter()
-            figures = {"way": way, "nbytes": manifest.nbytes, "seconds": ended - started, "gather_s": stream.gather_s}
-            figures |= {"recv_s": report.recv_s, "register_s": report.register_s, "load_s": ended - arrived}
             if version % UPDATES:
                 continue  # the first of its kind
             wrong = [n for n, p in served.named_parameters() if not torch.equal(p, trained[n].to(torch.bfloat16))]
             require(not wrong, f"{name}, {way}: {len(wrong)} tensors have other bits, among them {wrong[:1]}")
             text = f"{way} {ended - started:.2f} s (gather and digests {stream.gather_s:.2f}, loading "
-            yield Finding(name, f"{text}{ended - arrived:.2f}), {manifest.nbytes / 1e9:.1f} GB", figures)
+            yield Finding(name, f"{text}{ended - arrived:.2f}), {manifest.nbytes / 1e9:.1f} GB")

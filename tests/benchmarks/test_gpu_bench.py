@@ -21,13 +21,12 @@ import pytest
 import torch
 
 from benchmarks import gpu, table
-from benchmarks.gpu_checks import __main__ as one_check
-from benchmarks.gpu_checks import engine
-from benchmarks.gpu_checks.process import ALONE, CHECKS, ROOT, WARM_UP, Lane
+from benchmarks.gpu_checks import engine, lanes
+from benchmarks.gpu_checks.lanes import ALONE, CHECKS, ROOT, WARM_UP, Lane
 from benchmarks.gpu_checks.setting import CheckFailed, Finding, Findings, Setting, Skipped
 from benchmarks.runner import Hear
 
-FOUND = {"finding": {"name": "interrupt", "text": "all is well", "figures": {"a": 1}}}
+FOUND = {"finding": {"name": "interrupt", "text": "all is well", "lines": ["a"]}}
 GOOD = {"outcome": "passed", "reason": "", "seconds": 0.1}
 
 
@@ -127,14 +126,14 @@ def test_whatever_a_check_raises_there_is_an_answer(
 
     monkeypatch.setattr(engine, "decoding", check)
     found: list[Finding] = []
-    said = one_check.outcome("decoding", Setting("cpu", tmp_path, small=True), found.append)
+    said = lanes.outcome("decoding", Setting("cpu", tmp_path, small=True), found.append)
     assert said == {"outcome": outcome, "reason": reason}
     assert [one.name for one in found] == list(CHECKS["decoding"].findings)
 
 
 def test_a_check_that_leaves_a_finding_out_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "decoding", lambda setting: iter([Finding("greedy", "fine")]))
-    said = one_check.outcome("decoding", Setting("cpu", tmp_path), lambda finding: None)
+    said = lanes.outcome("decoding", Setting("cpu", tmp_path), lambda finding: None)
     assert said["reason"] == "it found nothing for CUDA graphs, interrupt, mixed prompts, running ahead, top-p"
 
 
@@ -156,7 +155,7 @@ def made(monkeypatch: pytest.MonkeyPatch, outcomes: Mapping[str, str], took_s: f
         limits.append(limit_s)
         now[0] += took_s
         hear({"machine": {"device": "a device", "torch": "torch 2.11"}})
-        hear({"finding": {"name": CHECKS[name].findings[0], "text": f"{name} is fine", "figures": {"lines": ["90%"]}}})
+        hear({"finding": {"name": CHECKS[name].findings[0], "text": f"{name} is fine", "lines": ["90%"]}})
         return {"outcome": outcomes.get(name, "passed"), "reason": "", "seconds": took_s}
 
     monkeypatch.setattr(Lane, "make", make)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu_checks import demo, engine, packing, serving, speed, training, transports
+from benchmarks.gpu_checks import demo, engine, serving, speed, training, transports
+from benchmarks.gpu_checks.lanes import CHECKS
 from benchmarks.gpu_checks.models import HALF_BILLION
-from benchmarks.gpu_checks.process import CHECKS
 from benchmarks.gpu_checks.setting import CheckFailed, Findings, Setting
 from benchmarks.shapes import work
 from headway.config.transport_facts import TRANSPORTS
@@ -51,12 +51,12 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
         engine.logprobs,
         engine.decoding,
         training.training,
-        packing.gradients,
+        training.gradients,
         training.fsdp,
         transports.transports,
         serving.update,
         serving.sleep,
-        packing.speed,
+        training.speed,
         speed.decoding_speed,
         speed.steps,
         transports.updating_speed,
@@ -70,12 +70,12 @@ def test_a_check_passes_in_its_cpu_form_and_says_what_it_found(check: Made, sett
     (listed,) = (one for one in CHECKS.values() if one.function == function)
     assert {one.name for one in found} == set(listed.findings)
     assert all(one.text for one in found)
-    json.dumps([one.figures for one in found])
+    assert all(isinstance(line, str) for one in found for line in one.lines)
 
 
 def test_every_transport_is_checked(setting: Setting) -> None:
-    figures = [one.figures for one in transports.transports(setting) if one.name == "transports"]
-    assert {one["name"] for one in figures} == set(TRANSPORTS)
+    texts = [one.text for one in transports.transports(setting) if one.name == "transports"]
+    assert {text.partition(":")[0] for text in texts} == set(TRANSPORTS)
 
 
 # ---------------------------------------------------------------------------------------- planted defects
@@ -253,8 +253,8 @@ def answers_are_cut_short(patch: pytest.MonkeyPatch) -> None:
         (engine.decoding, contexts_of_one_step_are_mixed_up, "prefilled together, .* one by one|differs from token"),
         (training.training, predictors_are_off_by_one, "float32: the gradient is off by"),
         (training.training, steps_are_twice_as_long, "AdamW's step is off by 1 of its norm"),
-        (packing.gradients, answers_see_each_other, "packed, float32: the gradient is off by"),
-        (packing.speed, losses_are_not_finite, "a loss of nan"),
+        (training.gradients, answers_see_each_other, "packed, float32: the gradient is off by"),
+        (training.speed, losses_are_not_finite, "a loss of nan"),
         (training.fsdp, gathering_leaves_bytes_out, "gathered from the ranks are not those of the model's folder"),
         (training.fsdp, checkpoints_are_not_read, "brought other weights back"),
         (transports.transports, the_last_value_is_not_written, "version 1 .* came with other bits"),
@@ -364,7 +364,7 @@ def test_the_peak_that_is_assumed_goes_by_the_devices_name(
     name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    assert speed.peak_tflops(Setting("cuda", tmp_path)) == (peak, name)
+    assert speed.peak_tflops(Setting("cuda", tmp_path)) == peak
 
 
 # ---------------------------------------------------------------------------------------- several processes

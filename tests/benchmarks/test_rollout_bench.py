@@ -13,9 +13,8 @@ from statistics import fmean
 import pytest
 
 from benchmarks import rollout
-from benchmarks.rollout import MODELS, Measured, cells, interpreters, measure, told
+from benchmarks.rollout import MODELS, Measured, cells, interpreters, measure, stall, told
 from benchmarks.rollout_engines import KINDS, Cell, Continuous, Engine, Generate, Native, Request, answer, check
-from benchmarks.rollout_update import row
 from benchmarks.runner import Failed, TimedOut, Worker
 from benchmarks.shapes import SIZES, Shape, long_tailed
 
@@ -204,7 +203,7 @@ def test_engines_take_turns_and_one_that_timed_out_is_not_asked_again() -> None:
     asked: list[str] = []
     failures = {"native": None, "generate": TimedOut("over 5 s"), "vllm": None}
     workers = {engine: Scripted(engine, asked, failure) for engine, failure in failures.items()}
-    measured = measure(CELL, workers, 3, 60.0, 5.0)
+    measured = measure(CELL, workers, 3)
     assert asked == ["native", "generate", "vllm", "native", "vllm", "native", "vllm"]
     assert measured.failures == {"generate": "over 5 s"}
     assert measured.rates == {"native": [50.0] * 3, "vllm": [50.0] * 3}
@@ -213,7 +212,7 @@ def test_engines_take_turns_and_one_that_timed_out_is_not_asked_again() -> None:
 def test_a_cell_without_time_left_has_one_round() -> None:
     asked: list[str] = []
     workers = {engine: Scripted(engine, asked) for engine in ("native", "vllm")}
-    assert measure(CELL, workers, 3, 0.0, 5.0).rates == {"native": [50.0], "vllm": [50.0]}
+    assert measure(CELL, workers, 3, 0.0).rates == {"native": [50.0], "vllm": [50.0]}
     assert asked == ["native", "vllm"]
 
 
@@ -258,12 +257,15 @@ def test_an_unknown_name_is_told_with_those_that_are_known(
     assert f"unknown {flags[1]}; known: " in capsys.readouterr().err
 
 
-def test_without_an_environment_for_vllm_it_is_skipped_and_the_table_says_so(tmp_path: Path) -> None:
-    pythons, notes = interpreters(["native", "vllm"], tmp_path / "none")
+def test_without_an_environment_for_vllm_it_is_skipped_and_the_table_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "VLLM_PYTHON", tmp_path / "none")
+    pythons, notes = interpreters(["native", "vllm"])
     assert pythons == {"native": Path(sys.executable)}
     assert any(note.startswith("vllm: skipped") for note in notes)
-    there = interpreters(["native", "vllm"], Path(sys.executable))[0]
-    assert set(there) == {"native", "vllm"}
+    monkeypatch.setattr(rollout, "VLLM_PYTHON", Path(sys.executable))
+    assert set(interpreters(["native", "vllm"])[0]) == {"native", "vllm"}
 
 
 # ---------------------------------------------------------------------------------------------- the tables
@@ -316,7 +318,7 @@ def test_the_mean_of_ratios_is_geometric(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_staging_beside_decoding_is_no_part_of_the_stall() -> None:
     update = {"stage": 0.010, "pause": 0.001, "activate": 0.002, "resume": 0.100}
-    assert {name: round(ms) for name, ms in row([update]).items()} == {
+    assert {name: round(ms) for name, ms in stall([update]).items()} == {
         "stage ms": 10,
         "pause ms": 1,
         "activate ms": 2,

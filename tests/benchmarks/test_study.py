@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import study_staleness
 from benchmarks.runner import DEMO
-from benchmarks.study_figure import THEME, draw, themed
 from benchmarks.study_staleness import (
     FULL,
     LOSSES,
@@ -19,15 +18,18 @@ from benchmarks.study_staleness import (
     QUICK,
     RATES,
     START,
+    THEME,
     Result,
     Run,
     accuracy_table,
     by_cell,
     conduct,
+    draw,
     health_table,
     lag_range,
     read,
     runs,
+    themed,
     time_table,
     write_into,
 )

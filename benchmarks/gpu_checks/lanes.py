@@ -4,6 +4,11 @@ lane "compile"   kernels ▷ training ▷ packing ▷ …     a process for each
 lane "tokens"    decoding ▷ … ▷ logprobs              in which its checks follow each other
 lane "demo"      demo
 lane "alone"     sleep ▷ training_speed ▷ …           when the others have ended: it measures time and memory
+
+    python -m benchmarks.gpu_checks.lanes SETTING
+
+is a lane's process. SETTING is a `Setting` as JSON. It says what it is (``machine``), makes the checks that it is asked
+for by name, and says each ``finding`` as soon as it is known.
 """
 
 from __future__ import annotations
@@ -12,13 +17,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_checks.setting import Setting
-from benchmarks.runner import Failed, Hear, TimedOut, Worker
+from benchmarks.gpu_checks.setting import CheckFailed, Finding, Setting, Skipped
+from benchmarks.runner import Failed, Hear, TimedOut, Worker, serve
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,9 +33,9 @@ ROOT = Path(__file__).parents[2]
 WARM_UP, ALONE = "kernels", "alone"
 LANES: Mapping[str, str] = {
     "compile": """
-        kernels 110 packing:kernels              head size 64, head size 128, windows, compiled layers
+        kernels 110 training:kernels              head size 64, head size 128, windows, compiled layers
         training 30 training:training +          float32, bfloat16, with recomputation
-        packing 45 packing:gradients +           float32, bfloat16, head size 128, windows""",
+        packing 45 training:gradients +           float32, bfloat16, head size 128, windows""",
     "tokens": """
         decoding 60 engine:decoding              CUDA graphs, interrupt, running ahead, mixed prompts, top-p, greedy
         logprobs 45 engine:logprobs +            head size 128, head size 64, attention of a prefill
@@ -46,7 +53,7 @@ LANES: Mapping[str, str] = {
         decoding_speed 60 speed:decoding_speed   native, top-p, transformers.generate, without graphs
         steps 40 speed:steps                     decode step, train step, 16 prompts of 16 lengths, interrupt
         updating_speed 50 transports:updating_speed    0.5 B, 7 B
-        packing_speed 35 packing:speed           padded, packed, shared""",
+        packing_speed 35 training:speed           padded, packed, shared""",
 }
 """Checks by lane, in their order: name, seconds on a GPU, function, and findings; +: after `WARM_UP`, which compiles
 its kernels. The seconds include those in which the lane's process is started."""
@@ -88,7 +95,7 @@ class Lane:
         own = {name: value for name, value in math_environment(0).items() if not name.endswith("_NUM_THREADS")}
         fields = {**asdict(setting), "scratch": str(setting.scratch)}
         self.worker = Worker(
-            [sys.executable, "-m", "benchmarks.gpu_checks", json.dumps(fields)],
+            [sys.executable, "-m", "benchmarks.gpu_checks.lanes", json.dumps(fields)],
             log,
             {**own, "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path},
             retried=True,
@@ -114,3 +121,60 @@ class Lane:
 
     def stop(self) -> None:
         self.worker.stop(by_force=True)
+
+
+# ---------------------------------------------------------------------------------------- the lane's process
+
+
+def load(setting_json: str, say: Hear) -> Callable[[str], dict[str, str]]:
+    fields = json.loads(setting_json)
+    setting = Setting(**{**fields, "scratch": Path(fields["scratch"])})
+    say({"machine": described(setting)})
+
+    def make(name: str) -> dict[str, str]:
+        print(f"== {name}", file=sys.stderr, flush=True)
+        ended = outcome(name, setting, lambda finding: say({"finding": asdict(finding)}))
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.reset()  # torch compiles so many variants of a function in a process, and no more
+        setting.give_back()
+        return ended
+
+    return make
+
+
+def outcome(name: str, setting: Setting, say: Callable[[Finding], None]) -> dict[str, str]:
+    """How the check ended, whatever it raised, and why."""
+    try:
+        module, function = CHECKS[name].function.split(":")
+        missing = set(CHECKS[name].findings)
+        for finding in getattr(import_module(f"benchmarks.gpu_checks.{module}"), function)(setting):
+            say(finding)
+            missing.discard(finding.name)
+    except Skipped as reason:
+        return {"outcome": "skipped", "reason": str(reason)}
+    except CheckFailed as failure:
+        return {"outcome": "failed", "reason": str(failure)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"outcome": "failed", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
+    if missing:
+        return {"outcome": "failed", "reason": f"it found nothing for {', '.join(sorted(missing))}"}
+    return {"outcome": "passed", "reason": ""}
+
+
+def described(setting: Setting) -> dict[str, str]:
+    """The device and the libraries."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    device = "CPU form, small" if setting.small else "CPU form"
+    if setting.on_gpu:
+        gibibytes = (setting.kind.total_memory("cuda:0") or 0) / 2**30
+        device = f"{setting.kind.count()} × {setting.kind.device_name('cuda:0')}, {gibibytes:.0f} GiB"
+    libraries = {one.__name__: f"{one.__name__} {one.__version__}" for one in (torch, transformers)}
+    return {"device": device, **libraries, "python": f"Python {sys.version.split()[0]}"}
+
+
+if __name__ == "__main__":
+    serve(lambda say: load(sys.argv[1], say))
