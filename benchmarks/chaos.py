@@ -34,7 +34,7 @@ from benchmarks import evidence
 from benchmarks.growth import Growth
 from benchmarks.nodes.faults import FAULTS, Strike, aim, title
 from benchmarks.nodes.machines import RAY, REPOSITORY, Machines, first_child, machines, why_not
-from benchmarks.runner import DEMO, metrics_of, parser, say, summary_of, words
+from benchmarks.runner import DEMO, metrics_of, parser, say, summary_of
 from benchmarks.table import markdown
 from headway.events import GroupAdmitted, GroupSettled
 from headway.reports.record.events_file import read_events
@@ -93,21 +93,15 @@ OF_RAY = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser(
+    chosen = parser(
         "chaos",
         __doc__,
         faults=8,
         life={"type": float, "default": 8.0, "help": "most seconds from a step to the next fault"},
         seed={"type": int, "default": 0, "help": "of victims and moments"},
         only={"default": None, "help": "KIND:VICTIM[:MOMENT],… in this order, in place of all in a random one"},
-        kinds=words(sorted({name.partition(":")[0] for name in FAULTS})),
-        victims=words(sorted({name.partition(":")[2] for name in FAULTS})),
-        moments=words(MOMENTS),
-        recipe={"type": Path, "default": DEMO},
         keep={"type": Path, "help": "leave all here, and go on with what is here"},
-    )
-    options.add_argument("overrides", nargs="*", metavar="a.b=c")
-    chosen = options.parse_args(arguments)
+    ).parse_args(arguments)
     if (missing := why_not()) or not shutil.which("mkfs.ext4") or not shutil.which("tc"):
         sys.exit(f"benchmarks.chaos {missing or 'needs tc and mkfs.ext4'}")
     with tempfile.TemporaryDirectory(prefix="headway-chaos-") as scratch:
@@ -162,11 +156,11 @@ class Chaos:
     def start(self) -> subprocess.Popen[bytes]:
         """Start the run, or go on with it."""
         recipe = self.machines.shared / "recipe.yaml"
-        recipe.write_bytes((REPOSITORY / self.chosen.recipe).read_bytes())
+        recipe.write_bytes((REPOSITORY / DEMO).read_bytes())
         (self.machines.shared / "reward.py").write_text(REWARD)
-        new = ["/tmp/shared/recipe.yaml", *SETTINGS, *self.chosen.overrides]
-        given = ["--resume", RUN] if list(self.directory_of_run.glob("checkpoints/version_*")) else new
-        if given is new:
+        given = ["--resume", RUN]
+        if not any(self.directory_of_run.glob("checkpoints/version_*")):
+            given = ["/tmp/shared/recipe.yaml", *SETTINGS]
             shutil.rmtree(self.directory_of_run, ignore_errors=True)
         output = self.directory / f"run-{len(self.rows)}.txt"
         command = ["headway", "train", *given, "--restarts", str(2 * self.chosen.faults)]
@@ -202,12 +196,9 @@ class Chaos:
     def one(self, number: int) -> dict[str, Any]:
         """One fault, decided by the seed and its number."""
         chance = random.Random(f"{self.chosen.seed}-{number}")
-        pairs = [(name, *name.split(":")) for name in FAULTS]
-        usual = [name for name, kind, victim in pairs if kind in self.chosen.kinds and victim in self.chosen.victims]
-        names = self.chosen.only.split(",") if self.chosen.only else shuffled(usual, self.chosen.seed, number)
-        what = names[number % len(names)]
-        kind, victim, *given = what.split(":")
-        moment = given[0] if given else chance.choice(self.chosen.moments)
+        names = self.chosen.only.split(",") if self.chosen.only else shuffled(FAULTS, self.chosen.seed, number)
+        kind, victim, *given = names[number % len(names)].split(":")
+        moment = given[0] if given else chance.choice(MOMENTS)
         row = {"fault": number, "what": f"{kind}:{victim}", "moment": moment, "hit": "", "seconds": None, "wrong": []}
         undos = [self.machines.slow(name, SLOW) for name in "BC" if moment in ("send", "recv")]
         row["hit"], strike = self.soon(lambda: self.aimed(row["what"], chance)) or ("nobody", lambda: lambda: None)
