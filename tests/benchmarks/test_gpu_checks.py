@@ -32,6 +32,7 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.weights.buckets import Tensors
 from headway.engines.weights.served_weights import WeightMemory
 from headway.models.attention.packed_layout import PackedLayout
+from tests.tiers import mostly_slow
 
 Made = Callable[[Setting], Findings]
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -240,33 +241,37 @@ def answers_are_cut_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(speed.Native, "run", lambda self, asked: [length - 1 for length in right(self, asked)])
 
 
-@pytest.mark.parametrize(
+PLANTED: list[tuple[Made, Plant, str]] = [
+    (engine.logprobs, trainer_forgets_the_temperature, "engine and trainer differ: head size 128 float32"),
+    (engine.logprobs, engine_serves_other_weights_in_bfloat16, "engine and trainer differ: head size 128 bfloat16"),
+    (engine.decoding, graphs_are_not_replayed, "gave CUDA graphs up"),
+    (engine.decoding, graphs_are_right_once, "with CUDA graphs .*, .* without"),
+    (engine.decoding, contexts_that_come_back_are_damaged, "prefilled again after an interrupt"),
+    (engine.decoding, greedy_takes_the_least_likely, "greedy, .* by transformers.generate"),
+    (engine.decoding, filters_are_forgotten, "top-p: a log-prob is"),
+    (engine.decoding, contexts_of_one_step_are_mixed_up, "prefilled together, .* one by one|differs from token"),
+    (training.training, predictors_are_off_by_one, "float32: the gradient is off by"),
+    (training.training, steps_are_twice_as_long, "AdamW's step is off by 1 of its norm"),
+    (training.gradients, answers_see_each_other, "packed, float32: the gradient is off by"),
+    (training.speed, losses_are_not_finite, "a loss of nan"),
+    (training.fsdp, gathering_leaves_bytes_out, "gathered from the ranks are not those of the model's folder"),
+    (training.fsdp, checkpoints_are_not_read, "brought other weights back"),
+    (transports.transports, the_last_value_is_not_written, "version 1 .* came with other bits"),
+    (transports.updating_speed, the_last_value_is_not_written, "0.5 B, beside decoding: .* have other bits"),
+    (serving.update, new_weights_are_not_loaded, "off that of its version's weights|cannot"),
+    (serving.update, tokens_keep_the_old_version, "tokens are of versions"),
+    (serving.sleep, sleep_keeps_the_cache, r"sleep freed \d+ MiB of"),
+    (serving.sleep, sleep_keeps_the_weights, r"sleep freed \d+ MiB of"),
+    (serving.sleep, other_weights_wake_up, "after waking up the probe is"),
+    (speed.training_speed, losses_are_not_finite, "a loss of nan"),
+    (speed.decoding_speed, answers_are_cut_short, "tokens, not"),
+]
+
+
+@mostly_slow(
     ("check", "plant", "said"),
-    [
-        (engine.logprobs, trainer_forgets_the_temperature, "engine and trainer differ: head size 128 float32"),
-        (engine.logprobs, engine_serves_other_weights_in_bfloat16, "engine and trainer differ: head size 128 bfloat16"),
-        (engine.decoding, graphs_are_not_replayed, "gave CUDA graphs up"),
-        (engine.decoding, graphs_are_right_once, "with CUDA graphs .*, .* without"),
-        (engine.decoding, contexts_that_come_back_are_damaged, "prefilled again after an interrupt"),
-        (engine.decoding, greedy_takes_the_least_likely, "greedy, .* by transformers.generate"),
-        (engine.decoding, filters_are_forgotten, "top-p: a log-prob is"),
-        (engine.decoding, contexts_of_one_step_are_mixed_up, "prefilled together, .* one by one|differs from token"),
-        (training.training, predictors_are_off_by_one, "float32: the gradient is off by"),
-        (training.training, steps_are_twice_as_long, "AdamW's step is off by 1 of its norm"),
-        (training.gradients, answers_see_each_other, "packed, float32: the gradient is off by"),
-        (training.speed, losses_are_not_finite, "a loss of nan"),
-        (training.fsdp, gathering_leaves_bytes_out, "gathered from the ranks are not those of the model's folder"),
-        (training.fsdp, checkpoints_are_not_read, "brought other weights back"),
-        (transports.transports, the_last_value_is_not_written, "version 1 .* came with other bits"),
-        (transports.updating_speed, the_last_value_is_not_written, "0.5 B, beside decoding: .* have other bits"),
-        (serving.update, new_weights_are_not_loaded, "off that of its version's weights|cannot"),
-        (serving.update, tokens_keep_the_old_version, "tokens are of versions"),
-        (serving.sleep, sleep_keeps_the_cache, r"sleep freed \d+ MiB of"),
-        (serving.sleep, sleep_keeps_the_weights, r"sleep freed \d+ MiB of"),
-        (serving.sleep, other_weights_wake_up, "after waking up the probe is"),
-        (speed.training_speed, losses_are_not_finite, "a loss of nan"),
-        (speed.decoding_speed, answers_are_cut_short, "tokens, not"),
-    ],
+    PLANTED,
+    quick=list({check: (check, *planted) for check, *planted in reversed(PLANTED)}.values()),
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_check_finds_what_is_planted_and_names_it(

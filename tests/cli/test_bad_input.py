@@ -496,6 +496,35 @@ CASES = {
     "no address": setting("cluster.backend=ray", "cluster.address=localhost"),
 }
 
+IN_A_PROCESS = (
+    "a file that does not import",
+    "a file that does not parse",
+    "no such function",
+    "not a function",
+    "no arguments",
+    "arguments without names",
+    "a column that some rows lack",
+    "an empty prompt",
+    "lengths beyond the positions",
+    "ep of a family without a plan",
+    "two tools of one name",
+    "tools that give no reward",
+    "a tool without a docstring",
+    "a server of tools that is not there",
+    "a server of tools that ends",
+    "a server of tools that is late",
+    "a tool without a name",
+    "a tool that a server has twice",
+    "a tool of two servers",
+    "an environment that lacks a method",
+    "no such program",
+    "no such agent",
+    "an agent that takes no row",
+    "an agent that asks for more than there is",
+    "an agent that yields",
+)
+"""Cases that others are like: they, too, start a process that loads the user's code or reads the data."""
+
 IN_THE_RUN = {
     "returns None": SCORE + " return None\n",
     "raises": SCORE + " raise ValueError('boom')\n",
@@ -615,7 +644,7 @@ def test_the_input_that_the_cases_spoil_is_good(here: Path) -> None:
     assert done.exit_code == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", CASES)
+@mostly_slow("name", CASES, quick=[name for name in CASES if name not in IN_A_PROCESS])
 def test_a_wrong_input_ends_in_one_message_before_anything_starts(name: str, here: Path) -> None:
     case, row = CASES[name], BEFORE_THE_RUN[name]
     case.prepare(here)

@@ -123,7 +123,7 @@ def for_gpus(recipe: str) -> dict[int, list[str]]:
 @mostly_slow(
     ("recipe", "gpus"),
     product(DATA, [1, 8, 64]),
-    quick=[("gsm8k-grpo", 8), ("dapo-math", 64), ("reasoning-gym", 1)],
+    quick=[("dapo-math", 64), ("reasoning-gym", 1)],
 )
 def test_a_recipe_takes_as_many_gpus_as_its_comments_say(recipe: str, gpus: int, data: dict[str, list[str]]) -> None:
     """A dry run of a whole recipe: its model, its data and its reward are tried."""

@@ -42,6 +42,7 @@ from headway.errors import ConfigError, RunError, WorkerDied
 from headway.models.pretrained import load_model
 from tests.cluster.one_version import generate, tiny_config
 from tests.data.resolving import resolve
+from tests.tiers import mostly_slow
 
 Arrays = list[NDArray[np.float32]]
 Get = Callable[[Any], Any]
@@ -211,21 +212,20 @@ async def start(cfg: Config, model: str, run_dir: Path) -> Workers:
 # ---------------------------------------------------------------------------------------------- in one process
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"param_update": {"transport": "shared_memory"}},
-        {"param_update": {"transport": "shared_memory", "encoding": "delta"}},
-        {"param_update": {"transport": "disk"}},
-        {"param_update": {"schedule": "overlapped"}},
-        {"param_update": {"transport": "shared_memory", "encoding": "delta", "schedule": "overlapped"}},
-        {"rollout": {"dtype": "bfloat16"}},
-        {"rollout": {"dtype": "bfloat16"}, "param_update": {"transport": "shared_memory", "encoding": "delta"}},
-        {"rollout": {"enable_dual_buffer": False, "n_gpus_per_node": 2}},
-    ],
-    ids=str,
-)
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"param_update": {"transport": "shared_memory"}},
+    {"param_update": {"transport": "shared_memory", "encoding": "delta"}},
+    {"param_update": {"transport": "disk"}},
+    {"param_update": {"schedule": "overlapped"}},
+    {"param_update": {"transport": "shared_memory", "encoding": "delta", "schedule": "overlapped"}},
+    {"rollout": {"dtype": "bfloat16"}},
+    {"rollout": {"dtype": "bfloat16"}, "param_update": {"transport": "shared_memory", "encoding": "delta"}},
+    {"rollout": {"enable_dual_buffer": False, "n_gpus_per_node": 2}},
+]
+
+
+@mostly_slow("sections", WAYS, quick=[WAYS[0], WAYS[3], WAYS[5], WAYS[7], WAYS[8]], ids=str)
 async def test_a_version_goes_round_whichever_way_weights_take(
     tiny_model: str, tmp_path: Path, sections: dict[str, Any]
 ) -> None:

@@ -1,3 +1,4 @@
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.presets import PRESETS
 from headway.errors import ConfigError
+from tests.tiers import mostly_slow
 
 from .conftest import Load, Write
 
@@ -35,17 +37,20 @@ def test_every_mode_runs_with_a_model_data_and_reward_of_the_users_own(minimal: 
     assert diagnose(minimal(f"mode={mode}", *overrides)) == []
 
 
-@pytest.mark.parametrize("mode", PRESETS)
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("trainer.n_gpus_per_node=8", "trainer.use_nodes_ratios=[0.5, 0, 0, 0.5]"),
-        ("cluster.backend=inline",),
-        ("model.path=/m", "data.train=a.jsonl", "data.val=b.jsonl"),
-        ("actor.use_kl_loss=true", "actor.kl_loss_coef=0.01", "ref.nnodes=1"),
-        ("async_training.order=fifo",),
-    ],
+PASSING = [
+    (),
+    ("trainer.n_gpus_per_node=8", "trainer.use_nodes_ratios=[0.5, 0, 0, 0.5]"),
+    ("cluster.backend=inline",),
+    ("model.path=/m", "data.train=a.jsonl", "data.val=b.jsonl"),
+    ("actor.use_kl_loss=true", "actor.kl_loss_coef=0.01", "ref.nnodes=1"),
+    ("async_training.order=fifo",),
+]
+
+
+@mostly_slow(
+    ("mode", "overrides"),
+    product(PRESETS, PASSING),
+    quick=[*product(PRESETS, [()]), *product(["async_partial", "colocate_sync"], PASSING[1:])],
 )
 def test_what_passed_once_passes_again_from_its_dump(
     minimal: Load, tmp_path: Path, mode: str, overrides: tuple[str, ...]

@@ -1,6 +1,7 @@
 import math
 import os
 from fractions import Fraction
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from headway.config.presets import PRESETS
 from headway.config.schema import AsyncTrainingConfig, Config, Order
 from headway.config.settings_without_effect import without_effect
 from headway.errors import ConfigError
+from tests.tiers import mostly_slow
 
 from .conftest import Load, Write
 
@@ -284,24 +286,27 @@ def equal_after_dump(loaded: LoadedConfig, folder: Path) -> None:
     assert load(path).config == loaded.config
 
 
-@pytest.mark.parametrize("mode", PRESETS)
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("model.path=/m",),
-        ("data.train=a.parquet", "data.epochs=2", "rollout.total_rollout_steps=null", "run.dir=runs/x"),
-        ("trainer.generate_ahead_steps=3",),
-        ("async_training.partial_rollout=true",),
-        ("async_training.partial_rollout=true", "async_training.on_update=keep"),
-        ("async_training.order=fifo", "async_training.staleness_threshold=1/3"),
-        ("trainer.use_nodes_ratios=[1/3, 0, 1/3, 1/3]", "trainer.n_gpus_per_node=3", "actor.use_kl_loss=true"),
-        (
-            "run.name='on'",
-            "data.task.params={deep: {list: [1, [2, x]], text: 'null'}}",
-            'model.make.vocabulary="\'\\"#"',
-        ),
-    ],
+DUMPED = [
+    (),
+    ("model.path=/m",),
+    ("data.train=a.parquet", "data.epochs=2", "rollout.total_rollout_steps=null", "run.dir=runs/x"),
+    ("trainer.generate_ahead_steps=3",),
+    ("async_training.partial_rollout=true",),
+    ("async_training.partial_rollout=true", "async_training.on_update=keep"),
+    ("async_training.order=fifo", "async_training.staleness_threshold=1/3"),
+    ("trainer.use_nodes_ratios=[1/3, 0, 1/3, 1/3]", "trainer.n_gpus_per_node=3", "actor.use_kl_loss=true"),
+    (
+        "run.name='on'",
+        "data.task.params={deep: {list: [1, [2, x]], text: 'null'}}",
+        'model.make.vocabulary="\'\\"#"',
+    ),
+]
+
+
+@mostly_slow(
+    ("mode", "overrides"),
+    product(PRESETS, DUMPED),
+    quick=[*zip(cycle(PRESETS), DUMPED, strict=False), *product(PRESETS, [()])],
 )
 def test_a_dumped_configuration_loads_back_to_an_equal_one(
     minimal: Load, tmp_path: Path, mode: str, overrides: tuple[str, ...]

@@ -132,7 +132,7 @@ def episodes(run: Path) -> list[dict[str, Any]]:
     return events(run, "trajectory.finished")
 
 
-@mostly_slow("name", ["Count", "talk", "asks", "blocks", "Loop"], quick=["Count", "talk", "asks"])
+@mostly_slow("name", ["Count", "talk", "asks", "blocks", "Loop"], quick=["Count", "asks"])
 def test_an_agent_trains_in_a_run_like_any_other(recipe: Path, tmp_path: Path, name: str) -> None:
     """Takes a while: processes are started for the program, once to look at it and once for the run."""
     result = train(recipe, tmp_path / "run", program(recipe, name), "cluster.backend=inline")

@@ -23,6 +23,7 @@ from headway.events import (
 from headway.pipeline.run import Status
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import a_share_and_all
 
 SPLIT = [mode for mode in MODES if not mode.startswith("colocate")]
 """Modes in which a replica may join."""
@@ -56,12 +57,13 @@ def test_a_late_replica_serves_nothing_before_it_has_the_current_version(mode: s
     } <= set(dict(late.loads))
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", SPLIT)
-def test_a_replica_may_join_at_any_moment_of_an_update(mode: str):
-    """Before it begins, while weights are gathered, sent, registered and loaded, and after it: every 1/8 s."""
+def test_a_replica_may_join_at_any_moment_of_an_update(mode: str, share: float):
+    """Before it begins, while weights are gathered, sent, registered and loaded, and after it: every 1/8 s, or 5/8."""
     healthy = Scenario(mode).run().assert_completed()
     first = min(phase.time for phase in healthy.of(UpdatePhase) if phase.version == 2) - 0.5
-    for eighth in range(12):
+    for eighth in range(0, 12, int(1 / share)):
         run = Scenario(mode, beside=at(first + eighth / 8, joins)).run().assert_completed()
         (joined,) = check_everything(run).of(ReplicaJoined)
         assert joined.version in (2, 3)
@@ -193,12 +195,15 @@ def test_a_stop_succeeds_though_a_replica_has_died_unnoticed():
     assert [event.replica for event in check_everything(run).of(ReplicaLost)] == ["rollout-1"]
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", SPLIT)
 @pytest.mark.parametrize("joined_before", [True, False])
-def test_the_only_replica_dies_at_any_moment_and_the_run_goes_on_with_another(mode: str, joined_before: bool):
+def test_the_only_replica_dies_at_any_moment_and_the_run_goes_on_with_another(
+    mode: str, joined_before: bool, share: float
+):
     """Also between two steps of a version, and in the last validation: nobody waits for a next version."""
     healthy = Scenario(mode, problems=2).run().assert_completed()
-    for k in range(1, 12):
+    for k in range(1, 12, int(1 / share)):
         at_s = int(healthy.ended * k / 12)
 
         async def beside(run: Run, at_s: float = at_s) -> None:
@@ -238,10 +243,11 @@ def test_a_start_that_takes_longer_than_the_stall_limit_is_no_stall():
     check_everything(scenario.run().assert_completed())
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
-def test_the_last_replicas_death_is_the_error_whatever_notices_it_first(mode: str):
+def test_the_last_replicas_death_is_the_error_whatever_notices_it_first(mode: str, share: float):
     """Also when a wave is on its way to it at that moment."""
-    for k in range(20, 400, 19):
+    for k in range(20, 400, int(19 / share)):
 
         def script(run: Run, k: int = k) -> None:
             def on(_: Event) -> None:

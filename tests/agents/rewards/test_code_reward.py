@@ -29,6 +29,7 @@ from headway.errors import ConfigError, SandboxFailed, ScoringFailed
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.sandbox_call import ENDS_S
 from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult, SandboxSpec
+from tests.tiers import mostly_slow
 
 SPEC = SandboxSpec("bubblewrap", SandboxLimits(memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bwrap here: apt install bubblewrap")
@@ -49,26 +50,30 @@ def fenced(code: str) -> str:
 # ---------------------------------------------------------------------------------------------- forms
 
 
+FORMS = [
+    ("print(int(input()) * 2)", DOUBLE, {}, 1.0),
+    ("print(2)", DOUBLE, {}, 0.0),
+    ("def add(a, b): return a + b", json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}), {}, 1.0),
+    ("class Solution:\n  def add(self, a: List[int]): return sum(a)",
+     {"inputs": [[[1, 2]]], "outputs": [[3]], "fn_name": "add"}, {}, 1.0),
+    ("def f(a, b): print(7); return a + b",
+     [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "f"}}], {}, 1.0),
+    ("print(input())", [{"input": "a", "output": "a", "type": "stdin_stdout"}], {}, 1.0),
+    ("def add(a, b): return a + b", ADDS, {}, 1.0),
+    ("def add(a, b): return 3", ADDS, {}, 0.0),
+    ("def add(a, b): return a + b", "assert add(1, 2) == 3\nassert add(1, 1) == 2", {}, 1.0),
+    ("def add(a, b): return a + b", "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+     {"entry_point": "add"}, 1.0),
+    ("def add(a, b): return a - b", {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+                                     "entry_point": "add"}, {}, 0.0),
+]  # fmt: skip
+
+
 @needs_bwrap
-@pytest.mark.parametrize(
+@mostly_slow(
     ("code", "answer", "extra", "score"),
-    [
-        ("print(int(input()) * 2)", DOUBLE, {}, 1.0),
-        ("print(2)", DOUBLE, {}, 0.0),
-        ("def add(a, b): return a + b", json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}), {}, 1.0),
-        ("class Solution:\n  def add(self, a: List[int]): return sum(a)",
-         {"inputs": [[[1, 2]]], "outputs": [[3]], "fn_name": "add"}, {}, 1.0),
-        ("def f(a, b): print(7); return a + b",
-         [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "f"}}], {}, 1.0),
-        ("print(input())", [{"input": "a", "output": "a", "type": "stdin_stdout"}], {}, 1.0),
-        ("def add(a, b): return a + b", ADDS, {}, 1.0),
-        ("def add(a, b): return 3", ADDS, {}, 0.0),
-        ("def add(a, b): return a + b", "assert add(1, 2) == 3\nassert add(1, 1) == 2", {}, 1.0),
-        ("def add(a, b): return a + b", "def check(candidate):\n    assert candidate(1, 2) == 3\n",
-         {"entry_point": "add"}, 1.0),
-        ("def add(a, b): return a - b", {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
-                                         "entry_point": "add"}, {}, 0.0),
-    ],
+    FORMS,
+    quick=[FORMS[0], FORMS[3], FORMS[4], FORMS[7], FORMS[9]],
     ids=["stdin", "stdin, wrong", "function", "method", "LiveCodeBench", "DeepCoder", "MBPP", "MBPP, wrong", "asserts",
          "HumanEval", "HumanEval, wrong"],
 )  # fmt: skip
@@ -179,18 +184,22 @@ def test_add(a, b, expected):
 """
 
 
-@pytest.mark.parametrize(
+DEFINED = [
+    ["def test_add():\n    assert add(1, 2) == 3"],
+    PYTEST_CLASS,
+    UNITTEST,
+    CASES,
+    "if __name__ == '__main__':\n    assert add(1, 2) == 3",
+    "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3",
+    "async def test_add():\n    assert add(1, 2) == 3",
+    "def test_it(want):\n    assert add(1, 2) == want\ntest_it(3)",
+]
+
+
+@mostly_slow(
     "tests",
-    [
-        ["def test_add():\n    assert add(1, 2) == 3"],
-        PYTEST_CLASS,
-        UNITTEST,
-        CASES,
-        "if __name__ == '__main__':\n    assert add(1, 2) == 3",
-        "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3",
-        "async def test_add():\n    assert add(1, 2) == 3",
-        "def test_it(want):\n    assert add(1, 2) == want\ntest_it(3)",
-    ],
+    DEFINED,
+    quick=[UNITTEST, CASES, DEFINED[6]],
     ids=["function", "class", "unittest", "parametrized", "__main__", "KodCode", "async", "called with arguments"],
 )
 def test_tests_that_are_only_defined_are_called(tests: Any) -> None:
@@ -291,23 +300,23 @@ def test_returned_values_are_compared_as_plain_data(told: str, expected: Any, sa
 # ---------------------------------------------------------------------------------------------- cheating
 
 
+LEAVING = [
+    "import sys; sys.exit(0)",
+    "import os; os._exit(0)",
+    "print('passed'); raise SystemExit",
+    "import os\nos.write(1, b'passed')\nos._exit(0)",
+    "import json, os\nprint([open('/proc/self/fd/0').read(), os.listdir('.')]); os._exit(0)",
+    "import os\nfor fd in range(20):\n  try: os.write(fd, b'0' * 32)\n  except OSError: pass\nos._exit(0)",
+    "import atexit, os; atexit.register(os._exit, 0); 1 / 0",
+    "import threading, os; threading.Timer(0, os._exit, (0,)).start(); import time; time.sleep(9)",
+    "raise KeyboardInterrupt",
+    "import signal, os; os.kill(os.getpid(), signal.SIGTERM)",
+    "def add(a, b): import os; os._exit(0)",
+]
+
+
 @needs_bwrap
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "print('passed'); raise SystemExit",
-        "import os\nos.write(1, b'passed')\nos._exit(0)",
-        "import json, os\nprint([open('/proc/self/fd/0').read(), os.listdir('.')]); os._exit(0)",
-        "import os\nfor fd in range(20):\n  try: os.write(fd, b'0' * 32)\n  except OSError: pass\nos._exit(0)",
-        "import atexit, os; atexit.register(os._exit, 0); 1 / 0",
-        "import threading, os; threading.Timer(0, os._exit, (0,)).start(); import time; time.sleep(9)",
-        "raise KeyboardInterrupt",
-        "import signal, os; os.kill(os.getpid(), signal.SIGTERM)",
-        "def add(a, b): import os; os._exit(0)",
-    ],
-)
+@mostly_slow("code", LEAVING, quick=[LEAVING[1], LEAVING[5], LEAVING[7], LEAVING[10]])
 def test_asserts_are_not_passed_by_leaving_or_printing(code: str) -> None:
     """Starts a sandbox and an interpreter for the trial of the tests and for each test."""
     assert value(code, ADDS, most_tests=1) == 0.0

@@ -83,7 +83,7 @@ def run(
     **settings: Any,
 ) -> tuple[WarmupResult, Script, list[str]]:
     script, said = Script(accuracies), list[str]()
-    warmup = WarmupConfig(batch_size=4, **{"eval_every": 8, "max_steps": 40, **settings})
+    warmup = WarmupConfig(batch_size=4, **{"eval_every": 4, "max_steps": 20, **settings})
     config = Config.model_validate({"cluster": {"backend": "inline", "device": "cpu"}, "trainer": {"threads": 1}})
     examples = taught(tokenizer, warmup, set())
     result = asyncio.run(warm_up(model, config, warmup, examples, script, report=said.append))
@@ -92,30 +92,30 @@ def run(
 
 def test_it_stops_at_the_first_accuracy_in_the_window(model, tokenizer) -> None:
     result, _, said = run(model, tokenizer, [0.1, 0.3, 0.45])
-    assert result == WarmupResult(0.45, 24)
-    assert said[-1] == "24 supervised steps, held-out accuracy 0.450"
+    assert result == WarmupResult(0.45, 12)
+    assert said[-1] == "12 supervised steps, held-out accuracy 0.450"
 
 
 def test_a_jump_over_the_window_goes_back_and_on_in_smaller_steps(model, tokenizer) -> None:
     result, script, _ = run(model, tokenizer, [0.3, 0.9, 0.5])
-    assert result == WarmupResult(0.5, 8 + 8 + 2)  # a quarter of the steps between evaluations
+    assert result == WarmupResult(0.5, 4 + 4 + 1)  # a quarter of the steps between evaluations
     below, above, inside = script.weights
     assert torch.linalg.norm(inside - below) < torch.linalg.norm(above - below) / 4
 
 
 def test_the_window_does_not_count_before_min_steps(model, tokenizer) -> None:
-    result, _, _ = run(model, tokenizer, [0.5, 0.5, 0.55], min_steps=20)
-    assert result == WarmupResult(0.55, 24)
+    result, _, _ = run(model, tokenizer, [0.5, 0.5, 0.55], min_steps=10)
+    assert result == WarmupResult(0.55, 12)
 
 
 def test_the_last_weights_inside_the_window_count_where_accuracy_leaves_it_for_good(model, tokenizer) -> None:
-    result, script, _ = run(model, tokenizer, [0.2, 0.5, 0.3, 0.3, 0.3], min_steps=32)
-    assert result == WarmupResult(0.5, 16)
+    result, script, _ = run(model, tokenizer, [0.2, 0.5, 0.3, 0.3, 0.3], min_steps=16)
+    assert result == WarmupResult(0.5, 8)
     assert torch.equal(weights(model), script.weights[1])
 
 
 def test_a_window_that_is_never_reached_is_an_error_that_says_so(model, tokenizer) -> None:
-    with pytest.raises(ModelError, match=r"max_steps=40 .* accuracy is 0\.200, outside model\.warmup\.target"):
+    with pytest.raises(ModelError, match=r"max_steps=20 .* accuracy is 0\.200, outside model\.warmup\.target"):
         run(model, tokenizer, [0.2] * 5)
 
 

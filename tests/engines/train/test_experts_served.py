@@ -23,10 +23,12 @@ from tests.engines.rollout.support import CONTEXT, decode, make_request
 from tests.engines.train.families import make_family
 from tests.engines.train.rows import VOCABULARY, random_rows
 from tests.engines.train.test_logprob_copy import BUCKET, TEMPERATURE, Pair
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 VERSIONS = (1, 2, 3)
-families = pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+FAMILIES = ("qwen3-moe", "mixtral")
+families = pytest.mark.parametrize("family", FAMILIES)
 Send = Callable[[int], None]
 
 
@@ -59,9 +61,10 @@ async def assert_serves_the_trainers(engine: NativeEngine, both: Pair, version: 
             np.testing.assert_allclose(row.logprobs, both.trainer.forward_logprobs([again])[0], atol=1e-5, rtol=0)
 
 
-@families
-@pytest.mark.parametrize(
-    ("dual_buffer", "encoding"), [(True, "full"), (False, "full"), (True, "delta")], ids=["dual", "in place", "delta"]
+@mostly_slow(
+    ("family", "dual_buffer", "encoding"),
+    [(family, *way) for family in FAMILIES for way in ((True, "full"), (False, "full"), (True, "delta"))],
+    quick=[("qwen3-moe", True, "full"), ("mixtral", False, "full"), ("qwen3-moe", True, "delta")],
 )
 async def test_a_native_engine_serves_each_version_of_a_mixture(
     family: str, dual_buffer: bool, encoding: str, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -30,18 +31,28 @@ print(json.dumps([seen, os.listdir(packages) if os.path.isdir(packages) else [],
 """
 
 
-@pytest.fixture(params=["/tmp", "/var/tmp"])
-def home(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A home that Python was installed to, and that other users cannot enter; one of them below the scratch space."""
+@pytest.fixture(scope="module", params=["/tmp", "/var/tmp"])
+def installed(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A Python without packages, in a folder that other users cannot enter."""
     with tempfile.TemporaryDirectory(dir=request.param, prefix="home ") as made:
         home = Path(made).resolve()
-        for directory in ("bin", f"lib/{VERSION}", ".ssh"):
-            (home / directory).mkdir(parents=True)
+        (home / "bin").mkdir()
         shutil.copy(base_python(), home / "bin" / VERSION)
-        for file in LIBRARY.iterdir():
-            if file.name not in ("site-packages", "test", "__pycache__"):
-                (shutil.copytree if file.is_dir() else shutil.copy)(file, home / "lib" / VERSION / file.name)
-        (home / "lib" / VERSION / "site-packages").mkdir()
+        library = home / "lib" / VERSION
+        shutil.copytree(
+            LIBRARY, library, ignore=shutil.ignore_patterns("site-packages", "test", "tests", "__pycache__")
+        )
+        (library / "site-packages").mkdir()
+        yield home
+
+
+@pytest.fixture
+def home(installed: Path) -> Iterator[Path]:
+    """A home that Python was installed to; one of them is below the scratch space."""
+    with tempfile.TemporaryDirectory(dir=installed.parent, prefix="home ") as made:
+        home = Path(made).resolve()
+        shutil.copytree(installed, home, dirs_exist_ok=True, copy_function=os.link)
+        (home / ".ssh").mkdir()
         for place in (".ssh/id_rsa", "bin/own", "lib/notes", "notes", f"lib/{VERSION}/site-packages/own.py"):
             (home / place).write_text("a secret")
         yield home
