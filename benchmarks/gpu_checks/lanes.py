@@ -33,9 +33,9 @@ ROOT = Path(__file__).parents[2]
 WARM_UP, ALONE = "kernels", "alone"
 LANES: Mapping[str, str] = {
     "compile": """
-        kernels 110 training:kernels              head size 64, head size 128, windows, compiled layers
+        kernels 110 training:kernels             head size 64, head size 128, windows, compiled layers
         training 30 training:training +          float32, bfloat16, with recomputation
-        packing 45 training:gradients +           float32, bfloat16, head size 128, windows""",
+        packing 45 training:gradients +          float32, bfloat16, head size 128, windows""",
     "tokens": """
         decoding 60 engine:decoding              CUDA graphs, interrupt, running ahead, mixed prompts, top-p, greedy
         logprobs 45 engine:logprobs +            head size 128, head size 64, attention of a prefill
@@ -53,7 +53,7 @@ LANES: Mapping[str, str] = {
         decoding_speed 60 speed:decoding_speed   native, top-p, transformers.generate, without graphs
         steps 40 speed:steps                     decode step, train step, 16 prompts of 16 lengths, interrupt
         updating_speed 50 transports:updating_speed    0.5 B, 7 B
-        packing_speed 35 training:speed           padded, packed, shared""",
+        packing_speed 35 training:speed          padded, packed, shared""",
 }
 """Checks by lane, in their order: name, seconds on a GPU, function, and findings; +: after `WARM_UP`, which compiles
 its kernels. The seconds include those in which the lane's process is started."""
