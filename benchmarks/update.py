@@ -49,70 +49,48 @@ GROUPS = {"1m": (16, 128), "25m": (4, 48), "100m": (4, 32)}
 """Groups of a version, and of one that is so long that an update is a small part of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to update."""
-
-    transport: str
-    schedule: str = "synchronous"
-    encoding: str = "full"
-    place: str = "processes"
-    """``processes`` (one trains, one generates), ``inline`` (one process, a thread each), ``shared`` (taking turns)."""
-    on_update: str = "keep"
-    dual_buffer: bool = True
-    verify: bool = True
-    replicas: int = 1
-    long: bool = False
-
-    @property
-    def name(self) -> str:
-        named = {
-            self.place: self.place != "processes",
-            self.on_update: self.on_update != "keep",
-            "no second buffer": not self.dual_buffer and self.place != "shared",
-            "no probe": not self.verify,
-            f"{self.replicas} replicas": self.replicas > 1,
-            "longer versions": self.long,
-        }
-        return " ".join((self.transport, self.schedule, self.encoding, *(name for name, so in named.items() if so)))
-
-    def settings(self) -> list[str]:
-        buffer = f"rollout.enable_dual_buffer={str(self.dual_buffer).lower()}"
-        return [
-            f"param_update.transport={self.transport}",
-            f"param_update.schedule={self.schedule}",
-            f"param_update.encoding={self.encoding}",
-            f"param_update.verify={str(self.verify).lower()}",
-            f"async_training.on_update={self.on_update}",
-            f"cluster.backend={'inline' if self.place == 'inline' else 'ray'}",
-            "cluster.placement=shared" if self.place == "shared" else buffer,
-            *([f"rollout.n_gpus_per_node={self.replicas}"] if self.replicas > 1 else ()),
-        ]
-
-    def is_asked_for(self, only: Sequence[str]) -> bool:
-        """``only``: ``transport[:schedule[:encoding]]`` each; none asks for everything."""
-        mine = [self.transport, self.schedule, self.encoding]
-        return not only or any(mine[: one.count(":") + 1] == one.split(":") for one in only)
-
-    def is_permitted(self) -> bool:
-        settings = ("model.path=anywhere", "rollout.total_rollout_steps=64", "actor.ppo_mini_batch_size=4")
-        try:
-            diagnose(load(WORKLOAD, [*self.settings(), *settings]))
-        except ConfigError:
-            return False
-        return True
+PLAIN, LONGER = "broadcast synchronous full", "longer versions"
 
 
-def ways() -> list[Way]:
-    """Every transport × schedule × encoding that the doctor permits, then variants of some."""
-    schedules = ("synchronous", "overlapped")
-    every = [Way(*parts) for parts in product(TRANSPORTS, schedules, ("full", "delta"))]
-    every += [Way("local", schedule, place="inline") for schedule in schedules]
-    every += [Way("local", place="shared", on_update="interrupt", dual_buffer=False)]
-    every += [Way("broadcast", schedule, on_update="interrupt") for schedule in schedules]
-    every += [Way("broadcast", "overlapped", verify=False), Way("broadcast", dual_buffer=False)]
-    every += [Way("broadcast", replicas=4), Way("broadcast", "overlapped", long=True)]
-    return [way for way in every if way.is_permitted()]
+def ways() -> dict[str, tuple[str, ...]]:
+    """Return settings by name: every transport × schedule × encoding that the doctor permits, then variants of some.
+
+    One process trains and one generates, unless a variant says ``inline`` (a thread each) or ``shared`` (in turns).
+    """
+    keys = [f"param_update.{name}" for name in ("transport", "schedule", "encoding")]
+    found: dict[str, tuple[str, ...]] = {}
+
+    def add(way: Sequence[str], variant: str = "", *settings: str) -> None:
+        chosen = [f"{key}={value}" for key, value in zip(keys, way, strict=True)]
+        found[" ".join((*way, variant)).strip()] = (*chosen, *settings)
+
+    for way in product(TRANSPORTS, ("synchronous", "overlapped"), ("full", "delta")):
+        add(way)
+    in_turn, beside = PLAIN.split(), ["broadcast", "overlapped", "full"]
+    for schedule in ("synchronous", "overlapped"):
+        add(["local", schedule, "full"], "inline", "cluster.backend=inline")
+        add(["broadcast", schedule, "full"], "interrupt", "async_training.on_update=interrupt")
+    shared = ("cluster.placement=shared", "async_training.on_update=interrupt")
+    add(["local", "synchronous", "full"], "shared interrupt", *shared)
+    add(beside, "no probe", "param_update.verify=false")
+    add(in_turn, "no second buffer", "rollout.enable_dual_buffer=false")
+    add(in_turn, "4 replicas", "rollout.n_gpus_per_node=4")
+    add(beside, LONGER)
+    return {name: settings for name, settings in found.items() if is_permitted(settings)}
+
+
+def is_permitted(settings: Sequence[str]) -> bool:
+    common = ("model.path=anywhere", "rollout.total_rollout_steps=64", "actor.ppo_mini_batch_size=4")
+    try:
+        diagnose(load(WORKLOAD, [*settings, *common]))
+    except ConfigError:
+        return False
+    return True
+
+
+def is_asked_for(way: str, only: Sequence[str]) -> bool:
+    """``only``: ``transport[:schedule[:encoding]]`` each; none asks for everything."""
+    return not only or any(way.split()[: one.count(":") + 1] == one.split(":") for one in only)
 
 
 @dataclass(slots=True)
@@ -120,7 +98,8 @@ class Row:
     """One way to update one model."""
 
     model: str
-    way: Way
+    way: str
+    """Name of it, a key of `ways`."""
     versions: list[dict[str, Any]] = field(default_factory=list)
     """Rows of ``metrics.jsonl`` of the measured versions."""
     failure: str | None = None
@@ -163,30 +142,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         only={"nargs": "+", "default": [], "metavar": "TRANSPORT[:SCHEDULE[:ENCODING]]"},
     )
     chosen = options.parse_args(arguments)
-    asked = [way for way in ways() if way.is_asked_for(chosen.only)]
+    settings = ways()
+    asked = [way for way in settings if is_asked_for(way, chosen.only)]
     if not asked:
-        options.error(f"--only: no update is like that; there are {', '.join(way.name for way in ways())}")
+        options.error(f"--only: no update is like that; there are {', '.join(settings)}")
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
         parameters = {name: SIZES[name].make(Path(scratch) / name, characters=CHARACTERS) for name in chosen.models}
         rows = [Row(name, way) for name in chosen.models for way in asked]
         jobs, began = chosen.rounds * rows, time.monotonic()
         for number, row in enumerate(jobs, 1):
             try:
-                row.versions += measured(
-                    Path(scratch) / f"run-{number}", Path(scratch) / row.model, row, chosen.versions
+                groups = GROUPS[row.model][LONGER in row.way]
+                steps = groups * (WARM_UP + chosen.versions + AT_THE_END)
+                job = (f"model.path={scratch}/{row.model}", f"actor.ppo_mini_batch_size={groups}")
+                run = train(
+                    Path(scratch) / f"run-{number}",
+                    *job,
+                    f"rollout.total_rollout_steps={steps}",
+                    *settings[row.way],
+                    recipe=WORKLOAD,
                 )
+                row.versions += between(metrics_of(run))
             except (Failed, HeadwayError, ValueError) as error:
                 row.failure = str(error)
-            say(f"[{number} of {len(jobs)}, {time.monotonic() - began:.0f} s] {row.model} {row.way.name}")
+            say(f"[{number} of {len(jobs)}, {time.monotonic() - began:.0f} s] {row.model} {row.way}")
             report("update", *tables_of(rows, parameters), show=number == len(jobs), runs=list(map(asdict, rows)))
-
-
-def measured(directory: Path, model: Path, row: Row, versions: int) -> list[dict[str, Any]]:
-    """Train, and return the rows of ``metrics.jsonl`` of the measured versions."""
-    groups = GROUPS[row.model][row.way.long]
-    steps = groups * (WARM_UP + versions + AT_THE_END)
-    settings = (f"model.path={model}", f"actor.ppo_mini_batch_size={groups}", f"rollout.total_rollout_steps={steps}")
-    return between(metrics_of(train(directory, *settings, *row.way.settings(), recipe=WORKLOAD)))
 
 
 def between(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -202,12 +182,12 @@ def tables_of(rows: Sequence[Row], parameters: Mapping[str, int]) -> tuple[dict[
     tables: dict[str, Rows] = {}
     for name, count in parameters.items():
         lines = {row.way: row.figures() for row in rows if row.model == name and row.versions and not row.failure}
-        plain = lines.get(Way("broadcast"), {}).get("gather and stall ms")
+        plain = lines.get(PLAIN, {}).get("gather and stall ms")
         tables[f"{name}: {count:,} parameters, {2 * count / 1e6:.1f} MB in bfloat16"] = [
-            {"update": way.name, **found, "÷ plain": Ratio(found["gather and stall ms"] / plain) if plain else None}
+            {"update": way, **found, "÷ plain": Ratio(found["gather and stall ms"] / plain) if plain else None}
             for way, found in lines.items()
         ]
-    return tables, [f"{row.model} {row.way.name}: failed: {row.failure}" for row in rows if row.failure]
+    return tables, [f"{row.model} {row.way}: failed: {row.failure}" for row in rows if row.failure]
 
 
 if __name__ == "__main__":
