@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -43,3 +44,10 @@ def mostly_slow(
         return pytest.param(*values, marks=[] if case in quick else pytest.mark.slow)
 
     return pytest.mark.parametrize(names, [param(case) for case in cases], ids=ids)
+
+
+def crossed(names: tuple[str, str], first: Iterable[Any], second: Iterable[Any]) -> pytest.MarkDecorator:
+    """Every pair of a value of ``first`` and one of ``second``, of which `make test` has each value once or more."""
+    one, other = list(first), list(second)
+    quick = [(one[k % len(one)], other[k % len(other)]) for k in range(max(len(one), len(other)))]
+    return mostly_slow(names, product(one, other), quick=quick)

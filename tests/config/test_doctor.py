@@ -1,4 +1,3 @@
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -7,7 +6,7 @@ from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.presets import PRESETS
 from headway.errors import ConfigError
-from tests.tiers import mostly_slow
+from tests.tiers import crossed
 
 from .conftest import Load, Write
 
@@ -47,11 +46,7 @@ PASSING = [
 ]
 
 
-@mostly_slow(
-    ("mode", "overrides"),
-    product(PRESETS, PASSING),
-    quick=[*product(PRESETS, [()]), *product(["async_partial", "colocate_sync"], PASSING[1:])],
-)
+@crossed(("mode", "overrides"), PRESETS, PASSING)
 def test_what_passed_once_passes_again_from_its_dump(
     minimal: Load, tmp_path: Path, mode: str, overrides: tuple[str, ...]
 ) -> None:

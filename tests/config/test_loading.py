@@ -1,7 +1,6 @@
 import math
 import os
 from fractions import Fraction
-from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from headway.config.presets import PRESETS
 from headway.config.schema import AsyncTrainingConfig, Config, Order
 from headway.config.settings_without_effect import without_effect
 from headway.errors import ConfigError
-from tests.tiers import mostly_slow
+from tests.tiers import crossed
 
 from .conftest import Load, Write
 
@@ -303,11 +302,7 @@ DUMPED = [
 ]
 
 
-@mostly_slow(
-    ("mode", "overrides"),
-    product(PRESETS, DUMPED),
-    quick=[*zip(cycle(PRESETS), DUMPED, strict=False), *product(PRESETS, [()])],
-)
+@crossed(("mode", "overrides"), PRESETS, DUMPED)
 def test_a_dumped_configuration_loads_back_to_an_equal_one(
     minimal: Load, tmp_path: Path, mode: str, overrides: tuple[str, ...]
 ) -> None:

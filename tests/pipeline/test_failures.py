@@ -30,7 +30,7 @@ from headway.events import (
 from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.fakes import FakeReward, without_variance
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import mostly_slow
+from tests.tiers import crossed, mostly_slow
 
 
 def failed(scenario: Scenario, error: type[BaseException], match: str) -> Run:
@@ -127,8 +127,7 @@ def test_a_watch_that_has_nothing_to_tell_does_not_keep_the_run_from_ending():
 # ---------------------------------------------------------------------------------------------- stages
 
 
-@pytest.mark.parametrize("step", [0, 3, 9])
-@pytest.mark.parametrize("mode", MODES)
+@crossed(("mode", "step"), MODES, [0, 3, 9])
 def test_a_trainer_that_raises_ends_the_run_and_names_the_stage(mode: str, step: int):
     def script(run: Run) -> None:
         run.trainer.raises_at[step] = ArithmeticError("overflow")

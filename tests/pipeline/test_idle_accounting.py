@@ -32,6 +32,7 @@ from headway.reports.metrics.summary import summary
 from tests.pipeline.fakes import FakeReward
 from tests.pipeline.figures import check_figures, near, replay
 from tests.pipeline.scenario import MODES, Scenario
+from tests.tiers import crossed
 
 TICKS = 64
 """Of a second each, in the made-up runs."""
@@ -167,8 +168,7 @@ def reward() -> FakeReward:
     return FakeReward(seconds=lambda prompt: 4.0 if prompt.row % 5 == 0 else 0.25)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@crossed(("mode", "replicas"), MODES, [1, 2])
 def test_the_figures_of_a_run_are_those_of_its_ticks(mode: str, replicas: int):
     """Validation after the last step is outside the window; answers are long and short, steps quick and slow."""
     run = Scenario(

@@ -17,6 +17,7 @@ from headway.events import (
 )
 from tests.pipeline.fakes import FakeReward
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import crossed
 
 MANY_SPEEDS = [0.125, 1.0, 8.0]
 """Seconds of an optimizer step: the trainer starves, keeps up, is the bottleneck."""
@@ -36,8 +37,7 @@ def test_every_group_has_exactly_one_fate_and_the_exact_number_is_trained(mode: 
     assert run.validated() == [0, 1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("step_s", MANY_SPEEDS)
-@pytest.mark.parametrize("mode", MODES)
+@crossed(("mode", "step_s"), MODES, MANY_SPEEDS)
 def test_no_group_exceeds_the_bound_on_lag(mode: str, step_s: float):
     run = Scenario(mode, trainer={"step_s": lambda _: step_s}).run().assert_completed()
     bound = run.of(RunStarted)[0].lag_bound

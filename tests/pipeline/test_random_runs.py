@@ -21,7 +21,7 @@ from tests.pipeline.books import Rules
 from tests.pipeline.cases import SCHEDULES, Case, cases, faulty, for_each
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import a_share_and_all, enough
+from tests.tiers import a_share_and_all, crossed, enough
 
 pytestmark = pytest.mark.timeout(600)
 """Quick as they are: a case that fails is run many times more, until it is as small as can be."""
@@ -47,8 +47,7 @@ def test_at_least_two_thousand_schedules_run():
     assert sum(SCHEDULES.values()) >= 2_000
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("replicas", [1, 3])
+@crossed(("mode", "replicas"), MODES, [1, 3])
 def test_everything_holds_in_every_mode(mode: str, replicas: int):
     check_everything(Scenario(mode, problems=3, replicas=replicas, test_freq=2).run().assert_completed())
 

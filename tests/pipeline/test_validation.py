@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -22,12 +21,9 @@ from headway.planner.simulation.simulated_prompts import SimulatedRecord
 from headway.reports.live.plain_log import validation_line
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import mostly_slow
+from tests.tiers import crossed
 
 PROGRAM = {"agent": {"program": "x.py:run"}}
-
-TWO = ("on_policy", "async_partial")
-"""Modes that are tried in all ways, one without and one with staleness."""
 
 
 def slow_validation(trajectory: TrajectoryId) -> int:
@@ -52,9 +48,7 @@ def test_the_wait_for_a_validation_is_told_as_such():
     assert first.rollout_stall_s == 0.125
 
 
-@mostly_slow(
-    ("mode", "test_freq"), product(MODES, [1, 2, 4, 5, -1]), quick=[*product(MODES, [4]), *product(TWO, [1, 2, 5, -1])]
-)
+@crossed(("mode", "test_freq"), MODES, [1, 2, 4, 5, -1])
 def test_the_first_and_the_last_version_are_validated_exactly_once(mode: str, test_freq: int):
     run = Scenario(mode, problems=2, test_freq=test_freq).run().assert_completed()
     between = [version for version in range(1, 6) if test_freq > 0 and version % test_freq == 0]
@@ -168,9 +162,7 @@ def test_with_staleness_no_update_waits_for_a_validation_by_programs(mode: str):
     assert all(rollout.validated for rollout in run.rollouts)
 
 
-@mostly_slow(
-    ("mode", "test_freq"), product(MODES, [1, 2, 5, -1]), quick=[*product(MODES, [2]), *product(TWO, [1, 5, -1])]
-)
+@crossed(("mode", "test_freq"), MODES, [1, 2, 5, -1])
 def test_versions_are_validated_by_programs_exactly_once(mode: str, test_freq: int):
     run = Scenario(mode, problems=2, test_freq=test_freq, replicas=2, sections=PROGRAM).run().assert_completed()
     between = [version for version in range(1, 6) if test_freq > 0 and version % test_freq == 0]

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from headway.engines.weights.transports.process_group import open_store
 from headway.engines.weights.weight_layout import Manifest
 from tests.engines.weights.versions import MANIFEST
 
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload(["headway.engines.weights.transports.broadcast"])  # torch is imported once for all
 HOST = "127.0.0.1"
 ALL = tuple(TRANSPORTS)
 STREAMED = tuple(name for name, facts in TRANSPORTS.items() if facts.streamed)

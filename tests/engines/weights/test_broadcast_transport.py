@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -32,14 +31,14 @@ from headway.engines.weights.transports.broadcast import BroadcastLink
 from headway.engines.weights.transports.process_group import StoreGroup, open_store
 from headway.engines.weights.weight_layout import build_manifest, combined
 from headway.errors import UpdateFailed
-from tests.engines.weights.ends import HOST, Site, arrival
+from tests.engines.weights.ends import HOST, PROCESSES, Site, arrival
 from tests.engines.weights.versions import MANIFEST, GivesUp, Wrapped, assert_same, contents, stream, weights
 
 HERE = EndContext(HOST)
 
 
 def process(target: Callable[..., None], *args: Any) -> BaseProcess:
-    started = mp.get_context("spawn").Process(target=target, args=args, daemon=True)
+    started = PROCESSES.Process(target=target, args=args, daemon=True)
     started.start()
     return started
 
@@ -120,7 +119,7 @@ def host_send_and_die(told: Connection) -> None:
 def test_two_processes_receive_the_same_bytes_and_the_default_group_is_untouched(site: Site) -> None:
     """Starts two processes that import torch."""
     link = site.link("broadcast", "a", "b", timeout_s=60)
-    pipes = [mp.get_context("spawn").Pipe(duplex=False) for _ in range(2)]
+    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(2)]
     processes = [
         process(receive_versions, link, name, [1, 2], told) for name, (_, told) in zip("ab", pipes, strict=True)
     ]
@@ -165,7 +164,7 @@ def test_a_receiver_killed_in_recv_is_named_in_bounded_time_and_the_rest_go_on_i
 
 def test_a_sender_killed_in_send_is_named_by_every_receiver_in_bounded_time_and_the_next_one_works(site: Site) -> None:
     """Starts a process that imports torch, and waits for what it will not send."""
-    hears, told = mp.get_context("spawn").Pipe(duplex=False)
+    hears, told = PROCESSES.Pipe(duplex=False)
     dying = process(host_send_and_die, told)
     assert hears.poll(60)
     link = hears.recv()

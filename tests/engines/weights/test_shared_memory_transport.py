@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing as mp
 import os
 import stat
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import EndContext, Link, StoredVersion, open_receiver, open_sender
 from headway.errors import UpdateFailed
-from tests.engines.weights.ends import Site, arrival
+from tests.engines.weights.ends import PROCESSES, Site, arrival
 from tests.engines.weights.versions import MANIFEST, GivesUp, assert_same, contents, stream, weights
 
 
@@ -116,7 +115,7 @@ def test_another_process_reads_what_was_sent_here(site: Site) -> None:
     """Starts a process that imports torch."""
     ends = site.meet("shared_memory", "a")
     parcel = ends.sender.send(1, stream(1))
-    process = mp.get_context("spawn").Process(target=_receive, args=(ends.link, parcel), daemon=True)
+    process = PROCESSES.Process(target=_receive, args=(ends.link, parcel), daemon=True)
     process.start()
     process.join(60)
     assert process.exitcode == 0
