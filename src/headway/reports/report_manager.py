@@ -39,8 +39,8 @@ from headway.reports.record.file_access import cut_off_half_line, draft_of
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples.samples_file import SamplesFile, Thinning, later, write_surviving
 from headway.reports.terminal import stdout_console
-from headway.reports.trackers.tracker_client import TrackerMessages
 from headway.reports.trackers.tracker_set import open_trackers
+from headway.reports.trackers.tracker_thread import TrackerMessages
 
 Lock = AbstractContextManager[Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.config.schema import Config
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.tracker_client import TrackerMessages
+from headway.reports.trackers.tracker_thread import TrackerMessages
 from headway.reports.trackers.tracker_set import open_trackers
 
 PATIENCE_S = 100.0

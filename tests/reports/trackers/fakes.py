@@ -1,4 +1,4 @@
-"""A tool that is scripted, behind the link of a tracker: it keeps what it is told, fails and hangs as a test says."""
+"""A tool that is scripted, behind a tracker: it keeps what it is told, fails and hangs as a test says."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.reports.trackers.tracker import TrackerSetting
-from headway.reports.trackers.tracker_client import TrackerApart, TrackerMessages
-from headway.reports.trackers.tracker_process import TrackerLost
-from headway.reports.trackers.tracker_queue import TrackerQueue
+from headway.reports.run_directory import RunDirectory
+from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting
+from headway.reports.trackers.tracker_thread import TrackerMessages, TrackerState, TrackerThread
 
 SOON_S = 30.0
 """Longest wait for another thread, which only a failing test waits out."""
@@ -21,7 +20,7 @@ SOON_S = 30.0
 
 @dataclass
 class Tool:
-    """The tool, whichever process talks to it. ``entries``: entry → what it was told, call by call."""
+    """The tool, whichever tracker talks to it."""
 
     hangs_at: str = ""
     """Call that is never answered."""
@@ -29,16 +28,13 @@ class Tool:
     """What is wrong with the next rows; None for a row that is taken."""
     refuses: dict[str, str] = field(default_factory=dict)
     """What is always wrong, by the call, or by the version of a row."""
-    account: dict[str, Any] = field(default_factory=dict)
-    """What the next answer to a sample or a row says of samples."""
     loses_at: set[int] = field(default_factory=set)
     """Numbers of the calls, counted from 1, at which the tool finds that it has not kept what it took."""
-    dies_at: set[int] = field(default_factory=set)
-    """Numbers of the calls, counted from 1, at which the process ends."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
-    opened_with: list[dict[str, Any]] = field(default_factory=list)
+    opened_with: list[TrackerSetting] = field(default_factory=list)
     hanging: threading.Event = field(default_factory=threading.Event)
-    processes: int = 0
+    released: threading.Event = field(default_factory=threading.Event)
+    """Ends a call that hangs."""
     asked: int = 0
     _news: threading.Condition = field(default_factory=threading.Condition)
 
@@ -46,14 +42,28 @@ class Tool:
     def rows(self) -> list[int]:
         return [value["version"] for call, value in self.calls if call == "on_row"]
 
-    def link(self) -> Link:
-        self.processes += 1
-        return Link(self)
+    def make(self, name: str, setting: TrackerSetting) -> Scripted:
+        return Scripted(self, setting)
 
-    def count(self) -> None:
-        with self._news:
-            self.asked += 1
-            self._news.notify_all()
+    def answer(self, call: str, value: Any) -> None:
+        try:
+            if call == self.hangs_at:
+                self.hanging.set()
+                assert self.released.wait(SOON_S), "nobody released a tracker that hangs"
+            if self.asked + 1 in self.loses_at:
+                raise NotKept("it could not be persisted")
+            if problem := self.refuses.get(f"row {value['version']}" if call == "on_row" else call):
+                raise ConnectionError(problem)
+            if call == "on_row" and self.problems and (problem := self.problems.popleft()) is not None:
+                raise ConnectionError(problem)
+            if call == "open":
+                self.opened_with.append(value)
+            else:
+                self.calls.append((call, value))
+        finally:
+            with self._news:
+                self.asked += 1
+                self._news.notify_all()
 
     def wait_for(self, asked: int) -> None:
         """Wait until so many questions were answered, in one way or another."""
@@ -61,36 +71,32 @@ class Tool:
             assert self._news.wait_for(lambda: self.asked >= asked, SOON_S), f"{self.asked} of {asked}: {self.calls}"
 
 
-class Link:
-    def __init__(self, tool: Tool) -> None:
+class Scripted(Tracker):
+    """A tracker that does what its tool's script says."""
+
+    def __init__(self, tool: Tool, setting: TrackerSetting) -> None:
+        super().__init__()
         self._tool = tool
-        self.killed = threading.Event()
+        tool.answer("open", setting)
+        self.entry, self.where = setting.entry or "entry-1", "http://tool/entry-1"
 
-    def ask(self, call: str, value: Any) -> dict[str, Any]:
-        tool = self._tool
-        try:
-            if tool.asked + 1 in tool.dies_at:
-                raise TrackerLost("its process ended (SIGSEGV)")
-            if call == tool.hangs_at:
-                tool.hanging.set()
-                assert self.killed.wait(SOON_S), "nobody ended a tracker that hangs"
-                raise TrackerLost("its process ended (SIGKILL)")
-            if tool.asked + 1 in tool.loses_at:
-                return {"problem": "it could not be persisted", "kept": False}
-            if problem := tool.refuses.get(f"row {value['version']}" if call == "on_row" else call):
-                return {"problem": problem}
-            if call == "on_row" and tool.problems and (problem := tool.problems.popleft()) is not None:
-                return {"problem": problem}
-            if call == "open":
-                tool.opened_with.append(value)
-                return {"entry": value["entry"] or "entry-1", "where": "http://tool/entry-1", "remedy": ""}
-            tool.calls.append((call, value))
-            return tool.account if call in ("on_sample", "on_row") else {}
-        finally:
-            tool.count()
+    def on_settings(self, config: dict[str, Any]) -> None:
+        self._tool.answer("on_settings", config)
 
-    def kill(self) -> None:
-        self.killed.set()
+    def on_row(self, row: dict[str, Any]) -> None:
+        self._tool.answer("on_row", row)
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        self._tool.answer("on_sample", sample)
+
+    def on_summary(self, summary: dict[str, Any]) -> None:
+        self._tool.answer("on_summary", summary)
+
+    def on_model(self, folder: Path) -> None:
+        self._tool.answer("on_model", folder)
+
+    def close(self, status: str) -> None:
+        self._tool.answer("close", status)
 
 
 @dataclass
@@ -111,27 +117,23 @@ def write_row(metrics: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-class Apart(TrackerApart):
+class Threaded(TrackerThread):
     """A tracker whose run writes its rows to ``metrics.jsonl``."""
 
-    metrics: Path
-
     def row(self, row: dict[str, Any]) -> None:
-        write_row(self.metrics, row)
+        write_row(self._run.metrics, row)
         self.on_row()
 
 
-def apart(
+def threaded(
     tool: Tool,
     told: Told,
     folder: Path,
-    outbox: TrackerQueue | None = None,
+    state: TrackerState | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     config: dict[str, Any] | None = None,
-) -> Apart:
-    """A tracker named ``tool`` over the scripted tool."""
-    setting = TrackerSetting(project="p", name="n", folder=folder / "trackers", config=config or {})
-    outbox = outbox or TrackerQueue(folder / "metrics.jsonl")
-    tracker = Apart("tool", setting, outbox, tool.link, told.say, remedy="headway sync RUN", clock=clock)
-    tracker.metrics = folder / "metrics.jsonl"
-    return tracker
+) -> Threaded:
+    """A tracker named ``wandb`` over the scripted tool."""
+    run = RunDirectory(folder)
+    setting = TrackerSetting(project="p", name="n", folder=run.trackers, config=config or {})
+    return Threaded("wandb", setting, run, told.say, state, make=tool.make, clock=clock)

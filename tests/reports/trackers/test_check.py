@@ -15,7 +15,7 @@ from headway.config.schema import Config
 from headway.errors import ConfigError
 from headway.reports.trackers import tracker_checks
 from headway.reports.trackers.tracker import TrackerSetting
-from headway.reports.trackers.tracker_checks import check_trackers, wandb_may_log
+from headway.reports.trackers.tracker_checks import check_trackers
 from headway.reports.trackers.tracker_tools import make_tracker
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -46,8 +46,6 @@ def test_packages_that_are_missing_are_said_at_once_with_their_extras(installed:
     with pytest.raises(ConfigError) as refused:
         check_trackers(with_trackers("wandb"))
     assert f"`{refused.value}`" in DOCUMENT
-    with pytest.raises(ConfigError, match=r", and reports\.project with it$"):
-        check_trackers(with_trackers("wandb", project="math"))
 
 
 def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +73,8 @@ def test_a_run_without_a_login_is_refused_once_wandb_itself_knows_of_none(
             raise subprocess.TimeoutExpired(command, 1.0)
         return subprocess.CompletedProcess(command, code)
 
-    monkeypatch.setattr(tracker_checks, "wandb_may_log", lambda environment: False)
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(subprocess, "run", run)
     if begins:
         check_trackers(with_trackers("wandb"))
@@ -85,20 +84,14 @@ def test_a_run_without_a_login_is_refused_once_wandb_itself_knows_of_none(
     assert f"`{refused.value}`" in DOCUMENT
 
 
-def test_a_login_is_found_where_wandb_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    nowhere = {"WANDB_CONFIG_DIR": str(tmp_path / "none"), "NETRC": str(tmp_path / "netrc")}
-    assert not wandb_may_log(nowhere)
-    assert not wandb_may_log({**nowhere, "WANDB_MODE": "online"})
-    assert wandb_may_log({**nowhere, "WANDB_MODE": "offline"})
-    assert wandb_may_log({**nowhere, "WANDB_API_KEY": "k"})
-    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
-    assert wandb_may_log(nowhere)
-    assert not wandb_may_log({**nowhere, "WANDB_BASE_URL": "https://wandb.our.company"})
-    (tmp_path / "netrc").unlink()
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
-    assert wandb_may_log(nowhere)
+@pytest.mark.parametrize(("name", "value"), [("WANDB_MODE", "offline"), ("WANDB_API_KEY", "k")])
+def test_a_variable_with_a_login_or_without_need_of_one_is_enough(
+    name: str, value: str, installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed.add("wandb")
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(subprocess, "run", None)
+    check_trackers(with_trackers("wandb"))
 
 
 def test_a_port_in_use_is_said_before_anything_starts(installed: set[str]) -> None:

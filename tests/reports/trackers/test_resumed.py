@@ -15,6 +15,7 @@ from headway.pipeline.recovery.checkpoint_manager import balance
 from headway.reports.report_manager import Reports, open_reports, reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers import tracker_set
+from headway.reports.trackers.tracker_tools import TRACKERS
 from tests.pipeline.scenario import Run, Scenario
 from tests.reports.trackers.fakes import SOON_S, Tool
 
@@ -29,7 +30,7 @@ SCENARIO = Scenario(
 def tools(monkeypatch: pytest.MonkeyPatch) -> list[Tool]:
     """The tool of each part of the run, for a test to fill."""
     there: list[Tool] = []
-    monkeypatch.setattr(tracker_set, "TrackerProcess", lambda name, log: there[-1].link())
+    monkeypatch.setitem(TRACKERS, "wandb", lambda setting: there[-1].make("wandb", setting))  # type: ignore[arg-type]
     monkeypatch.setattr(tracker_set, "LIMIT_S", SOON_S)
     return there
 
@@ -52,12 +53,13 @@ def test_a_resumed_run_goes_on_in_its_entry(hangs_at: str, tools: list[Tool], tm
     tools.append(Tool(hangs_at=hangs_at))
     reports = open_reports(SCENARIO.config, before, Console(file=io.StringIO()))
     run = observed(SCENARIO, reports, killed_at=33.0)
-    (tracker,) = reports._trackers._apart
+    (tracker,) = reports._trackers._threads
     if hangs_at:
         assert tools[0].hanging.wait(SOON_S)
         tracker.give_up()
+        tools[0].released.set()
     else:
-        tools[0].wait_for(2 + tracker._outbox.rows)  # the opening, the settings, and the rows
+        tools[0].wait_for(2 + tracker._rows)  # the opening, the settings, and the rows
         reports.close()  # and a row more: that of the version in which it was killed
     assert tracker.join(SOON_S)
     sent = tools[0].rows
@@ -80,8 +82,8 @@ def test_a_resumed_run_goes_on_in_its_entry(hangs_at: str, tools: list[Tool], tm
     observed(replace(SCENARIO, resume_from=state), reports)
     reports.close()
     (opened,) = tools[1].opened_with
-    assert opened["entry"] == "entry-1"
-    assert opened["undone_from"] is None  # no tool but TensorBoard deletes points
+    assert opened.entry == "entry-1"
+    assert opened.undone_from is None  # no tool but TensorBoard deletes points
     assert surviving > 0
     if hangs_at:
         assert sent == []
@@ -112,6 +114,6 @@ def test_a_tracker_that_is_named_at_the_resume_gets_the_run_from_its_beginning(
     )
     observed(replace(SCENARIO, resume_from=state), reports)
     reports.close()
-    assert tools[0].opened_with[0]["entry"] == ""
+    assert tools[0].opened_with[0].entry == ""
     assert tools[0].rows == rows_in(tmp_path / "run")
     assert min(tools[0].rows) == 0

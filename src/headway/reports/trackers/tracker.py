@@ -102,14 +102,14 @@ def _fenced(value: Any) -> str:
 
 
 class HeldSamples:
-    """Samples that wait in a tracker's process for the next metrics row, under whose version they are shown."""
+    """Samples that wait for the next metrics row, under whose version they are shown."""
 
     def __init__(self) -> None:
         self.rows: list[list[Any]] = []
         """Rows of the table of samples."""
-        self._count = 0
-        self._dropped = 0
-        self._why = ""
+        self._count = self._dropped = 0
+        self.why = ""
+        """Reason why some were dropped."""
 
     def put(self, sample: Mapping[str, Any]) -> None:
         self.rows += table(sample)
@@ -122,20 +122,19 @@ class HeldSamples:
                 send(self.rows)
             except Exception as cause:  # a place for files that cannot be reached, where metrics are taken all the same
                 self.drop(cause)
-                return
         self.sent()
 
     def sent(self) -> None:
         self.rows, self._count = [], 0
 
     def drop(self, cause: Exception) -> None:
-        self._dropped, self._why = self._dropped + self._count, said_by(cause)
+        self._dropped, self.why = self._dropped + self._count, said_by(cause)
         self.sent()
 
-    def account(self) -> dict[str, Any]:
-        """Return how many samples wait, how many were dropped since the last account, and why."""
+    def take_dropped(self) -> int:
+        """Return how many were dropped since this was asked last."""
         dropped, self._dropped = self._dropped, 0
-        return {"held": self._count, "dropped": dropped, "why": self._why}
+        return dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ class Tracker:
     `on_sample`. Making a tracker raises nothing once a new entry is there: its id would be lost, and another one made.
     One that raises `NotKept` has lost what it took since it was made.
     A sample that was taken may wait in ``samples`` for the next row, which it never fails. A call may take long: who
-    must not wait keeps the tracker in a process of its own (`TrackerApart`).
+    must not wait keeps the tracker in a thread (`TrackerThread`).
     A row's version may be lower than that of the row before: a validation that ended late has a row of its own.
     """
 

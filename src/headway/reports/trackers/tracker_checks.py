@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import netrc
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from configparser import ConfigParser
-from configparser import Error as NotSettings
-from contextlib import suppress
-from pathlib import Path
-from urllib.parse import urlsplit
+from collections.abc import Collection
 
 from headway.config.schema import Config
-from headway.config.settings_without_effect import without_effect
 from headway.errors import ConfigError
 from headway.reports.trackers.tracker_tools import PACKAGES
 
@@ -36,7 +29,7 @@ def check_trackers(config: Config, among: Collection[str] = tuple(PACKAGES)) -> 
     """
     check_packages(config, among)
     chosen = [name for name in config.reports.trackers if name in among]
-    if "wandb" in chosen and not wandb_may_log(os.environ) and not _wandb_says_so():
+    if "wandb" in chosen and not _wandb_may_log():
         raise ConfigError(
             "reports.trackers names wandb, and W&B has no login here; run wandb login, set WANDB_API_KEY, or set "
             "WANDB_MODE=offline to keep the run on this machine"
@@ -51,21 +44,10 @@ def check_packages(config: Config, among: Collection[str] = tuple(PACKAGES)) -> 
     if missing := [name for name in chosen if not _is_installed(PACKAGES[name])]:
         packages = ", ".join(PACKAGES[name] for name in missing)
         is_not, it = ("is not", "it") if len(missing) == 1 else ("are not", "them")
-        idle = _without_effect_without(missing, config)
         raise ConfigError(
             f"reports.trackers names {', '.join(missing)}, and {packages} {is_not} installed here; install {it} "
             f"with pip install 'headway[{','.join(missing)}]', or take {it} out of reports.trackers"
-            + (f", and {' and '.join(idle)} with {it}" if idle else "")
         )
-
-
-def _without_effect_without(missing: Sequence[str], config: Config) -> list[str]:
-    """Return the settings of reports, other than defaults, that only the ``missing`` trackers look at."""
-    rest = [name for name in config.reports.trackers if name not in missing]
-    without = config.model_copy(update={"reports": config.reports.model_copy(update={"trackers": rest})})
-    fields, now = type(config.reports).model_fields, without_effect(config)
-    set_here = [f"reports.{name}" for name, field in fields.items() if getattr(config.reports, name) != field.default]
-    return [key for key in without_effect(without) if key in set_here and key not in now]
 
 
 def _is_installed(package: str) -> bool:
@@ -74,37 +56,13 @@ def _is_installed(package: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def wandb_may_log(environment: Mapping[str, str]) -> bool:
-    """Tell whether W&B needs no login, or has one where it keeps it: its variables, its settings, the netrc file.
-
-    Only that there is a login is looked at.
-    """
-    settings = _wandb_settings(environment)
-    mode = environment.get("WANDB_MODE") or settings.get("mode", "")
-    if mode in NO_LOGIN or environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    url = environment.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai"
-    path = Path(environment.get("NETRC") or "~/.netrc").expanduser()
-    with suppress(OSError, netrc.NetrcParseError):
-        return netrc.netrc(path).authenticators(urlsplit(url).netloc) is not None
-    return False
-
-
-def _wandb_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return W&B's settings of this user and of this directory, as ``wandb offline`` writes them."""
-    of_user = environment.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
-    of_directory = environment.get("WANDB_DIR") or "."
-    parser = ConfigParser(interpolation=None)
-    with suppress(OSError, NotSettings, UnicodeDecodeError):
-        parser.read([Path(of_user).expanduser() / "settings", Path(of_directory) / "wandb" / "settings"])
-    return dict(parser["default"]) if parser.has_section("default") else {}
-
-
-def _wandb_says_so() -> bool:
-    """Ask W&B itself, in a process, whether it has a login that `wandb_may_log` does not know of.
+def _wandb_may_log() -> bool:
+    """Tell whether W&B needs no login, or has one, which it is asked in a process.
 
     Where it does not answer the run begins, and the tracker tells what is wrong.
     """
+    if os.environ.get("WANDB_MODE") in NO_LOGIN or os.environ.get("WANDB_API_KEY"):
+        return True
     try:
         done = subprocess.run(
             [sys.executable, "-c", ASK], stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False

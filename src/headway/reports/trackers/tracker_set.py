@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,11 @@ from headway.errors import DataError, writable
 from headway.reports.run_directory import RunDirectory
 from headway.reports.trackers.tensorboard import TensorBoardFile
 from headway.reports.trackers.tracker import TrackerSetting, trimmed
-from headway.reports.trackers.tracker_client import GOES_ON, TrackerApart, TrackerMessages, TrackerState, memory_file
-from headway.reports.trackers.tracker_process import TrackerProcess
-from headway.reports.trackers.tracker_queue import RunEnd, TrackerQueue
-from headway.reports.trackers.tracker_tools import ADDRESSES, PACKAGES
+from headway.reports.trackers.tracker_thread import TrackerMessages, TrackerState, TrackerThread, memory_file
+from headway.reports.trackers.tracker_tools import ADDRESSES, KEPT, PACKAGES
 
 LIMIT_S = 10.0
 """Seconds that the end of a run waits for its trackers' last rows, beside the upload of a model."""
-KEPT = ("wandb", "mlflow", "trackio")
-"""Trackers that keep what they get, so that a run that is over can be sent to them."""
 QUIET_S = 0.5
 """Seconds that the end of a run waits for its trackers without a word."""
 
@@ -40,38 +34,36 @@ class Trackers:
     def __init__(
         self,
         board: TensorBoardFile | None,
-        apart: Sequence[TrackerApart],
+        threads: Sequence[TrackerThread],
         say: TrackerMessages,
         *,
         log_model: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over the trackers. ``log_model``: whether they get the model."""
         self._board = board
-        self._apart = list(apart)
+        self._threads = list(threads)
         self._say = say
         self._log_model = log_model
-        self._clock = clock
 
     def start(self) -> None:
         """Begin to send: training begins, and the run is worth an entry."""
-        for tracker in self._apart:
+        for tracker in self._threads:
             tracker.start()
 
     def on_row(self, row: dict[str, Any]) -> None:
         if self._board is not None:
             self._board.on_row(row)
-        for tracker in self._apart:
-            tracker.on_row(row)
+        for tracker in self._threads:
+            tracker.on_row()
 
     def on_sample(self, sample: dict[str, Any]) -> None:
         """Hand on a sample as a line of ``samples.jsonl`` has it. Trackers get its texts, not its tokens."""
-        if self._board is None and not self._apart:
+        if self._board is None and not self._threads:
             return
         short = trimmed(sample)
         if self._board is not None:
             self._board.on_sample(short)
-        for tracker in self._apart:
+        for tracker in self._threads:
             tracker.on_sample(short)
 
     def close(self) -> None:
@@ -79,13 +71,13 @@ class Trackers:
 
     @property
     def names(self) -> list[str]:
-        """Names of the trackers in processes of their own."""
-        return [tracker.name for tracker in self._apart]
+        """Names of the trackers in threads."""
+        return [tracker.name for tracker in self._threads]
 
     @property
     def places_after(self) -> list[tuple[str, str]]:
         """Names of trackers, and where each shows the run once it is over, for those that have said it."""
-        return [(tracker.name, tracker.where) for tracker in self._apart if tracker.where and tracker.name in KEPT]
+        return [(tracker.name, tracker.where) for tracker in self._threads if tracker.where and tracker.name in KEPT]
 
     def finish(self, summary: dict[str, Any], model: Path | None = None, *, limit_s: float | None = None) -> None:
         """End all entries, and wait for them for `LIMIT_S` or ``limit_s``, longer where they get the model.
@@ -97,29 +89,30 @@ class Trackers:
             self._board.close(summary.get("status") or "failed")
         given = model if self._log_model else None
         limit_s = LIMIT_S if limit_s is None else limit_s
-        limit_s += 0.0 if given is None else upload_s(_bytes_in(given))
+        if given is not None:
+            limit_s += upload_s(sum(path.stat().st_size for path in given.rglob("*") if path.is_file()))
         try:
-            for tracker in self._apart:
-                tracker.end(RunEnd(summary, given))
+            for tracker in self._threads:
+                tracker.end(summary, given)
             self._wait(limit_s)
             silent = f"it did not answer within {limit_s:.0f} s"
         except KeyboardInterrupt:
             silent = "the wait for it was interrupted"
         finally:
-            for tracker in self._apart:
+            for tracker in self._threads:
                 tracker.give_up()
-        for tracker in self._apart:
+        for tracker in self._threads:
             if lacks := tracker.missing(silent + _where(tracker.name)):
                 self._say.warn(lacks)
 
     def _wait(self, limit_s: float) -> None:
-        end = self._clock() + limit_s
-        for tracker in self._apart:
+        end = time.monotonic() + limit_s
+        for tracker in self._threads:
             tracker.join(min(QUIET_S, limit_s))
-        if waiting := ", ".join(tracker.name for tracker in self._apart if not tracker.join(0.0)):
+        if waiting := ", ".join(tracker.name for tracker in self._threads if not tracker.join(0.0)):
             self._say.phase(f"waiting for {waiting}, up to {limit_s:.0f} s")
-        for tracker in self._apart:
-            tracker.join(max(end - self._clock(), 0.0))
+        for tracker in self._threads:
+            tracker.join(max(end - time.monotonic(), 0.0))
 
 
 def _where(name: str) -> str:
@@ -129,10 +122,6 @@ def _where(name: str) -> str:
         return ""
     without_password = re.sub(r"//[^/@]*@", "//", os.environ[given])
     return f"; it is looked for at {given}={writable(without_password)}"
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def open_trackers(
@@ -147,10 +136,15 @@ def open_trackers(
     board = None
     if "tensorboard" in chosen:
         board = TensorBoardFile(directory.tensorboard, say.warn, replace(setting, undone_from=undone_from))
-    apart = [
-        _apart(name, setting, directory, say, _remembered(directory, name, say)) for name in chosen if name in PACKAGES
-    ]
-    return Trackers(board, apart, say, log_model=config.reports.log_model)
+    threads = []
+    for name in (name for name in chosen if name in PACKAGES):
+        try:
+            state = TrackerState.read(memory_file(directory.trackers, name))
+        except DataError as cause:
+            say.warn(f"{name}: {cause}; the run begins another entry")
+            state = TrackerState()
+        threads.append(TrackerThread(name, setting, directory, say, state))
+    return Trackers(board, threads, say, log_model=config.reports.log_model)
 
 
 def open_lacking(config: Config, directory: RunDirectory, say: TrackerMessages) -> Trackers:
@@ -159,18 +153,17 @@ def open_lacking(config: Config, directory: RunDirectory, say: TrackerMessages) 
     Raises `DataError` where it cannot be read what they have, or what they are to get.
     """
     setting = _setting(config, directory)
-    kept = [name for name in config.reports.trackers if name in KEPT]
-    lacking: list[TrackerApart] = []
-    for name in kept:
+    lacking: list[TrackerThread] = []
+    for name in (name for name in config.reports.trackers if name in KEPT):
         try:
-            memory = TrackerState.read(memory_file(directory.trackers, name))
+            state = TrackerState.read(memory_file(directory.trackers, name))
         except DataError as cause:
             raise DataError(
                 f"{cause}, so that it is not known what {name} has of the run; take the file from a copy, or remove "
                 "it, to send the run to a new entry"
             ) from cause
-        if not memory.whole:
-            lacking.append(_apart(name, setting, directory, say, memory, goes_on=""))
+        if not state.whole:
+            lacking.append(TrackerThread(name, setting, directory, say, state, goes_on=""))
     if lacking:
         try:
             directory.metrics.open("rb").close()
@@ -182,15 +175,6 @@ def open_lacking(config: Config, directory: RunDirectory, say: TrackerMessages) 
     return Trackers(None, lacking, say, log_model=config.reports.log_model)
 
 
-def _remembered(directory: RunDirectory, name: str, say: TrackerMessages) -> TrackerState:
-    """Return a resumed run's state of its tracker; an empty one, with a warning, if the file is damaged."""
-    try:
-        return TrackerState.read(memory_file(directory.trackers, name))
-    except DataError as cause:
-        say.warn(f"{name}: {cause}; the run begins another entry")
-        return TrackerState()
-
-
 def _setting(config: Config, directory: RunDirectory) -> TrackerSetting:
     return TrackerSetting(
         project=config.reports.project,
@@ -200,27 +184,3 @@ def _setting(config: Config, directory: RunDirectory) -> TrackerSetting:
         prometheus_host=config.reports.prometheus_host,
         prometheus_port=config.reports.prometheus_port,
     )
-
-
-def _apart(
-    name: str,
-    setting: TrackerSetting,
-    directory: RunDirectory,
-    say: TrackerMessages,
-    memory: TrackerState,
-    goes_on: str = GOES_ON,
-) -> TrackerApart:
-    """Make a tracker in a separate process, with the entry that the run's directory remembers."""
-    outbox = TrackerQueue(directory.metrics, rows=_lines(directory.metrics), sent=memory.rows)
-    link = partial(TrackerProcess, name, directory.logs / f"{name}.log")
-    remedy = f"headway sync {shlex.quote(str(directory.path))}" if name in KEPT else ""
-    own = replace(setting, entry=memory.entry)
-    return TrackerApart(name, own, outbox, link, say, remedy=remedy, goes_on=goes_on)
-
-
-def _lines(path: Path) -> int:
-    try:
-        with path.open("rb") as lines:
-            return sum(1 for _ in lines)
-    except OSError:
-        return 0

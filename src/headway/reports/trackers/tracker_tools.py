@@ -1,4 +1,4 @@
-"""Trackers that are in processes of their own: W&B, MLflow, trackio, Prometheus.
+"""Trackers that talk to services: W&B, MLflow, trackio, Prometheus.
 
 Their own variables (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID``, …) hold as ever.
 """
@@ -6,9 +6,9 @@ Their own variables (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +28,8 @@ from headway.reports.trackers.tracker import (
     table,
 )
 
+log = logging.getLogger(__name__)
+
 
 class WandbTracker(Tracker):
     """Tracker for W&B: a run, with a table of samples for each version."""
@@ -43,7 +45,7 @@ class WandbTracker(Tracker):
             id=setting.entry or None,
             resume="allow",
             dir=str(setting.folder),
-            settings=wandb.Settings(console="off"),
+            settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("version", hidden=True)
         self._run.define_metric("*", step_metric="version")
@@ -156,7 +158,7 @@ class MlflowTracker(Tracker):
         try:
             self._client.log_dict(self.entry, summary, "summary.json")
         except Exception as cause:  # no place for files: the tags have it all the same
-            print(f"summary.json could not be stored: {said_by(cause)}", file=sys.stderr)
+            log.warning("mlflow: summary.json could not be stored: %s", said_by(cause))
 
     def on_model(self, folder: Path) -> None:
         self._client.log_artifacts(self.entry, str(folder), "model")
@@ -203,7 +205,7 @@ class TrackioTracker(Tracker):
 
         self._trackio = trackio
         self._troubles: list[str] = []
-        warnings.showwarning = self._on_warning  # of this process, which is the tracker's own
+        self._show, warnings.showwarning = warnings.showwarning, self._on_warning
         self.entry = setting.entry or _free_name(trackio, setting)
         resume = "allow" if setting.entry else "never"
         self._run = trackio.init(
@@ -237,9 +239,10 @@ class TrackioTracker(Tracker):
         self._raise_trouble()
 
     def _on_warning(self, message: Warning | str, *args: Any, **named: Any) -> None:
-        print(f"warning: {message}", flush=True)
         if "trackio" in str(message):
             self._troubles.append(str(message))
+        else:
+            self._show(message, *args, **named)
 
     def _raise_trouble(self) -> None:
         if self._troubles:
@@ -303,7 +306,9 @@ PACKAGES: Mapping[str, str] = {
     "trackio": "trackio",
     "prometheus": "prometheus_client",
 }
-"""Trackers in processes of their own → the package that each needs. The extra has the tracker's name."""
+"""Trackers in threads → the package that each needs. The extra has the tracker's name."""
+KEPT = ("wandb", "mlflow", "trackio")
+"""Trackers that keep what they get, so that a run that is over can be sent to them."""
 
 ADDRESSES: Mapping[str, tuple[str, ...]] = {
     "wandb": ("WANDB_BASE_URL",),
