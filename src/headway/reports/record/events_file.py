@@ -39,7 +39,7 @@ from headway.reports.record.dense_events import (
     seal,
     segment,
 )
-from headway.reports.record.file_access import cut_off_half_line
+from headway.reports.record.file_access import Tail, cut_off_half_line, whole_lines
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
@@ -314,7 +314,7 @@ def _finite(value: Any) -> Any:
 class SurvivingRecord:
     """The lines of a record that survived, as ranges, and how the run stands."""
 
-    lines: list[tuple[int, int]] = field(default_factory=list)
+    lines: list[tuple[int, int]] = field(default_factory=lambda: [(0, ALL)])
     """Ranges [from, to) of line indices, in order."""
     boundaries: dict[int, int] = field(default_factory=dict)
     """Version → index of its `VersionReached` that survived."""
@@ -322,8 +322,6 @@ class SurvivingRecord:
     """Number of times that the run was resumed, undone ones included."""
     ended: str | None = None
     """The status that the run ended with; None where it did not say."""
-    cut: bool = False
-    """True where what came behind the last of ``lines`` is left out."""
 
     def survives(self, line: int) -> bool:
         """Tell whether a line survived."""
@@ -331,22 +329,19 @@ class SurvivingRecord:
 
     def survives_behind(self, line: int) -> bool:
         """Tell whether a dense event survived that came behind so many lines."""
-        ranges = self.lines if self.cut else [*self.lines[:-1], (self.lines[-1][0], ALL)]
-        return any((first < line or line == first == 0) and line < last for first, last in ranges)
+        return any((first < line or line == first == 0) and line < last for first, last in self.lines)
 
-    def back_to(self, version: int, now: int) -> None:
-        """Undo the lines between the boundary of ``version`` and the line ``now``."""
+    def end_at(self, version: int) -> None:
+        """Undo the lines behind the boundary of ``version``."""
         end = self.boundaries[version] + 1
         self.lines = [(first, min(last, end)) for first, last in self.lines if first < end]
         self.boundaries = {reached: line for reached, line in self.boundaries.items() if line < end}
-        self.lines.append((now, now))
 
 
 def look_through(path: Path) -> SurvivingRecord:
     """Find the surviving lines of a record. Raises `DataError` for an unreadable file or an unknown resume point."""
-    record = SurvivingRecord(lines=[(0, 0)])
-    kinds = {f'{{"kind": "{event.kind}"': event for event in (VersionReached, RunResumed, RunFinished)}
-    prefixes = tuple(kinds)
+    record = SurvivingRecord()
+    prefixes = line_prefixes((VersionReached, RunResumed, RunFinished))
     for index, line in complete_lines(path):
         if line.startswith(prefixes):
             match event := parse_event(line, f"{path}:{index + 1}"):
@@ -357,9 +352,9 @@ def look_through(path: Path) -> SurvivingRecord:
                 case RunResumed():
                     if event.version not in record.boundaries:
                         raise DataError(f"{path}:{index + 1}: the run went back to a version that it did not reach")
-                    record.back_to(event.version, index)
+                    record.end_at(event.version)
+                    record.lines.append((index, ALL))
                     record.resumed, record.ended = event.times, None
-        record.lines[-1] = (record.lines[-1][0], index + 1)
     return record
 
 
@@ -381,45 +376,58 @@ class EventReader:
         self,
         path: Path,
         *,
+        record: SurvivingRecord | None = None,
         until: int | None = None,
         after: int = 0,
         kinds: Collection[type[Event]] | None = None,
         number: int | None = None,
     ) -> None:
-        """``until``: read only up to the boundary of that version; ``after``: begin behind so many lines.
+        """``record``: which lines survive, if that is known; ``until``: read only up to the boundary of that version.
 
-        ``kinds``: only events of these; ``number``: of dense events only those of that group. Others are not parsed.
-        Raises `DataError` where the file cannot be read or has no such boundary.
+        ``after``: begin behind so many lines; ``kinds``: only events of these; ``number``: of dense events only those
+        of that group. Others are not parsed. Raises `DataError` where the file cannot be read or has no such boundary.
         """
         self._path, self._after = path, after
         self.line = after
         """Number of lines before the event that was read last."""
-        self.record = look_through(path)
+        self.lines = 0
+        """Number of lines that were read."""
+        self.record = record or look_through(path)
         if until is not None:
             if until not in self.record.boundaries:
                 raise DataError(f"{path} has no boundary of version {until}")
-            self.record.back_to(until, 0)
-            self.record.lines.pop()
-            self.record.cut = True
+            self.record.end_at(until)
+        self._tail = Tail(path)
         self._prefixes = None if kinds is None else line_prefixes(kinds)
         self._dense = DenseReader(path, kinds=kinds, number=number, line=after)
         self._needle = None if number is None else f'"number": {number},'
 
     def read(self) -> Iterator[Event]:
-        """Yield the events. A last line that was cut off (a run that was killed) is left out.
+        """Yield the events that are there. A last line that was cut off (a run that was killed) is left out.
 
         Raises `DataError` for what is no event.
         """
-        survives = self.record.survives
-        for index, line in complete_lines(self._path):
-            if index < self._after:
-                continue
-            yield from self._dense_until(index)
-            if survives(index) and self._wanted(line):
-                self.line = index
-                yield parse_event(line, f"{self._path}:{index + 1}")
+        before = -1
+        while self.lines > before:
+            before = self.lines
+            yield from self.read_on()
+
+    def read_on(self) -> Iterator[Event]:
+        """Yield the next events that are there, a few MiB of them. Raises `Rewritten`, and `DataError` as `read`."""
         self._dense.list_segments()
-        yield from self._dense_until(ALL)
+        try:
+            for _, line in self._tail.read():
+                index, self.lines = self.lines, self.lines + 1
+                if index < self._after:
+                    continue
+                yield from self._dense_until(index)
+                text = decoded(line, self._path, index)
+                if self.record.survives(index) and self._wanted(text):
+                    self.line = index
+                    yield parse_event(text, f"{self._path}:{index + 1}")
+        except OSError as cause:
+            raise DataError(f"cannot read the events of a run: {cause}") from cause
+        yield from self._dense_until(self.lines)
 
     def _dense_until(self, line: int) -> Iterator[Event]:
         for at, event in self._dense.until(line):
@@ -448,11 +456,14 @@ def read_events(
 def complete_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the complete lines of a record, each with its index. Raises `DataError` for what cannot be read."""
     try:
-        with path.open("rb") as file:
-            for index, line in enumerate(file):
-                if line.endswith(b"\n"):
-                    yield index, line.decode("utf-8")
+        for index, line in enumerate(whole_lines(path)):
+            yield index, decoded(line, path, index)
     except OSError as cause:
         raise DataError(f"cannot read the events of a run: {cause}") from cause
+
+
+def decoded(line: bytes, path: Path, index: int) -> str:
+    try:
+        return line.decode()
     except UnicodeDecodeError as cause:
         raise DataError(f"{path}:{index + 1} is damaged: it is not UTF-8 (byte {cause.start + 1}). {REPAIR}") from cause

@@ -58,6 +58,12 @@ class Tail:
             yield at, line
 
 
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that have an end. Raises `OSError`."""
+    with path.open("rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
+
+
 def draft_of(path: Path) -> Path:
     """Return the path of the file that is to take the place of ``path``."""
     return path.with_name(f"{path.name}.tmp")

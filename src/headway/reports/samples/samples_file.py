@@ -25,7 +25,7 @@ from headway.config.schema import Config
 from headway.data.mixing import place_of_group, share_of
 from headway.errors import DataError, writable_json
 from headway.reports.record.events_file import JsonLines
-from headway.reports.record.file_access import Tail, draft_of
+from headway.reports.record.file_access import Tail, draft_of, whole_lines
 
 LIMIT = 64 * 2**20
 """Bytes from which on the file is thinned."""
@@ -231,10 +231,7 @@ def _survives(sample: Sample, version: int, boundary: float) -> bool:
 def _lines_of(path: Path) -> Iterator[bytes]:
     """Yield the complete lines of a file. Raises `DataError` where it cannot be read."""
     try:
-        with path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    yield line
+        yield from whole_lines(path)
     except OSError as cause:
         raise DataError(f"cannot read the samples of a run: {cause}") from cause
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import DataError, HeadwayError, RunError, said_by
-from headway.events import Event, RunResumed, RunStarted
+from headway.events import RunResumed, RunStarted
 from headway.reports import human
 from headway.reports.metrics.metrics_state import newest
 from headway.reports.metrics.summary import summary
-from headway.reports.record.dense_events import DenseReader, parse_event
-from headway.reports.record.events_file import SurvivingRecord, look_through, to_json_line
-from headway.reports.record.file_access import Rewritten, Tail
+from headway.reports.record.events_file import EventReader, SurvivingRecord, look_through, to_json_line
+from headway.reports.record.file_access import Rewritten
 from headway.reports.report import draw, newest_versions
 from headway.reports.run_directory import RunDirectory, only_starts, standing
 from headway.reports.samples.samples_file import MOST_VALIDATIONS, Key, SampleIndex
@@ -40,8 +39,6 @@ CURVES_EVERY_S, TIMELINE_EVERY_S = 1.0, 3.0
 LIVE_SPANS = 30_000
 """Most spans of a timeline that is drawn again and again."""
 JOIN_TIMEOUT_S = 10.0
-MOST_EVENTS = 20_000
-"""Number of events after which pages see what was read so far."""
 READING: dict[str, Any] = {"status": "reading", "reason": None}
 
 
@@ -56,7 +53,7 @@ class _Part:
     times: int = 0
     """Number of times that it was built."""
     built_from: int = -1
-    """Number of rows, or of lines, that ``value`` was made from."""
+    """Number of rows, or of events, that ``value`` was made from."""
     next_s: float = 0.0
 
 
@@ -64,13 +61,11 @@ class _Part:
 class _Read:
     """Data read from the run since its record was last read from the beginning."""
 
-    events: Tail
+    events: EventReader
     samples: SampleIndex
-    dense: DenseReader
-    record: SurvivingRecord
     builder: TimelineBuilder
-    lines: int = 0
-    """Number of lines of the record that were read."""
+    count: int = 0
+    """Number of events that were read."""
     starting: bool = False
     """True from a resume to the start behind it."""
     serials: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -87,7 +82,7 @@ class Follower:
         self._closing = threading.Event()
         self._failure: HeadwayError | None = None
         self._thread = threading.Thread(target=self._follow, name="follow-run", daemon=True)
-        self._read = self._anew(SurvivingRecord(lines=[(0, 0)]))
+        self._read = self._anew(SurvivingRecord())
         self._outdated = True
         """True where the record is to be read from its beginning."""
         self._watched = 0
@@ -99,7 +94,7 @@ class Follower:
         self._curves, self._timeline = _Part(CURVES_EVERY_S), _Part(TIMELINE_EVERY_S)
         """Charts, and the timeline as JSON."""
         self._cards: tuple[int, list[tuple[str, str, str]], str] = (0, [], "")
-        """The page's first figures and its sentence, with the number of lines that they were made from."""
+        """The page's first figures and its sentence, with the number of events that they were made from."""
         self._status: dict[str, Any] = READING
 
     def start(self) -> None:
@@ -158,16 +153,16 @@ class Follower:
             lines = list(read.builder.groups.lines(since))
             fresh = [key for key, serial in read.serials.items() if serial > since]
             sampled = [f"group={line.number}" for line in lines if line.number in read.samples.groups]
-            if self._cards[0] != read.lines:
+            if self._cards[0] != read.count:
                 figures, window = summary(read.builder.metrics), (read.builder.first or 0.0, read.builder.last)
-                self._cards = (read.lines, list(cards(figures, window)), figures["bottleneck"])
+                self._cards = (read.count, list(cards(figures, window)), figures["bottleneck"])
             return {
                 "epoch": self.epoch,
                 "serial": self.serial,
                 "status": self._status,
                 "figures": self._cards[1],
                 "sentence": self._cards[2],
-                "ledger": ledger(read.builder.metrics) if read.lines else None,
+                "ledger": ledger(read.builder.metrics) if read.count else None,
                 "curves": curves.value if curves.serial > since else None,
                 "groups": [line.values() for line in lines],
                 "validations": [read.samples.lines[key] for key in fresh if key in read.samples.lines],
@@ -219,8 +214,11 @@ class Follower:
         except Rewritten:
             self._outdated = True
             return True
-        except OSError as cause:
-            self._show_status({"status": "unreadable", "reason": f"a file of the run cannot be read: {cause}"})
+        except (OSError, DataError) as cause:
+            unread = cause.__cause__ if isinstance(cause, DataError) else cause
+            if not isinstance(unread, OSError):
+                raise
+            self._show_status({"status": "unreadable", "reason": f"a file of the run cannot be read: {unread}"})
             return False
         if not went_on:
             self._build()
@@ -229,19 +227,13 @@ class Follower:
     def _anew(self, record: SurvivingRecord) -> _Read:
         samples = SampleIndex(self._directory.samples)
         builder = TimelineBuilder(groups=GroupLog(samples.groups))
-        return _Read(Tail(self._directory.events), samples, DenseReader(self._directory.events), record, builder)
+        return _Read(EventReader(self._directory.events, record=record), samples, builder)
 
     def _begin_anew(self) -> None:
-        """Read the record from its beginning. Raises `DataError` where it is damaged, and `OSError`."""
-        events = self._directory.events
-        try:
-            record = look_through(events) if events.is_file() else SurvivingRecord(lines=[(0, 0)])
-        except DataError as cause:
-            if isinstance(cause.__cause__, OSError):  # nothing is wrong with the record
-                raise cause.__cause__ from cause
-            raise
-        read = self._anew(record)
-        if events.is_file():
+        """Read the record from its beginning. Raises `DataError` where it is damaged or cannot be read."""
+        there = self._directory.events.is_file()
+        read = self._anew(look_through(self._directory.events) if there else SurvivingRecord())
+        if there:
             self._begin_late(read)
         with self._changed:
             self._read, self._status = read, READING
@@ -253,15 +245,12 @@ class Follower:
 
     def _begin_late(self, read: _Read) -> None:
         """Begin at the newest saved metrics of a large run, and read only the events of the versions after them."""
-        events, builder = self._directory.events, read.builder
-        drawn, state = newest_versions(events, read.record), newest(self._directory, read.record, builder.curves)
-        if drawn is None or not state.line:
-            return
-        builder.metrics = state.metrics
-        draw(events, drawn, builder, state.line)
-        with events.open("rb") as file:
-            read.events.offset = sum(len(next(file)) for _ in range(state.line))
-        read.lines, read.dense = state.line, DenseReader(events, line=state.line)
+        events, record, builder = self._directory.events, read.events.record, read.builder
+        drawn, state = newest_versions(events, record), newest(self._directory, record, builder.curves)
+        if drawn is not None and state.line:
+            builder.metrics = state.metrics
+            draw(events, drawn, builder, state.line)
+            read.events, read.count = EventReader(events, record=record, after=state.line), state.line
 
     def _read_samples(self) -> bool:
         read = self._read
@@ -283,35 +272,21 @@ class Follower:
 
     def _read_events(self) -> bool:
         """Read a chunk of the record. Raises `Rewritten` where the run was resumed since it was looked through."""
-        read, events = self._read, list[Event]()
-        read.dense.list_segments()
-        known, lines = read.record.lines[-1][1], read.lines
-        for _, line in read.events.read():
-            events += self._dense(lines)
-            index, lines = lines, lines + 1
-            if index < known and not read.record.survives(index):
-                continue  # undone
-            event = parse_event(line.decode("utf-8", "replace"), f"{self._directory.events}:{index + 1}")
-            if isinstance(event, RunResumed) and index >= known:
-                raise Rewritten
-            events.append(event)
-            if len(events) >= MOST_EVENTS:
-                break
-        events += self._dense(lines)
-        if lines == read.lines and not events:
+        read = self._read
+        before, resumed = read.events.lines, read.events.record.resumed
+        events = list(read.events.read_on())
+        if any(isinstance(event, RunResumed) and event.times > resumed for event in events):
+            raise Rewritten
+        if read.events.lines == before and not events:
             return False
         with self._changed:
-            read.lines = lines
+            read.count += len(events)
             for event in events:
                 read.builder.on_event(event)
                 read.starting = isinstance(event, RunResumed) or (read.starting and not isinstance(event, RunStarted))
             self._advance()
             self._changed.notify_all()
         return True
-
-    def _dense(self, line: int) -> list[Event]:
-        """Read the dense events behind at most so many lines."""
-        return [event for at, event in self._read.dense.until(line) if self._read.record.survives_behind(at)]
 
     def _advance(self) -> None:
         """Bring the serial number up to that of the groups. Called with the lock held."""
@@ -374,7 +349,7 @@ class Follower:
         self._build_part(self._curves, builder.curves.serial, over, lambda: curves_json(builder.curves))
         self._build_part(
             self._timeline,
-            read.lines,
+            read.count,
             over,
             lambda: to_json_line(live_parts(builder.so_far(), LIVE_SPANS)).encode(),
         )
