@@ -231,8 +231,8 @@ def test_json_is_the_sample_itself(run_dir: Path) -> None:
 
 def test_a_group_that_was_not_drawn_is_told_from_the_record(run_dir: Path) -> None:
     told = said(run_dir, "4")
-    assert told.splitlines()[0] == "group 4: trained"
-    for line in ("admitted: at version 0", "taken: at version 0, into batch 0", "lag: 0", "rewards: "):
+    assert told.splitlines()[0].startswith("group 4: trained at version 0, lag 0, from ")
+    for line in ("times: ", "rewards: "):
         assert line in told
     assert told.splitlines()[-1] == (
         "It was not drawn, so its text was not kept: about 2 groups of each version leave theirs. A larger "
@@ -240,8 +240,8 @@ def test_a_group_that_was_not_drawn_is_told_from_the_record(run_dir: Path) -> No
     )
     assert next(line.split()[:3] for line in told.splitlines() if "rollout-0" in line)[:2] == ["0", "rollout-0"]
     whole = json.loads(said(run_dir, "4", "--json"))
-    assert (whole["group"], whole["sample"]) == (4, None)
-    assert [event["kind"] for event in whole["events"]][-1] == "group.settled"
+    assert (whole["group"], whole["fate"], whole["prompt"]) == (4, "trained", None)
+    assert whole["why"].startswith("It was not drawn")
 
 
 # ---------------------------------------------------------------------------------------------- bad input
@@ -279,7 +279,7 @@ def test_what_cannot_be_shown_is_one_message(run_dir: Path, tmp_path: Path) -> N
             '{"kind": "group.admitted", "number": 3, "colour": 1}\n',
             "",
             ["3"],
-            "'group.admitted' lacks admitted, ",
+            "'group.admitted' has other fields, or values of another kind",
         ),
         ('{"kind": "future.thing", "number": 3}\n', "", ["3"], "'future.thing' is none that it has. Read the run with"),
         ('{"kind": "group.admitted", "number": 3, \n', "", ["3"], "is damaged: it is not one whole JSON object. Take"),
@@ -325,8 +325,8 @@ def test_a_file_of_samples_that_is_missing_is_said_to_be(run_dir: Path, tmp_path
 def test_one_episode_is_chosen_in_json_and_of_a_group_without_a_text_too(run_dir: Path) -> None:
     only = json.loads(said(run_dir, "3", "--json", "--episode", "1"))
     assert only == {**SAMPLES[1], "episodes": [SAMPLES[1]["episodes"][1]]}
-    told = json.loads(said(run_dir, "4", "--json", "--episode", "0"))["events"]
-    assert [event["k"] for event in told if event["kind"] == "trajectory.finished"] == [0]
+    told = json.loads(said(run_dir, "4", "--json", "--episode", "0"))["episodes"]
+    assert [(one["k"], one["replica"]) for one in told] == [(0, "rollout-0")]
     assert "--episode: got 77, but group 3 has the episodes 0, 1" in refused(run_dir, "3", "--json", "--episode", "77")
     assert "--episode: got 77, but group 4 has the episodes 0" in refused(run_dir, "4", "--episode", "77")
 

@@ -257,7 +257,7 @@ def test_a_replica_has_a_lane_from_its_join_to_its_loss_and_both_leave_marks() -
     assert [(mark.kind, mark.label) for mark in timeline.marks] == [
         (MarkKind.JOINED, "late joins with v1"),
         (MarkKind.SUPERSEDED, "late never gets v2: newer was ready"),
-        (MarkKind.LOST, "rollout-0 is lost: out of memory"),
+        (MarkKind.LOST, "rollout-0 is lost, what it was generating runs again elsewhere: out of memory"),
     ]
 
 

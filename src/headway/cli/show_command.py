@@ -92,18 +92,15 @@ def _problem(run: Path, problem: int, as_json: bool) -> None:
 
 
 def _group(run: Path, number: int, color: str, tokens: bool, episode: int | None, as_json: bool) -> None:
-    from headway.reports.sample_printer import print_group, print_story
-    from headway.reports.sample_query import GroupHistory, found, of_episode
+    from headway.reports.sample_printer import print_group
+    from headway.reports.sample_query import found, of_episode
     from headway.reports.samples.token_view import Color
 
     if color not in list(Color):
         raise ConfigError(f"--color: got {color}, expected one of {', '.join(Color)}")
     with _damage_told(run) as damaged:
         sample = found(run, number, damaged)
-    if isinstance(sample, GroupHistory):
-        story = sample.of_episode(episode)
-        _print_json(story.to_json()) if as_json else print_story(story, _console())
-    elif as_json:
+    if as_json:
         _print_json(of_episode(sample, episode))
     else:
         print_group(sample, _console(), color=Color(color), tokens=tokens, episode=episode)

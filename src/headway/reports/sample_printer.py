@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from headway.reports import human
-from headway.reports.sample_query import GroupHistory, Sample, Summary, of_episode
+from headway.reports.sample_query import Sample, Summary, of_episode
 from headway.reports.samples.token_view import (
     QUIET,
     Color,
@@ -65,6 +65,12 @@ def print_group(
     """
     episodes = of_episode(sample, episode)["episodes"]
     _print_head(sample, console)
+    if "why" in sample:  # it was not drawn, and is known by the record
+        _print_episodes(episodes, console)
+        for one in episodes:
+            _print_notes(f"episode {one['k']}: ", one["notes"], console)
+        console.print(Text(visible(sample["why"])), soft_wrap=True)
+        return
     _print_episodes(sample["episodes"], console)
     scale = common_scale(color, episodes)
     if scale is not None and not tokens:
@@ -85,44 +91,6 @@ def print_validations(samples: Sequence[Sample], console: Console) -> None:
             _print_words(one, console)
 
 
-def print_story(story: GroupHistory, console: Console) -> None:
-    """Print what the record tells of a group that left no sample."""
-    admitted, settled = story.admitted, story.settled
-    fate = "under way" if settled is None else _fate(settled.fate, settled.reason)
-    console.print(Text(f"group {admitted.number}: {fate}", style="bold"))
-    lines = {"source": admitted.source or human.UNKNOWN, "admitted": f"at version {admitted.version}"}
-    if story.taken is not None:
-        lines["taken"] = f"at version {story.taken.version}, into batch {story.taken.fetch}"
-    if settled is not None and settled.lag is not None:
-        lines["lag"] = str(settled.lag)
-    if story.rewarded is not None:
-        lines["rewards"] = ", ".join(human.number(reward) for reward in story.rewarded.rewards)
-        for name, values in story.rewarded.parts.items():
-            lines[f"  {name}"] = ", ".join(human.number(value) for value in values)
-    finished = max((t.finished for t in story.episodes), default=None)
-    moments = {
-        "admitted": admitted.time,
-        "started": min((t.started for t in story.episodes), default=None),
-        "generated": finished,
-        "rewarded": None if story.rewarded is None else story.rewarded.time,
-        "settled": None if settled is None else settled.time,
-    }
-    lines["times"] = _times(moments, None if settled is None else settled.fate)
-    _print_pairs(lines, console)
-    if story.episodes:
-        lines_of_episodes: list[list[Text]] = []
-        for t in sorted(story.episodes, key=lambda t: t.k):
-            versions = ", ".join(str(v) for v in dict.fromkeys(version for _, version in t.version_spans))
-            end = f"failed: {t.failure}" if t.failure else (t.limit and f"limit: {t.limit}") or t.finish_reason
-            cells = (str(t.k), t.replica, human.count(t.tokens), versions, str(t.turns), end)
-            lines_of_episodes.append([Text(visible(cell)) for cell in cells])
-        columns = _columns("episode", "replica", "tokens", "versions", "turns", "finish")
-        print_fitting(console, columns, lines_of_episodes)
-        for t in story.episodes:
-            _print_notes(f"episode {t.k}: ", t.notes, console)
-    console.print(Text(visible(story.kept)), soft_wrap=True)
-
-
 def _print_head(sample: Sample, console: Console) -> None:
     trained = sample["fate"] == "trained"
     title = f"group {sample['group']}: {_fate(sample['fate'], sample['reason'])} at version {sample['version']}"
@@ -134,6 +102,9 @@ def _print_head(sample: Sample, console: Console) -> None:
     lines = {"times": _times(moments, sample["fate"])}
     if sample["baseline"] is not None:
         lines["baseline"] = human.number(sample["baseline"])
+    if sample.get("rewards"):
+        parts = {"rewards": sample["rewards"], **{f"  {name}": values for name, values in sample["parts"].items()}}
+        lines |= {name: ", ".join(map(human.number, values)) for name, values in parts.items()}
     _print_pairs(lines, console)
     console.print()
 
@@ -162,7 +133,8 @@ def _times(moments: Mapping[str, float | None], fate: str | None) -> str:
 
 def _print_asked(sample: Sample, title: str, console: Console) -> None:
     console.print(Text(visible(title), style="bold"))
-    console.print(Padding(Text(visible(sample["prompt"])), (0, 0, 0, 2), expand=False))
+    if sample["prompt"] is not None:
+        console.print(Padding(Text(visible(sample["prompt"])), (0, 0, 0, 2), expand=False))
     if sample["answer"] is not None:
         console.print(Text.assemble(("answer: ", QUIET), visible(str(sample["answer"]))))
 
@@ -179,7 +151,7 @@ def _print_episodes(episodes: Sequence[Mapping[str, Any]], console: Console) -> 
         cells.append(human.count(one["length"]))
         if programs:
             cells += [str(one["turns"]), human.duration(one["worked_s"]), human.duration(one["waited_s"])]
-        versions = sorted({v for row in one["rows"] for v in row["versions"] if v >= 0})
+        versions = one.get("versions") or sorted({v for row in one["rows"] for v in row["versions"] if v >= 0})
         cells += [", ".join(map(str, versions)) or human.UNKNOWN, human.duration(one["finished"] - one["started"])]
         lines.append([Text(visible(cell)) for cell in (*cells, one["replica"], _end_of(one))])
 

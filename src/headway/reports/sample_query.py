@@ -1,6 +1,6 @@
 """Data of ``headway show``: samples of a run, or a group's history in its record if it left none.
 
-samples.jsonl ─▶ listed, found          events.jsonl ─▶ Story, of a group that was not drawn
+samples.jsonl ─▶ listed, found          events.jsonl ─▶ found, for a group that was not drawn
 
 A sample is read from ``samples.jsonl`` alone. The record, which is large, is looked at where that does not help.
 """
@@ -8,8 +8,8 @@ A sample is read from ``samples.jsonl`` alone. The record, which is large, is lo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,35 +43,6 @@ class Listed:
     """The last ones, in the order in which they were written."""
     left_out: int
     """Number of earlier ones."""
-
-
-@dataclass(slots=True)
-class GroupHistory:
-    """Account of a group by its run's record, which has all but what was said."""
-
-    admitted: events.GroupAdmitted
-    episodes: list[events.TrajectoryFinished] = field(default_factory=list)
-    rewarded: events.GroupRewarded | None = None
-    taken: events.BatchTaken | None = None
-    settled: events.GroupSettled | None = None
-    kept: str = ""
-    """One sentence: why there is no text, and how there would be."""
-
-    def of_episode(self, k: int | None) -> GroupHistory:
-        """Return the account with the episode ``k`` alone, or all of it for None. Raises `ConfigError`."""
-        if k is None:
-            return self
-        _check_episode(k, self.admitted.number, sorted(one.k for one in self.episodes))
-        return replace(self, episodes=[one for one in self.episodes if one.k == k])
-
-    def to_json(self) -> dict[str, Any]:
-        told = [self.admitted, *self.episodes, self.rewarded, self.taken, self.settled]
-        return {
-            "group": self.admitted.number,
-            "sample": None,
-            "why": self.kept,
-            "events": [event.to_json() for event in told if event is not None],
-        }
 
 
 def listed(
@@ -128,31 +99,29 @@ def of_problem(run: Path, problem: int, damaged: list[int]) -> list[Sample]:
     return samples
 
 
-def found(run: Path, number: int, damaged: list[int]) -> Sample | GroupHistory:
+def found(run: Path, number: int, damaged: list[int]) -> Sample:
     """Return the last sample of group ``number``, or what the record tells of it where it left none.
 
-    ``damaged`` gets the numbers of lines of the file that may have been its own and are no samples.
+    That has no text, and says under ``why`` why it has none. ``damaged`` gets the numbers of lines of the file that may
+    have been its own and are no samples.
 
     Raises `ConfigError` for a group that was never admitted, and what cannot be read.
     """
     last: Sample | None = None
     for sample in _samples(run, "group", damaged, number):
         last = sample
-    return last if last is not None else _story(run, number, damaged)
+    return last if last is not None else _from_record(run, number, damaged)
 
 
 def of_episode(sample: Sample, k: int | None) -> Sample:
     """Return ``sample`` with the episode ``k`` alone, or all of it for None. Raises `ConfigError` where it has none."""
     if k is None:
         return sample
-    _check_episode(k, sample["group"], [one["k"] for one in sample["episodes"]])
-    return {**sample, "episodes": [one for one in sample["episodes"] if one["k"] == k]}
-
-
-def _check_episode(k: int, number: int, there: Sequence[int]) -> None:
+    there = [one["k"] for one in sample["episodes"]]
     if k not in there:
         has = ", ".join(map(str, there)) or "none, for it ended before any was made"
-        raise ConfigError(f"--episode: got {k}, but group {number} has the episodes {has}")
+        raise ConfigError(f"--episode: got {k}, but group {sample['group']} has the episodes {has}")
+    return {**sample, "episodes": [one for one in sample["episodes"] if one["k"] == k]}
 
 
 def _summary(sample: Sample) -> Summary:
@@ -183,38 +152,60 @@ def _samples(run: Path, what: str, damaged: list[int], number: int | None = None
         raise ConfigError(f"RUN: got {run}, whose samples cannot be read: {cause}") from cause
 
 
-def _story(run: Path, number: int, damaged: list[int]) -> GroupHistory:
-    story: GroupHistory | None = None
+def _from_record(run: Path, number: int, damaged: list[int]) -> Sample:
+    """Return what the record tells of a group, in the form of a sample."""
+    sample: Sample | None = None
     for event in events_of(run, OF_A_GROUP, number):
         match event:
             case events.GroupAdmitted(number=n) if n == number:
-                story = GroupHistory(event)
-            case events.TrajectoryFinished(number=n) if n == number and story is not None:
-                story.episodes.append(event)
-            case events.GroupRewarded(number=n) if n == number and story is not None:
-                story.rewarded = event
-            case events.BatchTaken() if number in event.numbers and story is not None:
-                story.taken = event
-            case events.GroupSettled(number=n) if n == number and story is not None:
-                story.settled = event
-    if story is None:
+                times = {"admitted": event.time, "generated": None, "rewarded": None, "settled": None}
+                sample = {"group": number, "version": event.version, "fate": IN_FLIGHT, "reason": None, "lag": None}
+                sample |= {"source": event.source, "prompt": None, "answer": None, "baseline": None, "times": times}
+                sample |= {"rewards": [], "parts": {}, "episodes": []}
+            case _ if sample is None:
+                pass
+            case events.TrajectoryFinished(number=n) if n == number:
+                sample["episodes"].append(_episode_of(event))
+                sample["times"]["generated"] = max(sample["times"]["generated"] or event.finished, event.finished)
+            case events.GroupRewarded(number=n) if n == number:
+                sample |= {"rewards": event.rewards, "parts": event.parts}
+                sample["times"]["rewarded"] = event.time
+            case events.BatchTaken() if number in event.numbers:
+                sample["version"] = event.version
+            case events.GroupSettled(number=n) if n == number:
+                sample |= {"fate": event.fate, "reason": event.reason, "lag": event.lag}
+                sample["times"]["settled"] = event.time
+    if sample is None:
         raise ConfigError(_never_admitted(run, number))
-    story.kept = _why_no_text(run, story, damaged)
-    return story
+    sample["episodes"].sort(key=lambda one: one["k"])
+    return sample | {"why": _why_no_text(run, sample, damaged)}
 
 
-def _why_no_text(run: Path, story: GroupHistory, damaged: list[int]) -> str:
+def _episode_of(event: events.TrajectoryFinished) -> dict[str, Any]:
+    seconds = {name: sum(end - start for start, end in getattr(event, name)) for name in ("waits", "steps")}
+    return {
+        **{name: getattr(event, name) for name in ("k", "replica", "turns", "limit", "failure", "notes")},
+        "length": event.tokens,
+        "finish": event.finish_reason,
+        "started": event.started,
+        "finished": event.finished,
+        "waited_s": seconds["waits"],
+        "worked_s": seconds["steps"],
+        "reward": None,
+        "parts": {},
+        "versions": list(dict.fromkeys(version for _, version in event.version_spans)),
+    }
+
+
+def _why_no_text(run: Path, sample: Sample, damaged: list[int]) -> str:
     if damaged:
         return "It has no text that can be read: it was not drawn, or its line in samples.jsonl is damaged."
-    drawn = _drawn_per_version(run)
-    if story.settled is None:
+    if sample["times"]["settled"] is None:
         return "Its fate is not settled yet; a group that is drawn leaves its text when it is."
-    if drawn == 0:
+    if (drawn := _drawn_per_version(run)) == 0:
         return "Its text was not kept, for the run has reports.samples=0; reports.samples=N keeps N groups a version."
     if not RunDirectory(run).samples.is_file():
         return "Whether it was drawn, and what it said, is not known: the run's samples.jsonl is missing."
-    if story.settled.reason == "resume":
-        return "Its text was not kept: it was under way when the run was ended, and lost when it was resumed."
     rate = "some groups" if drawn is None else f"about {drawn} groups"
     return (
         f"It was not drawn, so its text was not kept: {rate} of each version leave theirs. "

@@ -24,20 +24,10 @@ from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
-from headway.events import (
-    CheckpointFailed,
-    EpisodeWorkerLost,
-    Event,
-    Note,
-    PromptsLeftOut,
-    RanksLost,
-    RanksRestarted,
-    ReplicaLost,
-    RunStarted,
-)
+from headway.events import Event, RunFinished, RunStarted, ValidationFinished
 from headway.reports import human
 from headway.reports.live.panel import ACCENT, GOOD, LOOK_HERE, QUIET, RunProgress, panel
-from headway.reports.live.plain_log import left_out_line, lost_line, restarted_line
+from headway.reports.live.plain_log import words
 
 WIDTH = 100
 """Characters of a line."""
@@ -114,6 +104,8 @@ def _recorded(console: Console, *, clear: bool = True) -> str:
     return console.export_html(clear=clear, inline_styles=True, code_format="{code}")
 
 
+IN_PANEL = (ValidationFinished, RunFinished)
+"""Events that the panel shows."""
 REFRESH_EVERY_S = 0.5
 JOIN_TIMEOUT_S = 5.0
 
@@ -185,19 +177,13 @@ class LiveView:
         self._lines.append(Text(f"    {text}"))
 
     def on_event(self, event: Event) -> None:
-        match event:
-            case RunStarted():
-                self._end_phase()
-            case PromptsLeftOut():
-                self._lines.append(Text(f"    {left_out_line(event)}"))
-            case ReplicaLost() | EpisodeWorkerLost() | CheckpointFailed() | RanksLost():
-                self.warn(lost_line(event))
-            case RanksRestarted():
-                self._lines.append(Text(f"    {restarted_line(event)}"))
-            case Note(level="info"):
-                self._lines.append(Text(f"    {event.text}"))
-            case Note():
-                self.warn(event.text)
+        if isinstance(event, RunStarted):
+            self._end_phase()
+        elif not isinstance(event, IN_PANEL) and (told := words(event)) is not None:
+            if told[0] == "warning":
+                self.warn(told[1])
+            elif told[0] == "info":
+                self.note(told[1])
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._progress.on_row(row)

@@ -42,25 +42,10 @@ class PlainView:
         self._line(text)
 
     def on_event(self, event: Event) -> None:
-        match event:
-            case events.RunStarted():
-                self._line(started_line(event))
-            case events.ValidationFinished():
-                self._line(validation_line(event))
-            case events.PromptsLeftOut():
-                self._line(left_out_line(event))
-            case events.ReplicaLost() | events.EpisodeWorkerLost() | events.CheckpointFailed() | events.RanksLost():
-                self._line(f"warning: {lost_line(event)}")
-            case events.RanksRestarted():
-                self._line(restarted_line(event))
-            case events.Note():
-                self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
-            case events.RunResumed():
-                self._told_below = event.version
-            case events.RunFinished(status="failed"):
-                self._line(f"failed at version {event.version}")  # why is said once, by the error that ends the command
-            case events.RunFinished():
-                self._line(f"{event.status}" + (f": {event.reason}" if event.reason else ""))
+        if isinstance(event, events.RunResumed):
+            self._told_below = event.version
+        if (told := words(event)) is not None and told[0] != "log":
+            self._line(told[1] if told[0] == "info" else f"{told[0]}: {told[1]}")
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._progress.on_row(row)
@@ -94,34 +79,54 @@ class PlainView:
         self._console.print(Text(f"{stamp}  {text}"), soft_wrap=True)
 
 
-def started_line(event: events.RunStarted) -> str:
-    total = "" if event.total_groups is None else f" of {human.count(event.total_groups)}"
-    bound = "no bound on lag" if event.lag_bound is None else f"lag at most {event.lag_bound}"
-    return (
-        f"training starts: {event.mode}, seed {event.seed}, {human.count(event.groups_per_version)} groups per "
-        f"version{total}, {event.order}, {bound}, {human.count(sum(event.slots.values()))} answers at once"
-    )
+def words(event: Event) -> tuple[str, str] | None:
+    """Return how an event is told: as ``info`` or ``warning``, or in the ``log`` alone, and in which words.
 
-
-def restarted_line(event: events.RanksRestarted) -> str:
-    seconds = event.span[1] - event.span[0]
-    back = f"{events.ranks_named(event.role)} is back at version {event.version} after {seconds:.1f} s"
-    return f"{back}, {event.batches} batches done again"
-
-
-def lost_line(
-    event: events.ReplicaLost | events.EpisodeWorkerLost | events.CheckpointFailed | events.RanksLost,
-) -> str:
+    None for one that is not told.
+    """
     match event:
-        case events.ReplicaLost():
-            return f"{event.replica} is lost, what it was generating runs again elsewhere: {event.reason}"
-        case events.EpisodeWorkerLost():
-            return f"{event.worker} is lost, the groups that it had not handed on are made again: {event.reason}"
-        case events.RanksLost():
-            who = events.ranks_named(event.role)
-            return f"{who} is lost, its ranks are started again and replicas go on: {event.reason}"
-        case events.CheckpointFailed():
-            return f"the checkpoint of version {event.version} was not saved, and training goes on: {event.reason}"
+        case events.Note(level=level, text=text):
+            return level, text
+        case events.RunStarted():
+            total = "" if event.total_groups is None else f" of {human.count(event.total_groups)}"
+            bound = "no bound on lag" if event.lag_bound is None else f"lag at most {event.lag_bound}"
+            return "info", (
+                f"training starts: {event.mode}, seed {event.seed}, {human.count(event.groups_per_version)} groups per "
+                f"version{total}, {event.order}, {bound}, {human.count(sum(event.slots.values()))} answers at once"
+            )
+        case events.ValidationFinished():
+            return "info", validation_line(event)
+        case events.PromptsLeftOut():
+            return "info", left_out_line(event)
+        case events.ReplicaLost(replica=who, reason=why):
+            return "warning", f"{who} is lost, what it was generating runs again elsewhere: {why}"
+        case events.EpisodeWorkerLost(worker=who, reason=why):
+            return "warning", f"{who} is lost, the groups that it had not handed on are made again: {why}"
+        case events.RanksLost(role=role, reason=why):
+            who = events.ranks_named(role)
+            return "warning", f"{who} is lost, its ranks are started again and replicas go on: {why}"
+        case events.RanksRestarted(role=role):
+            seconds = event.span[1] - event.span[0]
+            back = f"{events.ranks_named(role)} is back at version {event.version} after {seconds:.1f} s"
+            return "info", f"{back}, {event.batches} batches done again"
+        case events.CheckpointFailed(version=version, reason=why):
+            return "warning", f"the checkpoint of version {version} was not saved, and training goes on: {why}"
+        case events.RunFinished(status="failed"):
+            return "info", f"failed at version {event.version}"  # why is said once, by the error that ends the command
+        case events.RunFinished(status=status, reason=why):
+            return "info", f"{status}: {why}" if why else status
+        case events.VersionReached(version=version):
+            return "log", f"version {version} is reached"
+        case events.CheckpointSaved(version=version, path=path):
+            return "log", f"the checkpoint of version {version} is in {path}"
+        case events.RunResumed(version=version):
+            return "log", f"the run goes on from version {version}"
+        case events.ReplicaJoined(replica=who, version=version):
+            return "log", f"{who} joins, with version {version}"
+        case events.UpdateRetried():
+            receivers = ", ".join(event.receivers)
+            return "log", f"version {event.version} is sent to {receivers} again: {event.reason}"
+    return None
 
 
 def left_out_line(event: events.PromptsLeftOut) -> str:
@@ -150,22 +155,6 @@ def validation_line(event: events.ValidationFinished) -> str:
 
 
 logger = logging.getLogger(__name__)
-WARNINGS = (
-    events.ReplicaLost,
-    events.EpisodeWorkerLost,
-    events.UpdateRetried,
-    events.CheckpointFailed,
-    events.RanksLost,
-)
-TOLD = (
-    events.RunStarted,
-    events.RunResumed,
-    events.VersionReached,
-    events.CheckpointSaved,
-    events.RanksRestarted,
-    events.ReplicaJoined,
-    events.RunFinished,
-)
 
 
 class EventLog:
@@ -175,15 +164,8 @@ class EventLog:
         self._log = DriverLog(run / "logs", run.resolve().name)
 
     def on_event(self, event: Event) -> None:
-        match event:
-            case events.Note(level=level, text=text):
-                logger.log(logging.INFO if level == "info" else logging.WARNING, text)
-            case events.RunFinished(status="failed"):
-                logger.error("%s", event)
-            case _ if isinstance(event, WARNINGS):
-                logger.warning("%s", event)
-            case _ if isinstance(event, TOLD):
-                logger.info("%s", event)
+        if (told := words(event)) is not None:
+            logger.log(logging.WARNING if told[0] == "warning" else logging.INFO, told[1])
 
     def close(self) -> None:
         """Leave the log open: what fails as the run ends is logged, too. See `end`."""

@@ -153,12 +153,7 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
 
     ``most`` is 4 or more.
     """
-    count = len(values)
-    if count <= most:
-        return list(range(count))
-    stretches = (most - 2) // 2
-    kept = {0, count - 1}
-    for stretch in range(stretches):
-        part = range(stretch * count // stretches, (stretch + 1) * count // stretches)
-        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
-    return sorted(kept)
+    series: Series[int] = Series(most)
+    for place, value in enumerate(values):
+        series.append(place, value)
+    return list(range(len(values))) if len(values) <= most else series.items

@@ -24,6 +24,7 @@ from typing import Any
 from headway import events
 from headway.events import Event, Span
 from headway.reports.human import score
+from headway.reports.live.plain_log import words
 from headway.reports.metrics.intervals import complement, intersection
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
@@ -378,16 +379,10 @@ def _mark_of(event: Event) -> Mark | None:
             return Mark(event.time, MarkKind.DISCARDED, f"group {event.number} {event.fate}{why}")
         case events.ReplicaJoined():
             return Mark(event.time, MarkKind.JOINED, f"{event.replica} joins with v{event.version}")
-        case events.ReplicaLost():
-            return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
-        case events.RanksLost():
-            return Mark(event.time, MarkKind.LOST, f"{events.ranks_named(event.role)} is lost: {event.reason}")
+        case events.ReplicaLost() | events.EpisodeWorkerLost() | events.RanksLost() | events.CheckpointFailed():
+            return Mark(event.time, MarkKind.LOST, (words(event) or ("", ""))[1])
         case events.RanksRestarted():
-            return Mark(event.time, MarkKind.JOINED, f"{events.ranks_named(event.role)} is back at v{event.version}")
-        case events.CheckpointFailed():
-            return Mark(event.time, MarkKind.LOST, f"the checkpoint of v{event.version} failed: {event.reason}")
-        case events.EpisodeWorkerLost():
-            return Mark(event.time, MarkKind.LOST, f"{event.worker} is lost: {event.reason}")
+            return Mark(event.time, MarkKind.JOINED, (words(event) or ("", ""))[1])
         case events.ProfileTaken():
             until = f", to v{event.version + event.versions - 1}" if event.versions > 1 else ""
             seconds = event.span[1] - event.span[0]
