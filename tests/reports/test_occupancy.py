@@ -182,7 +182,7 @@ def test_the_reward_is_waited_for_only_while_nothing_decodes() -> None:
     occupancy.trainer_waits.add((0.0, 10.0))
     occupancy.stage_changed(stage(3.0, "Reward", "processing"))
     occupancy.stage_changed(stage(9.0, "Reward", "waiting_input", "Rollout"))
-    assert occupancy.waited_for_reward((0.0, 10.0)) == pytest.approx(5.0)
+    assert occupancy.seconds("waited_for_reward", (0.0, 10.0)) == pytest.approx(5.0)
     assert occupancy.trainer_waits.within((0.0, 10.0)) == pytest.approx(10.0)
 
 
@@ -193,9 +193,9 @@ def test_time_with_a_batch_and_without_work_is_between_steps_unless_it_has_anoth
     occupancy.saves.add((5.0, 6.0))
     occupancy.handovers.add((0.0, 0.5))
     occupancy.stage_changed(stage(8.0, "ActorTrain", "waiting_input", "groups"))
-    assert occupancy.between_steps((0.0, 10.0)) == pytest.approx(8.0 - 2.0 - 1.0 - 0.5)
+    assert occupancy.seconds("between_steps", (0.0, 10.0)) == pytest.approx(8.0 - 2.0 - 1.0 - 0.5)
     occupancy.sum_up(3.0)
-    assert occupancy.between_steps((0.0, 10.0)) == pytest.approx(4.5)
+    assert occupancy.seconds("between_steps", (0.0, 10.0)) == pytest.approx(4.5)
 
 
 def test_a_replica_that_is_back_after_a_resume_has_nothing_to_tell_of_the_time_that_it_was_gone() -> None:

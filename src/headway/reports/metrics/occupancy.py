@@ -137,7 +137,7 @@ class Occupancy:
         self._stage_work: dict[str, IntervalUnion] = {}
         self._origin = self._summed_until = -inf
         self._summed: dict[str, float] = defaultdict(float)
-        """Seconds, before the last `sum_up`, in which several things held at once, by the name of their method; and of
+        """Seconds, before the last `sum_up`, in which several things held at once, by their names in `seconds`; and of
         the replicas that were lost before it, by the names of `REPLICA_SECONDS`."""
 
     def begin(self, origin: float) -> None:
@@ -158,8 +158,8 @@ class Occupancy:
         for stage in self.stages.values():
             self._account(stage, until)
         window = (self._summed_until, until)
-        for within in (self._saved, self._between_steps, self._idle_while_saving, self._waited_for_reward):
-            self._summed[within.__name__] += within(window)
+        for what, within in self._measures().items():
+            self._summed[what] += within(window)
         for name, replica in list(self.replicas.items()):
             if replica.late and replica.lost <= until:  # else a run with many losses would hold ever more of them
                 for what, seconds in REPLICA_SECONDS.items():
@@ -238,23 +238,27 @@ class Occupancy:
         wall = window[1] - window[0]
         return None if wall <= 0 else 1.0 - self.trainer.busy.within(window) / wall
 
-    def _whole(self, within: Callable[[Span], float], window: Span) -> float:
-        """Return the seconds of ``window`` that ``within`` counts, those that were summed up included."""
-        summed = self._summed[within.__name__] if window[0] < self._summed_until else 0.0
-        return summed + within((max(window[0], self._summed_until), window[1]))
+    def seconds(self, what: str, window: Span) -> float:
+        """Seconds of ``window``, the time that was summed up included, in which something held.
 
-    def trainer_saved(self, window: Span) -> float:
-        """Seconds of ``window`` in which the trainer copied its state for a checkpoint."""
-        return self._whole(self._saved, window)
+        ``what``: ``saved``: the trainer copied its state for a checkpoint; ``between_steps``: it had a batch and
+        computed nothing, as advantages, rows or results were on their way, and neither saved a checkpoint nor waited
+        for shared devices; ``waited_for_reward``: it waited for groups, nothing decoded and a reward was computed;
+        ``idle_while_saving``: replicas, added up, were idle while it saved.
+        """
+        summed = self._summed[what] if window[0] < self._summed_until else 0.0
+        return summed + self._measures()[what]((max(window[0], self._summed_until), window[1]))
+
+    def _measures(self) -> dict[str, Callable[[Span], float]]:
+        return {
+            "saved": self._saved,
+            "between_steps": self._between_steps,
+            "idle_while_saving": self._idle_while_saving,
+            "waited_for_reward": self._waited_for_reward,
+        }
 
     def _saved(self, window: Span) -> float:
         return length(intersection(self.saves.spans, complement(self.trainer.busy.spans, window)))
-
-    def between_steps(self, window: Span) -> float:
-        """Seconds of ``window`` in which the trainer had a batch and computed nothing: advantages, rows or results were
-        on their way. Saving a checkpoint, and waiting for shared devices, are not among them.
-        """
-        return self._whole(self._between_steps, window)
 
     def _between_steps(self, window: Span) -> float:
         if (working := self._stage_work.get(TRAINER_STAGE)) is None:
@@ -278,7 +282,7 @@ class Occupancy:
     def idle_while_saving(self, window: Span) -> float:
         """The part of `rollouter_idle` in which the trainer copied its state; 0 when no replica was part of the run."""
         present = self._of_replicas("present", window)
-        return 0.0 if present <= 0 else self._whole(self._idle_while_saving, window) / present
+        return 0.0 if present <= 0 else self.seconds("idle_while_saving", window) / present
 
     def _idle_while_saving(self, window: Span) -> float:
         saves = intersection(self.saves.spans, [window])
@@ -294,10 +298,6 @@ class Occupancy:
     def reported_until(self) -> float | None:
         """The instant up to which every replica's activity is known; infinite when all are lost."""
         return min((replica.reported_until for replica in self.replicas.values()), default=None)
-
-    def waited_for_reward(self, window: Span) -> float:
-        """Seconds of ``window`` in which the trainer waited for groups, nothing decoded and a reward was computed."""
-        return self._whole(self._waited_for_reward, window)
 
     def _waited_for_reward(self, window: Span) -> float:
         if (rewarding := self._stage_work.get("Reward")) is None:

@@ -263,13 +263,13 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
 
     return TimeShares(
         trainer_waited=share(waited),
-        waited_for_reward=share(occupancy.waited_for_reward(window)),
+        waited_for_reward=share(occupancy.seconds("waited_for_reward", window)),
         trainer_stalled=share(stalls.trainer),
         waited_for_validation=share(stalls.validation + metrics.lease_validation_s),
         moving_weights=share(stalls.moving_weights),
         trained=1.0 if idle is None else 1.0 - idle,
-        between_steps=share(occupancy.between_steps(window)),
-        saving=share(occupancy.trainer_saved(window)),
+        between_steps=share(occupancy.seconds("between_steps", window)),
+        saving=share(occupancy.seconds("saved", window)),
         idle_while_saving=occupancy.idle_while_saving(window),
         rollout_idle=occupancy.rollouter_idle(window) or 0.0,
         rollout_stalled=share(stalls.rollout),
