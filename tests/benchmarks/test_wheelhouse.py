@@ -133,13 +133,13 @@ import headway.engines.train.fsdp.engine, headway.agents.rewards.mathematics, he
 import headway.api.sft.warmup, headway.runtime.workers.worker_main
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from headway.reports.trackers.tensorboard import TensorBoardFile
-problems = []
+from headway.reports.trackers.tensorboard import TensorBoardTracker
+from headway.reports.trackers.tracker import TrackerSetting
 with TemporaryDirectory() as folder:
-    file = TensorBoardFile(Path(folder) / "tensorboard", problems.append)
-    file.on_row({{"version": 1, "loss": 2.0}})
-    file.close()
-print("fine" if not problems else problems)
+    tracker = TensorBoardTracker(TrackerSetting("p", "n", Path(folder) / "trackers"))
+    tracker.on_row({{"version": 1, "loss": 2.0}})
+    tracker.close("completed")
+print("fine")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "fine", done.stderr

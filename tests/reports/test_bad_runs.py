@@ -10,12 +10,13 @@ import pytest
 from rich.console import Console
 
 from headway.events import Event, GroupAdmitted, GroupSettled, RunFinished, RunResumed, StageChanged
-from headway.reports.live.console_view import FinishedFiles, report_end
+from headway.reports.live.console_view import report_end
 from headway.reports.live.panel import RunProgress
 from headway.reports.live.plain_log import PlainView
 from headway.reports.metrics.group_tally import RECENT
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
+from headway.reports.run_directory import RunDirectory
 from tests.reports.scripted_run import ScriptedRun
 
 
@@ -133,8 +134,7 @@ def test_what_was_waited_for_in_vain_after_the_last_step_belongs_to_the_bottlene
 
 def final_block(run: list[Event]) -> str:
     output = io.StringIO()
-    outcome = FinishedFiles(Path("r/events.jsonl"), None, None, resumable=Path("r"))
-    report_end(Console(file=output, width=200), summary(figures(run)), outcome)
+    report_end(Console(file=output, width=200), summary(figures(run)), RunDirectory(Path("r")), None, resumable=True)
     return output.getvalue()
 
 

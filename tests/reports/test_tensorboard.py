@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import headway
 from headway.reports.trackers import tensorboard
-from headway.reports.trackers.tensorboard import TensorBoardFile
+from headway.reports.trackers.tensorboard import TensorBoardTracker
 from headway.reports.trackers.tracker import TrackerSetting
 from tests.full_disk import files_of_at_most
 
@@ -23,13 +23,17 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
 
+def board(run: Path, config: dict[str, Any] | None = None, undone_from: int | None = None) -> TensorBoardTracker:
+    return TensorBoardTracker(TrackerSetting("p", "n", run / "trackers", config or {}, "tensorboard", undone_from))
+
+
 def test_each_versions_numbers_are_scalars_at_that_step(tmp_path: Path) -> None:
-    board = TensorBoardFile(tmp_path, pytest.fail)
+    tracker = board(tmp_path)
     row: dict[str, Any] = {"version": 0, "reward/mean": 0.5, "lag/histogram": {"0": 3}, "lag/max": 1, "x": float("nan")}
-    board.on_row(row)
-    board.on_row({"version": 1, "reward/mean": 0.75})
-    board.close()
-    assert scalars(tmp_path) == {"reward/mean": [(0, 0.5), (1, 0.75)], "lag/max": [(0, 1.0)]}
+    tracker.on_row(row)
+    tracker.on_row({"version": 1, "reward/mean": 0.75})
+    tracker.close("completed")
+    assert scalars(tmp_path / "tensorboard") == {"reward/mean": [(0, 0.5), (1, 0.75)], "lag/max": [(0, 1.0)]}
 
 
 def texts(directory: Path) -> dict[str, list[tuple[int, str]]]:
@@ -43,15 +47,16 @@ def texts(directory: Path) -> dict[str, list[tuple[int, str]]]:
 
 
 def test_settings_samples_and_the_summary_are_texts(tmp_path: Path) -> None:
-    board = TensorBoardFile(tmp_path, pytest.fail, TrackerSetting("p", "n", tmp_path, {"run.seed": 7}))
+    tracker = board(tmp_path)
+    tracker.on_settings({"run.seed": 7})
     episode = {"k": 0, "reward": 1.0, "parts": {}, "turns": 1, "length": 3, "finish": "stop", "text": "it is\nfour"}
-    board.on_sample(
+    tracker.on_sample(
         {"validation": 2, "problem": 5, "source": "sums", "prompt": "2+2", "answer": 4, "episodes": [episode]}
     )
-    board.on_row({"version": 3, "reward/mean": 0.5})
-    board.on_summary({"status": "completed"})
-    board.close()
-    told = texts(tmp_path)
+    tracker.on_row({"version": 3, "reward/mean": 0.5})
+    tracker.on_summary({"status": "completed"})
+    tracker.close("completed")
+    told = texts(tmp_path / "tensorboard")
     assert told["settings"] == [(0, '```json\n{\n "run.seed": 7\n}\n```')]
     assert told["summary"] == [(3, '```json\n{\n "status": "completed"\n}\n```')]
     ((step, sample),) = told["samples/validation"]
@@ -60,17 +65,16 @@ def test_settings_samples_and_the_summary_are_texts(tmp_path: Path) -> None:
     assert "**text** \n\n```\nit is\nfour\n```" in sample
 
 
-def test_a_sample_that_cannot_be_written_costs_that_sample_alone(tmp_path: Path) -> None:
-    problems: list[str] = []
-    board = TensorBoardFile(tmp_path, problems.append)
-    board.on_sample({"version": 0})  # no sample at all
+def test_a_sample_that_cannot_be_encoded_is_spelled_and_one_that_is_none_costs_itself_alone(tmp_path: Path) -> None:
+    tracker = board(tmp_path)
+    with pytest.raises(KeyError):
+        tracker.on_sample({"version": 0})
     broken = {"k": 0, "text": "half an emoji: \ud83d"}
-    board.on_sample({"version": 0, "group": 1, "prompt": "?", "answer": None, "episodes": [broken]})
-    board.on_row({"version": 0, "reward/mean": 0.5})
-    board.close()
-    assert problems == [f"a sample is left out of {tmp_path}: KeyError: 'group'"]
-    assert "half an emoji: \\ud83d" in texts(tmp_path)["samples/training"][0][1]
-    assert scalars(tmp_path)["reward/mean"] == [(0, 0.5)]
+    tracker.on_sample({"version": 0, "group": 1, "prompt": "?", "answer": None, "episodes": [broken]})
+    tracker.on_row({"version": 0, "reward/mean": 0.5})
+    tracker.close("completed")
+    assert "half an emoji: \\ud83d" in texts(tmp_path / "tensorboard")["samples/training"][0][1]
+    assert scalars(tmp_path / "tensorboard")["reward/mean"] == [(0, 0.5)]
 
 
 @pytest.mark.parametrize("opened_before", [0, 8, 9, 98])
@@ -78,50 +82,41 @@ def test_what_is_undone_is_forgotten_and_the_rest_stays_as_it_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened_before: int
 ) -> None:
     monkeypatch.setattr(tensorboard, "_NUMBER", count(opened_before))
-    first = TensorBoardFile(tmp_path, pytest.fail)
+    first = board(tmp_path)
     for version in range(4):
         first.on_row({"version": version, "reward/mean": float(version)})
-    first.close()
-    resumed = TensorBoardFile(tmp_path, pytest.fail, TrackerSetting("p", "n", tmp_path, undone_from=2))
+    first.close("completed")
+    resumed = board(tmp_path, undone_from=2)
     for version in (2, 3, 4):
         resumed.on_row({"version": version, "reward/mean": 10.0 * version})
-    resumed.close()
-    assert scalars(tmp_path) == {"reward/mean": [(0, 0.0), (1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]}
-    assert [path.name for path in tmp_path.iterdir() if "tfevents" not in path.name] == []
+    resumed.close("completed")
+    folder = tmp_path / "tensorboard"
+    assert scalars(folder) == {"reward/mean": [(0, 0.0), (1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]}
+    assert [path.name for path in folder.iterdir() if "tfevents" not in path.name] == []
 
 
-def test_a_full_disk_is_reported_once_without_a_traceback_and_the_run_goes_on(
+def test_a_full_disk_is_an_error_of_that_row_and_later_ones_are_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    problems: list[str] = []
-    board = TensorBoardFile(tmp_path, problems.append)
-    board.on_row({"version": 0, "reward/mean": 0.5})
-    with files_of_at_most(next(tmp_path.iterdir()).stat().st_size):
-        board.on_row({"version": 1, "reward/mean": 0.75})
-        board.on_row({"version": 2, "reward/mean": 1.0})
-    board.close()
-    assert problems == [f"cannot write to {tmp_path}: File too large; the run goes on without TensorBoard files"]
+    tracker, folder = board(tmp_path), tmp_path / "tensorboard"
+    tracker.on_row({"version": 0, "reward/mean": 0.5})
+    with files_of_at_most(next(folder.iterdir()).stat().st_size), pytest.raises(OSError, match="File too large"):
+        tracker.on_row({"version": 1, "reward/mean": 0.75})
+    tracker.on_row({"version": 1, "reward/mean": 0.75})
+    tracker.close("completed")
     assert capfd.readouterr() == ("", "")
-    assert scalars(tmp_path) == {"reward/mean": [(0, 0.5)]}
-
-
-def test_a_disk_that_is_full_from_the_start_is_reported_too(tmp_path: Path) -> None:
-    problems: list[str] = []
-    with files_of_at_most(0):
-        board = TensorBoardFile(tmp_path, problems.append)
-    board.on_row({"version": 0, "reward/mean": 0.5})
-    board.close()
-    assert problems == [f"cannot write to {tmp_path}: File too large; the run goes on without TensorBoard files"]
+    assert scalars(folder) == {"reward/mean": [(0, 0.5), (1, 0.75)]}
 
 
 def test_neither_torch_nor_tensorflow_is_imported_by_any_report() -> None:
     program = (
         "import sys, tempfile, pathlib\n"
         "import headway.reports.report_manager\n"
-        "from headway.reports.trackers.tensorboard import TensorBoardFile\n"
-        "board = TensorBoardFile(pathlib.Path(tempfile.mkdtemp()), print)\n"
+        "from headway.reports.trackers.tensorboard import TensorBoardTracker\n"
+        "from headway.reports.trackers.tracker import TrackerSetting\n"
+        "board = TensorBoardTracker(TrackerSetting('p', 'n', pathlib.Path(tempfile.mkdtemp()) / 'trackers'))\n"
         "board.on_row({'version': 0, 'reward/mean': 1.0})\n"
-        "board.close()\n"
+        "board.close('completed')\n"
         "print(sorted({'torch', 'tensorflow', 'ray'} & set(sys.modules)))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(headway.__file__).parents[1])}

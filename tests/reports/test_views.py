@@ -13,12 +13,13 @@ import pytest
 from rich.console import Console
 
 from headway.events import Event, Note, PromptsLeftOut, ReplicaLost, RunStarted, ValidationFinished
-from headway.reports.live.console_view import FinishedFiles, report_end
+from headway.reports.live.console_view import report_end
 from headway.reports.live.live_view import LiveView
 from headway.reports.live.panel import RunProgress, panel
 from headway.reports.live.plain_log import PlainView, validation_line
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
+from headway.reports.run_directory import RunDirectory
 from tests.reports.scripted_run import ScriptedRun
 
 
@@ -174,17 +175,18 @@ def final_block(run: list[Event], model: Path | None, folder: Path = Path("r")) 
     for event in run:
         metrics.on_event(event)
     output = io.StringIO()
-    outcome = FinishedFiles(folder / "events.jsonl", folder / "tensorboard", model)
-    report_end(Console(file=output, width=60), summary(metrics), outcome)
+    report_end(Console(file=output, width=60), summary(metrics), RunDirectory(folder), model)
     return output.getvalue()
 
 
-def test_the_final_block_says_what_came_of_the_run_where_things_lie_and_what_to_do_next() -> None:
-    text = final_block(ScriptedRun(versions=3).build(), Path("r/model"))
+def test_the_final_block_says_what_came_of_the_run_where_things_lie_and_what_to_do_next(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard" / "points").mkdir(parents=True)
+    text = final_block(ScriptedRun(versions=3).build(), tmp_path / "model", tmp_path)
     assert "Completed: validation reward 0.520 → 0.740" in text
     assert "lag at most 1 (bound 2)" in text
     assert "took turns" in text
-    places = ("r/model", "r/tensorboard", "r/events.jsonl", "headway report r\n", "tensorboard --logdir r/tensorboard")
+    places = [f"{tmp_path}/{name}" for name in ("model", "tensorboard", "events.jsonl")]
+    places += [f"headway report {tmp_path}\n", f"tensorboard --logdir {tmp_path}/tensorboard"]
     for place in places:
         assert place in text
     assert "does not balance" not in text and "did not rise" not in text and "best" not in text

@@ -145,8 +145,8 @@ def test_what_is_told_of_a_growing_run_is_what_its_whole_record_says() -> None:
     for place, event in enumerate(whole):
         builder.on_event(event)
         if place % (len(whole) // 20) == 0:
-            builder.so_far()
-    assert live_parts(builder.so_far(), 10_000) == live_parts(build_timeline(whole), 10_000)
+            builder.build(ended=False)
+    assert live_parts(builder.build(ended=False), 10_000) == live_parts(build_timeline(whole), 10_000)
 
 
 def test_a_run_that_is_resumed_is_read_anew_without_what_it_undid(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from headway.config.schema import Config
 from headway.errors import UserError
 from headway.events import Event, Observer
 from headway.reports.checkpoint_folders import Checkpoints
-from headway.reports.live.console_view import ConsoleView, FinishedFiles, report_end
+from headway.reports.live.console_view import ConsoleView, report_end
 from headway.reports.live.live_view import Cell, LiveView
 from headway.reports.live.panel import RunProgress
 from headway.reports.live.plain_log import EventLog, PlainView
@@ -243,11 +243,8 @@ class Reports:
     def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
         """Close the reports, then print how the run ended, where its files are and how to resume it."""
         self.close(model)
-        written = any(self.directory.tensorboard.glob("*"))  # none where somebody removed the folder
-        tensorboard = self.directory.tensorboard if written else None
-        resumes = self.directory.path if resumable else None
-        outcome = FinishedFiles(self.directory.events, tensorboard, model, resumes, self._trackers.places_after)
-        report_end(self._console, self.summary(), outcome)
+        places = self._trackers.places_after
+        report_end(self._console, self.summary(), self.directory, model, resumable=resumable, trackers=places)
 
 
 def open_reports(config: Config, run_dir: Path, console: Console | None = None) -> Reports:

@@ -83,7 +83,6 @@ def test_a_resumed_run_goes_on_in_its_entry(hangs_at: str, tools: list[Tool], tm
     reports.close()
     (opened,) = tools[1].opened_with
     assert opened.entry == "entry-1"
-    assert opened.undone_from is None  # no tool but TensorBoard deletes points
     assert surviving > 0
     if hangs_at:
         assert sent == []

@@ -57,7 +57,7 @@ def test_what_the_run_hands_over_reaches_the_tool_in_order(tmp_path: Path) -> No
 def test_a_tool_that_hangs_is_given_up_at_the_end_and_what_it_lacks_is_said(call: str, tmp_path: Path) -> None:
     tool, told = Tool(hangs_at=call), Told()
     tracker = threaded(tool, told, tmp_path)
-    trackers = Trackers(None, [tracker], told.say)
+    trackers = Trackers([tracker], told.say)
     trackers.start()
     write_row(tmp_path / "metrics.jsonl", {"version": 0})
     trackers.on_row({"version": 0})
@@ -80,7 +80,7 @@ def test_a_tool_that_never_answered_is_named_with_its_address(tmp_path: Path, mo
     monkeypatch.setitem(ADDRESSES, "wandb", ("TOOL_URI",))  # type: ignore[arg-type]
     monkeypatch.setenv("TOOL_URI", "http://me:secret@203.0.113.1:5000")
     tool, told = Tool(hangs_at="open"), Told()
-    trackers = Trackers(None, [threaded(tool, told, tmp_path)], told.say)
+    trackers = Trackers([threaded(tool, told, tmp_path)], told.say)
     trackers.start()
     trackers.finish({"status": "completed"}, limit_s=0.0)
     assert "(it did not answer within 0 s; it is looked for at TOOL_URI=http://203.0.113.1:5000)" in told.warnings[0]
@@ -212,7 +212,7 @@ def test_the_entry_is_there_before_the_first_version_ends(tmp_path: Path) -> Non
 
 def test_a_run_that_never_began_to_train_makes_no_entry(tmp_path: Path) -> None:
     tool, told = Tool(), Told()
-    trackers = Trackers(None, [threaded(tool, told, tmp_path)], told.say)
+    trackers = Trackers([threaded(tool, told, tmp_path)], told.say)
     trackers.finish({"status": "failed"}, limit_s=0.0)
     assert (tool.asked, told.warnings, list(tmp_path.iterdir())) == (0, [], [])
 
@@ -239,7 +239,7 @@ def test_an_interrupt_ends_the_wait_for_a_tool_that_hangs(tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tracker, "join", interrupted)
-    trackers = Trackers(None, [tracker], told.say)
+    trackers = Trackers([tracker], told.say)
     trackers.start()
     trackers.finish({"status": "completed"}, limit_s=3600.0)
     assert told.warnings == [f"wandb did not get the summary (the wait for it was interrupted){remedy(tmp_path)}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,22 +40,21 @@ class ConsoleView(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedFiles:
-    """Paths of a finished run's files."""
+def report_end(
+    console: Console,
+    summary: dict[str, Any],
+    run: RunDirectory,
+    model: Path | None,
+    *,
+    resumable: bool = False,
+    trackers: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Print the end of a run: what it achieved, what held it up, where its files are, and what to do next.
 
-    events: Path
-    tensorboard: Path | None
-    model: Path | None
-    """The exported model; None when there is none (the run failed before it)."""
-    resumable: Path | None = None
-    """The run's directory, if the run can be resumed; else None."""
-    trackers: Sequence[tuple[str, str]] = ()
-    """Names of the other trackers, and where each shows the run."""
-
-
-def report_end(console: Console, summary: dict[str, Any], outcome: FinishedFiles) -> None:
-    """Print the end of a run: what it achieved, what held it up, where its files are, and what to do next."""
+    ``model``: the exported model, None where there is none; ``trackers``: names of trackers, and where each shows the
+    run.
+    """
+    tensorboard = run.tensorboard if any(run.tensorboard.glob("*")) else None  # somebody may have removed it
     console.print()
     console.print(_headline(summary), soft_wrap=True)
     for line in _remarks(summary):
@@ -65,19 +63,18 @@ def report_end(console: Console, summary: dict[str, Any], outcome: FinishedFiles
         else:
             console.print(Text("  ").append_text(line), soft_wrap=True)
     console.print()
-    for name, path in (("model", outcome.model), ("TensorBoard", outcome.tensorboard), ("events", outcome.events)):
+    for name, path in (("model", model), ("TensorBoard", tensorboard), ("events", run.events)):
         if path is not None:
             console.print(_place(name, Text(str(path))), soft_wrap=True)
-    for name, where in outcome.trackers:
+    for name, where in trackers:
         console.print(_place(name, Text(where)), soft_wrap=True)
-    run = RunDirectory(outcome.events.parent)
     console.print(_place("next", _command("headway report", run.path)), soft_wrap=True)
     if run.samples.is_file():
         console.print(_place("", _command("headway show", run.path)), soft_wrap=True)
-    if outcome.tensorboard is not None:
-        console.print(_place("", _command("tensorboard --logdir", outcome.tensorboard)), soft_wrap=True)
-    if outcome.resumable is not None:
-        command = _command("headway train --resume", outcome.resumable)
+    if tensorboard is not None:
+        console.print(_place("", _command("tensorboard --logdir", tensorboard)), soft_wrap=True)
+    if resumable:
+        command = _command("headway train --resume", run.path)
         if _hardly_trains(summary):
             command.append(" a.b=c")
         console.print(_place("go on", command), soft_wrap=True)

@@ -188,25 +188,16 @@ class TimelineBuilder:
         self._record(event)
         self._mark(event)
 
-    def so_far(self) -> Timeline:
-        """Return the timeline up to the last event of a running run: further events may follow."""
-        open_ends = replace(
-            self,
-            stages={name: replace(log, stays=list(log.stays)) for name, log in self.stages.items()},
-            admission=self.admission.copy(),
-        )
-        return open_ends.build(ended=False)
-
     def build(self, *, ended: bool = True) -> Timeline:
-        """Return the timeline. With ``ended`` no event follows: the last rows of an unfinished run are closed."""
+        """Return the timeline so far. With ``ended`` no event follows: rows of an unfinished run are closed."""
         since = -inf if self.since is None else self.since
         life = (max(self.first or 0.0, since), self.last)
         figures = summary(self.metrics)
         if ended:
             self.metrics.close()
+        self.admission.end = life[1]
         for log in self.stages.values():
-            log.close(life[1])
-        self.admission.close(life[1])
+            log.end = life[1]
         whole = Timeline(
             window=life,
             lanes=() if self.first is None else tuple(self._lanes(life)),

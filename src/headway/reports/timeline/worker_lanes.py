@@ -57,31 +57,30 @@ class LaneInterval:
 
 @dataclass(slots=True)
 class StageLog:
-    """One stage's stays, in order and without a gap; its last state is open until `close`."""
+    """One stage's stays, in order and without a gap; the last one lasts until ``end``."""
 
     name: str
-    stays: list[LaneInterval] = field(default_factory=list)
-    _state: str | None = None
-    _waiting_for: str | None = None
-    _since: float = 0.0
-    _active: int = 0
+    end: float = 0.0
+    _changes: list[LaneInterval] = field(default_factory=list)
+    """Stays without their ends: each lasts until the next one begins."""
 
     def change(self, event: events.StageChanged) -> None:
         # Items are in processing; one that waits to be handed on is not, whatever the others do.
         works = event.state == PROCESSING or event.active - (event.state == WAITING_OUTPUT) > 0
         state = PROCESSING if works else event.state
         waiting_for = None if state == PROCESSING else event.waiting_for
-        if (state, waiting_for) == (self._state, self._waiting_for):
-            self._active = max(self._active, event.active)
-            return
-        self.close(event.time)
-        self._state, self._waiting_for, self._active = state, waiting_for, event.active
+        stay = LaneInterval(event.time, event.time, state, waiting_for, event.active)
+        if self._changes and (state, waiting_for) == ((last := self._changes[-1]).state, last.waiting_for):
+            if event.active > last.active:
+                self._changes[-1] = replace(last, active=event.active)
+        else:
+            self._changes.append(stay)
 
-    def close(self, end: float) -> None:
-        """Record that the present state lasts until ``end`` at least."""
-        if self._state is not None and end > self._since:
-            self.stays.append(LaneInterval(self._since, end, self._state, self._waiting_for, self._active))
-        self._since = end
+    @property
+    def stays(self) -> list[LaneInterval]:
+        ends = [*(stay.start for stay in self._changes[1:]), self.end]
+        stays = zip(self._changes, ends, strict=False)
+        return [replace(stay, end=end) for stay, end in stays if end > stay.start]
 
     def when(self, *states: str) -> list[Span]:
         return [(stay.start, stay.end) for stay in self.stays if stay.state in states]
@@ -91,8 +90,9 @@ class StageLog:
 
         It ends when the stage stops.
         """
-        first = self.stays[0].start if self.stays else life[1]
-        spans = [_span(stay) for stay in self.stays if stay.state not in ENDED]
+        stays = self.stays
+        first = stays[0].start if stays else life[1]
+        spans = [_span(stay) for stay in stays if stay.state not in ENDED]
         return Lane(STAGES, self.name, joined([idle((life[0], first), before), *spans]))
 
 
@@ -378,32 +378,26 @@ class AdmissionLanes:
     """Accumulates the times when all groups of the run were admitted, so that more room would not help."""
 
     total: int | None = None
+    end: float = 0.0
     _complete: list[Span] = field(default_factory=list)
     _since: float | None = None
 
     def admit(self, event: events.GroupAdmitted) -> None:
         """Note an admission. A discarded group is replaced, so the last admission may come more than once."""
-        self.close(event.time)
-        if self.total is not None and event.admitted - event.discarded >= self.total:
-            self._since = event.time
-
-    def close(self, end: float) -> None:
         if self._since is not None:
-            self._complete.append((self._since, end))
-            self._since = None
-
-    def copy(self) -> AdmissionLanes:
-        """Return a copy that may be closed while this one stays open."""
-        return replace(self, _complete=list(self._complete))
+            self._complete.append((self._since, event.time))
+        whole = self.total is not None and event.admitted - event.discarded >= self.total
+        self._since = event.time if whole else None
 
     def no_requests(self, loader: StageLog, generate: StageLog, in_steps: Sequence[Span]) -> list[list[LaneSpan]]:
         """Claims for replicas without requests: why they had nothing to do though nothing halted them.
 
         ``in_steps``: when programs of episodes worked, whose next turns will be requests.
         """
+        complete = [*self._complete, *([] if self._since is None else [(self._since, self.end)])]
         return [
             [idle(span, "no requests: generation is paused") for span in generate.when(PAUSED)],
-            *_with_steps([*self._complete, *loader.when(*ENDED)], NONE_ADMITTED, in_steps),
+            *_with_steps([*complete, *loader.when(*ENDED)], NONE_ADMITTED, in_steps),
             *_with_steps(loader.when(WAITING_INPUT), NO_ROOM, in_steps),
             [idle(span, f"no requests: {IN_ENVIRONMENTS}") for span in in_steps],
             [idle((stay.start, stay.end), NONE_FOR_IT) for stay in loader.stays],

@@ -16,73 +16,56 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from headway.errors import said_by, writable
-from headway.reports.trackers.tracker import TrackerSetting, markdown, scalars, table
+from headway.errors import writable
+from headway.reports.trackers.tracker import Tracker, TrackerSetting, markdown, scalars, table
 
 _NUMBER = count()
 """Numbers the files that this process opens. Padded in a name, since readers go through the files by their names."""
 
 
-class TensorBoardFile:
-    """Tracker for TensorBoard, which writes in its caller's thread; a point's step is the version.
+class TensorBoardTracker(Tracker):
+    """Tracker for TensorBoard: a file beside the run's folder of trackers. A point's step is the version.
 
-    A failure is reported once and ends the writing: no method raises. A sample that is no text costs that sample alone.
+    After a write that failed it goes on in another file, since that one may end with half a record.
     """
 
-    def __init__(self, directory: Path, report: Callable[[str], None], setting: TrackerSetting | None = None) -> None:
-        """Open a file. Earlier files lose their points of the version ``setting.undone_from`` and of later ones."""
-        self._directory = directory
-        self._report = report
-        self._records: _Records | None = None
+    entry = "tensorboard"
+
+    def __init__(self, setting: TrackerSetting) -> None:
+        """Open a file. Earlier files lose their points of the version ``setting.undone_from`` and of later ones; all of
+        them where it is not known which rows they have, as these are sent again then.
+        """
+        super().__init__()
+        self._directory = setting.folder.with_name("tensorboard")
+        self._directory.mkdir(exist_ok=True)  # of a run that goes on it may have been removed
+        self._begins_with = setting.undone_from or 0
+        if setting.undone_from is not None:
+            _purge(self._directory, setting.undone_from if setting.entry else 0)
+        self._records: _Records | None = _Records(self._directory)
         self._version = 0
-        self._sample_reported = False
-        self._attempt(lambda: self._open(setting))
+
+    def on_settings(self, config: dict[str, Any]) -> None:
+        self._write(lambda file: file.add_text(self._begins_with, "settings", _as_code(config)))
 
     def on_row(self, row: dict[str, Any]) -> None:
-        if (records := self._records) is not None:
-            self._version = max(self._version, row["version"])
-            self._attempt(lambda: records.add_scalars(row["version"], scalars(row)))
+        self._version = max(self._version, row["version"])
+        self._write(lambda file: file.add_scalars(row["version"], scalars(row)))
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        if (records := self._records) is None:
-            return
-        try:
-            rows = table(sample)
-            text = markdown(rows)
-        except Exception as cause:  # what a sample is made of is the environment's
-            if not self._sample_reported:
-                self._sample_reported = True
-                self._report(f"a sample is left out of {self._directory}: {said_by(cause)}")
-            return
-        if rows:
+        if rows := table(sample):
             version, kind, *_ = rows[0]
-            self._attempt(lambda: records.add_text(version, f"samples/{kind}", text))
+            self._write(lambda file: file.add_text(version, f"samples/{kind}", markdown(rows)))
 
     def on_summary(self, summary: dict[str, Any]) -> None:
-        if (records := self._records) is not None:
-            self._attempt(lambda: records.add_text(self._version, "summary", _as_code(summary)))
+        self._write(lambda file: file.add_text(self._version, "summary", _as_code(summary)))
 
-    def close(self, status: str = "") -> None:
-        if (records := self._records) is not None:
-            self._attempt(records.close)
-        self._records = None
+    def close(self, status: str) -> None:
+        self._write(_Records.close)
 
-    def _open(self, setting: TrackerSetting | None) -> None:
-        self._directory.mkdir(exist_ok=True)  # of a run that goes on it may have been removed
-        step = None if setting is None else setting.undone_from
-        if step is not None:
-            _purge(self._directory, step)
-        self._records = _Records(self._directory)
-        if setting is not None:
-            self._records.add_text(step or 0, "settings", _as_code(setting.config))
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception as cause:  # the disk's error, or one of the reader's over a file that is damaged
-            self._records = None
-            why = cause.strerror if isinstance(cause, OSError) and cause.strerror else said_by(cause)
-            self._report(f"cannot write to {self._directory}: {why}; the run goes on without TensorBoard files")
+    def _write(self, action: Callable[[_Records], None]) -> None:
+        file, self._records = self._records or _Records(self._directory), None
+        action(file)
+        self._records = file
 
 
 class _Records:

@@ -152,7 +152,7 @@ class TrackerSetting:
     entry: str = ""
     """Id of the entry in which a resumed run goes on; empty for a new one."""
     undone_from: int | None = None
-    """Version from which on a resumed run begins anew; None for none. TensorBoard alone deletes its points."""
+    """Version from which on a resumed run begins anew; None for none. Only TensorBoard deletes its points."""
     prometheus_host: str = "127.0.0.1"
     prometheus_port: int = 0
 

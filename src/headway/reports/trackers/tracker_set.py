@@ -15,10 +15,9 @@ from headway.config.schema import Config
 from headway.config.sizing.timeouts import upload_s
 from headway.errors import DataError, writable
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.tensorboard import TensorBoardFile
 from headway.reports.trackers.tracker import TrackerSetting, trimmed
 from headway.reports.trackers.tracker_thread import TrackerMessages, TrackerState, TrackerThread, memory_file
-from headway.reports.trackers.tracker_tools import ADDRESSES, KEPT, PACKAGES
+from headway.reports.trackers.tracker_tools import ADDRESSES, KEPT
 
 LIMIT_S = 10.0
 """Seconds that the end of a run waits for its trackers' last rows, beside the upload of a model."""
@@ -27,20 +26,10 @@ QUIET_S = 0.5
 
 
 class Trackers:
-    """Row sink that hands everything to each tracker. No method but `finish` takes longer than to enqueue it, but for
-    TensorBoard's file, which is written at once.
-    """
+    """Row sink that hands everything to each tracker. No method but `finish` takes longer than to enqueue it."""
 
-    def __init__(
-        self,
-        board: TensorBoardFile | None,
-        threads: Sequence[TrackerThread],
-        say: TrackerMessages,
-        *,
-        log_model: bool = False,
-    ) -> None:
+    def __init__(self, threads: Sequence[TrackerThread], say: TrackerMessages, *, log_model: bool = False) -> None:
         """Take over the trackers. ``log_model``: whether they get the model."""
-        self._board = board
         self._threads = list(threads)
         self._say = say
         self._log_model = log_model
@@ -51,27 +40,22 @@ class Trackers:
             tracker.start()
 
     def on_row(self, row: dict[str, Any]) -> None:
-        if self._board is not None:
-            self._board.on_row(row)
         for tracker in self._threads:
             tracker.on_row()
 
     def on_sample(self, sample: dict[str, Any]) -> None:
         """Hand on a sample as a line of ``samples.jsonl`` has it. Trackers get its texts, not its tokens."""
-        if self._board is None and not self._threads:
-            return
-        short = trimmed(sample)
-        if self._board is not None:
-            self._board.on_sample(short)
-        for tracker in self._threads:
-            tracker.on_sample(short)
+        if self._threads:
+            short = trimmed(sample)
+            for tracker in self._threads:
+                tracker.on_sample(short)
 
     def close(self) -> None:
         """Do nothing: trackers get the summary first, and end with `finish`."""
 
     @property
     def names(self) -> list[str]:
-        """Names of the trackers in threads."""
+        """Names of the trackers."""
         return [tracker.name for tracker in self._threads]
 
     @property
@@ -84,9 +68,6 @@ class Trackers:
 
         An interrupt ends the waiting, and nothing else. What a tracker lacks then is said.
         """
-        if self._board is not None:
-            self._board.on_summary(summary)
-            self._board.close(summary.get("status") or "failed")
         given = model if self._log_model else None
         limit_s = LIMIT_S if limit_s is None else limit_s
         if given is not None:
@@ -127,24 +108,20 @@ def _where(name: str) -> str:
 def open_trackers(
     config: Config, directory: RunDirectory, say: TrackerMessages, *, undone_from: int | None = None
 ) -> Trackers:
-    """Make the trackers of ``config.reports``: TensorBoard's file is opened, all others wait for `Trackers.start`.
+    """Make the trackers of ``config.reports``, which wait for `Trackers.start`.
 
     ``undone_from``: the version from which on a resumed run begins anew; None for a new run.
     """
-    setting = _setting(config, directory)
-    chosen = config.reports.trackers
-    board = None
-    if "tensorboard" in chosen:
-        board = TensorBoardFile(directory.tensorboard, say.warn, replace(setting, undone_from=undone_from))
+    setting = replace(_setting(config, directory), undone_from=undone_from)
     threads = []
-    for name in (name for name in chosen if name in PACKAGES):
+    for name in config.reports.trackers:
         try:
             state = TrackerState.read(memory_file(directory.trackers, name))
         except DataError as cause:
             say.warn(f"{name}: {cause}; the run begins another entry")
             state = TrackerState()
         threads.append(TrackerThread(name, setting, directory, say, state))
-    return Trackers(board, threads, say, log_model=config.reports.log_model)
+    return Trackers(threads, say, log_model=config.reports.log_model)
 
 
 def open_lacking(config: Config, directory: RunDirectory, say: TrackerMessages) -> Trackers:
@@ -172,7 +149,7 @@ def open_lacking(config: Config, directory: RunDirectory, say: TrackerMessages) 
                 f"{directory.metrics} cannot be read ({cause.strerror or cause}), from which trackers get the run's "
                 "rows; take it from a copy of the run"
             ) from cause
-    return Trackers(None, lacking, say, log_model=config.reports.log_model)
+    return Trackers(lacking, say, log_model=config.reports.log_model)
 
 
 def _setting(config: Config, directory: RunDirectory) -> TrackerSetting:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import said_by
+from headway.reports.trackers.tensorboard import TensorBoardTracker
 from headway.reports.trackers.tracker import (
     COLUMNS,
     NotKept,
@@ -306,7 +307,7 @@ PACKAGES: Mapping[str, str] = {
     "trackio": "trackio",
     "prometheus": "prometheus_client",
 }
-"""Trackers in threads → the package that each needs. The extra has the tracker's name."""
+"""Trackers → the package of an extra that each needs. The extra has the tracker's name."""
 KEPT = ("wandb", "mlflow", "trackio")
 """Trackers that keep what they get, so that a run that is over can be sent to them."""
 
@@ -319,6 +320,7 @@ ADDRESSES: Mapping[str, tuple[str, ...]] = {
 
 
 TRACKERS: Mapping[str, Callable[[TrackerSetting], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "trackio": TrackioTracker,
@@ -329,5 +331,5 @@ TRACKERS: Mapping[str, Callable[[TrackerSetting], Tracker]] = {
 def make_tracker(name: str, setting: TrackerSetting) -> Tracker:
     """Make the tracker ``name``, which imports its package. Raises `ValueError` for a name that is not known."""
     if name not in TRACKERS:
-        raise ValueError(f"no tracker {name!r}; there are tensorboard, {', '.join(PACKAGES)}")
+        raise ValueError(f"no tracker {name!r}; there are {', '.join(TRACKERS)}")
     return TRACKERS[name](setting)

@@ -351,7 +351,7 @@ class Follower:
             self._timeline,
             read.count,
             over,
-            lambda: to_json_line(live_parts(builder.so_far(), LIVE_SPANS)).encode(),
+            lambda: to_json_line(live_parts(builder.build(ended=False), LIVE_SPANS)).encode(),
         )
 
     def _build_part(self, part: _Part, count: int, over: bool, build: Callable[[], Any]) -> None:
