@@ -204,8 +204,8 @@ def test_states_of_checkpoints_and_the_newest_ones_are_kept_and_undone_ones_go(r
 @pytest.mark.usefixtures("few_drawn")
 def test_an_old_group_whose_text_is_on_the_page_is_in_its_list(run: Path) -> None:
     text = sample(0, 0)
-    assert drawn(run).story is not None
-    found = _timeline(run, [text], None).story
+    assert drawn(run).ledger
+    found = _timeline(run, [text], None)
     assert found is not None
     first = next(iter(found.groups.lines()))
     assert (first.number, first.fate, first.version) == (0, text["fate"], 0)

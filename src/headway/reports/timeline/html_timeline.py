@@ -33,7 +33,6 @@ from headway.reports.timeline.run_history import to_json as curves_json
 from headway.reports.timeline.timeline import (
     KEPT_DISCARDS,
     MarkKind,
-    RunHistory,
     Timeline,
     build_timeline,
     idle_reasons,
@@ -237,8 +236,11 @@ def page(
     why = f'<p class="why">{escape(str(figures["reason"]))}</p>' if figures["reason"] else ""
     lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
     data = page_data(timeline, lanes, resolution)
-    if timeline.story is not None:
-        data |= story_data(timeline.story) | {
+    if not timeline.simulated:
+        data |= {
+            "curves": curves_json(timeline.curves),
+            "ledger": timeline.ledger,
+            "groups": [line.values() for line in timeline.groups.lines()],
             "samples": list(samples),
             "validations": [validation_line(sample) for sample in samples if "validation" in sample],
             "scales": token_scales(),
@@ -283,15 +285,6 @@ def live_parts(timeline: Timeline, max_spans: int) -> dict[str, Any]:
         "data": page_data(timeline, lanes, resolution),
         "reasons": _reason_rows(timeline),
         "remarks": list(_remarks(timeline, resolution)),
-    }
-
-
-def story_data(story: RunHistory) -> dict[str, Any]:
-    """Return curves, ledger and groups as the page's script reads them."""
-    return {
-        "curves": curves_json(story.curves),
-        "ledger": story.ledger,
-        "groups": [line.values() for line in story.groups.lines()],
     }
 
 

@@ -8,11 +8,10 @@ events of groups ─▶ `GroupLog` ─▶ lines: the newest groups, and those wh
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_left
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from headway import events
@@ -89,39 +88,26 @@ class CurvePoint:
     tokens: float
 
 
+PLACED = ("time/since_start", "time/seconds", "throughput/trained_tokens_per_s", "groups/trained")
+"""Metrics that tell a version's place."""
+
+
 class CurveLog:
     """Row sink that keeps of every version what is drawn of it. A second row of a version adds to its first."""
 
     def __init__(self) -> None:
         self.serial = 0
         """Number of rows so far."""
-        self._index: dict[int, int] = {}
-        """Version → its index in the arrays, in order of arrival."""
-        self._began, self._ended = array("d"), array("d")
-        """Seconds since the start; not a number where no row tells."""
-        self._groups, self._tokens = array("d"), array("d")
-        """Trained groups until the version's end, and tokens trained in it."""
-        self._values: dict[str, array[float]] = {}
+        self._rows: dict[int, dict[str, float]] = {}
         self._kinds: dict[str, ChartKind | None] = {}
 
     def on_row(self, row: dict[str, Any]) -> None:
         self.serial += 1
-        index = self._index.setdefault(row["version"], len(self._index))
-        if index == len(self._began):
-            for column in (self._began, self._ended, self._groups):
-                column.append(math.nan)
-            self._tokens.append(0.0)
-        if "time/since_start" in row:
-            seconds = row["time/seconds"]
-            self._began[index], self._ended[index] = row["time/since_start"] - seconds, row["time/since_start"]
-            self._tokens[index] = row.get("throughput/trained_tokens_per_s", 0.0) * seconds
-        if "groups/trained" in row:
-            self._groups[index] = row["groups/trained"]
+        kept = self._rows.setdefault(row["version"], {})
         for name, value in row.items():
-            if self._kind(name) is not None and value is not None and math.isfinite(value):
-                values = self._values.setdefault(name, array("d"))
-                values.extend([math.nan] * (index + 1 - len(values)))
-                values[index] = value
+            drawn = name in PLACED or self._kind(name) is not None
+            if drawn and value is not None and math.isfinite(value):
+                kept[name] = value
 
     def close(self) -> None: ...
 
@@ -133,29 +119,23 @@ class CurveLog:
     @property
     def versions(self) -> int:
         """Number of versions."""
-        return len(self._index)
+        return len(self._rows)
 
     def places(self, *, entered: bool = False) -> list[CurvePoint]:
         """Places of all versions, ascending: of their ends, or with ``entered`` of the instants at which they began.
 
         A row without a time, and a version without a row, take the place of the one before.
         """
-        order = sorted(self._index.items())
-        ends: list[CurvePoint] = []
-        tokens = accumulate(self._tokens[index] for _, index in order)
-        seconds = min((began for began in self._began if not math.isnan(began)), default=0.0)
-        begin, groups = CurvePoint(0, seconds, 0.0, 0.0), 0.0
-        for (version, index), so_far in zip(order, tokens, strict=True):
-            seconds = max(_or(self._ended[index], seconds), seconds)
-            groups = max(_or(self._groups[index], groups), groups)
-            ends.append(CurvePoint(version, seconds, groups, so_far))
-        if not entered:
-            return ends
-        before = [begin, *ends[:-1]]
-        return [
-            CurvePoint(at.version, last.seconds, last.groups, last.tokens)
-            for at, last in zip(ends, before, strict=False)
-        ]
+        began = [row["time/since_start"] - row["time/seconds"] for row in self._rows.values() if PLACED[0] in row]
+        last = CurvePoint(0, min(began, default=0.0), 0.0, 0.0)
+        found = []
+        for version, row in sorted(self._rows.items()):
+            seconds = max(row.get("time/since_start", last.seconds), last.seconds)
+            groups = max(row.get("groups/trained", last.groups), last.groups)
+            trained = row.get("throughput/trained_tokens_per_s", 0.0) * row.get("time/seconds", 0.0)
+            before, last = last, CurvePoint(version, seconds, groups, last.tokens + trained)
+            found.append(replace(before, version=version) if entered else last)
+        return found
 
     def points(self, metric: str) -> list[tuple[CurvePoint, float]]:
         """All values of a metric, by version, with their places."""
@@ -166,23 +146,20 @@ class CurveLog:
 
     def metrics_of(self, kind: ChartKind) -> list[tuple[str, str]]:
         """The metrics that a chart of ``kind`` draws and that have data, each with its curve's name."""
-        named = [(metric, name) for metric, name in kind.metrics if metric in self._values]
+        rows = self._rows.values()
+        there = [name for name, drawn in self._kinds.items() if drawn is kind and any(name in row for row in rows)]
+        named = [(metric, name) for metric, name in kind.metrics if metric in there]
         if kind.family is not None:
             head, tail = kind.family
-            of_family = [name for name in self._values if self._kind(name) is kind and name not in _PLAIN]
+            of_family = [metric for metric in there if metric not in _PLAIN]
             named += [(metric, metric.removeprefix(head).removesuffix(tail)) for metric in of_family]
         return named
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Return a metric's places, as indices of `places`, and its values there."""
-        column = self._values.get(metric, array("d"))
-        order = sorted(self._index.items())
-        found = [
-            (place, column[index])
-            for place, (_, index) in enumerate(order)
-            if index < len(column) and not math.isnan(column[index])
-        ]
-        return [place for place, _ in found], [value for _, value in found]
+        rows = [row for _, row in sorted(self._rows.items())]
+        where = [place for place, row in enumerate(rows) if metric in row]
+        return where, [rows[place][metric] for place in where]
 
 
 def to_json(log: CurveLog, most: int = MOST_POINTS) -> dict[str, Any]:
@@ -232,10 +209,6 @@ def _kind_of(name: str) -> ChartKind | None:
 def _is_of(name: str, family: tuple[str, str]) -> bool:
     head, tail = family
     return name.startswith(head) and name.endswith(tail) and len(name) > len(head) + len(tail)
-
-
-def _or(value: float, otherwise: float) -> float:
-    return otherwise if math.isnan(value) else value
 
 
 def point_at(points: Sequence[tuple[CurvePoint, float]], axis: str, at: float) -> tuple[CurvePoint, float] | None:

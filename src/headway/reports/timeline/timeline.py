@@ -8,7 +8,7 @@
     LeaseChanged, ValidationFinished, CheckpointSaved ──────▶ Run
     UpdateFinished, GroupSettled, ReplicaLost, Note, … ─────▶ marks
     every event ────────────────────────────────────────────▶ figures of the whole run, as in summary.json
-    rows of metrics, groups ────────────────────────────────▶ `RunHistory`: curves, the fates of groups
+    rows of metrics, groups ────────────────────────────────▶ curves, the fates of groups
 
 Everything is derived from events, so a run that failed or still goes on has a timeline up to its last event.
 """
@@ -87,21 +87,15 @@ class Timeline:
     """True for a simulation: times are predictions, and rewards mean nothing."""
     versions: tuple[int, int] | None = None
     """First and last of the versions that lanes, marks, counters and groups are of; None where it is the whole run."""
-    story: RunHistory | None = None
-    """What was learned and what became of each group; None where nothing says so, and of a simulation."""
+    curves: CurveLog = field(default_factory=CurveLog)
+    """Curves of how the run learned."""
+    groups: GroupLog = field(default_factory=GroupLog)
+    """Outcomes of the groups."""
+    ledger: dict[str, Any] = field(default_factory=dict)
 
     @property
     def spans(self) -> int:
         return sum(len(lane.spans) for lane in self.lanes)
-
-
-@dataclass(frozen=True, slots=True)
-class RunHistory:
-    """A run's curves, and its groups' outcomes."""
-
-    curves: CurveLog
-    groups: GroupLog
-    ledger: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +201,9 @@ class TimelineBuilder:
             measured=self.metrics.window,
             simulated=self.simulated,
             versions=self.versions,
-            story=None if self.simulated else RunHistory(self.curves, self.groups, ledger(self.metrics)),
+            curves=self.curves,
+            groups=self.groups,
+            ledger=ledger(self.metrics),
         )
         return whole if self.versions is None else _within(whole, life)
 
