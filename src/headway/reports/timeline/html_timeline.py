@@ -43,32 +43,6 @@ MAX_SPANS = 100_000
 """Most spans that a page holds; of more, the shortest are merged first."""
 MAX_POINTS = 4_000
 """Most points that a page draws of a counter."""
-WORDS = {
-    SpanKind.STEP: "optimizer step",
-    SpanKind.FORWARD: "forward pass",
-    SpanKind.GATHER: "gather weights",
-    SpanKind.DECODE: "prefill or decode",
-    SpanKind.PROCESS: "stage at work",
-    SpanKind.ENVIRONMENT: "steps of environments",
-    SpanKind.TRANSFER: "weights on their way",
-    SpanKind.LOAD: "load weights",
-    SpanKind.VALIDATE: "validation",
-    SpanKind.CHECKPOINT: "checkpoint",
-    SpanKind.SERVE: "version served",
-    SpanKind.TRAIN_LEASE: "devices lent to training",
-    SpanKind.GENERATE_LEASE: "devices lent to generation",
-    SpanKind.HALTED: "idle: halted",
-    SpanKind.IDLE: "idle: waits",
-}
-ROWS = {
-    MarkKind.DISCARDED: "groups discarded",
-    MarkKind.SUPERSEDED: "updates superseded",
-    MarkKind.JOINED: "replicas joined",
-    MarkKind.LOST: "replicas lost",
-    MarkKind.WARNING: "warnings",
-    MarkKind.NOTE: "notes",
-}
-"""Kinds of marks that have a row of their own → the row's name."""
 TIMED = (TRAINER, REPLICAS, ENVIRONMENTS, STAGES)
 """Groups of lanes that cover every instant from their beginning to their end: what is not idle is busy."""
 IDLE = frozenset({SpanKind.IDLE, SpanKind.HALTED})
@@ -114,7 +88,7 @@ def _one_for_each_kind(short: list[LaneSpan]) -> Iterator[LaneSpan]:
     start = short[0].start
     for (kind, reason), those in alike.items():
         end = start + sum(span.seconds for span in those)
-        label = those[0].label if len(those) == 1 else f"{reason or WORDS[kind]} ({len(those)} short spans)"
+        label = those[0].label if len(those) == 1 else f"{reason or kind.words} ({len(those)} short spans)"
         yield LaneSpan(start, end, kind, label, reason)
         start = end
 
@@ -136,7 +110,7 @@ def page_data(timeline: Timeline, lanes: Sequence[Lane], resolution: float) -> d
         "end": clock(timeline.window[1]),
         "resolution": 1e6 * resolution,
         "measured": None if timeline.measured is None else [clock(time) for time in timeline.measured],
-        "kinds": [{"name": kind, "words": WORDS[kind], "idle": kind in IDLE} for kind in kinds],
+        "kinds": [{"name": kind, "words": kind.words, "idle": kind in IDLE} for kind in kinds],
         "lanes": [_packed(lane, timeline, clock, strings, kinds) for lane in lanes],
         "marks": [
             _marks(timeline, kind, clock, strings)
@@ -191,7 +165,7 @@ def _marks(timeline: Timeline, kind: MarkKind, clock: Clock, strings: dict[str, 
     points = [
         [clock(mark.time), strings.setdefault(mark.label, len(strings))] for mark in timeline.marks if mark.kind is kind
     ]
-    return {"kind": kind, "name": ROWS.get(kind, kind), "row": kind in ROWS, "points": points}
+    return {"kind": kind, "name": kind.words or kind, "row": bool(kind.words), "points": points}
 
 
 REASONS_SHOWN = 12

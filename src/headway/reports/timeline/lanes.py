@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 
@@ -28,37 +29,35 @@ from headway.reports.metrics.intervals import complement
 NOTHING_REPORTED = "nothing reported"
 
 
-class SpanKind(StrEnum):
+class Named(StrEnum):
+    """A kind with ``words`` for it on the page."""
+
+    words: str
+
+    def __new__(cls, value: str, words: str = "") -> Self:
+        kind = str.__new__(cls, value)
+        kind._value_, kind.words = value, words
+        return kind
+
+
+class SpanKind(Named):
     """The kind of thing that a span shows."""
 
-    STEP = "step"
-    """An optimizer step."""
-    FORWARD = "forward"
-    """A forward pass: log-probs, reference or values of a batch."""
-    GATHER = "gather"
-    """Gathering: the trainer assembles weights for an update."""
-    DECODE = "decode"
-    """Prefill or decoding by a replica."""
-    PROCESS = "process"
-    """Work of a stage: it has items in processing."""
-    ENVIRONMENT = "environment"
-    """Work of programs between turns of the policy: steps of environments, tools."""
-    TRANSFER = "transfer"
-    """Transfer of weights: send, recv, register."""
-    LOAD = "load"
-    """Loading of new weights by a replica."""
-    VALIDATE = "validate"
-    CHECKPOINT = "checkpoint"
-    SERVE = "serve"
-    """Time in which a replica serves one version."""
-    TRAIN_LEASE = "train_lease"
-    """Time in which training holds the shared devices."""
-    GENERATE_LEASE = "generate_lease"
-    """Time in which generation holds the shared devices."""
-    HALTED = "halted"
-    """Pause, in which nothing may be done."""
-    IDLE = "idle"
-    """Idle time: nothing was done, the party waited."""
+    STEP = "step", "optimizer step"
+    FORWARD = "forward", "forward pass"
+    GATHER = "gather", "gather weights"
+    DECODE = "decode", "prefill or decode"
+    PROCESS = "process", "stage at work"
+    ENVIRONMENT = "environment", "steps of environments"
+    TRANSFER = "transfer", "weights on their way"
+    LOAD = "load", "load weights"
+    VALIDATE = "validate", "validation"
+    CHECKPOINT = "checkpoint", "checkpoint"
+    SERVE = "serve", "version served"
+    TRAIN_LEASE = "train_lease", "devices lent to training"
+    GENERATE_LEASE = "generate_lease", "devices lent to generation"
+    HALTED = "halted", "idle: halted"
+    IDLE = "idle", "idle: waits"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from math import inf
 from typing import Any
 
@@ -28,7 +27,7 @@ from headway.reports.live.plain_log import words
 from headway.reports.metrics.intervals import complement, intersection
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
-from headway.reports.timeline.lanes import Counter, Counters, Lane, LaneSpan, SpanKind, clipped, side_by_side
+from headway.reports.timeline.lanes import Counter, Counters, Lane, LaneSpan, Named, SpanKind, clipped, side_by_side
 from headway.reports.timeline.run_history import CurveLog, GroupLog, ledger
 from headway.reports.timeline.worker_lanes import (
     PROCESSING,
@@ -49,18 +48,18 @@ KEPT_DISCARDS = 20_000
 """Most marks of discarded groups that are kept; the figures count all of them."""
 
 
-class MarkKind(StrEnum):
-    """The kind of thing that happened at one instant."""
+class MarkKind(Named):
+    """The kind of thing that happened at one instant. Those with words have a row of their own."""
 
     UPDATE = "update"
     """A new version that every replica serves."""
-    SUPERSEDED = "superseded"
-    DISCARDED = "discarded"
+    SUPERSEDED = "superseded", "updates superseded"
+    DISCARDED = "discarded", "groups discarded"
     """The end of a group that was not trained on."""
-    JOINED = "joined"
-    LOST = "lost"
-    NOTE = "note"
-    WARNING = "warning"
+    JOINED = "joined", "replicas joined"
+    LOST = "lost", "replicas lost"
+    NOTE = "note", "notes"
+    WARNING = "warning", "warnings"
     FINISHED = "finished"
 
 
