@@ -263,7 +263,7 @@ def test_open_groups_keep_no_events_that_each_state_would_copy() -> None:
     metrics = RunMetrics()
     for event in simulated_events("async_partial", 2):
         metrics.on_event(event)
-        if metrics.tally.whereabouts().queued:
+        if metrics.tally.whereabouts()["queued"]:
             break
     assert b"TrajectoryFinished" not in pickled(metrics)
 

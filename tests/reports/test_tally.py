@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled
-from headway.reports.metrics.group_tally import FATES, MOST_REASONS, OTHER_REASONS, GroupsInFlight, GroupTally
+from headway.reports.metrics.group_tally import FATES, MOST_REASONS, OTHER_REASONS, GroupTally
 
 
 def admitted(number: int) -> GroupAdmitted:
@@ -70,14 +70,14 @@ def test_a_group_moves_from_generating_to_the_queue_to_training() -> None:
     tally = GroupTally()
     for number in range(3):
         tally.admit(admitted(number))
-    assert tally.whereabouts() == GroupsInFlight(3, 0, 0)
+    assert tally.whereabouts() == {"generating": 3, "queued": 0, "training": 0}
     tally.reward(GroupRewarded(time=1.0, number=0, rewards=[1.0]))
     tally.reward(GroupRewarded(time=1.0, number=1, rewards=[1.0]))
-    assert tally.whereabouts() == GroupsInFlight(1, 2, 0)
+    assert tally.whereabouts() == {"generating": 1, "queued": 2, "training": 0}
     tally.take(BatchTaken(time=2.0, fetch=0, version=0, numbers=[0], waited=(0.0, 2.0)))
-    assert tally.whereabouts() == GroupsInFlight(1, 1, 1)
+    assert tally.whereabouts() == {"generating": 1, "queued": 1, "training": 1}
     tally.settle(settled(0, "trained"))
-    assert tally.whereabouts() == GroupsInFlight(1, 1, 0)
+    assert tally.whereabouts() == {"generating": 1, "queued": 1, "training": 0}
 
 
 def test_reasons_that_quote_an_answer_are_counted_together_from_some_number_on() -> None:

@@ -45,7 +45,7 @@ def watched(run: list[Event], clock: Clock | None = None) -> RunProgress:
 
 def drawn(run: RunProgress, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, height=60, force_terminal=False)
-    console.print(panel(run.figures(), width))
+    console.print(panel(run, width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -1,7 +1,7 @@
 """The live view: on a terminal or in a notebook's cell, drawn by a separate thread at most twice a second.
 
     event loop ──events, phases, rows──▶ counters, lines to print     (under the lock, never waits for the terminal)
-    drawing thread ──every half second──▶ takes figures and lines (under the lock), then makes the panel (without it)
+    drawing thread ──every half second──▶ takes panel and lines (under the lock), then prints them (without it)
 
 The drawing thread alone touches the terminal, so no thread ever holds both locks, ours and the console's.
 
@@ -213,9 +213,9 @@ class LiveView:
 
     def _draw(self) -> None:
         with self._lock:
-            phase, figures = self._phase, self._progress.figures()
+            phase, rewards = self._phase, self._progress.rewards
             lines, self._lines = self._lines, []
-        parts = [panel(figures, self._console.width)] if figures.started is not None else []
+            parts = [panel(self._progress, self._console.width)] if self._progress.metrics.started else []
         for line in lines:
             self._console.print(line, soft_wrap=isinstance(line, Text))
         if phase is not None:
@@ -224,4 +224,4 @@ class LiveView:
             words = Text.assemble(text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
             self._spinner.update(text=words)
             parts.append(Padding(self._spinner, (0, 0, 0, 2)))
-        self._canvas.show(Group(*parts), figures.rewards)
+        self._canvas.show(Group(*parts), rewards)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -18,35 +17,12 @@ from rich.text import Text
 
 from headway.events import Event, RunStarted, ValidationFinished
 from headway.reports import human
-from headway.reports.metrics.group_tally import GroupsInFlight
 from headway.reports.metrics.occupancy import StageView
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.run_sums import Series
 
 MOST_POINTS = 400
 """Most rewards that a run's curve is drawn of."""
-
-
-@dataclass(frozen=True, slots=True)
-class PanelFigures:
-    """All that the panel shows of a run. They are taken under the lock of the events, and drawn without it."""
-
-    started: RunStarted | None
-    finished: bool
-    now: float
-    seconds: float
-    seconds_left: float | None
-    trained: int
-    rewards: Sequence[float]
-    row: Mapping[str, Any]
-    validated: Sequence[ValidationFinished]
-    lag: tuple[float | None, int | None]
-    version: int
-    served: Mapping[str, int]
-    idle: tuple[float | None, float | None]
-    groups: GroupsInFlight
-    fates: Mapping[str, int]
-    stages: Sequence[StageView]
 
 
 class RunProgress:
@@ -99,28 +75,6 @@ class RunProgress:
             return None
         return self.metrics.pace.seconds_left(self.now, total)
 
-    def figures(self) -> PanelFigures:
-        """Return what the panel shows, as it is now."""
-        metrics = self.metrics
-        return PanelFigures(
-            started=metrics.started,
-            finished=metrics.finished is not None,
-            now=self.now,
-            seconds=self.seconds,
-            seconds_left=self.seconds_left,
-            trained=self.trained,
-            rewards=self.rewards,
-            row=self.row,
-            validated=metrics.validated,
-            lag=metrics.lag_so_far(),
-            version=metrics.version,
-            served=dict(metrics.served),
-            idle=metrics.idle_so_far(),
-            groups=metrics.tally.whereabouts(),
-            fates=metrics.tally.counts(),
-            stages=list(metrics.occupancy.stages.values()),
-        )
-
 
 TWO_COLUMNS_FROM = 110
 LABEL_WIDTH = 10
@@ -141,18 +95,21 @@ Row = tuple[str, Text]
 """A row of the panel: its label and its text."""
 
 
-def panel(run: PanelFigures, width: int) -> RenderableType:
-    """Draw the whole view: progress, then learning beside flow (above it on a narrow terminal), then the stages."""
-    if (started := run.started) is None:
+def panel(run: RunProgress, width: int) -> RenderableType:
+    """Draw the whole view: progress, then learning beside flow (above it on a narrow terminal), then the stages.
+
+    Called under the lock of the events. What is returned can be printed without it.
+    """
+    if (started := run.metrics.started) is None:
         return Text()
     parts = [_title(started), _progress(run, started.total_groups, width - 4), Text()]
     parts += [*_body(run, started, width), Text()]
-    if not run.finished:
+    if run.metrics.finished is None:
         parts += [*_stages(run, started), Text()]
     return Group(*parts)
 
 
-def _body(run: PanelFigures, started: RunStarted, width: int) -> list[Text]:
+def _body(run: RunProgress, started: RunStarted, width: int) -> list[Text]:
     if width < TWO_COLUMNS_FROM:
         room = width - LABEL_WIDTH - 6
         return _lines(_learning(run, room) + _flow(run, started, room), LABEL_WIDTH)
@@ -173,13 +130,13 @@ def _title(started: RunStarted) -> RenderableType:
     return Rule(title, align="left", style=QUIET)
 
 
-def _progress(run: PanelFigures, total: int | None, width: int) -> RenderableType:
+def _progress(run: RunProgress, total: int | None, width: int) -> RenderableType:
     done, elapsed = human.count(run.trained), human.duration(run.seconds)
     if total is None:
         return _indented(Text.assemble((done, "bold"), f" groups trained in {elapsed}"))
     fraction = min(run.trained / max(total, 1), 1.0)
     eta_s = run.seconds_left
-    left = "" if eta_s is None or run.finished else f", {human.duration(eta_s)} left"
+    left = "" if eta_s is None or run.metrics.finished else f", {human.duration(eta_s)} left"
     text = Text.assemble(
         (f" {human.share(fraction):>4}", "bold"),
         (f"  {done}/{human.count(total)} groups", ""),
@@ -194,10 +151,10 @@ def _bar(fraction: float, width: int, style: str) -> Text:
     return Text.assemble(("━" * full, style), ("─" * (width - full), QUIET))
 
 
-def _learning(run: PanelFigures, width: int) -> list[Row]:
+def _learning(run: RunProgress, width: int) -> list[Row]:
     spark = min(max(width - 36, 8), 40)
     return [
-        ("validation", _validation(run.validated, spark)),
+        ("validation", _validation(run.metrics.validated, spark)),
         ("reward", _reward(run, spark)),
         ("length", _lengths(run.row)),
         *([("episodes", _episodes(run.row))] if "num_turns/mean" in run.row else []),
@@ -218,9 +175,9 @@ def _validation(validated: Sequence[ValidationFinished], spark: int) -> Text:
     return text.append(f"  version {validated[-1].version}", QUIET)
 
 
-def _reward(run: PanelFigures, spark: int) -> Text:
+def _reward(run: RunProgress, spark: int) -> Text:
     if not (rewards := run.rewards):
-        since = "since the resume" if run.version else "yet"
+        since = "since the resume" if run.metrics.version else "yet"
         return Text(f"nothing trained {since}", style=QUIET)
     text = Text(human.score(rewards[0]))
     if len(rewards) > 1:
@@ -268,28 +225,28 @@ def _optimizer(row: Mapping[str, Any], width: int) -> Text:
     return text
 
 
-def _flow(run: PanelFigures, started: RunStarted, width: int) -> list[Row]:
+def _flow(run: RunProgress, started: RunStarted, width: int) -> list[Row]:
     return [
         ("lag", _lag(run, started)),
         ("versions", _versions(run, started)),
-        ("idle", _idle(run.idle, min(max((width - 29) // 2, 4), 10))),
-        ("now", _whereabouts(run.groups)),
-        ("fates", _fates(run.fates)),
+        ("idle", _idle(run.metrics.idle_so_far(), min(max((width - 29) // 2, 4), 10))),
+        ("now", _whereabouts(run.metrics.tally.whereabouts())),
+        ("fates", _fates(run.metrics.tally.counts())),
     ]
 
 
-def _lag(run: PanelFigures, started: RunStarted) -> Text:
+def _lag(run: RunProgress, started: RunStarted) -> Text:
     bound = "none" if started.lag_bound is None else str(started.lag_bound)
-    mean, most = run.lag
+    mean, most = run.metrics.lag_so_far()
     so_far = () if mean is None else (("mean", f"{mean:.2f}"), ("max", str(most)))
     return _pairs(*so_far, ("bound", bound)).append(f"  {started.order}", QUIET)
 
 
-def _versions(run: PanelFigures, started: RunStarted) -> Text:
+def _versions(run: RunProgress, started: RunStarted) -> Text:
     total, each = started.total_groups, started.groups_per_version
     of = "" if total is None else f" of {total // each}"
-    text = _pairs(("trainer", f"{run.version}{of}"))
-    served = sorted(run.served.items())
+    text = _pairs(("trainer", f"{run.metrics.version}{of}"))
+    served = sorted(run.metrics.served.items())
     if not served:
         return text
     if len(served) > 2 and len({version for _, version in served}) == 1:
@@ -307,12 +264,8 @@ def _idle(idle: tuple[float | None, float | None], bar: int) -> Text:
     return text
 
 
-def _whereabouts(where: GroupsInFlight) -> Text:
-    return _pairs(
-        ("generating", human.count(where.generating)),
-        ("queued", human.count(where.queued)),
-        ("training", human.count(where.training)),
-    )
+def _whereabouts(where: Mapping[str, int]) -> Text:
+    return _pairs(*((name, human.count(number)) for name, number in where.items()))
 
 
 def _fates(counts: Mapping[str, int]) -> Text:
@@ -326,9 +279,9 @@ def _fates(counts: Mapping[str, int]) -> Text:
     return text
 
 
-def _stages(run: PanelFigures, started: RunStarted) -> list[Text]:
+def _stages(run: RunProgress, started: RunStarted) -> list[Text]:
     """Return each stage and whom it waits for, one line each, in the order in which data flows."""
-    stages = sorted(run.stages, key=lambda stage: started.place_of(stage.name))
+    stages = sorted(run.metrics.occupancy.stages.values(), key=lambda stage: started.place_of(stage.name))
     rows = [(stage.name, _stage(stage, run.now - stage.since)) for stage in stages]
     return _lines(rows, max((len(name) for name, _ in rows), default=0))
 

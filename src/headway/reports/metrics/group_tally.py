@@ -71,15 +71,6 @@ class GroupRecord:
         return 0 if self.taken_at is None else sum(oldest < self.taken_at for oldest in self.oldest)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupsInFlight:
-    """Numbers of groups under way: being generated or rewarded, waiting in the queue, being trained on."""
-
-    generating: int
-    queued: int
-    training: int
-
-
 class GroupTally:
     """Counts admissions and fates, and notices what does not add up."""
 
@@ -176,10 +167,12 @@ class GroupTally:
         """Number of filtered groups among the last ones trained or filtered, and number of these: at most `RECENT`."""
         return sum(self._recent), len(self._recent)
 
-    def whereabouts(self) -> GroupsInFlight:
+    def whereabouts(self) -> dict[str, int]:
+        """Numbers of groups under way: being generated or rewarded, waiting in the queue, being trained on."""
         training = sum(1 for r in self._records.values() if r.taken_at is not None)
         queued = sum(1 for r in self._records.values() if r.taken_at is None and r.rewards is not None)
-        return GroupsInFlight(len(self._records) - training - queued, queued, training)
+        generating = len(self._records) - training - queued
+        return {"generating": generating, "queued": queued, "training": training}
 
     def counts(self) -> dict[str, int]:
         """Numbers of groups: ``admitted``, each fate, and ``in_flight`` for groups without one."""

@@ -326,13 +326,13 @@ def _move_oldest(lines: dict[int, GroupLine], kept: dict[int, GroupLine], sample
 
 def ledger(metrics: RunMetrics) -> dict[str, Any]:
     """Return where all groups and episodes are, their fates with reasons, and whether each has exactly one."""
-    finished, where = metrics.finished, metrics.tally.whereabouts()
+    finished = metrics.finished
     return {
         "groups": metrics.tally.counts(),
         "episodes": metrics.tally.episode_counts(),
         "reasons": {fate: dict(reasons.most_common(20)) for fate, reasons in metrics.tally.reasons.items()},
         "failures": dict(metrics.tally.failures.most_common(20)),
-        "where": {"generating": where.generating, "queued": where.queued, "training": where.training},
+        "where": metrics.tally.whereabouts(),
         "balanced": metrics.tally.balances(
             finished.groups if finished else None, finished.episodes if finished else None
         ),
