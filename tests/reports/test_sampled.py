@@ -66,12 +66,12 @@ def test_samples_are_found_by_group_and_by_validation_and_the_last_of_a_group_co
     path = tmp_path / "samples.jsonl"
     write(path, lines([sample(3, 1), validated(2, 7), sample(3, 2), sample(4, 2)]))
     index = SampleIndex(path)
-    assert index.read() == ([3, 3, 4], [[2, 7, "addition", 1.0, 12.0]])
+    assert index.merge(index.parsed()) == ([3, 3, 4], [[2, 7, "addition", 1.0, 12.0]])
     assert json.loads(index.line((3,)) or b"")["version"] == 2
     assert json.loads(index.line((2, 7)) or b"")["prompt"] == "What is 40 + 2?"
     assert index.line((5,)) is None
     write(path, "{broken\n" + lines([sample(5, 3)]))
-    assert index.read() == ([5], [])
+    assert index.merge(index.parsed()) == ([5], [])
     assert index.damaged == 1
 
 

@@ -271,7 +271,7 @@ Found = tuple[Key | None, SampleLocation, list[Any]]
 
 @dataclass(slots=True)
 class SampleIndex:
-    """Index of the lines read so far. ``read`` resumes at the end of the last reading."""
+    """Index of the lines read so far. ``parsed`` resumes at the end of the last reading."""
 
     path: Path
     groups: dict[int, SampleLocation] = field(default_factory=dict)
@@ -285,16 +285,12 @@ class SampleIndex:
     def __post_init__(self) -> None:
         self._tail = Tail(self.path)
 
-    def read(self) -> tuple[list[int], list[list[Any]]]:
-        """Read on; return the groups and the lines of validations that came. Raises `Rewritten` and `OSError`."""
-        return self.merge(self.parsed())
-
     def parsed(self) -> list[Found]:
-        """Read on and parse, which takes time, and leave what the index tells to `merge`. Raises as `read` does."""
+        """Read on and parse, which takes time; `merge` takes it up. Raises `Rewritten` and `OSError`."""
         return [_parsed(offset, line) for offset, line in self._tail.read()]
 
     def merge(self, found: Sequence[Found]) -> tuple[list[int], list[list[Any]]]:
-        """Take up what `parsed` has found. Returns what `read` does."""
+        """Take up what `parsed` has found. Return the groups and the lines of validations that came."""
         groups: list[int] = []
         validations: list[list[Any]] = []
         for key, at, told in found:
@@ -310,13 +306,10 @@ class SampleIndex:
                     del self.lines[next(iter(self.lines))]
         return groups, validations
 
-    def find(self, key: Key) -> SampleLocation | None:
-        """Return where the sample of ``key`` lies; None where there is none."""
-        return self.groups.get(key[0]) if len(key) == 1 else self.validations.get(key)
-
     def line(self, key: Key) -> bytes | None:
         """Return the JSON of one sample; None where there is none. Raises `OSError` where it cannot be read."""
-        if (at := self.find(key)) is None:
+        at = self.groups.get(key[0]) if len(key) == 1 else self.validations.get(key)
+        if at is None:
             return None
         with self.path.open("rb") as file:
             file.seek(at.offset)
