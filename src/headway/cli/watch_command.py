@@ -114,8 +114,7 @@ def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
         from headway.config.loading import load
         from headway.errors import UserError
         from headway.reports.run_directory import RunDirectory, RunLock
-        from headway.reports.trackers.tracker_checks import check_trackers
-        from headway.reports.trackers.tracker_set import open_lacking
+        from headway.reports.trackers.tracker_set import check_trackers, open_lacking
         from headway.reports.trackers.tracker_thread import TrackerMessages
         from headway.reports.trackers.tracker_tools import KEPT
 

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headway.errors import ConfigError
 from headway.reports.trackers.tracker import TrackerSetting
-from headway.reports.trackers.tracker_checks import check_trackers
+from headway.reports.trackers.tracker_set import check_trackers
 from headway.reports.trackers.tracker_thread import TrackerState, memory_file
 from headway.reports.trackers.tracker_tools import PrometheusTracker
 from tests.environments.trackers.tracked import Tracked, model_folder, row

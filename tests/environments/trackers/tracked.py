@@ -9,8 +9,8 @@ from typing import Any
 
 from headway.config.schema import Config
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.tracker_thread import TrackerMessages
 from headway.reports.trackers.tracker_set import open_trackers
+from headway.reports.trackers.tracker_thread import TrackerMessages
 
 PATIENCE_S = 100.0
 """Seconds for packages to be imported, a database to be made and a run to be sent, on a busy machine."""

@@ -13,9 +13,9 @@ import pytest
 
 from headway.config.schema import Config
 from headway.errors import ConfigError
-from headway.reports.trackers import tracker_checks
+from headway.reports.trackers import tracker_set
 from headway.reports.trackers.tracker import TrackerSetting
-from headway.reports.trackers.tracker_checks import check_trackers
+from headway.reports.trackers.tracker_set import check_trackers
 from headway.reports.trackers.tracker_tools import make_tracker
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def test_packages_that_are_missing_are_said_at_once_with_their_extras(installed:
 def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "headway_stands_for_wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(tracker_checks, "PACKAGES", {"wandb": "headway_stands_for_wandb"})
+    monkeypatch.setattr(tracker_set, "PACKAGES", {"wandb": "headway_stands_for_wandb"})
     with pytest.raises(ConfigError, match="headway_stands_for_wandb is not installed here"):
         check_trackers(with_trackers("wandb"), ["wandb"])
 

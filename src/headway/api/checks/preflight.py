@@ -60,7 +60,7 @@ from headway.errors import (
 )
 from headway.models.logits import is_known
 from headway.models.model_folder import check_folder, find_folder, read_object, text_config
-from headway.reports.trackers.tracker_checks import check_packages
+from headway.reports.trackers.tracker_set import check_packages
 from headway.runtime.user_code import check_call, load_function, names_user_code
 
 if TYPE_CHECKING:

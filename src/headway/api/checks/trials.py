@@ -45,7 +45,7 @@ from headway.data.sources import DataBundle, Rows
 from headway.data.types import Outcomes, Prompt, TrajectoryId
 from headway.errors import ConfigError, HeadwayError, RunError, ScoringFailed, UserCodeError, shown
 from headway.pipeline.stages.prompt_loader import training_sampling
-from headway.reports.trackers.tracker_checks import check_trackers
+from headway.reports.trackers.tracker_set import check_trackers
 from headway.runtime.user_code import names_user_code
 
 if TYPE_CHECKING:

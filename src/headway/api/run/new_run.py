@@ -33,7 +33,7 @@ from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import SurvivingRecord, look_through
 from headway.reports.report_manager import Reports, open_reports, reopen_reports
 from headway.reports.run_directory import Occupied, RunDirectory, RunLock, free_names
-from headway.reports.trackers.tracker_checks import check_trackers
+from headway.reports.trackers.tracker_set import check_trackers
 from headway.runtime.user_code import names_a_file
 
 if TYPE_CHECKING:

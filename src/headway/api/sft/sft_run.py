@@ -43,8 +43,7 @@ from headway.reports.record.events_file import JsonLines
 from headway.reports.record.file_access import replace_file
 from headway.reports.run_directory import RunDirectory, RunLock, free_names
 from headway.reports.terminal import stdout_console
-from headway.reports.trackers.tracker_checks import check_trackers
-from headway.reports.trackers.tracker_set import Trackers, open_trackers
+from headway.reports.trackers.tracker_set import Trackers, check_trackers, open_trackers
 from headway.reports.trackers.tracker_thread import TrackerMessages
 from headway.runtime.logs import DriverLog
 from headway.runtime.signals import signals_handled
