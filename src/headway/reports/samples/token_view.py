@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -100,20 +100,22 @@ def gaps(row: Row) -> list[float | None]:
 
 def scale_of(color: Color, rows: Sequence[Row]) -> Scale:
     """Return the scale for ``rows``, which are shown together."""
-    return _SCALES[color](rows)
+    match color:
+        case Color.ADVANTAGE:
+            sizes = [abs(v) for row in rows for v in values_of(color, row) if v is not None and math.isfinite(v)]
+            if not (third := max(sizes, default=0.0) / 3):
+                return Scale("advantage", (), (ScaleStep("0", ""),))
+            return _diverging("advantage", (-2 * third, -third, -third / 1e6, third / 1e6, third, 2 * third))
+        case Color.VERSION:
+            versions = sorted({version for row in rows for version in row["versions"] if version >= 0})
+            labels = [f"version {version}" for version in versions]
+            return Scale("version that sampled the token", (), _steps(labels, itertools.cycle(VERSIONS)), (*versions,))
+    return _FIXED[color]
 
 
-def _gap(rows: Sequence[Row]) -> Scale:
-    bounds = (-0.5, -0.1, -0.02, 0.02, 0.1, 0.5)
-    return _diverging("gap: trainer − engine, nats", bounds)
-
-
-def _advantage(rows: Sequence[Row]) -> Scale:
-    sizes = [abs(v) for row in rows for v in values_of(Color.ADVANTAGE, row) if v is not None and math.isfinite(v)]
-    third = max(sizes, default=0.0) / 3
-    if not third:
-        return Scale("advantage", (), (ScaleStep("0", ""),))
-    return _diverging("advantage", (-2 * third, -third, -third / 1e6, third / 1e6, third, 2 * third))
+def _steps(labels: Sequence[str], styles: Iterable[str], *loud: int) -> tuple[ScaleStep, ...]:
+    each = enumerate(zip(labels, styles, strict=False))
+    return tuple(ScaleStep(label, style, place in loud) for place, (label, style) in each)
 
 
 def _diverging(title: str, bounds: tuple[float, ...]) -> Scale:
@@ -121,46 +123,24 @@ def _diverging(title: str, bounds: tuple[float, ...]) -> Scale:
     ends = [human.number(0.0 if abs(bound) < 1e-3 * bounds[-1] else bound) for bound in bounds]
     middle = [a if a == b else f"{a}..{b}" for a, b in itertools.pairwise(ends)]
     styles = (*BLUES, "", *REDS)
-    labels = (low, *middle, high)
-    loud = {0, len(styles) - 1}
-    return Scale(title, bounds, tuple(ScaleStep(labels[i], styles[i], i in loud) for i in range(len(styles))))
+    return Scale(title, bounds, _steps((low, *middle, high), styles, 0, len(styles) - 1))
 
 
-def _logprob(rows: Sequence[Row]) -> Scale:
-    labels = ("p<1%", "1..10%", "10..50%", "50..90%", ">90%")
-    bounds = tuple(math.log(p) for p in (0.01, 0.1, 0.5, 0.9))
-    steps = tuple(
-        ScaleStep(label, style, place == 0) for place, (label, style) in enumerate(zip(labels, PURPLES, strict=True))
-    )
-    return Scale("log-prob of the trainer", bounds, steps)
-
-
-def _entropy(rows: Sequence[Row]) -> Scale:
-    labels = ("<0.1", "0.1..0.5", "0.5..1", "1..2", ">2")
-    steps = tuple(
-        ScaleStep(label, style, place == 4) for place, (label, style) in enumerate(zip(labels, YELLOWS, strict=True))
-    )
-    return Scale("entropy of the trainer, nats", (0.1, 0.5, 1.0, 2.0), steps)
-
-
-def _version(rows: Sequence[Row]) -> Scale:
-    versions = sorted({version for row in rows for version in row["versions"] if version >= 0})
-    steps = tuple(ScaleStep(f"version {v}", VERSIONS[place % len(VERSIONS)]) for place, v in enumerate(versions))
-    return Scale("version that sampled the token", (), steps, tuple(versions))
-
-
-def _mask(rows: Sequence[Row]) -> Scale:
-    steps = (ScaleStep("only read, or left out", ""), ScaleStep("trained", VERSIONS[0]))
-    return Scale("what is trained", (), steps, (False, True))
-
-
-_SCALES: dict[Color, Callable[[Sequence[Row]], Scale]] = {
-    Color.GAP: _gap,
-    Color.LOGPROB: _logprob,
-    Color.ADVANTAGE: _advantage,
-    Color.ENTROPY: _entropy,
-    Color.VERSION: _version,
-    Color.MASK: _mask,
+_FIXED = {
+    Color.GAP: _diverging("gap: trainer − engine, nats", (-0.5, -0.1, -0.02, 0.02, 0.1, 0.5)),
+    Color.LOGPROB: Scale(
+        "log-prob of the trainer",
+        tuple(math.log(p) for p in (0.01, 0.1, 0.5, 0.9)),
+        _steps(("p<1%", "1..10%", "10..50%", "50..90%", ">90%"), PURPLES, 0),
+    ),
+    Color.ENTROPY: Scale(
+        "entropy of the trainer, nats",
+        (0.1, 0.5, 1.0, 2.0),
+        _steps(("<0.1", "0.1..0.5", "0.5..1", "1..2", ">2"), YELLOWS, 4),
+    ),
+    Color.MASK: Scale(
+        "what is trained", (), _steps(("only read, or left out", "trained"), ("", VERSIONS[0])), (False, True)
+    ),
 }
 
 
@@ -235,7 +215,6 @@ def print_token_table(row: Row, console: Console) -> None:
 
 
 _HEADINGS = {
-    "engine": "engine",
     "advantages": "advantage",
     "prox_logprobs": "π_prox",
     "ref_logprobs": "reference",
