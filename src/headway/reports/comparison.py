@@ -60,12 +60,8 @@ class RunRead:
     status: str
 
 
-@dataclass(frozen=True, slots=True)
-class ComparisonRow:
-    """A row of a table: what it is about, and one text for each run."""
-
-    name: str
-    cells: tuple[str, ...]
+ComparisonRow = tuple[str, ...]
+"""A row of a table: what it is about, and one text for each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +126,11 @@ def _differing(runs: Sequence[RunRead]) -> list[ComparisonRow]:
     """The settings that are not the same in all runs. One that a file lacks has its default there, shown as a dash."""
     missing = object()
     keys = list(dict.fromkeys(key for run in runs for key in run.settings if key not in NOT_COMPARED))
-    rows = []
+    rows: list[ComparisonRow] = []
     for key in keys:
         values = [run.settings.get(key, missing) for run in runs]
         if any(value != values[0] for value in values):
-            rows.append(
-                ComparisonRow(key, tuple(human.UNKNOWN if value is missing else _value(value) for value in values))
-            )
+            rows.append((key, *(human.UNKNOWN if value is missing else _value(value) for value in values)))
     return rows
 
 
@@ -144,32 +138,35 @@ def _value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+FIGURES: tuple[tuple[str, Callable[[Any], str], Callable[[dict[str, Any]], Any]], ...] = (
+    ("generated tokens/s", human.number, lambda of: of["throughput"]["generated_tokens_per_s"]),
+    ("trained tokens/s", human.number, lambda of: of["throughput"]["trained_tokens_per_s"]),
+    ("trainer idle", human.share, lambda of: of["trainer/idle_ratio"]),
+    ("replicas idle", human.share, lambda of: of["rollouter/idle_ratio"]),
+    ("lag, mean", human.number, lambda of: of["lag"]["mean"]),
+    ("lag, most", human.number, lambda of: of["lag"]["max"]),
+    ("groups filtered", human.count, lambda of: of["groups"]["filtered"]),
+    ("groups dropped", human.count, lambda of: of["groups"]["dropped"]),
+    ("groups failed", human.count, lambda of: of["groups"]["failed"]),
+    ("groups in flight", human.count, lambda of: of["groups"]["in_flight"]),
+)
+"""Rows of figures of ``summary.json``: name, how a value is written, and where it is."""
+
+
 def _results(runs: Sequence[RunRead]) -> list[ComparisonRow]:
     figures = [run.figures for run in runs]
     ends = [_end(run.curves) for run in runs]
-    rows = [
-        ComparisonRow("status", tuple(run.status for run in runs)),
-        ComparisonRow("versions", tuple(human.count(of["version"]) for of in figures)),
-        ComparisonRow("groups trained", tuple(human.count(of["groups"]["trained"]) for of in figures)),
-        ComparisonRow("seconds", tuple(human.number(end.seconds) for end in ends)),
-        ComparisonRow("tokens trained", tuple(human.number(of["tokens"]["trained"]) for of in figures)),
+    return [
+        ("status", *(run.status for run in runs)),
+        ("versions", *(human.count(of["version"]) for of in figures)),
+        ("groups trained", *(human.count(of["groups"]["trained"]) for of in figures)),
+        ("seconds", *(human.number(end.seconds) for end in ends)),
+        ("tokens trained", *(human.number(of["tokens"]["trained"]) for of in figures)),
         *at_equal("validation reward", [run.curves.points(ACCURACY) for run in runs], versions=True),
         *at_equal("training reward", [_smooth(run.curves.points(REWARD)) for run in runs]),
+        ("ESS, mean", *(human.number(_mean(run.curves.points(ESS))) for run in runs)),
+        *((name, *(write(read(of)) for of in figures)) for name, write, read in FIGURES),
     ]
-
-    def row(name: str, write: Callable[[Any], str], read: Callable[[dict[str, Any]], Any]) -> None:
-        rows.append(ComparisonRow(name, tuple(write(read(of)) for of in figures)))
-
-    row("generated tokens/s", human.number, lambda of: of["throughput"]["generated_tokens_per_s"])
-    row("trained tokens/s", human.number, lambda of: of["throughput"]["trained_tokens_per_s"])
-    row("trainer idle", human.share, lambda of: of["trainer/idle_ratio"])
-    row("replicas idle", human.share, lambda of: of["rollouter/idle_ratio"])
-    row("lag, mean", human.number, lambda of: of["lag"]["mean"])
-    row("lag, most", human.number, lambda of: of["lag"]["max"])
-    rows.append(ComparisonRow("ESS, mean", tuple(human.number(_mean(run.curves.points(ESS))) for run in runs)))
-    for fate in ("filtered", "dropped", "failed", "in_flight"):
-        row(f"groups {fate.replace('_', ' ')}", human.count, lambda of, fate=fate: of["groups"][fate])  # type: ignore[misc]
-    return rows
 
 
 def at_equal(
@@ -182,22 +179,18 @@ def at_equal(
     known = [run for run in points if run]
     if not known:
         return []
-    rows = []
+    rows: list[ComparisonRow] = []
     for axis, unit, write in AXES:
         at = min(getattr(run[-1][0], axis) for run in known)
-        cells = tuple(_point(point_at(run, axis, at), versions) for run in points)
-        rows.append(ComparisonRow(f"{name} at {write(at)} {unit}", cells))
-    return [*rows, ComparisonRow(f"{name}, best", tuple(_best(run) for run in points))]
+        cells = (_point(point_at(run, axis, at), versions) for run in points)
+        rows.append((f"{name} at {write(at)} {unit}", *cells))
+    return [*rows, (f"{name}, best", *(human.score(max((v for _, v in run), default=None)) for run in points))]
 
 
 def _point(point: tuple[CurvePoint, float] | None, versions: bool) -> str:
     if point is None:
         return human.UNKNOWN
     return human.score(point[1]) + (f" v{point[0].version}" if versions else "")
-
-
-def _best(points: Sequence[tuple[CurvePoint, float]]) -> str:
-    return human.score(max((value for _, value in points), default=None))
 
 
 def _smooth(points: Sequence[tuple[CurvePoint, float]]) -> list[tuple[CurvePoint, float]]:
@@ -237,14 +230,14 @@ def _print_table(
     """``whole``: values stay on one line, and runs that have no room come in a table below."""
     widest = WIDEST if console.width < UNBOUNDED else UNBOUNDED
     if not whole:  # a path or two is broken rather than a table made for each run
-        head = min(max(len(text) for text in (title, *(row.name for row in rows))), HEAD)
+        head = min(max(len(text) for text in (title, *(name for name, *_ in rows))), HEAD)
         widest = min(max((console.width - head) // len(found.runs) - GAP, NARROWEST), widest)
 
     columns = [
         Column(_as_it_is(run.name, widest), overflow="fold", justify="right", max_width=widest, no_wrap=whole)
         for run in found.runs
     ]
-    cells = [[_as_it_is(row.name), *(_as_it_is(cell, widest, words=not whole) for cell in row.cells)] for row in rows]
+    cells = [[_as_it_is(name), *(_as_it_is(cell, widest, words=not whole) for cell in row)] for name, *row in rows]
     first = Column(title, overflow="fold", max_width=HEAD, no_wrap=whole)
     print_fitting(console, [first, *columns], cells, padding=(0, GAP, 0, 0))
 
@@ -281,8 +274,10 @@ def page(found: Comparison) -> str:
         data=overlaid(found),
         count=str(len(names)),
         runs="\n".join(_run(place, run.name, run.status) for place, run in enumerate(found.runs)),
-        settings=_rows("setting", names, found.settings) if found.settings else "<p>They have the same settings.</p>",
-        results=_rows("result", names, found.results),
+        settings=table(("setting", *names), found.settings, numbers=len(names))
+        if found.settings
+        else "<p>They have the same settings.</p>",
+        results=table(("result", *names), found.results, numbers=len(names)),
     )
 
 
@@ -291,10 +286,6 @@ def _run(place: int, name: str, status: str) -> str:
         f'<li><i class="run" style="background: var(--c{place % 8})"></i>{escape(name)} '
         f'<span class="status {escape(status)}">{escape(status)}</span></li>'
     )
-
-
-def _rows(head: str, names: Sequence[str], rows: Sequence[ComparisonRow]) -> str:
-    return table((head, *names), [(row.name, *row.cells) for row in rows], numbers=len(names))
 
 
 def overlaid(found: Comparison) -> dict[str, Any]:
