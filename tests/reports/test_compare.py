@@ -38,7 +38,7 @@ def read(name: str, *rows: dict[str, Any], settings: dict[str, Any] | None = Non
 
 
 def cells(found: Comparison, name: str) -> tuple[str, ...]:
-    (wanted,) = [row.cells for row in found.results if row.name == name]
+    (wanted,) = [tuple(row) for of, *row in found.results if of == name]
     return wanted
 
 
@@ -68,7 +68,7 @@ def test_runs_of_different_lengths_are_compared_where_both_have_been() -> None:
 def test_a_run_without_a_value_has_dashes_and_does_not_shorten_the_others() -> None:
     place = CurvePoint(1, 10.0, 4, 50.0)
     rows = at_equal("validation reward", [[(place, 0.5)], []])
-    assert [(of.name, of.cells) for of in rows][:1] == [("validation reward at 4 groups", ("0.500", "-"))]
+    assert [(name, tuple(cells)) for name, *cells in rows][:1] == [("validation reward at 4 groups", ("0.500", "-"))]
     assert at_equal("validation reward", [[], []]) == []
 
 
@@ -89,7 +89,7 @@ def test_only_the_settings_that_differ_are_shown() -> None:
     b = read(
         "b", settings={"mode": "async_partial", "run.dir": "b", "rollout.n": 8, "actor.lr": 0.1, "trainer.seed": None}
     )
-    assert [(of.name, of.cells) for of in compared([a, b]).settings] == [
+    assert [(name, tuple(cells)) for name, *cells in compared([a, b]).settings] == [
         ("mode", ("on_policy", "async_partial")),
         ("actor.lr", ("-", "0.1")),
     ]

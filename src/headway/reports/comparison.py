@@ -267,6 +267,7 @@ def write_page(found: Comparison, path: Path) -> None:
 def page(found: Comparison) -> str:
     """Return the HTML text of the page."""
     names = [run.name for run in found.runs]
+    settings = table(("setting", *names), found.settings, numbers=len(names))
     return filled(
         "compare.html",
         SCRIPTS,
@@ -274,9 +275,7 @@ def page(found: Comparison) -> str:
         data=overlaid(found),
         count=str(len(names)),
         runs="\n".join(_run(place, run.name, run.status) for place, run in enumerate(found.runs)),
-        settings=table(("setting", *names), found.settings, numbers=len(names))
-        if found.settings
-        else "<p>They have the same settings.</p>",
+        settings=settings if found.settings else "<p>They have the same settings.</p>",
         results=table(("result", *names), found.results, numbers=len(names)),
     )
 
