@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import json
 import os
@@ -377,24 +376,12 @@ def test_while_a_run_is_read_anew_the_page_does_not_say_how_the_undone_one_stood
     assert follower.message(0, -1)["status"]["status"] == "reading"
 
 
-def test_asking_whether_a_run_is_trained_never_takes_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_tells_whether_a_run_is_trained(tmp_path: Path) -> None:
     lock = RunLock(tmp_path / "run.lock")
     lock.take()
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("the lock was tried")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
     assert is_trained(tmp_path / "run.lock") is True
-    assert is_trained(tmp_path / "none") is False
-
-
-def test_without_the_kernels_list_the_lock_itself_tells(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path / "run.lock")
-    lock.take()
-    assert is_trained(tmp_path / "run.lock", tmp_path / "no list") is True
     lock.release()
-    assert is_trained(tmp_path / "run.lock", tmp_path / "no list") is False
+    assert is_trained(tmp_path / "run.lock") is False
 
 
 def test_nothing_is_known_of_a_lock_that_another_machine_holds(tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ ROOM = 64 * 2**10
 log = logging.getLogger(__name__)
 BEAT_S = 60.0
 """Seconds between two signs of life of the process that trains."""
-LOCKS = Path("/proc/locks")
 SILENT_S = 10 * BEAT_S
 """Seconds without a sign of life after which a process on another machine counts as gone; clocks may differ by less."""
 LEFTOVERS = frozenset({"run.lock", "run.alive", ".room", "tensorboard", "checkpoints", "logs", "journal"})
@@ -71,7 +70,7 @@ class RunLock:
         with _writable(self._path.parent):
             file = self._path.open("a+", encoding="utf-8")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
@@ -100,6 +99,16 @@ class RunLock:
                 signs_of_life(self._path).unlink(missing_ok=True)
             self._file.close()
             self._file = None
+
+
+def _lock(file: TextIO) -> None:
+    """Lock a file, a few times, as `is_trained` holds it for a moment. Raises `OSError`."""
+    for _ in range(10):
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.03)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def signs_of_life(lock: Path) -> Path:
@@ -311,29 +320,30 @@ def _writable(path: Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ does it live
 
 
-def is_trained(lock: Path, locks: Path = LOCKS, now: Callable[[], float] = time.time) -> bool | None:
+def is_trained(lock: Path, now: Callable[[], float] = time.time) -> bool | None:
     """Tell whether a process holds the run's ``lock``; None where that cannot be known.
 
     A process on another machine holds it no more when it has shown no sign of life for `SILENT_S`.
-
-    The kernel's list is read where there is one: to try the lock would refuse a run that takes it at that instant.
     """
     try:
-        found = lock.stat()
+        last = lock.stat().st_mtime
         holder = lock.read_text(encoding="utf-8")
     except FileNotFoundError:
         return False
     except (OSError, UnicodeDecodeError):
         return None
     if holder and not holder.rstrip().endswith(f" on {socket.gethostname()}"):
-        last = found.st_mtime  # on another machine, whose locks this one may not see
-        with suppress(OSError):
+        with suppress(OSError):  # on another machine, whose locks this one may not see
             last = signs_of_life(lock).stat().st_mtime
         return None if now() - last < SILENT_S else False
     try:
-        return _listed(found, locks.read_text(encoding="ascii"))
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     except OSError:
-        return _tried(lock)
+        return None
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,23 +382,3 @@ def only_starts(lock: Path, record: Path) -> bool:
         return record.stat().st_mtime_ns < lock.stat().st_mtime_ns
     except FileNotFoundError:
         return True
-
-
-def _listed(found: os.stat_result, locks: str) -> bool:
-    """Tell whether the kernel lists a lock of the file ``found``.
-
-    By its inode alone where the device differs: some file systems show another one than their locks have.
-    """
-    held = [line.split() for line in locks.splitlines() if " FLOCK " in line and " -> " not in line]
-    return any(fields[5].rpartition(":")[2] == str(found.st_ino) for fields in held if len(fields) > 5)
-
-
-def _tried(lock: Path) -> bool | None:
-    try:
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    return False
