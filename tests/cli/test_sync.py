@@ -13,7 +13,7 @@ from headway.config.schema import Config
 from headway.reports.trackers.tracker_thread import TrackerState, memory_file
 from tests.reports.trackers.test_packages import stub
 
-LOGS = "Path(os.environ['LOGGED']).open('a').write(f\"{{values['version']}} \")"
+LOGS = "Path(os.environ['LOGGED']).open('a').write(f\"{values['version']} \")"
 
 
 def run(*arguments: str) -> Result:
@@ -57,7 +57,7 @@ def test_what_cannot_be_sent_is_said_and_is_an_error(tmp_path: Path, monkeypatch
     monkeypatch.setenv("WANDB_MODE", "offline")
     done = run("sync", str(a_run(tmp_path / "run", "wandb")))
     assert done.exit_code == 1
-    assert "wandb did not get 4 of 4 rows, the summary (ConnectionError: no route to host)" in done.stderr
+    assert "wandb did not get 4 of 4 rows (ConnectionError: no route to host)" in done.stderr
     assert "the run goes on" not in done.stderr
 
 

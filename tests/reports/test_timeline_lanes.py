@@ -85,7 +85,7 @@ def stage_log(*events: StageChanged, end: float) -> StageLog:
     log = StageLog("Generate")
     for event in events:
         log.change(event)
-    log.close(end)
+    log.end = end
     return log
 
 

@@ -85,7 +85,7 @@ def test_a_package_that_raises_or_hangs_costs_the_run_nothing(
 
 
 def test_a_package_that_works_gets_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub(tmp_path, monkeypatch, on_log="Path(os.environ['LOGGED']).open('a').write(f\"{{values['version']}} \")")
+    stub(tmp_path, monkeypatch, on_log="Path(os.environ['LOGGED']).open('a').write(f\"{values['version']} \")")
     reports, output = run_to_the_end(tmp_path / "r")
     assert (tmp_path / "logged").read_text().split() == ["0", "1", "2", "3"]
     assert "wandb        http://stub/1" in output

@@ -84,12 +84,8 @@ def test_a_resumed_run_goes_on_in_its_entry(hangs_at: str, tools: list[Tool], tm
     (opened,) = tools[1].opened_with
     assert opened.entry == "entry-1"
     assert surviving > 0
-    if hangs_at:
-        assert sent == []
-        assert tools[1].rows == rows_in(directory)
-    else:
-        assert len(sent) > surviving
-        assert sent[:surviving] + tools[1].rows == rows_in(directory)
+    assert sent[:surviving] + tools[1].rows == rows_in(directory)
+    assert hangs_at or len(sent) > surviving
 
 
 def test_a_tracker_that_is_named_at_the_resume_gets_the_run_from_its_beginning(

@@ -201,14 +201,15 @@ class TrackerThread:
     def _serve(self) -> None:
         try:
             self._send()  # at once: the user sees where the run is, and what is wrong, before the first version ends
-            while self._ending is None:
+            while self._ending is None and not self._given_up:
                 self._news.wait()
                 self._news.clear()
                 self._send()
             for _ in range(MOST_REFUSALS):
                 if self._send():
                     break
-            self._end(*self._ending)
+            if self._ending is not None:
+                self._end(*self._ending)
         except Exception as cause:  # nothing of a tracker may reach the run, or a thread's traceback the terminal
             self._fail(said_by(cause))
 
