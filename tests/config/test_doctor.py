@@ -307,10 +307,10 @@ def test_the_notes_of_loading_come_first(minimal: Load) -> None:
 
 def test_sequences_that_are_longer_than_a_micro_batch_are_noted_with_both_numbers(minimal: Load) -> None:
     assert not any("longest sequence" in n for n in diagnose(minimal("actor.ppo_max_token_len_per_gpu=128")))
-    (note,) = diagnose(minimal("actor.ppo_max_token_len_per_gpu=127"))
+    note, of_group = diagnose(minimal("actor.ppo_max_token_len_per_gpu=127"))
     assert note.startswith("actor.ppo_max_token_len_per_gpu=127 is less than the longest sequence")
     assert "64 + data.max_response_length=64 = 128 tokens" in note
-    assert note.endswith("computed once only where the group fits: about 576 tokens here, at most")
+    assert of_group.endswith("computed once only where the group fits: about 576 tokens here, at most")
 
 
 def test_a_micro_batch_without_room_for_two_answers_is_noted_as_sharing_no_prompt(minimal: Load) -> None:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.config.checks import without_effect
 from headway.config.loading import LoadedConfig, dump, load, mode_config, written_values
 from headway.config.presets import PRESETS
 from headway.config.schema import AsyncTrainingConfig, Config, Order
-from headway.config.settings_without_effect import without_effect
 from headway.errors import ConfigError
 from tests.tiers import crossed
 

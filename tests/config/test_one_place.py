@@ -10,7 +10,6 @@ import pytest
 
 import headway
 from headway.config.sections.losses import LOSSES
-from headway.config.sections.rollout_section import ParamUpdateConfig
 from headway.config.transport_facts import TRANSPORTS, WITHIN_PROCESS, transport_of
 
 SOURCE = Path(headway.__file__).parent
@@ -43,11 +42,6 @@ def test_no_file_asks_for_a_transport_or_a_loss_by_its_name() -> None:
 @pytest.mark.parametrize("statement", ["x != 'disk'", "x in ('gpg', 'sapo')", "match x:\n  case 'disk': pass"])
 def test_such_a_question_would_be_found(statement: str) -> None:
     assert set(names_asked_for(ast.parse(statement))) & (TRANSPORTS.keys() | LOSSES.keys())
-
-
-def test_keys_of_single_transports_are_settings_that_there_are() -> None:
-    keys = {key for facts in TRANSPORTS.values() for key in facts.keys}
-    assert keys and keys <= ParamUpdateConfig.model_fields.keys()
 
 
 def test_auto_is_within_the_process_where_there_is_one_and_else_a_process_group() -> None:

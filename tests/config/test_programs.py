@@ -4,10 +4,10 @@ import pytest
 import yaml
 
 from headway.agents.episodes.program_workers import program_spec
-from headway.config.algorithm_checks import min_episodes
 from headway.config.doctor import diagnose
 from headway.config.loading import dump
 from headway.config.schema import Config
+from headway.config.sizing.placement import min_episodes
 from headway.errors import ConfigError
 
 from .conftest import Load

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from headway.config.aliases import USUAL
 from headway.config.layers import MAPPINGS, nest
+from headway.config.migration_tables.projects import USUAL
 from headway.config.presets import PRESETS
 from headway.config.reference import page
 from headway.config.schema import Config

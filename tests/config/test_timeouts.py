@@ -9,11 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.schema import Config
-from headway.config.sizing.timeouts import FILE_RATE, PAIRS, Timeouts, file_quiet_s, file_stall_s, model_nbytes
+from headway.config.sizing.timeouts import FILE_RATE, Timeouts, file_quiet_s, file_stall_s, model_nbytes
 
 MB, GB, TB = 10**6, 10**9, 10**12
 SIZES = st.integers(MB, TB)
 SECONDS = st.floats(1e-3, 1e5)
+PAIRS = {
+    "transport_s": "mapping_s",
+    "mapping_s": "attempt_s",
+    "attempt_s": "trainer_quiet_s",
+    "load_s": "stall_s",
+    "answer_s": "stall_s",
+    "probe_s": "stall_s",
+    "silence_s": "stall_s",
+    "first_silence_s": "stall_s",
+    "objects_s": "stall_s",
+    "update_timeout_s": "stall_s",
+    "unanswered_s": "trainer_quiet_s",
+    "trainer_quiet_s": "stall_s",
+    "stall_s": "ranks_s",
+    "checkpoint_s": "ranks_s",
+}
+"""Pairs of a limit and the limit of its watcher, by their names in `Timeouts`."""
 
 limits = st.builds(
     lambda start, update, more, **sizes: Timeouts(start, update, update + more, **sizes),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from headway.algorithms.scores import has_variance
-from headway.config.algorithm_checks import min_episodes
+from headway.config.sizing.placement import min_episodes
 from headway.data.types import RowTokens, TrajectoryId
 from headway.errors import EpisodeOver, NothingToTrain, ScoringFailed, UpdateFailed, WorkerDied
 from headway.events import EpisodeWorkerLost, GroupRewarded, OptimizerStepped, TrajectoryFinished

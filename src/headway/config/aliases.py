@@ -9,48 +9,24 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from headway.config.migration_tables.verl import FIXED
+from headway.config.conditions import with_texts
 from headway.errors import ConfigError
 
-USUAL: Mapping[str, tuple[str, ...]] = {
-    "base_model": ("model.path",),
-    "batch_size": ("actor.ppo_mini_batch_size",),
-    "clip_range": ("actor.clip_ratio",),
-    "cliprange": ("actor.clip_ratio",),
-    "dataset": ("data.train",),
-    "epochs": ("data.epochs",),
-    "group_size": ("rollout.n",),
-    "kl_coef": ("actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"),
-    "log_with": ("reports.trackers",),
-    "logger": ("reports.trackers",),
-    "loggers": ("reports.trackers",),
-    "lr": ("actor.optim.lr",),
-    "lr_scheduler": ("actor.optim.lr_scheduler_type",),
-    "max_new_tokens": ("data.max_response_length",),
-    "max_tokens": ("data.max_response_length",),
-    "micro_batch_size": ("actor.ppo_max_token_len_per_gpu",),
-    "mlflow": ("reports.trackers",),
-    "mlflow.experiment_name": ("reports.project",),
-    "model": ("model.path",),
-    "num_epochs": ("data.epochs",),
-    "padding_free": ("model.packing",),
-    "prometheus": ("reports.trackers",),
-    "staleness": ("async_training.staleness_threshold",),
-    "tensorboard": ("reports.trackers",),
-    "tracker": ("reports.trackers",),
-    "trackio": ("reports.trackers",),
-    "use_prefix_grouper": ("model.packing",),
-    "use_remove_padding": ("model.packing",),
-    "use_tensorboard": ("reports.trackers",),
-    "use_wandb": ("reports.trackers",),
-    "wandb": ("reports.trackers",),
-    "wandb.name": ("run.name",),
-    "wandb.project": ("reports.project",),
-    "wandb_project": ("reports.project",),
-    "wandb_run_name": ("run.name",),
+FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "rollout.mode": (("async",), "the rollout engine is always asynchronous"),
+    "rollout.calculate_log_probs": ((True,), "the engine always reports the log-prob of every token it samples"),
+    "actor.strategy": (("fsdp2", "fsdp"), "the train engine is FSDP2"),
+    "actor.use_dynamic_bsz": (
+        (True,),
+        "micro-batches are always packed by tokens; actor.ppo_max_token_len_per_gpu sets how many",
+    ),
+    "hybrid_engine": ((False,), "cluster.placement=shared (mode=colocate_sync) is how devices are shared"),
+    "data.return_raw_chat": ((True,), "prompts stay as they are until the chat template is applied"),
+    "data.train_batch_size": ((0,), "prompts stream one by one; actor.ppo_mini_batch_size sets the batch"),
+    "data.gen_batch_size": ((1,), "the unit that streams is one prompt with its rollout.n trajectories"),
+    "train_batch_size": ((0,), "prompts stream one by one; actor.ppo_mini_batch_size sets the batch"),
 }
-"""Names, whole or the last part of one → the nearest keys here."""
-
+"""Keys of verl's that Headway reads at some values only, and why."""
 
 IGNORED_PREFIX = "actor_rollout_ref."
 
@@ -197,21 +173,13 @@ def translate(values: Mapping[str, Any], *, of_a_run: bool = False) -> dict[str,
 
 def _with_new_names(value: Any) -> Any:
     """Spell keys that ``value`` refers to as they are called now."""
-    match value:
-        case str():
-            return _REFERENCE.sub(lambda found: f"${{{canonical_key(found[1])}}}", value)
-        case list():
-            return [_with_new_names(item) for item in value]
-        case dict():
-            return {name: _with_new_names(item) for name, item in value.items()}
-    return value
+    return with_texts(value, lambda text: _REFERENCE.sub(lambda found: f"${{{canonical_key(found[1])}}}", text))
 
 
 def _accept_fixed(key: str, value: Any) -> None:
-    fixed = FIXED[key]
-    if not any(type(value) is type(allowed) and value == allowed for allowed in fixed.values):
-        allowed = " or ".join(map(str, fixed.values))
-        raise ConfigError(f"{key}: got {value!r}, but Headway accepts only {allowed}: {fixed.reason}")
+    accepted, why = FIXED[key]
+    if not any(type(value) is type(one) and value == one for one in accepted):
+        raise ConfigError(f"{key}: got {value!r}, but Headway accepts only {' or '.join(map(str, accepted))}: {why}")
 
 
 def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:

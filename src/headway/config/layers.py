@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from headway.config.aliases import canonical_key, notes_on_old_keys, translate
+from headway.config.conditions import with_texts
 from headway.config.recipes import find_recipe, similar_recipes
 from headway.errors import ConfigError
 
@@ -34,7 +35,7 @@ MAPPINGS = (
     ),
 )
 """Keys of mappings with names of the user's: a dot in such a name is a part of it."""
-_DOT = "\u2024"
+DOT = "\u2024"
 """Sign that stands for the dot of a name in dotted keys, and looks like one."""
 _SURPRISING = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)")
 """Pattern of numbers that YAML 1.1 reads in base 8 or base 60."""
@@ -133,7 +134,7 @@ def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
     """
     named = lies_in(canonical_key(prefix[:-1]), *MAPPINGS)
     for given, value in values.items():
-        name = str(given).replace(".", _DOT) if named else given
+        name = str(given).replace(".", DOT) if named else given
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
         else:
@@ -144,7 +145,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nest ``{"rollout.n": 8}`` as ``{"rollout": {"n": 8}}``."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        *sections, name = (part.replace(_DOT, ".") for part in key.split("."))
+        *sections, name = (part.replace(DOT, ".") for part in key.split("."))
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
@@ -298,17 +299,10 @@ def with_own_code(layer: Layer) -> Layer:
     if layer.file is None:
         return layer
     code = layer.file.absolute().parent / "code"
-    return replace(layer, values={key: _found(value, code) for key, value in layer.values.items()})
 
+    def found(text: str) -> str:
+        path, _, name = text.rpartition(":")
+        written = Path(path).is_absolute() and Path(path).parts[-2:] == (code.name, f"{name}.py")
+        return f"{code / name}.py:{name}" if written and (code / f"{name}.pkl").is_file() else text
 
-def _found(value: Any, code: Path) -> Any:
-    match value:
-        case str() if value.endswith(".py", 0, value.rfind(":")):
-            path, _, name = value.rpartition(":")
-            written = Path(path).is_absolute() and Path(path).parts[-2:] == (code.name, f"{name}.py")
-            return f"{code / name}.py:{name}" if written and (code / f"{name}.pkl").is_file() else value
-        case list():
-            return [_found(item, code) for item in value]
-        case dict():
-            return {name: _found(item, code) for name, item in value.items()}
-    return value
+    return replace(layer, values={key: with_texts(value, found) for key, value in layer.values.items()})

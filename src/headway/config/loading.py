@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
 from headway.config.aliases import join_corrections, resolve_ahead_steps, resolve_partial_rollout
+from headway.config.checks import rules, without_effect
+from headway.config.conditions import with_texts
 from headway.config.layers import (
     Layer,
     flatten,
@@ -32,7 +35,6 @@ from headway.config.presets import preset
 from headway.config.recipes import with_own_files
 from headway.config.schema import Config
 from headway.config.schema_messages import explain
-from headway.config.settings_without_effect import without_effect
 from headway.config.sizing.placement import needs_critic
 from headway.errors import ConfigError
 
@@ -94,7 +96,12 @@ def load(
     beneath, kept = preset(mode), _without_cleared(resolve_partial_rollout(user), _flat_values(mode_config(mode)))
     flat = overlay(beneath, kept)
     if environment is not None:
-        flat = {key: _without_unset(value, environment) for key, value in flat.items()}
+        flat = {
+            key: with_texts(
+                value, partial(_ENVIRONMENT.sub, lambda at: at[0] if at[1] in environment else f"\\{at[0]}")
+            )
+            for key, value in flat.items()
+        }
     values = with_own_files(resolve_references(flat))
     try:
         config = Config.model_validate(values)
@@ -143,21 +150,13 @@ def _of_environment(values: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def _without_unset(value: Any, environment: Mapping[str, str]) -> Any:
-    """Escape each variable that ``environment`` lacks, so that it stays as it is written."""
-    match value:
-        case str():
-            return _ENVIRONMENT.sub(lambda at: at[0] if at[1] in environment else f"\\{at[0]}", value)
-        case list():
-            return [_without_unset(item, environment) for item in value]
-        case dict():
-            return {name: _without_unset(item, environment) for name, item in value.items()}
-    return value
-
-
 def written_values(config: Config) -> dict[str, Any]:
-    """Return all values by dotted key as they may be written: what is the environment's as a reference to it."""
-    values = {key: _without_references(value) for key, value in _flat_values(config).items()}
+    """Return all values by dotted key as they may be written: what is the environment's as a reference to it.
+
+    Each ``${`` of a value is escaped, so that reading does not take it for a reference.
+    """
+    escape = partial(_REFERENCE.sub, lambda found: f"{found[1] * 2}\\${{")
+    values = {key: with_texts(value, escape) for key, value in _flat_values(config).items()}
     here = _flat_values(config)
     return values | {key: text for key, (text, value) in config._written.items() if here.get(key) == value}
 
@@ -178,18 +177,6 @@ def dump(config: Config) -> str:
         nest(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
     )
     return text
-
-
-def _without_references(value: Any) -> Any:
-    """Escape each ``${`` in the text ``value``, so that reading does not take it for a reference."""
-    match value:
-        case str():
-            return _REFERENCE.sub(lambda found: f"{found[1] * 2}\\${{", value)
-        case list():
-            return [_without_references(item) for item in value]
-        case dict():
-            return {name: _without_references(item) for name, item in value.items()}
-    return value
 
 
 def resolved(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,31 +208,60 @@ def _flat_values(config: Config) -> dict[str, Any]:
     return dict(flatten(config.model_dump(mode="json")))
 
 
+REPLACES: Mapping[str, tuple[str, ...]] = {
+    "model.path": ("model.make", "model.warmup"),
+    "data.train": ("data.task",),
+    "reward.functions": ("reward.function", "reward.params"),
+    "reward.function": ("reward.functions",),
+}
+"""Choices → what they replace of earlier layers. One layer cannot give both."""
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "data.task.name": ("data.task.params", "model.warmup.params"),
+    "reward.function": ("reward.params",),
+    LOSS_MODE: ("algorithm.policy_loss",),
+}
+"""Choices → what earlier layers have written for another value of them."""
+
+
 def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
     """Drop earlier layers' settings of a model, data, task, reward or loss that a later layer replaces."""
     kept: list[Layer] = []
     notes: list[str] = []
     for layer in layers:
-        if layer.gives("model.path"):
-            kept = _replace(kept, layer, "model.path", "model.make", "model.warmup")
+        for choice, replaced in REPLACES.items():
+            if layer.gives(choice):
+                if layer.gives(*replaced):
+                    raise ConfigError(
+                        f"{choice} replaces {' and '.join(replaced)}, but both are given {layer.origin}; drop one"
+                    )
+                kept = [other.without(*replaced) for other in kept]
         if layer.gives("data.train"):
-            kept = _replace(kept, layer, "data.train", "data.task")
             kept, lost = _drop_task_reward(kept)
             scored = ("reward.function", "reward.functions", "agent.environment", "agent.program", "agent.client")
             if lost and not any(later.gives(*scored) for later in layers[len(kept) :]):
                 notes.append("reward.function is exact_match: data.train replaced the task whose verifier it was")
-        if layer.gives("data.task.name"):
-            kept = _drop_other_task(kept, layer.values["data.task.name"])
-        if layer.gives("reward.functions"):
-            kept = _replace(kept, layer, "reward.functions", "reward.function", "reward.params")
-        elif layer.gives("reward.function"):
-            kept = _drop_other_reward(kept, layer.values["reward.function"])
-        if layer.gives(LOSS_MODE):
-            kept = _drop_other_loss(kept, layer.values[LOSS_MODE])
+        for choice, parts in PARTS.items():
+            if layer.gives(choice):
+                kept = _drop_parts(kept, choice, layer.values[choice], *parts)
         if not layer.gives(f"{CORRECTION}.name"):
             _check_no_part_of_list(kept, layer, CORRECTION)
         kept.append(layer)
     return kept, notes
+
+
+def _drop_parts(layers: Sequence[Layer], choice: str, value: Any, *parts: str) -> list[Layer]:
+    """Return the layers without ``parts``, unless they were written for this value of ``choice``.
+
+    A section that they were all of is left empty, and keys of a loss that names none may be for any.
+    """
+    before = [layer.values[choice] for layer in layers if layer.gives(choice)]
+    if before[-1:] == [value] or (choice == LOSS_MODE and not before):
+        return list(layers)
+    empty = parts if choice == "data.task.name" else ()
+    return [
+        Layer(layer.origin, {**layer.without(*parts).values, **{part: {} for part in empty if layer.gives(part)}})
+        for layer in layers
+    ]
 
 
 def _check_no_part_of_list(earlier: Sequence[Layer], layer: Layer, section: str) -> None:
@@ -259,14 +275,6 @@ def _check_no_part_of_list(earlier: Sequence[Layer], layer: Layer, section: str)
         )
 
 
-def _replace(earlier: Sequence[Layer], layer: Layer, choice: str, *alternatives: str) -> list[Layer]:
-    if layer.gives(*alternatives):
-        raise ConfigError(
-            f"{choice} replaces {' and '.join(alternatives)}, but both are given {layer.origin}; drop one of them"
-        )
-    return [other.without(*alternatives) for other in earlier]
-
-
 def _drop_task_reward(layers: Sequence[Layer]) -> tuple[list[Layer], bool]:
     """Return the layers without ``reward.function: task``, and whether any of them had it."""
     scored_by_task = [layer.values.get("reward.function") == "task" for layer in layers]
@@ -276,31 +284,6 @@ def _drop_task_reward(layers: Sequence[Layer]) -> tuple[list[Layer], bool]:
     return kept, any(scored_by_task)
 
 
-def _drop_other_task(layers: Sequence[Layer], name: str) -> list[Layer]:
-    """Return the layers without the task's parameters, unless these were written for the task of this ``name``."""
-    before = [layer.values["data.task.name"] for layer in layers if layer.gives("data.task.name")]
-    if before[-1:] == [name]:
-        return list(layers)
-    sections = ("data.task.params", "model.warmup.params")
-    return [
-        Layer(layer.origin, {**layer.without(*sections).values, **{s: {} for s in sections if layer.gives(s)}})
-        for layer in layers
-    ]
-
-
-def _drop_other_reward(layers: Sequence[Layer], function: str) -> list[Layer]:
-    """Return the layers without ``reward.functions``, and without parameters of another ``function``."""
-    before = [layer.values["reward.function"] for layer in layers if layer.gives("reward.function")]
-    dropped = ["reward.functions"] if before[-1:] == [function] else ["reward.functions", "reward.params"]
-    return [layer.without(*dropped) for layer in layers]
-
-
-def _drop_other_loss(layers: Sequence[Layer], mode: str) -> list[Layer]:
-    """Return the layers without the settings of the policy loss, unless they name the loss ``mode`` or none."""
-    before = [layer.values[LOSS_MODE] for layer in layers if layer.gives(LOSS_MODE)]
-    return list(layers) if before[-1:] in ([], [mode]) else [layer.without("algorithm.policy_loss") for layer in layers]
-
-
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:
     """Return dotted key → the place where it was written last; the keys that were written last come first."""
     origins: dict[str, str] = {}
@@ -308,40 +291,6 @@ def _origins(layers: Sequence[Layer]) -> dict[str, str]:
         for key in layer.values:
             origins.setdefault(key, layer.origin)
     return origins
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    sections: tuple[str, ...]
-    why: str
-    free: tuple[str, ...] = ()
-    """Keys within ``sections`` that may change all the same."""
-
-
-RULES = (
-    _Rule(("run.dir",), "the run goes on where it lies; move the directory instead"),
-    _Rule(("run.seed",), "it keys the order of the data, and every token that is sampled"),
-    _Rule(("mode",), "it is only a set of values, all of which the run has written down; give those that change"),
-    _Rule(
-        ("model",),
-        "the checkpoint holds this model, and the reference policy is what it started from",
-        free=("model.enable_gradient_checkpointing", "model.packing", "model.dtype"),
-    ),
-    _Rule(
-        ("data",),
-        "the checkpoint knows prompts by their place in these data",
-        free=("data.epochs", "data.max_response_length", "data.max_bad_rows"),
-    ),
-    _Rule(
-        (
-            "actor.ppo_mini_batch_size",
-            "async_training.require_batches",
-            "async_training.trigger_parameter_sync_step",
-        ),
-        "they make up B, in which versions are counted",
-    ),
-    _Rule(("actor.ppo_epochs", "critic.ppo_epochs"), "the learning-rate schedule counts optimizer steps"),
-)
 
 
 SOURCES_OF_DATA = ("data.train", "data.val", "data.prompt_key", "data.answer_key")
@@ -356,16 +305,16 @@ def check_changes(before: Config, after: Config, version: int, *, epochs_begun: 
     Raises:
         ConfigError: in one message, every change that the state rules out, and why.
     """
-    old, new = _flat(before), _flat(after)
+    old, new = _flat_values(before), _flat_values(after)
     changes = {
         key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }
     accepted = SOURCES_OF_DATA if after.data.accept_changes else ()
     problems = [
-        f"{key}: {now!r} instead of {then!r} ({rule.why})"
+        f"{key}: {now!r} instead of {then!r} ({rule['why']})"
         for key, (then, now) in changes.items()
-        for rule in RULES
-        if lies_in(key, *rule.sections) and not lies_in(key, *rule.free, *accepted)
+        for rule in rules()["resume"]["rules"]
+        if lies_in(key, *rule["sections"]) and not lies_in(key, *rule.get("free", ()), *accepted)
     ]
     if needs_critic(after) and not needs_critic(before):
         problems.append("a critic (the checkpoint has none: the run was begun without)")
@@ -380,7 +329,3 @@ def check_changes(before: Config, after: Config, version: int, *, epochs_begun: 
             "Leave them out, or start another run (model.path may be this one's model folder)"
         )
     return changes
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    return dict(flatten(config.model_dump(mode="json")))

@@ -3,84 +3,35 @@
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headway.config.transport_facts import WITHIN_PROCESS
 from headway.errors import ConfigError
 
 Values = Mapping[str, Any]
 """Configuration values by dotted key."""
-
-
-def _preset(
-    *,
-    trigger: int,
-    eta: float,
-    admission: str,
-    order: str,
-    on_update: str,
-    window: str | None = None,
-    placement: str = "split",
-    schedule: str = "synchronous",
-    transport: str = "auto",
-) -> Values:
-    return MappingProxyType(
-        {
-            "cluster.placement": placement,
-            "async_training.trigger_parameter_sync_step": trigger,
-            "async_training.require_batches": 1,
-            "async_training.staleness_threshold": eta,
-            "async_training.admission": admission,
-            "async_training.order": order,
-            "async_training.window": window,
-            "async_training.on_update": on_update,
-            "async_training.max_lag": None,
-            "async_training.on_overdue": "wait",
-            "param_update.schedule": schedule,
-            "param_update.transport": transport,
-        }
-    )
-
-
+USUAL: Values = {
+    "cluster.placement": "split",
+    "async_training.trigger_parameter_sync_step": 1,
+    "async_training.require_batches": 1,
+    "async_training.staleness_threshold": 0,
+    "async_training.admission": "batch",
+    "async_training.order": "fifo",
+    "async_training.window": None,
+    "async_training.on_update": "drain",
+    "async_training.max_lag": None,
+    "async_training.on_overdue": "wait",
+    "param_update.schedule": "synchronous",
+    "param_update.transport": "auto",
+}
+"""Values of all modes, where they say nothing else."""
 PRESETS: Mapping[str, Values] = MappingProxyType(
     {
-        "colocate_sync": _preset(
-            trigger=1,
-            eta=0,
-            admission="batch",
-            order="fifo",
-            on_update="drain",
-            placement="shared",
-            transport=WITHIN_PROCESS,
-        ),
-        "on_policy": _preset(trigger=1, eta=0, admission="batch", order="fifo", on_update="drain"),
-        "one_step_off": _preset(trigger=1, eta=1, admission="batch", order="fifo", on_update="drain"),
-        "stream_off_policy": _preset(trigger=4, eta=0, admission="group", order="ready", on_update="drain"),
-        "async_stale": _preset(trigger=4, eta=0.5, admission="group", order="window", window="B", on_update="drain"),
-        "async_partial": _preset(
-            trigger=4, eta=0.5, admission="group", order="window", window="B", on_update="interrupt"
-        ),
-        "overlapped": _preset(
-            trigger=1,
-            eta=1,
-            admission="group",
-            order="window",
-            window="B",
-            on_update="interrupt",
-            schedule="overlapped",
-        ),
-        "colocate_async": _preset(
-            trigger=1,
-            eta=0.5,
-            admission="group",
-            order="window",
-            window="B",
-            on_update="interrupt",
-            placement="shared",
-            transport=WITHIN_PROCESS,
-        ),
+        mode: MappingProxyType({**USUAL, **values})
+        for mode, values in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
     }
 )
 

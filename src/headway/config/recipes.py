@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from headway.config.conditions import with_texts
+
 FOLDERS = ("recipes", "examples")
 """Folders that come with Headway."""
 _OWN = re.compile(rf"(?:{'|'.join(FOLDERS)})/[^:]+")
@@ -72,14 +74,12 @@ def with_own_files(value: Any) -> Any:
     A path below ``recipes`` or ``examples`` that is not there, seen from the working directory, is that of the file
     which comes with Headway; all else is returned as it is.
     """
-    match value:
-        case str() if (named := _OWN.match(value)) and not _there(named[0]) and _there(home() / named[0]):
-            return str(home() / value)
-        case list():
-            return [with_own_files(item) for item in value]
-        case dict():
-            return {name: with_own_files(item) for name, item in value.items()}
-    return value
+
+    def found(text: str) -> str:
+        named = _OWN.match(text)
+        return str(home() / text) if named and not _there(named[0]) and _there(home() / named[0]) else text
+
+    return with_texts(value, found)
 
 
 def _there(path: str | Path) -> bool:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.config.aliases import USUAL
-from headway.config.migration_tables.projects import VERL
+from headway.config.aliases import FIXED
+from headway.config.migration_tables.projects import USUAL, VERL
 from headway.config.migration_tables.table_rows import ReportPart
-from headway.config.migration_tables.verl import FIXED
 from headway.config.presets import PRESETS
 from headway.config.schema_keys import REQUIRED, keys, one_of, spelled, tables
 from headway.config.transport_facts import TRANSPORTS
@@ -43,9 +42,7 @@ def page() -> str:
         for old, row in VERL.rows.items()
         if row.here in known and "." in old and "*" not in old and old not in known and row.part is ReportPart.TAKEN
     ]
-    fixed = [
-        [f"`{key}`", ", ".join(f"`{spelled(v)}`" for v in rule.values), rule.reason] for key, rule in FIXED.items()
-    ]
+    fixed = [[f"`{key}`", ", ".join(f"`{spelled(v)}`" for v in values), why] for key, (values, why) in FIXED.items()]
     lines += [OTHER_NAMES, _table(("verl's", "here"), renamed)]
     usual = [[f"`{name}`", ", ".join(f"`{key}`" for key in here)] for name, here in USUAL.items()]
     lines += [USUAL_ELSEWHERE, _table(("elsewhere", "here"), usual)]

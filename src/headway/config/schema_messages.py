@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from headway.config.aliases import USUAL, canonical_key
+from headway.config.aliases import canonical_key
 from headway.config.layers import lies_in
 from headway.config.schema import Config
 from headway.config.schema_keys import Node, Schema, keys, known_keys, schema_of
@@ -148,7 +148,7 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
     None, either, for another project's key that has no counterpart. Candidates: a renamed key, the name that other
     systems have for it or for its section, the same name in other sections, or the most similar spelling.
     """
-    from headway.config.migration_tables.projects import last_part, whole_key  # large tables, for messages alone
+    from headway.config.migration_tables.projects import USUAL, last_part, whole_key  # large tables, for messages alone
 
     known = known_keys(root)
     plain = canonical_key(re.sub(r"\[\d+\]", "", key))
@@ -159,13 +159,14 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
     if found and found[1] == plain and found[2].note and not found[2].here and plain not in USUAL:
         return []  # it is known to have no counterpart: what is spelled alike is something else
     same_name = [key for key in known if _name(key) == _name(plain)]
-    section = f"{plain.partition('.')[0]}."
+    section, theirs = plain.partition(".")[0], last_part(plain)
+    of_section = [key for key in known if key.startswith(f"{section}.")]
     return (
         difflib.get_close_matches(plain, same_name, n=1, cutoff=NEARLY_EQUAL)
-        or [key for key in same_name if key.startswith(section)]
-        or _in_section(USUAL.get(plain) or USUAL.get(_name(plain), ()), section, known)
-        or _in_section((found[2].here,) if (found := last_part(plain)) else (), section, known)
-        or _other_section(plain, known)
+        or [key for key in same_name if key in of_section]
+        or _in_section(USUAL.get(plain) or USUAL.get(_name(plain)) or [], section, known)
+        or _in_section([theirs[2].here] if theirs else [], section, known)
+        or ([] if of_section else _in_section(USUAL.get(section, []), section, known))
         or same_name
         or _similar(plain, known)
     )
@@ -174,15 +175,8 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
 def _in_section(candidates: Sequence[str], section: str, keys: Sequence[str]) -> list[str]:
     """Return the candidates that are keys here: those of ``section``, where there are any."""
     found = [known for known in candidates if known in keys]
-    own = [f"{section}{known.partition('.')[2]}" for known in found]
+    own = [f"{section}.{known.partition('.')[2]}" for known in found]
     return [known for known in own if known in keys] or found
-
-
-def _other_section(key: str, keys: Sequence[str]) -> list[str]:
-    """Return Headway's keys for another system's section (`USUAL`) that ``key`` lies in, like ``wandb.mode``."""
-    section, dot, _ = key.partition(".")
-    ours = {known.partition(".")[0] for known in keys}
-    return [known for known in USUAL.get(section, ()) if known in keys] if dot and section not in ours else []
 
 
 def _suggest(key: str, root: type[Section]) -> str:
@@ -194,7 +188,7 @@ def _suggest(key: str, root: type[Section]) -> str:
 
 def of_another_project(key: str, candidates: Sequence[str]) -> str:
     """Say what another project's ``key`` is here, where that is what ``candidates`` are; else nothing."""
-    from headway.config.migration_tables.projects import last_part, whole_key
+    from headway.config.migration_tables.projects import USUAL, last_part, whole_key
 
     plain = canonical_key(re.sub(r"\[\d+\]", "", key))
     found = whole_key(plain)

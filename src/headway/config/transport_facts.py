@@ -31,8 +31,6 @@ class TransportFacts:
     """Number of trainer ranks that may send a version side by side, each its share, through host memory."""
     no_delta: str = ""
     """Reason why ``param_update.encoding: delta`` saves nothing; empty where it does."""
-    keys: tuple[str, ...] = ()
-    """Settings of ``param_update`` that only such a transport looks at."""
 
     @property
     def streamed(self) -> bool:
@@ -61,7 +59,6 @@ TRANSPORTS: Mapping[str, TransportFacts] = MappingProxyType(
             ("ray", "inline"),
             leaves="files",
             no_delta="its files are whole versions",
-            keys=("directory",),
         ),
     }
 )

@@ -15,11 +15,11 @@ from torch.nn.functional import cross_entropy
 
 from headway.api.python_settings import load_checked
 from headway.api.sft.sft_run import SftReports, check, sft
+from headway.config.checks import rules
 from headway.config.layers import flatten, lies_in
 from headway.config.loading import LoadedConfig, load
 from headway.config.schema import Config
 from headway.config.sections.model_section import MakeModelConfig
-from headway.config.settings_without_effect import READ_BY_SFT
 from headway.errors import ConfigError, DataError, UserError
 from headway.models.made_model import make_model
 from headway.models.pretrained import load_model
@@ -214,6 +214,8 @@ def test_its_settings_are_checked_as_those_of_training_are(tmp_path: Path, given
     load_checked(recipe, ["sft.batch_size=2"], supervised=True)
     load_checked(recipe)
     keys = dict(flatten(Config().model_dump(mode="json")))
-    assert all(any(lies_in(key, read) for key in keys) for read in READ_BY_SFT if read != "data.accept_changes")
+    assert all(
+        any(lies_in(key, read) for key in keys) for read in rules()["sft"]["reads"] if read != "data.accept_changes"
+    )
     with pytest.raises(ConfigError, match=message):
         load_checked(recipe, [given], supervised=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.config.checks import without_effect
 from headway.config.doctor import diagnose
 from headway.config.layers import Layer, lies_in, overlay, read_overrides, settings_of
 from headway.config.loading import LoadedConfig, load
@@ -24,7 +25,6 @@ from headway.config.sections.learning import AlgorithmConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.rollout_section import RolloutConfig
 from headway.config.sections.run_section import ClusterConfig, RunConfig
-from headway.config.settings_without_effect import without_effect
 from headway.config.sizing.placement import needs_critic
 from headway.data.hub import is_saved, splits_of
 from headway.data.problems import REASONING_GYM

@@ -200,17 +200,16 @@ class _Names:
 
     def arguments(self, call: ast.Call, positions: Sequence[str], remarks: list[str]) -> dict[str, Any]:
         """Return a call's arguments by name."""
-        given = dict(zip(positions, call.args, strict=False)) | {one.arg: one.value for one in call.keywords if one.arg}
-        for spread in (one.value for one in call.keywords if one.arg is None):
-            value = self.value(spread)
-            if not isinstance(value, dict):
-                remarks.append(f"line {call.lineno}: what **{ast.unparse(spread)} gives is not known")
-        return {name: self.value(expression) for name, expression in given.items()} | {
-            str(name): value
-            for one in call.keywords
-            if one.arg is None and isinstance(spread := self.value(one.value), dict)
-            for name, value in spread.items()
-        }
+        given = {name: self.value(one) for name, one in zip(positions, call.args, strict=False)}
+        for one in call.keywords:
+            value = self.value(one.value)
+            if one.arg:
+                given[one.arg] = value
+            elif isinstance(value, dict):
+                given |= {str(name): part for name, part in value.items()}
+            else:
+                remarks.append(f"line {call.lineno}: what **{ast.unparse(one.value)} gives is not known")
+        return given
 
     def value(self, node: ast.expr) -> Any:
         """Return what an expression is, as far as the script says it; the rest is `unresolved`."""
@@ -218,6 +217,12 @@ class _Names:
             return self._value(node)
         except (TypeError, ValueError, ArithmeticError, RecursionError, KeyError, IndexError):
             return unresolved(ast.unparse(node))
+
+    def _known(self, node: ast.expr) -> Any:
+        """Return what an expression is. Raises `ValueError` where the script does not say it."""
+        if missing(value := self._value(node)):
+            raise ValueError("not known")
+        return value
 
     def _value(self, node: ast.expr) -> Any:
         match node:
@@ -230,15 +235,13 @@ class _Names:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._value(operand)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                chosen = self._value(operand)
-                return not chosen if not missing(chosen) else unresolved(ast.unparse(node))
+                return not self._known(operand)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return self._joined(_OPERATORS[type(op)], left, right)
+                return _OPERATORS[type(op)](self._value(left), self._value(right))
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
-                return self._joined(_OPERATORS[type(op)], left, right)
+                return _OPERATORS[type(op)](self._known(left), self._known(right))
             case ast.IfExp(test=test, body=body, orelse=orelse):
-                chosen = self._value(test)
-                return self._value(body if chosen else orelse) if not missing(chosen) else unresolved(ast.unparse(node))
+                return self._value(body if self._known(test) else orelse)
             case ast.BoolOp(op=ast.Or(), values=values):
                 found = [self._value(one) for one in values]
                 return next((one for one in found if one), found[-1])
@@ -257,12 +260,6 @@ class _Names:
             case ast.Call():
                 return self._call(node)
         return unresolved(ast.unparse(node))
-
-    def _joined(self, join: Callable[[Any, Any], Any], left: ast.expr, right: ast.expr) -> Any:
-        one, two = self._value(left), self._value(right)
-        if join in (operator.eq, operator.ne) and (missing(one) or missing(two)):
-            raise ValueError("not known")
-        return join(one, two)
 
     def _part(self, part: ast.expr) -> str:
         return str(self.value(part.value if isinstance(part, ast.FormattedValue) else part))

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,22 @@ def read(given: str) -> SettingsFile:
     if given == "-":
         return _of_whole_script(sys.stdin.read(), SettingsFile("standard input"))
     path = Path(given).expanduser()
-    if " " in given.strip() and not _exists(path):
+    try:
+        there = path.exists()
+    except OSError:  # a long command line is no name of a file
+        there = False
+    if " " in given.strip() and not there:
         return _of_whole_script(given, SettingsFile("the command line"))
     text, source = _text(path), SettingsFile(str(path))
     match path.suffix.lower():
         case ".yaml" | ".yml":
             return _of_yaml(text, source)
         case ".toml":
-            return _of_toml(text, source)
+            try:
+                source.settings = dict(_flat(tomllib.loads(text), empty=True))
+            except (tomllib.TOMLDecodeError, RecursionError) as error:
+                raise ConfigError(f"{path}: not valid TOML: {_first_line(error)}") from error
+            return source
         case ".py":
             return _of_code(text, source, path)
         case ".json" | ".jsonl" | ".parquet" | ".ipynb" | ".csv" | ".safetensors":
@@ -81,23 +90,16 @@ def read(given: str) -> SettingsFile:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a long command line is no name of a file
-        return False
-
-
 def _text(path: Path) -> str:
     try:
-        if not path.is_file():
-            what = "a directory" if path.is_dir() else "not a file" if path.exists() else "there is no such file"
-            raise ConfigError(f"{path}: {what}; expected {KINDS}")
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8; expected {KINDS}") from error
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        what = "a directory" if path.is_dir() else "not a file" if path.exists() else "there is no such file"
+    except UnicodeDecodeError:
+        what = "not a text file in UTF-8"
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; expected {KINDS}") from error
+        what = error.strerror or str(error)
+    raise ConfigError(f"{path}: {what}; expected {KINDS}")
 
 
 def _of_yaml(text: str, source: SettingsFile) -> SettingsFile:
@@ -151,14 +153,6 @@ def _as_written(text: str) -> Any:
     return text.replace(_OPEN, "${").replace(_CLOSE, "}")
 
 
-def _of_toml(text: str, source: SettingsFile) -> SettingsFile:
-    try:
-        source.settings = dict(_flat(tomllib.loads(text), empty=True))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{source.name}: not valid TOML: {_first_line(error)}") from error
-    return source
-
-
 def _of_code(text: str, source: SettingsFile, path: Path) -> SettingsFile:
     described = re.search(_COMMAND.format(re.escape(path.name)), text.replace("\\\\\n", "\\\n"), re.MULTILINE)
     options: dict[str, Any] = {}
@@ -191,7 +185,10 @@ def _of_script(text: str, source: SettingsFile) -> SettingsFile:
         if len(runs) > 1:
             source.remarks.append(f"of {len(runs)} commands with settings the last one that trains counts")
         command = (trains or runs)[-1]
-        _note_program(command, source)
+        if any(at and "." in at[2] for at in map(_SETTING.match, command)):
+            named = [program for word in command if "=" not in word for part, program in _PROGRAMS if part in word]
+            for program in named[:1]:
+                source.settings[PROGRAM], source.project = program, VERL.name
         source.settings |= _overrides(command)
     if flagged:
         source.settings |= flagged[-1]
@@ -232,15 +229,6 @@ def _overrides(command: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _note_program(command: Sequence[str], source: SettingsFile) -> None:
-    """Remember the program of verl's that a command starts."""
-    if any(_SETTING.match(word) and "." in word.partition("=")[0] for word in command):
-        for word in command:
-            program = next((program for part, program in _PROGRAMS if part in word and "=" not in word), None)
-            if program and PROGRAM not in source.settings:
-                source.settings[PROGRAM], source.project = program, VERL.name
-
-
 def _note_files(script: ShellScript, source: SettingsFile) -> None:
     for command in script.commands:
         words = [part for word in command for part in (word.split("=") if word.startswith("--config=") else [word])]
@@ -269,16 +257,10 @@ def _flags(command: Sequence[str], source: SettingsFile) -> Iterator[tuple[str, 
     yield from _processes(command[:start])
     words = [word for word in command[start + 1 :] if not (_SETTING.match(word) and not word.startswith("-"))]
     for i, word in enumerate(words):
-        if not word.startswith("--"):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name in ("config", "config_file"):
             continue
-        name, equals, value = word[2:].partition("=")
-        values = []
-        for after in words[i + 1 :]:
-            if after.startswith("--"):
-                break
-            values.append(_value(after))
-        if name in ("config", "config_file"):
-            continue
+        values = [_value(after) for after in takewhile(lambda one: not one.startswith("--"), words[i + 1 :])]
         yield name.replace("-", "_"), _value(value) if equals else (values[0] if len(values) == 1 else values or True)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,22 +15,22 @@ from typing import Any
 import yaml
 
 from headway.config.aliases import canonical_key
+from headway.config.checks import without_effect
 from headway.config.doctor import diagnose
-from headway.config.layers import flatten, lies_in, nest
+from headway.config.layers import DOT, flatten, lies_in
 from headway.config.loading import LoadedConfig, load, mode_config
 from headway.config.migration.settings_files import SettingsFile
 from headway.config.migration.shell_scripts import missing, written
 from headway.config.migration_tables.prime_rl import SECTIONS
-from headway.config.migration_tables.projects import OPENRLHF, PRIME_RL, PROJECTS, TRL, VERL
-from headway.config.migration_tables.table_rows import Project, ReportPart, Translated, taken, without
+from headway.config.migration_tables.projects import OPENRLHF, PRIME_RL, PROJECTS, TRL, VERL, Project
+from headway.config.migration_tables.table_rows import ReportPart, Translated, lost, taken
 from headway.config.migration_tables.verl import RENAMED
 from headway.config.schema import Config
 from headway.config.schema_keys import known_keys
-from headway.config.settings_without_effect import without_effect
 from headway.errors import ConfigError
 
-WIDTH = 100
-"""Width of a recipe's lines, where values allow it."""
+WIDTH = 80
+"""Width of a report's and a recipe's lines, where values allow it."""
 
 
 def body(values: Mapping[str, Any], comments: Mapping[str, tuple[str, str]]) -> str:
@@ -44,33 +44,19 @@ def body(values: Mapping[str, Any], comments: Mapping[str, tuple[str, str]]) -> 
     def place(key: str) -> tuple[int, int, str]:
         return first.get(key.partition(".")[0], len(first)), order.get(key, len(order)), key
 
-    ordered = {key: values[key] for key in sorted(values, key=place)}
-    lines = list(_lines(nest({key: _Leaf(value) for key, value in ordered.items()}), "", 0, comments))
-    return "\n".join(lines) + "\n" if lines else "{}\n"
-
-
-class _Leaf:
-    """A value, to tell it from a section."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _lines(tree: Mapping[str, Any], prefix: str, depth: int, comments: Mapping[str, tuple[str, str]]) -> Iterator[str]:
-    indent = "  " * depth
-    for name, node in tree.items():
-        key = f"{prefix}{name}"
-        if not isinstance(node, _Leaf):
-            if depth == 0:
-                yield ""
-            yield f"{indent}{name}:"
-            yield from _lines(node, f"{key}.", depth + 1, comments)
-            continue
+    lines: list[str] = []
+    opened: list[str] = []
+    for key in sorted(values, key=place):
+        *sections, name = (part.replace(DOT, ".") for part in key.split("."))
+        pairs = zip(opened, sections, strict=False)
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        lines += [""] if sections[:1] != opened[:1] and sections else []
+        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(shared, len(sections))]
+        opened, indent = sections, "  " * len(sections)
         origin, remark = comments.get(key, ("", ""))
-        line = f"{indent}{name}: {in_yaml(node.value)}"
-        if remark:
-            yield from (f"{indent}# {part}" for part in textwrap.wrap(remark, WIDTH - len(indent) - 2))
-        yield f"{line}  # {origin}" if origin else line
+        lines += [f"{indent}# {part}" for part in textwrap.wrap(remark, WIDTH - len(indent) - 2)]
+        lines.append(f"{indent}{name}: {in_yaml(values[key])}" + (f"  # {origin}" if origin else ""))
+    return "\n".join(lines) + "\n" if lines else "{}\n"
 
 
 def in_yaml(value: Any) -> str:
@@ -94,6 +80,12 @@ class TranslationOutcome:
     answer: Translated
     given: bool = True
     known: bool = True
+
+    def keep(self, keys: Container[str], part: ReportPart | None = None, note: str = "") -> None:
+        """Take away the values of all other keys than these, and add to the remark."""
+        kept = {key: value for key, value in self.answer.values.items() if key in keys}
+        notes = "; ".join(filter(None, (self.answer.note, note)))
+        self.answer = Translated(part or self.answer.part, kept, notes)
 
 
 class _NotKnown(Exception):
@@ -161,14 +153,10 @@ def recognise(sources: Sequence[SettingsFile], asked: str | None = None) -> Proj
     for source in sources:
         if source.name not in found and not any(_knows(project, source) for project in projects.values()):
             keys = list(source.settings)
-            what = (
-                f"its settings are {', '.join(keys[:3])}{' …' if len(keys) > 3 else ''}"
-                if keys
-                else "it has no settings"
-            )
+            given = f"its settings are {', '.join(keys[:3])}{' …' * (len(keys) > 3)}" if keys else "it has no settings"
             names = ", ".join(project.name for project in PROJECTS.values())
             raise ConfigError(
-                f"{source.name}: of no project that Headway knows ({names}): {what}; say --from where it is"
+                f"{source.name}: of no project that Headway knows ({names}): {given}; say --from where it is"
             )
     return next(iter(projects.values()))
 
@@ -213,10 +201,14 @@ def translate(project: Project, sources: Sequence[SettingsFile]) -> Translation:
     everything = _Settings(defaults | unknown | given)
     result = Translation(project, sources)
     for key, value in defaults.items():
-        result.outcomes.append(_outcome(project, key, key, value, everything, given=False))
+        result.outcomes.append(
+            TranslationOutcome(key, value, _answer(project, key, key, value, everything), given=False)
+        )
     for key, (name, value) in settings.items():
-        result.outcomes.append(_outcome(project, name, key, value, everything))
-        if missing(value) and (row := project.row(_without_index(key))) and row.here:
+        row = project.row(_without_index(key))
+        answer = _answer(project, name, key, value, everything)
+        result.outcomes.append(TranslationOutcome(name, value, answer, known=row is not None or name.startswith("~")))
+        if missing(value) and row is not None and row.here:
             result.unknown.append(f"{row.here}: {name}={written(value)}")
     _settle(result)
     chosen = result.values.get("data.train")
@@ -258,29 +250,21 @@ def _without_index(key: str) -> str:
     return re.sub(r"\[\d+\]", "", key)
 
 
-def _outcome(
-    project: Project, name: str, key: str, value: Any, everything: Mapping[str, Any], *, given: bool = True
-) -> TranslationOutcome:
+def _answer(project: Project, name: str, key: str, value: Any, everything: Mapping[str, Any]) -> Translated:
     row = project.row(_without_index(key))
     if name.startswith("~"):
-        return TranslationOutcome(name, value, taken(note="taken away there, and not set here"), given)
+        return taken(note="taken away there, and not set here")
     if row is None:
-        return TranslationOutcome(name, value, without(_unknown(project, key)), given, known=False)
-    if (lost := missing(value)) and row.here:
-        reason = f"{', '.join(dict.fromkeys(lost))} is not known from the file; set {row.here} yourself"
-        return TranslationOutcome(name, value, without(reason), given)
-    if value is None and row.here and not given:
-        return TranslationOutcome(name, value, row.answer(value, everything), given)
+        return lost(_unknown(project, key))
+    yourself = f"; set {row.here} yourself" if row.here else ""
+    if (unknown := missing(value)) and row.here:
+        return lost(f"{', '.join(dict.fromkeys(unknown))} is not known from the file{yourself}")
     try:
-        return TranslationOutcome(name, value, row.answer(value, everything), given)
+        return row.answer(value, everything)
     except _NotKnown as error:
-        reason = f"needs {error}, which is not known from the file{f'; set {row.here} yourself' if row.here else ''}"
-        return TranslationOutcome(name, value, without(reason), given)
-    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
-        if value is None:
-            return TranslationOutcome(name, value, taken(note="not given, here either"), given)
-        reason = f"its value could not be read ({written(error)}){f'; set {row.here} yourself' if row.here else ''}"
-        return TranslationOutcome(name, value, without(reason), given)
+        return lost(f"needs {error}, which is not known from the file{yourself}")
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        return lost(f"its value could not be read ({written(error)}){yourself}")
 
 
 def _unknown(project: Project, key: str) -> str:
@@ -299,13 +283,10 @@ def _settle(result: Translation) -> None:
     for one in result.outcomes:
         for key, value in one.answer.values.items():
             before = owners.get(key)
-            if before is not None and before.given and result.values[key] != value:
-                note = f"{before.answer.note + '; ' if before.answer.note else ''}{one.key} replaces {key}"
-                kept = {name: old for name, old in before.answer.values.items() if name != key}
-                before.answer = Translated(ReportPart.DIFFERS, kept, note)
-            elif before is not None and not before.given:
-                kept = {name: old for name, old in before.answer.values.items() if name != key}
-                before.answer = Translated(before.answer.part, kept, before.answer.note)
+            if before is not None and not before.given:
+                before.keep(before.answer.values.keys() - {key})
+            elif before is not None and result.values[key] != value:
+                before.keep(before.answer.values.keys() - {key}, ReportPart.DIFFERS, f"{one.key} replaces {key}")
             result.values[key], owners[key] = value, one
 
 
@@ -326,12 +307,11 @@ def _make_it_load(result: Translation) -> None:
             _drop(result, key, f"left out, as it has no effect: {why}")
     usual = dict(flatten(mode_config(loaded.config.mode).model_dump(mode="json")))
     for one in result.outcomes:
-        for key, value in list(one.answer.values.items()) if not one.given else []:
-            if key != "mode" and key in result.values and usual.get(key, result) == value:
-                del result.values[key]
         if not one.given:
-            kept = {key: value for key, value in one.answer.values.items() if key in result.values}
-            one.answer = Translated(one.answer.part, kept, one.answer.note)
+            for key, value in one.answer.values.items():
+                if key != "mode" and key in result.values and usual.get(key, result) == value:
+                    del result.values[key]
+            one.keep(result.values)
     result.config = (loaded := _load(result)).config
     try:
         diagnose(loaded)
@@ -363,11 +343,13 @@ def _drop(result: Translation, key: str, note: str) -> None:
     for name in [name for name in result.values if lies_in(name, key)]:
         del result.values[name]
     for one in result.outcomes:
-        if any(lies_in(name, key) for name in one.answer.values):
-            kept = {name: value for name, value in one.answer.values.items() if not lies_in(name, key)}
-            remark = note if not kept else "; ".join(filter(None, (one.answer.note, f"{key} is {note}")))
-            part = ReportPart.WITHOUT if lies_in(next(iter(one.answer.values)), key) else one.answer.part
-            one.answer = Translated(part, kept, remark)
+        of_key = [lies_in(name, key) for name in one.answer.values]
+        if any(of_key):
+            remark = f"{key} is {note}"
+            if all(of_key):
+                one.answer, remark = Translated(one.answer.part, one.answer.values), note
+            others = [name for name in one.answer.values if not lies_in(name, key)]
+            one.keep(others, ReportPart.WITHOUT if of_key[0] else None, remark)
 
 
 def shown_value(one: TranslationOutcome) -> str:
@@ -383,9 +365,8 @@ def _without_secrets(key: str, value: Any, here: Mapping[str, Any]) -> Any:
     return "…" if hidden else value
 
 
-WIDTH = 80
 NOTHING = "nothing to do"
-"""Beginning of remarks on settings that nobody misses."""
+"""Beginning of remarks on settings that are not missed."""
 
 
 def report(found: Translation) -> str:
@@ -397,7 +378,8 @@ def report(found: Translation) -> str:
         outcomes = sorted(found.of(part), key=_urgency)
         lines += ["", f"{part.value} ({len(outcomes)})"]
         for note, group in groupby(outcomes, key=lambda one: "" if one.answer.values else one.answer.note):
-            lines += _settings(list(group), note, found.project.name)
+            lines += [line for one in group for line in _setting(one, found.project.name)]
+            lines += textwrap.wrap(note, WIDTH, initial_indent="    ", subsequent_indent="    ")
         lines += [] if outcomes else ["  none"]
     if found.open:
         lines += ["", "Before it runs, headway doctor asks for"]
@@ -410,13 +392,6 @@ def _urgency(one: TranslationOutcome) -> tuple[int, str]:
     if one.answer.values or not one.answer.note:
         return 0, ""
     return (2 if one.answer.note.startswith(NOTHING) else 1), one.answer.note
-
-
-def _settings(outcomes: Sequence[TranslationOutcome], note: str, project: str) -> Iterator[str]:
-    """Yield the lines of settings that share a remark; without one each has its own."""
-    for one in outcomes:
-        yield from _setting(one, project)
-    yield from textwrap.wrap(note, WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 def _setting(one: TranslationOutcome, project: str) -> Iterator[str]:
@@ -453,9 +428,7 @@ def recipe(found: Translation, written_to: str | None) -> str:
     comments = {}
     for key, one in found.origins().items():
         name = one.key if one.given else f"{found.project.name}'s default of {one.key}"
-        remark = (
-            one.answer.note if one.answer.part is ReportPart.DIFFERS and key == next(iter(one.answer.values)) else ""
-        )
-        value = f"={shown_value(one)}" if one.answer.part is ReportPart.DIFFERS else ""
-        comments[key] = (f"{name}{value}", remark)
+        differs = one.answer.part is ReportPart.DIFFERS
+        remark = one.answer.note if differs and key == next(iter(one.answer.values)) else ""
+        comments[key] = (f"{name}={shown_value(one)}" if differs else name, remark)
     return "\n".join(head) + "\n" + body(found.values, comments)

@@ -2,20 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
 
+from headway.config.aliases import FIXED
+from headway.config.conditions import holds
 from headway.config.migration_tables import areal, openrlhf, prime_rl, trl, verl
-from headway.config.migration_tables.table_rows import Project, TableRow, read_project
+from headway.config.migration_tables.table_rows import Given, ReportPart, TableRow, row_of
 
-VERL = read_project("verl.toml", verl)
-TRL = read_project("trl.toml", trl)
-AREAL = read_project("areal.toml", areal)
-PRIME_RL = read_project("prime_rl.toml", prime_rl)
-OPENRLHF = read_project("openrlhf.toml", openrlhf)
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """Another project: its name and its table, whose keys may have ``*`` for any part of a key."""
+
+    name: str
+    rows: Mapping[str, TableRow]
+    marks: tuple[str, ...] = ()
+    """Keys that no other project has, with ``*``."""
+    before: Mapping[str, str] = field(default_factory=dict)
+    """Keys of earlier releases of the project → those that the table has."""
+    usual: tuple[Mapping[str, Any], ...] = ()
+    """Parts of the project's defaults, each with the settings ``when``, or ``unless``, it is so."""
+    guessed: Callable[[Given], Mapping[str, Any]] = lambda given: {}
+    """Function of a file's settings: what these say of settings that it leaves out."""
+
+    def row(self, key: str) -> TableRow | None:
+        """Return the row of ``key``: its own, or that of the first pattern that fits it.
+
+        What ``*`` at the end of a pattern stands for takes the place of the one in ``here``.
+        """
+        if key in self.rows:
+            return self.rows[key]
+        for pattern, row in self.rows.items():
+            if "*" in pattern and fnmatchcase(key, pattern):
+                rest = key.removeprefix(pattern.removesuffix("*"))
+                return replace(row, here=row.here[:-1] + rest) if row.here.endswith("*") else row
+        return None
+
+    def marked(self, keys: Iterable[str]) -> int:
+        """Count the keys that only this project has."""
+        return sum(any(fnmatchcase(key, mark) for mark in self.marks) for key in keys)
+
+    def defaults(self, given: Given) -> dict[str, Any]:
+        """Return the values of settings that a file leaves out, where they are not Headway's."""
+        found = dict(self.guessed(given))
+        for part in self.usual:
+            if holds(part, found | dict(given)):
+                found |= {key: None if value == "null" else value for key, value in part["values"].items()}
+        return found
+
+
+def read_project(module: ModuleType, further: Mapping[str, Mapping[str, Any]] | None = None) -> Project:
+    """Return the project of the table beside ``module``, which has its conversions. ``further``: rows of its own."""
+    functions = vars(module)
+    table = tomllib.loads(Path(functions["__file__"]).with_suffix(".toml").read_text(encoding="utf-8"))
+    rows: dict[str, TableRow] = {}
+    for names, entry in ((further or {}) | table["rows"]).items():
+        row = row_of(entry, functions)
+        prefix, several, rest = names.partition(": ") if not names.startswith(": ") else ("", ": ", names[2:])
+        rows |= {prefix + name: row for name in rest.split()} if several else {names: row}
+    guessed = functions.get("guessed", lambda given: {})
+    project = Project(
+        table["name"], rows, tuple(table["marks"]), table.get("before", {}), tuple(table["defaults"]), guessed
+    )
+    rows |= {old: found for old, new in project.before.items() if (found := project.row(new)) is not None}
+    alike = {
+        one["there"] + key.removeprefix(one["section"]): TableRow("", one["no"], ReportPart.WITHOUT)
+        for one in table.get("like", ())
+        for key in rows
+        if key.startswith(one["section"])
+    }
+    return replace(project, rows=alike | rows)
+
+
+VERL = read_project(verl, {key: {"always": list(values), "note": why} for key, (values, why) in FIXED.items()})
+TRL = read_project(trl)
+AREAL = read_project(areal)
+PRIME_RL = read_project(prime_rl)
+OPENRLHF = read_project(openrlhf)
 PROJECTS: Mapping[str, Project] = MappingProxyType(
     {"verl": VERL, "trl": TRL, "areal": AREAL, "prime-rl": PRIME_RL, "openrlhf": OPENRLHF}
 )
+
+
+USUAL: Mapping[str, list[str]] = tomllib.loads(Path(__file__).with_name("usual.toml").read_text(encoding="utf-8"))
+"""Names that several have, whole or the last part of one → the nearest keys here."""
 
 
 def whole_key(key: str) -> tuple[str, str, TableRow] | None:

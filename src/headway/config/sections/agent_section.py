@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from headway.config.sections.section import NonNegative, Positive, Section, text_or
-from headway.runtime.sandbox.process_limits import TELLS
 from headway.runtime.sandbox.python_tool import PYTHON
 from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
 from headway.runtime.user_code import names_a_server, names_user_code
@@ -157,16 +156,8 @@ class AgentConfig(Section):
         return self.client if isinstance(self.client, str) else None
 
 
-def program_problems(
-    agent: AgentConfig, *, n: int, by_program: bool, max_response_length: int, stall_timeout_s: float
-) -> Iterator[str]:
-    """Yield what is wrong with programs and their limits. ``n``: episodes of a group; ``by_program``: the reward is the
-    program's own."""
-    if agent.has_program and agent.step_timeout_s >= stall_timeout_s:
-        yield (
-            f"agent.step_timeout_s={agent.step_timeout_s:g} lets all episodes be in a step for longer than nothing "
-            f"may move, cluster.stall_timeout_s={stall_timeout_s:g}; lower the one or raise the other"
-        )
+def program_problems(agent: AgentConfig) -> Iterator[str]:
+    """Yield what is wrong with the programs that are named."""
     given = {
         "tools": agent.tools,
         "mcp": agent.mcp,
@@ -186,39 +177,6 @@ def program_problems(
                 yield f"agent.{name}={spec}: expected file.py:name, such as {example}{built_in}"
     if agent.params and not (agent.environment or agent.program or agent.client_function):
         yield "agent.params are for an environment, a program or an agent in Python; nothing else has any; drop it"
-    # Tools of verl's form give rewards, too: whether these do is known when they are loaded.
-    if by_program and not (agent.environment or agent.program or agent.client or agent.tools):
-        yield (
-            "reward.function=program is the reward of agent.environment, program or client, and none is given; name a "
-            "function that scores the last answer"
-        )
-    if agent.step_timeout_s > agent.episode_timeout_s:
-        yield (
-            f"agent.step_timeout_s={agent.step_timeout_s:g} is more than the whole episode may take, "
-            f"agent.episode_timeout_s={agent.episode_timeout_s:g}; lower the one or raise the other"
-        )
-    if agent.max_turn_tokens is not None and agent.max_turn_tokens > max_response_length:
-        yield (
-            f"agent.max_turn_tokens={agent.max_turn_tokens} is more than an answer may have, "
-            f"data.max_response_length={max_response_length}; lower the one or raise the other"
-        )
-    if agent.min_episodes is not None and agent.min_episodes > n:
-        yield f"agent.min_episodes={agent.min_episodes} is more than a group has, rollout.n={n}; lower it"
-
-
-def idle_program_keys(agent: AgentConfig) -> Iterator[tuple[str, str]]:
-    """Keys of programs that change nothing → why."""
-    if not agent.has_program:
-        for key in AgentConfig.model_fields:
-            if key not in ("tools", "mcp", "environment", "program", "client", "env"):
-                yield (
-                    f"agent.{key}",
-                    "answers have one turn: there is no agent.tools, environment, program or client",
-                )
-        return
-    if agent.client is None:
-        for key in ("sampling", "models", "endpoint_host", "endpoint_port"):
-            yield f"agent.{key}", "no agent.client is given, and nothing else asks for turns over HTTP"
 
 
 def _is_other_form(name: str, spec: str) -> bool:
@@ -253,32 +211,3 @@ class SandboxConfig(Section):
         """The sandbox that the section asks for."""
         limits = SandboxLimits(self.wall_s, max(LEAST_CPU_S, self.wall_s), self.memory_mib)
         return SandboxSpec(self.kind, limits)
-
-
-def runs_code(tools: Collection[str], rewards: Collection[str]) -> bool:
-    """Tell whether a run with these tools and reward functions has a use for the sandbox."""
-    return PYTHON in tools or CODE in rewards
-
-
-def sandbox_problems(sandbox: SandboxConfig, agent: AgentConfig) -> Iterator[str]:
-    """Yield problems of the sandbox's limits."""
-    if PYTHON in agent.tools and sandbox.wall_s >= agent.step_timeout_s:
-        yield (
-            f"sandbox.wall_s={sandbox.wall_s:g} lets one call of the tool python take as long as a whole step, "
-            f"agent.step_timeout_s={agent.step_timeout_s:g}; lower the one or raise the other"
-        )
-
-
-def idle_sandbox_keys(tools: Collection[str], rewards: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Keys of the sandbox that change nothing → why."""
-    if not runs_code(tools, rewards):
-        for key in SandboxConfig.model_fields:
-            yield f"sandbox.{key}", "nothing runs in it: agent.tools has no python, and reward.function is not code"
-    elif PYTHON not in tools:
-        yield "sandbox.wall_s", "each test of the reward code has a limit of its own, reward.params.timeout_s"
-
-
-def sandbox_notes(sandbox: SandboxConfig, tools: Collection[str], rewards: Collection[str]) -> Iterator[str]:
-    """Yield warnings about the sandbox at the start."""
-    if runs_code(tools, rewards) and sandbox.kind == "process_limits":
-        yield TELLS

@@ -67,6 +67,20 @@ WHOLE_CONTEXT_TOKENS = 2**18
 34 GB of an 8 B model's keys and values (8 heads of 128 in 32 layers, bfloat16)."""
 
 
+GROUP_RELATIVE = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "maxrl",
+    "grpo_passk",
+    "pass_at_k",
+    "reinforce_plus_plus_baseline",
+    "gigpo",
+)
+"""Estimators that compare the trajectories of a group."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Device numbers of each role, in rank order. A role that the algorithm does not ask for is absent."""
@@ -129,6 +143,16 @@ def needs_greedy_baseline(config: Config) -> bool:
     """Tell whether each group gets a greedy answer beside its own."""
     asked = config.rollout.greedy_baseline
     return config.algorithm.adv_estimator == "remax" if asked is None else asked
+
+
+def min_episodes(config: Config) -> int:
+    """Fewest episodes of a group that must not have failed: ``agent.min_episodes``, or what the estimator needs."""
+    algorithm = config.algorithm
+    if config.agent.min_episodes is not None:
+        return config.agent.min_episodes
+    of_k = {"pass_at_k": algorithm.pass_k, "grpo_passk": algorithm.pass_k}
+    least = of_k.get(algorithm.adv_estimator, 2 if algorithm.adv_estimator in GROUP_RELATIVE else 1)
+    return min(least, config.rollout.n)
 
 
 def concurrent(config: Config) -> int:

@@ -94,21 +94,21 @@ class Mesh:
     def share(self, shape: ModelShape) -> int:
         """Parameters that each rank holds of the model."""
         parallel, copy = self.parallel, self.ranks // self.parallel.replicate
-        dense = shape.layers * (_up(shape.divided, parallel.tp) + shape.kept) + self.root(shape)
-        return _up(dense, copy // parallel.tp) + _up(shape.layers * shape.of_experts, copy)
+        dense = shape.layers * (up(shape.divided, parallel.tp) + shape.kept) + self.root(shape)
+        return up(dense, copy // parallel.tp) + up(shape.layers * shape.of_experts, copy)
 
     def root(self, shape: ModelShape) -> int:
         """Parameters that stay gathered on each rank in a step: embedding, last norm and head."""
-        return _up(shape.embedding, self.parallel.tp) + shape.final + _up(shape.head, self.parallel.tp)
+        return up(shape.embedding, self.parallel.tp) + shape.final + up(shape.head, self.parallel.tp)
 
     def layer(self, shape: ModelShape) -> int:
         """Parameters of a gathered layer on each rank."""
         parallel = self.parallel
-        return _up(shape.divided, parallel.tp) + shape.kept + _up(shape.of_experts, max(parallel.tp, parallel.ep))
+        return up(shape.divided, parallel.tp) + shape.kept + up(shape.of_experts, max(parallel.tp, parallel.ep))
 
     def vocabulary(self, shape: ModelShape) -> int:
         """Tokens whose logits each rank computes."""
-        return _up(shape.vocabulary, self.parallel.tp)
+        return up(shape.vocabulary, self.parallel.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +167,6 @@ def critic(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
     return ProcessMemory((held,), moments)
 
 
-def checkpoint(name: str, weights: int, *, beside_training: bool, on_cpu: bool) -> ProcessMemory:
-    """Memory of the copy that a checkpoint is written from, of a rank that holds so many ``weights`` of a model.
-
-    ``beside_training``: False where there is one only when training is over.
-    """
-    copy = MemoryItem(f"copy for the {name}'s checkpoint", 3 * FLOAT * weights, on_host=not on_cpu)
-    return ProcessMemory((copy,), {}) if beside_training else ProcessMemory((), {f"checkpoint of the {name}": (copy,)})
-
-
 def update(
     shape: ModelShape,
     itemsize: int,
@@ -192,7 +183,7 @@ def update(
     ``copy``: what is sent is kept (overlapped, or deltas). ``through_host``: a GPU's buckets are sent from the host.
     ``shared``: each rank gets all, for a replica on its device.
     """
-    share = _up(shape.parameters * itemsize, max(1, senders))
+    share = up(shape.parameters * itemsize, max(1, senders))
     bucket = min(bucket, share)
     lines = [MemoryItem("bucket of an update", bucket)]
     if senders > 1 or shared:
@@ -201,55 +192,6 @@ def update(
         lines.append(MemoryItem("the bucket in host memory", bucket, on_host=True))
     held = (MemoryItem("copy of what is sent", share, on_host=not on_cpu),) if copy and senders else ()
     return ProcessMemory(held, {"update": tuple(lines)})
-
-
-def machine(shape: ModelShape, itemsize: int, *, on_cpu: bool) -> ProcessMemory:
-    """Memory that the processes of a machine share: the copy of new weights that they load from."""
-    return ProcessMemory(
-        (MemoryItem("new weights, for all who load them", shape.parameters * itemsize, on_host=not on_cpu),), {}
-    )
-
-
-def replica(
-    shape: ModelShape,
-    *,
-    itemsize: int,
-    cached_tokens: int,
-    slots: int,
-    prefill: int,
-    bucket: int,
-    in_place: bool,
-    on_cpu: bool,
-    on_device: bool = False,
-    cache_bytes: int | None = None,
-    devices: int = 1,
-) -> ProcessMemory:
-    """Memory of a replica of the native engine, which holds the whole model, or of each of the ``devices`` that vLLM
-    divides it over.
-
-    ``cached_tokens``: those that there is room for, unless ``cache_bytes`` is less; ``slots``: answers at once;
-    ``prefill``: tokens of prompts that are read at once; ``in_place``: updates are received over the served weights;
-    ``on_device``: they come from a GPU to this one.
-    """
-    served, cache = shape.served(devices) * itemsize, cached_tokens * shape.cache(itemsize, devices)
-    held = [
-        MemoryItem("served weights", served),
-        MemoryItem("keys and values", cache if cache_bytes is None else min(cache, cache_bytes)),
-    ]
-    if on_device and not in_place:
-        held.append(MemoryItem("new weights, beside those that are served", served))
-    if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= PACKED_FROM:
-        read_once = 0 if shape.tied else shape.embedding
-        held.append(MemoryItem("the weights as a CPU's kernels read them", (shape.parameters - read_once) * itemsize))
-    divided = 2 * (shape.queries + 2 * shape.keys) + 3 * shape.intermediate * max(1, shape.experts_per_token)
-    row = 2 * shape.hidden + _up(divided, devices)
-    on_host = in_place and not (on_cpu or on_device)
-    moments = {
-        "prefill": (MemoryItem("a layer of the prompts that are read", prefill * row * itemsize),),
-        "sampling": (MemoryItem("logits of a decode step", 3 * slots * shape.vocabulary * FLOAT),),
-        "update": (MemoryItem("bucket of an update", min(bucket, served), on_host=on_host),),
-    }
-    return ProcessMemory(tuple(held), moments)
 
 
 # ------------------------------------------------------------------------------------------ a training step
@@ -328,7 +270,8 @@ def _sum(lines: Sequence[MemoryItem], *, on_host: bool) -> int:
     return sum(line.nbytes for line in lines if line.on_host is on_host)
 
 
-def _up(number: int, parts: int) -> int:
+def up(number: int, parts: int) -> int:
+    """Return the largest of so many equal parts."""
     return -(-number // parts)
 
 

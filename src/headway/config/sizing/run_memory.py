@@ -20,17 +20,16 @@ from headway.config.sizing.placement import (
     resolve_placement,
 )
 from headway.config.sizing.process_memory import (
+    PACKED_FROM,
     MemoryItem,
     Mesh,
     ProcessMemory,
     TrainingStep,
-    checkpoint,
     critic,
-    machine,
     reference,
-    replica,
     room,
     trainer,
+    up,
     update,
 )
 from headway.config.transport_facts import TRANSPORTS, between_devices, transport_of
@@ -91,17 +90,17 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
 
     Micro-batches are as large as they may be, answers as long, and all slots in use.
     """
-    placement = resolve_placement(config)
-    step = _step(config, placement, on_cpu=on_cpu, device_bytes=None if on_cpu else device_bytes)
-    roles: dict[str, ProcessMemory] = {ACTOR: _trainer(config, shape, step, placement, on_cpu=on_cpu, senders=0)}
+    run = _Run(config, shape, on_cpu, None if on_cpu else device_bytes)
+    placement, step = run.placement, run.step
+    roles: dict[str, ProcessMemory] = {ACTOR: run.trainer(senders=0)}
     for role, of in ((REF, reference), (LOGP, reference), (CRITIC, critic)):
         if role in placement.devices and not placement.shared(role, ACTOR):
-            own = _on(step, len(placement.devices[role]))
+            own = replace(step, mesh=Mesh(len(placement.devices[role]), step.mesh.parallel))
             roles[role] = of(shape, own)
             if role == CRITIC:
-                roles[role] = roles[role].beside(_saved(config, "critic", shape, own, on_cpu=on_cpu))
-    senders = _senders(config, len(placement.devices[ACTOR]), on_cpu=on_cpu)
-    generates = _replica(config, shape, senders, on_cpu=on_cpu)
+                roles[role] = roles[role].beside(run.saved("critic", own.mesh))
+    senders = run.senders(len(placement.devices[ACTOR]))
+    generates = run.replica(senders)
     if placement.shared(ROLLOUT, ACTOR):
         roles[ACTOR] = roles[ACTOR].beside(ProcessMemory((), {"generation": generates.lines}))
     else:
@@ -111,24 +110,25 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     names[ROLLOUT] = REPLICA if placement.per_replica == 1 else OF_REPLICA
     found = [RunProcess(names[role], counts[role], memory) for role, memory in roles.items()]
     if not placement.shared(ROLLOUT, ACTOR):
-        sending = _trainer(config, shape, step, placement, on_cpu=on_cpu, senders=senders)
         others = counts[ACTOR] - senders
-        found[:1] = [RunProcess("trainer rank that sends" if others else names[ACTOR], senders, sending)]
+        name = "trainer rank that sends" if others else names[ACTOR]
+        found[:1] = [RunProcess(name, senders, run.trainer(senders=senders))]
         if others:
             found.insert(1, RunProcess("trainer rank that does not", others, roles[ACTOR]))
-    shared = machine(shape, _served(config, on_cpu=on_cpu), on_cpu=on_cpu)
-    apart = config.rollout.name == "native" and (not config.rollout.enable_dual_buffer or _on_devices(config, on_cpu))
+    received = MemoryItem("new weights, for all who load them", shape.parameters * run.served, on_host=not on_cpu)
+    copy = ProcessMemory((received,), {})
+    apart = config.rollout.name == "native" and (not config.rollout.enable_dual_buffer or run.on_devices)
     if ROLLOUT in roles and not apart:
-        found.append(RunProcess("machine with replicas", len(placement.on_nodes(ROLLOUT)), shared))
+        found.append(RunProcess("machine with replicas", len(placement.on_nodes(ROLLOUT)), copy))
     tokens = MemoryItem("tokens of groups that wait, or may be trained on again", token_bytes(config), not on_cpu)
     # One of the keepers may be on the ranks' machine: they take others.
-    ranks = -(-step.mesh.ranks // max(1, len(placement.on_nodes(ROLLOUT)) - 1))
+    ranks = up(step.mesh.ranks, max(1, len(placement.on_nodes(ROLLOUT)) - 1))
     nbytes = SNAPSHOTS * ranks * 3 * FLOAT * step.mesh.share(shape) * (2 if placement.shared(CRITIC, ACTOR) else 1)
     snapshots = MemoryItem(f"snapshots of training ranks: {SNAPSHOTS} of {ranks}", nbytes, on_host=not on_cpu)
     kept = (tokens,) if config.trainer.snapshot is None else (tokens, snapshots)
     found.append(RunProcess("machine with episode workers", 1, ProcessMemory(kept, {})))
     if LOGP in roles:
-        found.append(RunProcess("machine with logp ranks", len(placement.on_nodes(LOGP)), shared))
+        found.append(RunProcess("machine with logp ranks", len(placement.on_nodes(LOGP)), copy))
     return found
 
 
@@ -152,130 +152,128 @@ def replica_room(config: Config, shape: ModelShape, device_bytes: int) -> Replic
     Raises:
         ConfigError: there is no room for one whole answer, and the user has not chosen the room.
     """
-    placement = resolve_placement(config)
-    held = 0
-    if placement.shared(ROLLOUT, ACTOR):
-        step = _step(config, placement, on_cpu=False, device_bytes=device_bytes)
-        rank = _trainer(config, shape, step, placement, on_cpu=False, senders=0)
+    run, held = _Run(config, shape, on_cpu=False, device_bytes=device_bytes), 0
+    if run.placement.shared(ROLLOUT, ACTOR):
         # From the first step on. Before it the moments are not there: what starts now must fit when it wakes up then.
-        held = sum(line.nbytes for line in rank.held if not line.on_host)
+        held = sum(line.nbytes for line in run.trainer(senders=0).held if not line.on_host)
     left = room(device_bytes) - held
-    alone = _replica(config, shape, len(placement.devices[ACTOR]), on_cpu=False, cache_bytes=0).device
-    context = config.data.max_prompt_length + config.data.max_response_length
-    answer = context * shape.cache(_served(config, on_cpu=False), config.rollout.tensor_model_parallel_size)
+    alone = run.replica(len(run.placement.devices[ACTOR]), cache_bytes=0).device
+    answer = run.context * shape.cache(run.served, config.rollout.tensor_model_parallel_size)
     chosen = config.rollout.kv_cache_gib is not None or not SIZES.isdisjoint(config.rollout.engine_kwargs)
     if left < alone + answer and not chosen:
         beside = f", of which the training rank on it holds {held / 1e9:.1f}" if held else ""
         offload = "actor.fsdp_config.param_offload=true, " if held else ""
         raise ConfigError(
             f"a replica takes {alone / 1e9:.1f} GB of each GPU, and {answer / 1e9:.1f} for the keys and values of one "
-            f"answer of {context} tokens; a GPU has {device_bytes / 1e9:.1f}{beside}, and libraries need a tenth; set "
-            f"{offload}give more GPUs, or lower data.max_response_length"
+            f"answer of {run.context} tokens; a GPU has {device_bytes / 1e9:.1f}{beside}, and libraries need a tenth; "
+            f"set {offload}give more GPUs, or lower data.max_response_length"
         )
     return ReplicaRoom(left / device_bytes, left - alone)
 
 
-def _senders(config: Config, ranks: int, *, on_cpu: bool) -> int:
-    """Number of the trainer's ranks that send weights to replicas on other devices."""
-    facts = TRANSPORTS[transport_of(config.param_update.transport, backend=config.cluster.backend, shared=False)]
-    if _on_devices(config, on_cpu):
-        return 1
-    return min(facts.most_senders, ranks // config.actor.parallel.replicate)
+class _Run:
+    """Sizes of a run, from its settings and its model's shape."""
 
+    def __init__(self, config: Config, shape: ModelShape, on_cpu: bool, device_bytes: int | None) -> None:
+        self._config, self._shape, self._on_cpu = config, shape, on_cpu
+        self.placement: Placement = resolve_placement(config)
+        self.context = config.data.max_prompt_length + config.data.max_response_length
+        served = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+        self.served = self._itemsize(served)
+        update = config.param_update
+        self.on_devices = not on_cpu and between_devices(
+            update.transport, update.schedule, update.encoding, config.cluster.backend
+        )
+        """True where new weights go from the trainer's GPUs to those of others."""
+        actor = config.actor
+        mesh, cp = Mesh(len(self.placement.devices[ACTOR]), actor.parallel), actor.parallel.cp
+        groups = up(actor.ppo_mini_batch_size * actor.parallel.inner, mesh.ranks)  # of a mini-batch, on each data rank
+        budget = max(actor.ppo_max_token_len_per_gpu, up(self.context, cp))
+        self.step = TrainingStep(
+            mesh=mesh,
+            tokens=min(budget, up(groups * config.rollout.n * self.context, cp)),
+            itemsize=self._itemsize(config.model.dtype),
+            recompute=config.model.enable_gradient_checkpointing,
+            reshard=actor.fsdp_config.reshard_after_forward,
+            offload=actor.fsdp_config.param_offload and not on_cpu,
+            device_bytes=device_bytes,
+            entropy=actor.entropy_coeff > 0,
+        )
 
-def _on_devices(config: Config, on_cpu: bool) -> bool:
-    """Tell whether new weights go from the trainer's GPUs to those of others."""
-    update = config.param_update
-    return not on_cpu and between_devices(update.transport, update.schedule, update.encoding, config.cluster.backend)
+    def _itemsize(self, dtype: str) -> int:
+        return FLOAT if dtype == "float32" or (dtype == "auto" and self._on_cpu) else FLOAT // 2
 
+    def senders(self, ranks: int) -> int:
+        """Return how many of the trainer's ranks send weights to replicas on other devices."""
+        config = self._config
+        facts = TRANSPORTS[transport_of(config.param_update.transport, backend=config.cluster.backend, shared=False)]
+        return 1 if self.on_devices else min(facts.most_senders, ranks // config.actor.parallel.replicate)
 
-def _step(config: Config, placement: Placement, *, on_cpu: bool, device_bytes: int | None) -> TrainingStep:
-    actor, data = config.actor, config.data
-    mesh = Mesh(len(placement.devices[ACTOR]), actor.parallel)
-    longest = data.max_prompt_length + data.max_response_length
-    inner = actor.parallel.inner
-    groups = -(-actor.ppo_mini_batch_size * inner // mesh.ranks)  # of a mini-batch, on each data rank
-    all_rows = -(-groups * config.rollout.n * longest // actor.parallel.cp)
-    budget = max(actor.ppo_max_token_len_per_gpu, -(-longest // actor.parallel.cp))
-    return TrainingStep(
-        mesh=mesh,
-        tokens=min(budget, all_rows),
-        itemsize=_itemsize(config.model.dtype, on_cpu=on_cpu),
-        recompute=config.model.enable_gradient_checkpointing,
-        reshard=actor.fsdp_config.reshard_after_forward,
-        offload=actor.fsdp_config.param_offload and not on_cpu,
-        device_bytes=device_bytes,
-        entropy=actor.entropy_coeff > 0,
-    )
+    def saved(self, name: str, mesh: Mesh) -> ProcessMemory:
+        """Return the copy that a checkpoint is written from: the trainer's, or the critic's, which has no head."""
+        weights = mesh.share(replace(self._shape, tied=True) if name == "critic" else self._shape)
+        copy = MemoryItem(f"copy for the {name}'s checkpoint", 3 * FLOAT * weights, on_host=not self._on_cpu)
+        if self._config.trainer.save_freq > 0:
+            return ProcessMemory((copy,), {})
+        return ProcessMemory((), {f"checkpoint of the {name}": (copy,)})  # when training is over
 
+    def trainer(self, *, senders: int) -> ProcessMemory:
+        """Return the memory of a rank that trains, one of so many ``senders``; 0 where it sends nothing."""
+        config, shape, step, placement = self._config, self._shape, self.step, self.placement
+        memory = trainer(shape, step).beside(self.saved("trainer", step.mesh))
+        if placement.shared(REF, ACTOR):
+            memory = memory.beside(reference(shape, step))
+        if placement.shared(CRITIC, ACTOR):
+            memory = memory.beside(critic(shape, step)).beside(self.saved("critic", step.mesh))
+        if placement.shared(LOGP, ACTOR) and config.async_training.trigger_parameter_sync_step > 1:
+            share = FLOAT * step.mesh.share(shape)
+            copy = MemoryItem("weights at the version's start", share, on_host=not self._on_cpu)
+            now = MemoryItem("the present weights, meanwhile", share, on_host=not self._on_cpu)
+            memory = memory.beside(ProcessMemory((copy,), {"log-probs of the version's start": (now,)}))
+        sends = update(
+            shape,
+            self.served,
+            int(config.rollout.param_update_preduce_bucket_size_mb * MIB),
+            senders=senders,
+            copy=config.param_update.schedule == "overlapped" or config.param_update.encoding == "delta",
+            on_cpu=self._on_cpu,
+            through_host=not self._on_cpu and not self.on_devices,
+            shared=placement.shared(ROLLOUT, ACTOR) and step.mesh.ranks > 1,
+        )
+        return memory.beside(sends)
 
-def _on(step: TrainingStep, ranks: int) -> TrainingStep:
-    """Return ``step`` on another number of ranks."""
-    return replace(step, mesh=Mesh(ranks, step.mesh.parallel))
+    def replica(self, senders: int, *, cache_bytes: int | None = None) -> ProcessMemory:
+        """Return the memory of a replica, or of each of the devices that vLLM divides it over.
 
-
-def _trainer(
-    config: Config, shape: ModelShape, step: TrainingStep, placement: Placement, *, on_cpu: bool, senders: int
-) -> ProcessMemory:
-    """``senders``: number of ranks that send weights, of which this is one; 0 if it is not."""
-    memory = trainer(shape, step).beside(_saved(config, "trainer", shape, step, on_cpu=on_cpu))
-    if placement.shared(REF, ACTOR):
-        memory = memory.beside(reference(shape, step))
-    if placement.shared(CRITIC, ACTOR):
-        memory = memory.beside(critic(shape, step)).beside(_saved(config, "critic", shape, step, on_cpu=on_cpu))
-    if placement.shared(LOGP, ACTOR) and config.async_training.trigger_parameter_sync_step > 1:
-        share = FLOAT * step.mesh.share(shape)
-        copy = MemoryItem("weights at the version's start", share, on_host=not on_cpu)
-        now = MemoryItem("the present weights, meanwhile", share, on_host=not on_cpu)
-        memory = memory.beside(ProcessMemory((copy,), {"log-probs of the version's start": (now,)}))
-    bucket = int(config.rollout.param_update_preduce_bucket_size_mb * MIB)
-    served = _served(config, on_cpu=on_cpu)
-    keeps = config.param_update.schedule == "overlapped" or config.param_update.encoding == "delta"
-    shared = placement.shared(ROLLOUT, ACTOR) and len(placement.devices[ACTOR]) > 1
-    through = not on_cpu and not _on_devices(config, on_cpu)
-    sends = update(
-        shape, served, bucket, senders=senders, copy=keeps, on_cpu=on_cpu, through_host=through, shared=shared
-    )
-    return memory.beside(sends)
-
-
-def _saved(config: Config, name: str, shape: ModelShape, step: TrainingStep, *, on_cpu: bool) -> ProcessMemory:
-    """Memory of a rank for the checkpoints of a model that it trains: the trainer's, or the critic's without a head."""
-    weights = step.mesh.share(replace(shape, tied=True) if name == "critic" else shape)
-    return checkpoint(name, weights, beside_training=config.trainer.save_freq > 0, on_cpu=on_cpu)
-
-
-def _replica(
-    config: Config, shape: ModelShape, senders: int, *, on_cpu: bool, cache_bytes: int | None = None
-) -> ProcessMemory:
-    """``cache_bytes``: for keys and values; None for what the settings ask for."""
-    rollout = config.rollout
-    if cache_bytes is None and rollout.kv_cache_gib is not None:
-        cache_bytes = int(rollout.kv_cache_gib * GIB)
-    context = config.data.max_prompt_length + config.data.max_response_length
-    slots = concurrent(config)
-    shared = config.cluster.placement == "shared"
-    # A cut or parked answer is read again with all that it has; only vLLM on GPUs divides a context over steps.
-    undivided = context if on_cpu or rollout.name == "native" else 0
-    return replica(
-        shape,
-        itemsize=_served(config, on_cpu=on_cpu),
-        cached_tokens=slots * context,
-        cache_bytes=cache_bytes,
-        slots=slots,
-        prefill=max(min(rollout.max_batched_tokens, slots * context), undivided),
-        bucket=(1 if shared else senders) * int(rollout.param_update_consume_bucket_size_mb * MIB),
-        in_place=shared or not rollout.enable_dual_buffer,
-        on_device=rollout.name == "native" and (shared or _on_devices(config, on_cpu)),
-        on_cpu=on_cpu,
-        devices=rollout.tensor_model_parallel_size,
-    )
-
-
-def _served(config: Config, *, on_cpu: bool) -> int:
-    dtype = config.rollout.dtype
-    return _itemsize(config.model.dtype if dtype == "auto" else dtype, on_cpu=on_cpu)
-
-
-def _itemsize(dtype: str, *, on_cpu: bool) -> int:
-    return FLOAT if dtype == "float32" or (dtype == "auto" and on_cpu) else FLOAT // 2
+        ``cache_bytes``: for keys and values; None for what the settings ask for.
+        """
+        shape, rollout, on_cpu, itemsize = self._shape, self._config.rollout, self._on_cpu, self.served
+        shared, devices = self._config.cluster.placement == "shared", rollout.tensor_model_parallel_size
+        slots, served = concurrent(self._config), shape.served(devices) * itemsize
+        if cache_bytes is None and rollout.kv_cache_gib is not None:
+            cache_bytes = int(rollout.kv_cache_gib * GIB)
+        cache = slots * self.context * shape.cache(itemsize, devices)
+        held = [
+            MemoryItem("served weights", served),
+            MemoryItem("keys and values", cache if cache_bytes is None else min(cache, cache_bytes)),
+        ]
+        in_place = shared or not rollout.enable_dual_buffer  # updates are received over the served weights
+        on_device = rollout.name == "native" and (shared or self.on_devices)  # from a GPU to this one
+        if on_device and not in_place:
+            held.append(MemoryItem("new weights, beside those that are served", served))
+        if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= PACKED_FROM:
+            packed = shape.parameters - (0 if shape.tied else shape.embedding)
+            held.append(MemoryItem("the weights as a CPU's kernels read them", packed * itemsize))
+        # A cut or parked answer is read again with all that it has; only vLLM on GPUs divides a context over steps.
+        undivided = self.context if on_cpu or rollout.name == "native" else 0
+        prefill = max(min(rollout.max_batched_tokens, slots * self.context), undivided)
+        divided = 2 * (shape.queries + 2 * shape.keys) + 3 * shape.intermediate * max(1, shape.experts_per_token)
+        row = 2 * shape.hidden + up(divided, devices)
+        bucket = (1 if shared else senders) * int(rollout.param_update_consume_bucket_size_mb * MIB)
+        on_host = in_place and not (on_cpu or on_device)
+        moments = {
+            "prefill": (MemoryItem("a layer of the prompts that are read", prefill * row * itemsize),),
+            "sampling": (MemoryItem("logits of a decode step", 3 * slots * shape.vocabulary * FLOAT),),
+            "update": (MemoryItem("bucket of an update", min(bucket, served), on_host=on_host),),
+        }
+        return ProcessMemory(tuple(held), moments)

@@ -1,6 +1,6 @@
 """Time limits of a run, computed from its settings, the size of its model and what was measured at the start.
 
-A watcher ends later than what it watches, whatever the size: `PAIRS` names each pair, and a test holds it.
+A watcher ends later than what it watches, whatever the size. A test names each pair, and holds it.
 
     transport < mapping < attempt ┐
     a load, an answer, a probe    │
@@ -13,10 +13,8 @@ code, programs that are asked something, sockets), each with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from headway.config.schema import Config
 
@@ -73,26 +71,6 @@ CLOSE_S = 60.0
 RANKS_S = 7 * 86_400.0
 """Seconds for which a rank waits in a collective beyond the longest limit on others: only ranks that nobody ends, since
 their driver is gone, end by it."""
-
-PAIRS: Mapping[str, str] = MappingProxyType(
-    {
-        "transport_s": "mapping_s",
-        "mapping_s": "attempt_s",
-        "attempt_s": "trainer_quiet_s",
-        "load_s": "stall_s",
-        "answer_s": "stall_s",
-        "probe_s": "stall_s",
-        "silence_s": "stall_s",
-        "first_silence_s": "stall_s",
-        "objects_s": "stall_s",
-        "update_timeout_s": "stall_s",
-        "unanswered_s": "trainer_quiet_s",
-        "trainer_quiet_s": "stall_s",
-        "stall_s": "ranks_s",
-        "checkpoint_s": "ranks_s",
-    }
-)
-"""Pairs of a limit and the limit of its watcher, by their names in `Timeouts`."""
 
 
 def model_nbytes(model_path: str) -> int:

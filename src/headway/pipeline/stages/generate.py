@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from headway.config.algorithm_checks import min_episodes
 from headway.config.schema import Config
+from headway.config.sizing.placement import min_episodes
 from headway.data.interfaces.episode_groups import Group
 from headway.data.types import FinishReason
 from headway.events import Note, TrajectoryFinished

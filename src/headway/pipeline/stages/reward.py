@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.algorithms.scores import episode_scores
-from headway.config.algorithm_checks import GROUP_RELATIVE
 from headway.config.schema import Config
+from headway.config.sizing.placement import GROUP_RELATIVE
 from headway.data.interfaces.episode_groups import Group, RewardFn, Scores
 from headway.data.types import Prompt, Trajectory, conversations_of
 from headway.errors import ScoringFailed
