@@ -13,7 +13,7 @@ from torch import Tensor
 from headway.algorithms.aggregation import AGGREGATIONS, token_weights
 from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, anywhere_in_sequence, sequence_mean, sequence_sum
-from headway.algorithms.values import value_loss
+from headway.algorithms.losses.clipped import value_loss
 from tests.algorithms.test_policy_loss_family import PARAMS
 
 uneven = st.lists(st.one_of(st.integers(1, 4), st.sampled_from([9, 70])), min_size=1, max_size=7)

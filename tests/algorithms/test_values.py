@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.algorithms.values import value_loss
+from headway.algorithms.losses.clipped import value_loss
 
 SHAPE = (5, 7)
 CLIP = 0.5

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from headway.data.types import FinishReason, Trajectory, TrajectoryId
-from headway.pipeline.admission.episode_troubles import LEAST_WINDOW, EpisodeTroubles
+from headway.pipeline.admission.group_warnings import LEAST_WINDOW, EpisodeTroubles
 
 
 def episode(
@@ -54,13 +54,12 @@ def test_many_failed_episodes_are_a_warning_with_reasons_and_what_to_do():
     assert "logs/*-programs.log" in text
 
 
-def test_limits_that_end_most_episodes_of_a_version_are_told_once_at_its_end():
+def test_limits_that_end_half_of_the_episodes_are_told_once():
     cut = episode(limit="tokens", reason=FinishReason.LENGTH)
-    (text,) = told(some(1, cut, 40), EpisodeTroubles(20))
-    assert text.startswith("of the last 20 episodes 20 (100%) ended by a limit (20 by tokens), and not by themselves")
+    (text,) = told(some(2, cut))
+    assert text.startswith("of the last 64 episodes 32 (50%) were ended by a limit (32 by tokens). ")
     assert "Raise data.max_response_length" in text
-    assert told(some(1, cut, 19), EpisodeTroubles(20)) == [], "a version is not over yet"
-    assert told(some(2, cut, 40), EpisodeTroubles(20)) == [], "half of them is not most of them"
+    assert told(some(3, cut)) == []
 
 
 def test_few_failed_episodes_and_those_that_were_aborted_are_none():
@@ -107,12 +106,11 @@ def test_many_forked_turns_are_told_once_with_what_to_do():
     assert told([episode(turns=1)] * 500) == []
 
 
-def test_a_program_that_is_run_again_is_told_at_once_and_then_when_it_were_twice_as_many():
+def test_a_program_that_is_run_again_is_told_at_once_and_then_when_it_were_ten_times_as_many():
     lost = episode(again="its runner of episode-worker-0 ended with SIGKILL")
-    texts = told([episode(), lost, episode(), lost, lost, lost, lost])
-    assert [text.split(" so far")[0] for text in texts] == [
-        "1 episode was begun again",
-        "2 episodes were begun again",
-        "4 episodes were begun again",
+    texts = told([episode(), *[lost] * 30])
+    assert [text.split(", the last one")[0] for text in texts] == [
+        "episodes begun again: 1 so far",
+        "episodes begun again: 10 so far",
     ]
-    assert "the last one since its runner of episode-worker-0 ended with SIGKILL. What programs raised" in texts[0]
+    assert "since its runner of episode-worker-0 ended with SIGKILL. What programs raised" in texts[0]

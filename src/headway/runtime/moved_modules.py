@@ -17,7 +17,7 @@ _INTERFACES = {
     "weights": ("weights",),
 }
 """Module of `headway.data.interfaces` → names that its parts had there or in ``headway.interfaces``."""
-_CORRECTIONS = ("base", "build", "sequence_mask")
+_CORRECTIONS = ("base", "build", "prox", "ratio", "sequence_mask")
 MOVED = {
     "headway.interfaces": "headway.data.interfaces",
     **{
@@ -27,7 +27,7 @@ MOVED = {
         for package in ("headway.interfaces", "headway.data.interfaces")
         if (package, name) != ("headway.data.interfaces", module)
     },
-    **{f"headway.algorithms.corrections.{name}": "headway.algorithms.corrections.ratio" for name in _CORRECTIONS},
+    **{f"headway.algorithms.corrections.{name}": "headway.algorithms.corrections" for name in _CORRECTIONS},
     "headway.algorithms.losses.soft": "headway.algorithms.losses.clipped",
     "headway.algorithms.advantages.tokens": "headway.algorithms.advantages.groups",
     "headway.algorithms.filters": "headway.algorithms.scores",

@@ -2,15 +2,23 @@
 
     inputs           what an estimator gets and returns; the registry
     groups           sums within groups, along tokens, over a batch
-    group_relative   grpo, dr_grpo, rloo, opo, maxrl, grpo_passk, pass_at_k
+    group_relative   grpo, dr_grpo, rloo, opo, maxrl, grpo_passk, pass_at_k, gigpo
     reinforce        reinforce_plus_plus, reinforce_plus_plus_baseline, remax, gae
-    gigpo            gigpo
 
 Importing the package enters them all into `ADVANTAGES`.
 """
 
-from headway.algorithms.advantages.gigpo import gigpo
-from headway.algorithms.advantages.group_relative import STD_EPS, dr_grpo, grpo, grpo_passk, maxrl, opo, pass_at_k, rloo
+from headway.algorithms.advantages.group_relative import (
+    STD_EPS,
+    dr_grpo,
+    gigpo,
+    grpo,
+    grpo_passk,
+    maxrl,
+    opo,
+    pass_at_k,
+    rloo,
+)
 from headway.algorithms.advantages.inputs import (
     ADVANTAGES,
     AdvantageEstimator,

@@ -5,9 +5,8 @@
 | file | losses |
 |---|---|
 | `clipped` | ``ppo_clip`` (with clip-higher; decoupled with a correction), ``dual_clip``, ``t_ppo``, ``sapo`` |
-| `sequence` | ``gspo``, ``gmpo`` |
+| `clipped` | ``gspo``, ``gmpo`` (of whole answers), ``clip_cov``, ``kl_cov``, and the critic's loss |
 | `policy_gradient` | ``gpg``, ``cispo``, ``truncated_is``, ``dppo_tv``, ``dppo_kl`` |
-| `covariance` | ``clip_cov``, ``kl_cov`` |
 """
 
 from headway.algorithms.losses.base import (
@@ -21,10 +20,8 @@ from headway.algorithms.losses.base import (
     sequence_mean,
     sequence_sum,
 )
-from headway.algorithms.losses.clipped import dual_clip, ppo_clip, sapo, t_ppo
-from headway.algorithms.losses.covariance import clip_cov, kl_cov
+from headway.algorithms.losses.clipped import clip_cov, dual_clip, gmpo, gspo, kl_cov, ppo_clip, sapo, t_ppo
 from headway.algorithms.losses.policy_gradient import cispo, dppo_kl, dppo_tv, gpg, truncated_is
-from headway.algorithms.losses.sequence import gmpo, gspo
 
 __all__ = [
     "MAX_LOG_RATIO",

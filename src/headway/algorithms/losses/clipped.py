@@ -1,6 +1,14 @@
-"""PPO's clipped loss and what is built on it (clip-higher, dual clip, truncated PPO), and SAPO's smooth gate.
+"""PPO's clipped loss and what is built on it, SAPO's smooth gate, and the critic's loss. Shape suffixes as in `base`.
 
-Shape suffixes as in `base`.
+`gspo` and `gmpo` have one ratio for a whole answer, an episode with all its rows. Both are given per token: in value,
+each token has its answer's loss; in gradient, its own part of it. With ``seq-mean-token-mean`` (which both papers use)
+value and gradient are the paper's, to the last token; other aggregations weigh long answers more. The token form also
+takes advantages that differ within an answer, and corrections that weigh tokens.
+
+`clip_cov` and `kl_cov` hold back the few tokens that cost the most entropy (Cui et al. 2025, arXiv:2505.22617, section
+4). A step lowers the policy's entropy where log π_θ and the advantage vary together, so the tokens that are selected
+are those of a large (log π_θ − mean)·(A − mean), the means taken over the micro-batch's valid tokens. The selection is
+of the whole micro-batch: another split into micro-batches selects other tokens, and gives another gradient.
 """
 
 from __future__ import annotations
@@ -14,11 +22,13 @@ from headway.algorithms.losses.base import (
     LossInputs,
     PolicyLossParams,
     approx_kl,
+    clean,
     cleaned_advantages,
     dense_labels,
     log_ratio,
+    sequence_mean,
 )
-from headway.config.sections.losses import DualClip, PolicyLossConfig, Sapo, TPpo
+from headway.config.sections.losses import ClipCov, DualClip, Gmpo, Gspo, KlCov, PolicyLossConfig, Sapo, TPpo
 from headway.errors import ConfigError
 
 
@@ -124,3 +134,166 @@ def sapo(inputs: LossInputs, params: PolicyLossParams[Sapo]) -> tuple[Float[Tens
     gate_NT = torch.sigmoid(tau_NT * (log_ratio_NT.exp() - 1.0))
     slope_NT = (4.0 * gate_NT * (1.0 - gate_NT)).detach().masked_fill(~inputs.mask, 0.0)
     return -(4.0 / tau_NT) * gate_NT * advantages_NT, {"gate": slope_NT, "approx_kl": approx_kl(log_ratio_NT)}
+
+
+@POLICY_LOSSES.register("gspo")
+def gspo(inputs: LossInputs, params: PolicyLossParams[Gspo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """Loss −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A), s the geometric mean of the answer's ratios π_θ/π_old.
+
+    s_i = exp(1/|y_i| · Σ_t log u_t), and per token s_t = sg[s_i] · π_θ/sg[π_θ], where sg stops the gradient. |y_i|
+    counts valid tokens. A geometric mean moves little: clip ranges are of the order of 3e-4.
+
+    Aggregation: ``seq-mean-token-mean``, then the loss is −1/G Σ_i min(s_i·A_i, clip(s_i)·A_i).
+
+    Metrics: ``clip_fraction`` is 1 at all tokens of a clipped answer, ``approx_kl`` is per token as for `ppo_clip`.
+
+    Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, equations 5, 7 and, per token, 13 and 14. verl also clamps
+    log s_t to at most 10; here each token's log-ratio is clamped to ±20.
+    """
+    log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+    advantages_NT = cleaned_advantages(inputs, log_ratio_NT)
+    ratio_NT = _shared(log_ratio_NT, sequence_mean(log_ratio_NT, inputs.mask, inputs.episodes)).exp()
+    losses_NT, clipped_NT = clipped_surrogate(ratio_NT, advantages_NT, params)
+    return losses_NT, {"clip_fraction": clipped_NT, "approx_kl": approx_kl(log_ratio_NT)}
+
+
+@POLICY_LOSSES.register("gmpo")
+def gmpo(inputs: LossInputs, params: PolicyLossParams[Gmpo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """Loss −R·A, R the geometric mean of the answer's ratios, each clipped before: R_i = exp(1/|y_i| · Σ_t c_t).
+
+    c_t is log(π_θ/π_old), at most ``clip_high`` where A > 0 and at least −``clip_low`` where A < 0: the clip range is
+    of the *log*-ratio (the paper has 0.4 on both sides). A clipped token has no gradient, the answer's other tokens
+    keep theirs.
+
+    Aggregation: ``seq-mean-token-mean``, then the loss is −1/G Σ_i R_i·A_i.
+
+    Metrics: ``clip_fraction`` is 1 where c_t was bounded, ``approx_kl`` as for `ppo_clip`.
+
+    Source: GMPO, Zhao et al. 2025, arXiv:2507.20673, section 3. verl's ``geo_mean`` also means the advantages of a row
+    and divides by all rows, those without a valid token too.
+    """
+    log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+    advantages_NT = cleaned_advantages(inputs, log_ratio_NT)
+    bounded_NT = torch.where(
+        advantages_NT > 0, log_ratio_NT.clamp(max=params.clip_high), log_ratio_NT.clamp(min=-params.clip_low)
+    )
+    ratio_NT = _shared(bounded_NT, sequence_mean(bounded_NT, inputs.mask, inputs.episodes)).exp()
+    clipped_NT = (bounded_NT != log_ratio_NT) & (advantages_NT != 0)
+    metrics = {"clip_fraction": clipped_NT.to(ratio_NT.dtype), "approx_kl": approx_kl(log_ratio_NT)}
+    return -ratio_NT * advantages_NT, metrics
+
+
+def _shared(token_NT: Float[Tensor, "N T"], mean_N1: Float[Tensor, "N 1"]) -> Float[Tensor, "N T"]:
+    """Give each token its answer's mean as its value, but its own gradient."""
+    return mean_N1.detach() + (token_NT - token_NT.detach())
+
+
+@POLICY_LOSSES.register("clip_cov")
+def clip_cov(inputs: LossInputs, params: PolicyLossParams[ClipCov]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """Loss of `ppo_clip`, but 0 at max(1, ⌊``clip_cov_ratio``·tokens⌋) tokens drawn from those of a high covariance.
+
+    Drawn uniformly from the tokens that PPO did not clip and whose covariance is between ``clip_cov_lb`` and
+    ``clip_cov_ub``; all of them where there are fewer. The draw is seeded by the values themselves, so that the loss is
+    a function of its inputs. (verl draws from torch's global generator.)
+
+    Aggregation: ``token-mean``.
+
+    Metrics: ``clip_fraction`` is that of `ppo_clip`, ``cov_fraction`` is 1 at the tokens drawn, ``approx_kl`` as there.
+    """
+    log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+    losses_NT, clipped_NT = clipped_surrogate(log_ratio_NT.exp(), cleaned_advantages(inputs, log_ratio_NT), params)
+    covariance_NT = _covariance(inputs)
+    candidates_NT = inputs.mask & (clipped_NT == 0)
+    candidates_NT &= (covariance_NT > params.own.clip_cov_lb) & (covariance_NT < params.own.clip_cov_ub)
+    drawn_NT = _draw(
+        candidates_NT, _share_of(inputs.mask, params.own.clip_cov_ratio), seed_from=covariance_NT[inputs.mask]
+    )
+    metrics = {
+        "clip_fraction": clipped_NT,
+        "cov_fraction": drawn_NT.to(clipped_NT.dtype),
+        "approx_kl": approx_kl(log_ratio_NT),
+    }
+    return losses_NT.masked_fill(drawn_NT, 0.0), metrics
+
+
+@POLICY_LOSSES.register("kl_cov")
+def kl_cov(inputs: LossInputs, params: PolicyLossParams[KlCov]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """Loss −u·A, plus ``ppo_kl_coef``·|log u| at the max(1, ⌊``kl_cov_ratio``·tokens⌋) of the largest covariance.
+
+    u = π_θ/π_old is not clipped: the penalty alone keeps the policy near the old one.
+
+    Aggregation: ``token-mean``.
+
+    Metrics: ``cov_fraction`` is 1 at the tokens with the penalty, ``approx_kl`` as for `ppo_clip`.
+    """
+    log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+    losses_NT = -log_ratio_NT.exp() * cleaned_advantages(inputs, log_ratio_NT)
+    count = min(_share_of(inputs.mask, params.own.kl_cov_ratio), int(inputs.mask.sum()))
+    ranked_NT = _covariance(inputs).masked_fill(~inputs.mask, -torch.inf)
+    chosen_NT = torch.zeros_like(inputs.mask)
+    chosen_NT.view(-1)[ranked_NT.flatten().topk(count).indices] = True
+    losses_NT = torch.where(chosen_NT, losses_NT + params.own.ppo_kl_coef * log_ratio_NT.abs(), losses_NT)
+    return losses_NT, {"cov_fraction": chosen_NT.to(losses_NT.dtype), "approx_kl": approx_kl(log_ratio_NT)}
+
+
+@torch.no_grad()
+def _covariance(inputs: LossInputs) -> Float[Tensor, "N T"]:
+    """Compute (log π_θ − mean)·(A − mean) per token, means over valid tokens, float64, 0 where masked."""
+    count = inputs.mask.sum().clamp(min=1)
+    centred = []
+    for values in (inputs.logprobs, inputs.advantages):
+        clean_NT = clean(values, inputs.mask).double()
+        centred.append((clean_NT - clean_NT[inputs.mask].sum() / count).masked_fill(~inputs.mask, 0.0))
+    return centred[0] * centred[1]
+
+
+def _share_of(mask: Bool[Tensor, "N T"], share: float) -> int:
+    return max(1, int(share * int(mask.sum())))
+
+
+def _draw(candidates_NT: Bool[Tensor, "N T"], count: int, *, seed_from: Float[Tensor, " M"]) -> Bool[Tensor, "N T"]:
+    """Draw ``count`` of the candidates uniformly, or all where there are no more: a mask, True at those drawn."""
+    places_K = candidates_NT.flatten().nonzero().squeeze(1)
+    if places_K.numel() > count:
+        bits = int(seed_from.sum().view(torch.int64))
+        generator = torch.Generator().manual_seed(bits % 2**63)
+        places_K = places_K[torch.randperm(places_K.numel(), generator=generator)[:count].to(places_K.device)]
+    drawn_NT = torch.zeros_like(candidates_NT)
+    drawn_NT.view(-1)[places_K] = True
+    return drawn_NT
+
+
+def value_loss(
+    values: Float[Tensor, "N T"],
+    old_values: Float[Tensor, "N T"],
+    returns: Float[Tensor, "N T"],
+    mask: Bool[Tensor, "N T"],
+    *,
+    cliprange: float | None,
+) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """Loss ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²) per token, exactly 0 where masked.
+
+    As PPO's clipped policy loss does, the larger of the two makes the update pessimistic: beyond ε of where it was, a
+    value gets no gradient that would take it further. ``cliprange=None``: ½·(V − R)².
+
+    Args:
+        values: V, the critic's, with gradient.
+        old_values: V_old, the critic's before the batch's first step.
+        returns: R, what `advantages.gae` returns; without gradient, like ``old_values``.
+        mask: True at valid tokens.
+        cliprange: ε, in the rewards' unit.
+
+    Returns:
+        Losses [N, T] in at least float32, and the metric ``vf_clipfrac``: 1 where the clipped term was the larger one.
+
+    Source: Schulman et al., OpenAI baselines' PPO2 (value clipping); Huang et al. 2022, "The 37 Implementation Details
+    of Proximal Policy Optimization", detail 9. verl has the same ½.
+    """
+    values_NT = clean(values, mask)
+    old_NT, returns_NT = clean(old_values.detach(), mask), clean(returns.detach(), mask)
+    plain_NT = (values_NT - returns_NT).square()
+    if cliprange is None:
+        return 0.5 * plain_NT, {"vf_clipfrac": torch.zeros_like(plain_NT)}
+    clipped_NT = (old_NT + (values_NT - old_NT).clamp(-cliprange, cliprange) - returns_NT).square()
+    is_clipped_NT = (clipped_NT > plain_NT).to(plain_NT.dtype).detach()
+    return 0.5 * torch.maximum(plain_NT, clipped_NT), {"vf_clipfrac": is_clipped_NT}

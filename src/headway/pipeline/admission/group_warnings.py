@@ -1,189 +1,219 @@
-"""Rewards that are all equal: nothing can be learned from them. Warns where they train, and where filters drop them.
+"""Warnings of what costs learning: groups with equal rewards, and troubles of programs' episodes.
 
-a group's rewards ─▶ the same for all its answers?  (the same as in the other groups, too?)
-                           └─▶ no filter:  nearly all groups of the last four versions ─▶ one warning
-                           └─▶ a filter:   nearly all of the last ``window`` groups    ─▶ a warning; again if much worse
+a group's rewards ─▶ nearly all of the last groups had equal ones, or were filtered for it?   ─▶ one warning
+an episode        ─▶ the last ``window`` of them ─▶ many failed?                     ─▶ again if twice as many
+                                                 ─▶ most ended by a limit?           ─▶ one warning
+                                                 ─▶ long ones failed, and short ones not? ─▶ one warning
+                                                 ─▶ many turns forked?               ─▶ one warning
+                  ─▶ it was begun again, or its agent did not get what it asked for? ─▶ again if ten times as many
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
-from math import ceil, inf, sqrt
+from collections.abc import Iterable, Sequence
+from math import ceil, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-VERSIONS = 4
-"""Number of versions whose groups are looked at, where no filter drops groups with equal rewards."""
-USUAL, DEVIATIONS = 0.7, 2.6
-"""Usual share of groups with equal rewards late in a run, and the number of standard deviations by which a window's
-share must exceed it: that occurs by chance once in 200 windows."""
-MOST_OF_THEM = 0.75
-"""Share of the groups with equal rewards from which on one common reward decides the advice."""
+from headway.data.types import FinishReason, Trajectory
+
 SHOWN = 3
 """Number of different rewards, or reasons, that a warning lists with their counts."""
 
-FILTERED_FROM = 0.8
-"""Share of groups without variance from which on the user is warned: at 0.8 one group of five teaches something."""
-MUCH_WORSE, LONGER = 4, 8
-"""Factors from which on the warning of filtered groups is given again: 4 times fewer groups pass the filter, out of 8
-times as many. Among few groups, fewer could pass by chance."""
-WINDOW_VERSIONS, LEAST_WINDOW, LONGEST_WINDOW = 2, 128, 2**14
-"""Window of the share of filtered groups: as many as two versions train, at least 128, and a limit on how far it grows.
-Where 70% are filtered, as is usual late in a run, 128 groups reach the limit by chance once in 200 times, 64 groups
-once in 33. A window that grew for ever would hold the whole run."""
-
-TOO_HARD = "The task is too hard for the model: take easier prompts, a larger rollout.n, or reward parts of it"
-TOO_EASY = "The task is too easy for the model: take harder prompts, or end the run, which has little left to learn"
-CHECK = "check the reward on a few samples, as headway eval shows them"
-OTHERS_ALONE = ". With algorithm.filter_groups.enable=true only the other groups are trained on"
+VERSIONS, LEAST_FILTERED = 4, 128
+"""Number of versions whose groups are looked at, and fewest groups where a filter drops those with equal rewards."""
+EQUAL_FROM, USUAL, DEVIATIONS = 0.8, 0.7, 2.6
+"""Share of groups with equal rewards from which on the user is warned: at 0.8 one group of five teaches something. In a
+small window it must also exceed the usual share late in a run by so many standard deviations: that occurs by chance
+once in 200 windows."""
 
 
 class EqualRewards:
     """Warns once, when nothing can be learned from nearly all groups of the last `VERSIONS` versions."""
 
-    def __init__(self, groups_per_version: int, *, within_groups: bool) -> None:
-        """Watch groups. ``within_groups``: an answer is compared within its group alone, so a group without variance
-        teaches nothing. False: with those of other groups, too, so such groups must also have the same reward.
+    def __init__(self, groups_per_version: int, *, within_groups: bool, filters: bool = False) -> None:
+        """Watch groups.
+
+        Args:
+            within_groups: an answer is compared within its group alone, so a group without variance teaches nothing.
+                False: with those of other groups, too, so such groups must also have the same reward.
+            filters: a filter drops groups, which are then told by its reasons.
         """
-        self.window = VERSIONS * groups_per_version
+        self.window = max(VERSIONS * groups_per_version, LEAST_FILTERED if filters else 1)
         self.limit = fewest(self.window)
         """Number of groups with equal rewards in a window that is enough for a warning."""
-        self._within_groups = within_groups
-        self._groups: deque[float | None] = deque(maxlen=self.window)
-        """Common reward of each of the last groups; None for a group whose answers have different ones."""
-        self._range = RewardRange()
+        self._within_groups, self._filters = within_groups or filters, filters
+        self._groups: deque[str | None] = deque(maxlen=self.window)
+        """The common reward of each of the last groups, or why it was filtered; None for a group that trains."""
         self._warned = False
 
-    def look(self, rewards: NDArray[np.float32]) -> str | None:
-        """Count a group by its ``rewards`` [n], a baseline's among them. Returns a warning if that makes it due."""
-        if self._warned:
+    def look(self, rewards: NDArray[np.float32], filtered: str | None = None) -> str | None:
+        """Count a group by its ``rewards`` [n], a baseline's among them, and why it was ``filtered``, if it was.
+        Returns a warning if that makes it due.
+        """
+        equal = f"all {rewards[0]:g}" if rewards.min() == rewards.max() else None
+        self._groups.append(filtered if self._filters else equal)
+        if self._warned or len(self._groups) < self.window or self._groups[-1] is None:
             return None
-        low, high = self._range.look(rewards)
-        self._groups.append(low if low == high else None)
-        if low != high or len(self._groups) < self.window:
-            return None  # one with different rewards makes no warning due
-        equal = Counter(reward for reward in self._groups if reward is not None)
-        alike = equal if self._within_groups else Counter(dict(equal.most_common(1)))
-        if alike.total() < self.limit:
+        counts = Counter(group for group in self._groups if group is not None)
+        found = counts.most_common() if self._within_groups else counts.most_common(1)
+        count = sum(times for _, times in found)
+        if count < self.limit:
             return None
         self._warned = True
-        found = ", ".join(f"{times}× all {value:g}" for value, times in alike.most_common(SHOWN))
-        others = OTHERS_ALONE if self._within_groups and alike.total() < self.window else ""
-        return (
-            f"in {alike.total()} of the last {self.window} groups ({alike.total() / self.window:.0%}) all answers got "
-            f"the same reward ({found}): there is nothing to learn from them. "
-            f"{_advice_on_equal(alike, self._range)}{others}"
+        told = ", ".join(f"{times}× {what}" for what, times in found[:SHOWN])
+        text = (
+            f"in {count} of the last {self.window} groups ({count / self.window:.0%}) all answers got the same reward "
+            f"({told}): there is nothing to learn from them. Where that is the lowest reward, the task is too hard for "
+            "the model: take easier prompts, a larger rollout.n, or reward parts of it. Where it is the highest, it is "
+            "too easy. Check the reward on a few samples, as headway eval shows them. If the mean reward was higher "
+            "before, the model has collapsed: go back to a checkpoint from before that, with a lower actor.optim.lr"
         )
-
-
-@dataclass(slots=True)
-class RewardRange:
-    """Lowest and highest reward seen so far."""
-
-    low: float = inf
-    high: float = -inf
-
-    def look(self, rewards: NDArray[np.float32]) -> tuple[float, float]:
-        """Widen the range by ``rewards`` [n]. Returns the lowest and highest of these."""
-        low, high = float(rewards.min()), float(rewards.max())
-        self.low, self.high = min(low, self.low), max(high, self.high)
-        return low, high
+        if self._within_groups and not self._filters and count < self.window:
+            text += ". With algorithm.filter_groups.enable=true only the other groups are trained on"
+        return text
 
 
 def fewest(window: int) -> int:
     """Return how many of ``window`` groups with equal rewards are more than the usual share and chance explain."""
     by_chance = USUAL + DEVIATIONS * sqrt(USUAL * (1 - USUAL) / window)
-    return ceil(window * min(max(FILTERED_FROM, by_chance), 1.0))
+    return ceil(window * min(max(EQUAL_FROM, by_chance), 1.0))
 
 
-def _advice_on_equal(alike: Counter[float], seen: RewardRange) -> str:
-    """Return advice. ``alike`` counts groups of equal rewards by their reward; all rewards were in ``seen``."""
-    (value, times), *_ = alike.most_common(1)
-    if seen.low == seen.high:
-        return (
-            f"Every answer of the run got {value:g}: {CHECK}. If it is right, the prompts are all too hard, or too easy"
-        )
-    if times < MOST_OF_THEM * alike.total():
-        return (
-            "Some prompts are too easy for the model, others too hard: take such of a difficulty between, a larger "
-            "rollout.n or a higher rollout.temperature, so that answers to one prompt differ"
-        )
-    if value == seen.low:
-        return TOO_HARD
-    if value == seen.high:
-        return TOO_EASY
-    return f"The reward gives nearly all of them {value:g}, out of {seen.low:g} to {seen.high:g}: {CHECK}"
+LEAST_WINDOW, LONGEST_WINDOW = 64, 2**12
+"""Bounds of the window of episodes: as many as two versions train lie between."""
+FAILED_FROM, WORSE = 0.2, 2.0
+"""Share of failed episodes from which on the user is warned, and the factor from which on it is told again."""
+LIMITED_FROM = 0.5
+"""Share of episodes that a limit ended from which on the user is warned."""
+SELECTS_FROM, MORE_OFTEN, BY_CHANCE = 0.1, 3.0, 3.0
+"""Failed share of the longer half of the episodes from which on failures may select by length, how many times more
+often than in the shorter half they must occur, and by how many standard deviations."""
+FORKED_FROM = 0.2
+"""Share of forked turns, those that open an episode not counted, from which on the user is warned."""
+TOLD_AGAIN = 10.0
+"""Factor from which on the user is told again of single episodes."""
+
+LOGS = "What programs raised and printed is in logs/*-programs.log in the run's directory"
+ADVICE = {
+    "turns": "Raise agent.max_turns, or add turns to agent.train_on_limit",
+    "tokens": "Raise data.max_response_length, which all turns share, or add tokens to agent.train_on_limit",
+    "step": "Raise agent.step_timeout_s, or make the environment's steps faster",
+    "time": "Raise agent.episode_timeout_s, or make the environment's steps faster",
+    None: LOGS,
+}
+"""What to do, by the limit that ended most of the episodes; None for episodes that no limit ended."""
+NOTES = {
+    "again": ("begun again", LOGS),
+    "refused_requests": (
+        "with requests that the endpoint refused",
+        "Change the agent, or the setting that the reason names",
+    ),
+    "overridden_sampling": (
+        "whose agents asked for other sampling than the run's, which holds",
+        "Leave it out in the agent; agent.sampling=strict refuses such requests",
+    ),
+}
+"""What is said of single episodes, and what to do: those that were begun again, and each kind of `Trajectory.notes`."""
 
 
-class FilteredGroups:
-    """Warns when nearly all groups are filtered: what is generated is hardly trained on, and versions take for ever.
+class EpisodeTroubles:
+    """Looks at the episodes of a run in the order in which their groups finish."""
 
-    Looks at the last ``max(2·B, 128)`` groups, and after each warning at new ones alone, eight times as many, up to
-    `LONGEST_WINDOW`.
-    """
+    def __init__(self, episodes_per_version: int) -> None:
+        self.window = min(max(2 * episodes_per_version, LEAST_WINDOW), LONGEST_WINDOW)
+        self._episodes: deque[Trajectory] = deque(maxlen=self.window)
+        self._since_look = 0
+        """Number of episodes since the window was last looked through."""
+        self._counts: Counter[str] = Counter()
+        """Number of single episodes by what is said of them."""
+        self._told: dict[str, float] = {}
+        """Share, or number, of episodes at the last warning of each kind."""
 
-    def __init__(self, groups_per_version: int) -> None:
-        self.window = max(WINDOW_VERSIONS * groups_per_version, LEAST_WINDOW)
-        self._groups: deque[tuple[str | None, float]] = deque()
-        """Pairs (reason for filtering or None, mean reward) of the last groups since the last warning."""
-        self._reasons: Counter[str | None] = Counter()
-        self._sum = 0.0
-        """Numbers of reasons, and sum of mean rewards, of these groups: to count them anew for each group is slow."""
-        self._best: float | None = None
-        """Highest mean reward of a window in which most groups passed the filter; None before the first."""
-        self._range = RewardRange()
-        self._told: float | None = None
-        """Share of the groups that passed the filter at the last warning; None before the first."""
+    def look(self, episodes: Sequence[Trajectory]) -> list[str]:
+        """Count the episodes of a finished group. Returns the warnings that are due: of single episodes at once, others
+        at most once in a half window.
+        """
+        texts = [text for episode in episodes for text in self._single(episode)]
+        ended = [episode for episode in episodes if episode.finish_reason is not FinishReason.ABORTED]
+        self._episodes += ended
+        self._since_look += len(ended)
+        if len(self._episodes) == self.window <= 2 * self._since_look:
+            self._since_look = 0
+            texts += filter(None, (self._failures(), self._limits(), self._selection(), self._forks()))
+        return texts
 
-    def look(self, rewards: NDArray[np.float32], reason: str | None) -> str | None:
-        """Count a group with ``rewards`` [n], filtered for ``reason`` if any. Returns a warning if one is due."""
-        self._groups.append((reason, float(rewards.mean(dtype=np.float64))))
-        self._reasons[reason] += 1
-        self._sum += self._groups[-1][1]
-        self._range.look(rewards)
-        if len(self._groups) < self.window:
+    def _is_due(self, kind: str, found: float, least: float, factor: float | None = None) -> bool:
+        """Tell whether ``found`` is worth a warning: it is at least ``least``, and by a ``factor`` more than at the
+        last one; without a factor there is only one.
+        """
+        before = self._told.get(kind)
+        if found < least or (before is not None and (factor is None or found < factor * before)):
+            return False
+        self._told[kind] = found
+        return True
+
+    def _single(self, episode: Trajectory) -> Iterable[str]:
+        reasons = {**({} if episode.again is None else {"again": episode.again}), **episode.notes}
+        for kind, reason in reasons.items():
+            self._counts[kind] += 1
+            if self._is_due(kind, self._counts[kind], 1, TOLD_AGAIN):
+                what, advice = NOTES[kind]
+                yield f"episodes {what}: {self._counts[kind]} so far, the last one since {reason}. {advice}"
+
+    def _failures(self) -> str | None:
+        failed = [episode for episode in self._episodes if episode.failure is not None]
+        if not self._is_due("failures", len(failed) / self.window, FAILED_FROM, WORSE):
             return None
-        if len(self._groups) > self.window:
-            before, its_mean = self._groups.popleft()
-            self._reasons[before] -= 1
-            self._sum -= its_mean
-        mean, filtered = self._sum / self.window, self.window - self._reasons[None]
-        if filtered < FILTERED_FROM * self.window:
-            self._best = mean if self._best is None else max(self._best, mean)
-            return None
-        passed = 1 - filtered / self.window
-        if self._told is not None and (self._told == 0 or passed * MUCH_WORSE > self._told):
-            return None
-        self._told = passed
-        text = self._warning(Counter({why: times for why, times in self._reasons.items() if why and times}), mean)
-        self.window = min(self.window * LONGER, LONGEST_WINDOW)
-        self._groups, self._reasons, self._sum = deque(), Counter(), 0.0
-        return text
-
-    def _warning(self, reasons: Counter[str], mean: float) -> str:
-        filtered = reasons.total()
-        counted = ", ".join(f"{times}× {reason}" for reason, times in reasons.most_common(SHOWN))
-        passed = self.window - filtered
-        costs = f"{self.window / passed:.0f} are generated for each one that trains" if passed else "none trains"
+        counted = Counter(str(episode.failure) for episode in failed).most_common(SHOWN)
+        reasons = "; ".join(f"{times}× {why}" for why, times in counted)
         return (
-            f"of the last {self.window} groups {filtered} ({filtered / self.window:.0%}) were filtered, as all their "
-            f"answers got the same reward ({counted}): {costs}. {_advice(mean, self._best, self._range)}"
+            f"of the last {self.window} episodes {len(failed)} ({len(failed) / self.window:.0%}) failed ({reasons}): "
+            f"what they cost is lost, and they are not trained on. {_advice(failed)}"
+        )
+
+    def _limits(self) -> str | None:
+        limited = [episode for episode in self._episodes if episode.limit is not None]
+        if not self._is_due("limits", len(limited) / self.window, LIMITED_FROM):
+            return None
+        by = ", ".join(f"{count} by {limit}" for limit, count in _by_limit(limited))
+        return f"of the last {self.window} episodes {len(limited)} were ended by a limit ({by}). {_advice(limited)}"
+
+    def _selection(self) -> str | None:
+        """Tell of limits that take out the long episodes, where there are such."""
+        by_length = sorted(self._episodes, key=lambda episode: (episode.turns, episode.length))
+        half = self.window // 2
+        lost = [episode for episode in by_length[-half:] if episode.failure is not None and episode.limit is not None]
+        short = sum(one.failure is not None and one.limit is not None for one in by_length[:half]) / half
+        long, mean = len(lost) / half, (short + len(lost) / half) / 2
+        by_chance = BY_CHANCE * sqrt(2 * mean * (1 - mean) / half)
+        if not self._is_due("selection", long, max(SELECTS_FROM, MORE_OFTEN * short, short + by_chance)):
+            return None
+        return (
+            f"time-outs and limits take out long episodes: of the last {self.window}, {long:.0%} of the longer half "
+            f"failed at one, and {short:.0%} of the shorter half. The policy is trained on short ones, and learns to "
+            f"be short. {_advice(lost)}"
+        )
+
+    def _forks(self) -> str | None:
+        further = sum(max(episode.turns - 1, 0) for episode in self._episodes)
+        forks = sum(episode.metrics.get("forks", 0.0) for episode in self._episodes)
+        if not further or not self._is_due("forks", forks / further, FORKED_FROM):
+            return None
+        return (
+            f"of the last {further} turns that went on with an episode {forks:.0f} ({forks / further:.0%}) forked: "
+            "their prompts did not begin with the ids of the turns before. Each is prefilled from where it differs, "
+            "and begins a further sample. Where the chat template changes the history, as a line at the start of the "
+            "run says, give the tokenizer one that only appends; else see that the program only appends to its messages"
         )
 
 
-def _advice(mean: float, best: float | None, seen: RewardRange) -> str:
-    """Return advice. ``mean``: the last groups' reward; ``best``: the best window's before; all were in ``seen``."""
-    low, high = seen.low, seen.high
-    if best is not None and mean - low < (best - low) / 2:
-        return (
-            f"The mean reward was {best:.3g}, and is {mean:.3g}: what the model had learned is lost. Stop the run, and "
-            "go back to a checkpoint from before that with a lower actor.optim.lr: training on, or resuming the newest "
-            "checkpoint as it is, goes on from here"
-        )
-    if low < high and mean - low < (high - low) / 4:
-        return TOO_HARD
-    if low < high and high - mean < (high - low) / 4:
-        return TOO_EASY
-    return "Check the reward on a few samples, take prompts of another difficulty, or a larger rollout.n"
+def _by_limit(episodes: Iterable[Trajectory]) -> list[tuple[str | None, int]]:
+    return Counter(episode.limit for episode in episodes).most_common()
+
+
+def _advice(episodes: Iterable[Trajectory]) -> str:
+    """Return what to do against the limit that ended most of ``episodes``, if one did."""
+    return ADVICE[_by_limit(episodes)[0][0]]

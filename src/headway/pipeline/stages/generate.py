@@ -16,7 +16,7 @@ from headway.config.sizing.placement import min_episodes
 from headway.data.interfaces.episode_groups import Group
 from headway.data.types import FinishReason
 from headway.events import Note, TrajectoryFinished
-from headway.pipeline.admission.episode_troubles import EpisodeTroubles
+from headway.pipeline.admission.group_warnings import EpisodeTroubles
 from headway.pipeline.admission.ledger import EPISODE_FAILED, Fate
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel

@@ -31,7 +31,7 @@ from headway.data.interfaces.episode_groups import Group, RewardFn, Scores
 from headway.data.types import Prompt, Trajectory, conversations_of
 from headway.errors import ScoringFailed
 from headway.events import GroupRewarded, Note
-from headway.pipeline.admission.group_warnings import EqualRewards, FilteredGroups
+from headway.pipeline.admission.group_warnings import EqualRewards
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState, now
@@ -166,9 +166,11 @@ class Reward(Stage[Group, Group]):
         self._filter = group_filter
         self._shaping = shaping
         self._turn_discount = config.algorithm.turn_discount
-        within_groups = config.algorithm.adv_estimator in GROUP_RELATIVE
-        self._equal = EqualRewards(config.groups_per_version, within_groups=within_groups)
-        self._filtered = FilteredGroups(config.groups_per_version)
+        self._equal = EqualRewards(
+            config.groups_per_version,
+            within_groups=config.algorithm.adv_estimator in GROUP_RELATIVE,
+            filters=group_filter is not None,
+        )
 
     async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
         journal = self._state.journal
@@ -188,7 +190,6 @@ class Reward(Stage[Group, Group]):
         if self._shaping is not None:
             shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
         own, compared, shaped = self._compared(group.trajectories, rewards, shaped)
-        warning = self._equal.look(shaped) if self._filter is None else None
         n = sum(t.id.k < group.n for t in group.trajectories)
         if len(rewards) > n:
             group.baseline = float(shaped[n])
@@ -199,11 +200,8 @@ class Reward(Stage[Group, Group]):
             self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
         if self._state.samples is not None:
             self._state.samples.rewarded(group, scores, now())
-        reason = None
-        if self._filter is not None:
-            reason = self._filter(compared)
-            warning = self._filtered.look(compared, reason)
-        if warning is not None:
+        reason = None if self._filter is None else self._filter(compared)
+        if (warning := self._equal.look(shaped, reason)) is not None:
             self._emit(Note(time=now(), level="warning", text=warning))
         if reason is not None:
             self._state.discard(group.number, Fate.FILTERED, reason)

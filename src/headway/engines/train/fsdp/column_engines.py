@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from headway.algorithms.aggregation import token_weights
-from headway.algorithms.values import value_loss
+from headway.algorithms.losses.clipped import value_loss
 from headway.config.schema import Config
 from headway.data.interfaces.training import StepReport
 from headway.data.interfaces.weights import ReceiveReport
