@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from headway.config.schema import Config
@@ -30,7 +29,6 @@ from headway.data.interfaces.training import (
     LogProbEngine,
     ProximalEngine,
     StepContext,
-    StepReport,
     TrainEngine,
 )
 from headway.data.types import ColumnName, TrainSample, Trajectory
@@ -38,7 +36,7 @@ from headway.events import CriticStepped, Emit, OptimizerStepped, TrainerBusy
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.admission.train_batches import TrainBatch, outcomes, samples_of
 from headway.pipeline.channel import Signal
-from headway.pipeline.off_policy_guard import Guard, SkippedSteps
+from headway.pipeline.off_policy_guard import Guard, skipped_in_row
 from headway.pipeline.stage import WaitingFor
 
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
@@ -100,19 +98,10 @@ class Actor:
         critic: Critic | None = None,
     ) -> None:
         """Create the actor. ``reference`` and ``proximal``: None where they have other ranks, or there are none."""
-        self.trainer = trainer
-        self.guard = guard
-        self.critic = critic
-        self._state = state
-        self._advantages = advantages
-        self._reference = reference
-        self._proximal = proximal
-        self._mini_batch_size = config.actor.ppo_mini_batch_size
-        self._epochs = config.actor.ppo_epochs
-        self._steps_per_version = config.groups_per_version // self._mini_batch_size * self._epochs
-        self._mask_cut_off = config.algorithm.overlong_filtering
-        self._skipped = SkippedSteps("actor.optim.lr")
-        self._steps = 0
+        self.trainer, self.guard, self.critic = trainer, guard, critic
+        self._config, self._state, self._advantages = config, state, advantages
+        self._reference, self._proximal = reference, proximal
+        self._steps = self._skipped_in_row = 0
         self._version, self._steps_of_version = 0, 0
         """Version of the last step, and number of steps of that version."""
         self.keeps_batches = False
@@ -121,11 +110,10 @@ class Actor:
 
     def state(self) -> dict[str, Any]:
         """Return the actor's part of a checkpoint, at a version boundary."""
-        return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
+        return {"steps": self._steps, "skipped_in_row": self._skipped_in_row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._steps = state["steps"]
-        self._skipped.restore(state["skipped_in_row"])
+        self._steps, self._skipped_in_row = state["steps"], state["skipped_in_row"]
 
     def begin(self, batch: TrainBatch, lags: Mapping[int, int]) -> LearnedBatch:
         """Begin a batch. ``lags``: number → lag of each group."""
@@ -168,7 +156,7 @@ class Actor:
     async def _prepare(self, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool) -> None:
         """Set the batch's missing columns, ``advantages`` last, and give it to the critic."""
         critic, columns = self.critic, (ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS, ColumnName.VALUES)
-        await self.trainer.begin_batch([samples_of(groups) for groups in batch.mini_batches(self._mini_batch_size)])
+        await self.trainer.begin_batch([samples_of(groups) for groups in self._mini_batches(batch)])
         if self._reference is not None:
             with self._busy("forward", batch, waiting_for, told=told):
                 batch.add(ColumnName.REF_LOGPROBS, await self._reference.forward_logprobs(batch.samples()))
@@ -190,48 +178,73 @@ class Actor:
     async def _train(self, learned: LearnedBatch, waiting_for: WaitingFor) -> Collection[int]:
         """Make the optimizer steps of a batch that is prepared."""
         batch, trained, before = learned.batch, set[int](), list(learned.steps)
-        mini_batches = batch.mini_batches(self._mini_batch_size)
-        for number, groups in enumerate(mini_batches * self._epochs):
+        mini_batches = self._mini_batches(batch)
+        for number, groups in enumerate(mini_batches * self._config.actor.ppo_epochs):
+            rows = [
+                sample
+                for group in groups
+                for sample in group.samples(
+                    SHOWN_COLUMNS if group.shown else COLUMNS, mask_cut_off=self._config.algorithm.overlong_filtering
+                )
+            ]
             if number < len(before):
                 context, skipped = before[number]
-                await self.trainer.train_step(self._rows(groups), replace(context, shown=frozenset()))
+                await self.trainer.train_step(rows, replace(context, shown=frozenset()))
             else:
-                skipped = await self._step(learned, groups, waiting_for, first=number < len(mini_batches))
+                first = number < len(mini_batches)
+                shown = frozenset(group.id for group in groups if first and group.shown)
+                skipped = await self._step(learned, groups, rows, shown, waiting_for)
             if not skipped:
                 trained.update(group.number for group in groups)
         await self.trainer.end_batch()
         return trained
 
-    def _rows(self, groups: Sequence[Group], shown: Collection[GroupId] = ()) -> list[TrainSample]:
-        return [
-            sample
-            for group in groups
-            for sample in group.samples(
-                SHOWN_COLUMNS if group.id in shown else COLUMNS, mask_cut_off=self._mask_cut_off
-            )
-        ]
+    def _mini_batches(self, batch: TrainBatch) -> list[list[Group]]:
+        return batch.mini_batches(self._config.actor.ppo_mini_batch_size)
 
     async def _step(
-        self, learned: LearnedBatch, groups: Sequence[Group], waiting_for: WaitingFor, *, first: bool
+        self,
+        learned: LearnedBatch,
+        groups: Sequence[Group],
+        rows: Sequence[TrainSample],
+        shown: frozenset[GroupId],
+        waiting_for: WaitingFor,
     ) -> bool:
-        """Make one optimizer step. Returns whether it was skipped. ``first``: in the first epoch, whose rows are shown
-        where their groups are drawn.
-        """
-        batch = learned.batch
-        shown = frozenset(group.id for group in groups if first and group.shown)
-        rows = self._rows(groups, shown)
-        if batch.version != self._version:
-            self._version, self._steps_of_version = batch.version, 0
-        progress = self._steps_of_version / self._steps_per_version
-        context = StepContext(batch.version, progress, self.guard.clip_scale, shown)
-        with self._busy("step", batch, waiting_for):
+        """Make one optimizer step, and report it. Returns whether it was skipped. ``shown``: groups whose rows are."""
+        version = learned.batch.version
+        if version != self._version:
+            self._version, self._steps_of_version = version, 0
+        steps_per_version = self._config.actor.ppo_epochs * (
+            self._config.groups_per_version // self._config.actor.ppo_mini_batch_size
+        )
+        context = StepContext(version, self._steps_of_version / steps_per_version, self.guard.clip_scale, shown)
+        with self._busy("step", learned.batch, waiting_for):
             report = await self.trainer.train_step(rows, context)
         learned.steps.append((context, report.skipped))
         if (samples := self._state.samples) is not None:
             samples.trained(report.shown)
         self._steps_of_version += 1
-        self.guard.look(report, batch.version)
-        self._report_step(report, batch, groups, learned.lags)
+        self.guard.look(report, version)
+        trajectories = [t for group in groups for t in group.trajectories]
+        oldest = [t.oldest_version for t in trajectories]
+        self._state.emit(
+            OptimizerStepped(
+                time=now(),
+                step=self._steps,
+                fetch=learned.batch.index,
+                version=version,
+                skipped=report.skipped,
+                tokens=sum(t.length for t in trajectories),
+                trajectories=len(trajectories),
+                rows=sum(len(t.rows) for t in trajectories),
+                lags=[learned.lags[group.number] for group in groups],
+                token_lag=_token_lags(trajectories, version),
+                stale_trajectories=sum(one is not None and one < version for one in oldest),
+                metrics=report.metrics,
+            )
+        )
+        self._steps += 1
+        self._skipped_in_row = skipped_in_row(self._skipped_in_row, report, "actor.optim.lr")
         return report.skipped
 
     @contextmanager
@@ -244,35 +257,6 @@ class Actor:
         finally:
             if told:
                 self._state.emit(TrainerBusy(time=now(), what=what, version=batch.version, span=(started, now())))
-
-    def _report_step(
-        self, report: StepReport, batch: TrainBatch, groups: Sequence[Group], lags: Mapping[int, int]
-    ) -> None:
-        version = batch.version
-        trajectories = [t for group in groups for t in group.trajectories]
-        self._state.emit(
-            OptimizerStepped(
-                time=now(),
-                step=self._steps,
-                fetch=batch.index,
-                version=version,
-                skipped=report.skipped,
-                tokens=sum(t.length for t in trajectories),
-                trajectories=len(trajectories),
-                rows=sum(len(t.rows) for t in trajectories),
-                lags=[lags[group.number] for group in groups],
-                token_lag=_token_lags(trajectories, version),
-                stale_trajectories=sum(_is_older(t, version) for t in trajectories),
-                metrics=report.metrics,
-            )
-        )
-        self._steps += 1
-        self._skipped.count(report)
-
-
-def _is_older(trajectory: Trajectory, version: int) -> bool:
-    oldest = trajectory.oldest_version
-    return oldest is not None and oldest < version
 
 
 def _token_lags(trajectories: Sequence[Trajectory], version: int) -> dict[int, int]:
@@ -293,14 +277,9 @@ class Critic:
         """Create the critic. ``own_ranks``: False where it shares the trainer's, on which the actor begins and ends
         batches.
         """
-        self.own_ranks = own_ranks
-        self._engine = engine
-        self._emit = emit
-        self._mini_batch_size = config.actor.ppo_mini_batch_size
-        self._epochs = config.critic.ppo_epochs
-        self._mask_cut_off = config.algorithm.overlong_filtering
-        self._skipped = SkippedSteps("critic.optim.lr")
-        self._steps = 0
+        self.engine, self.own_ranks = engine, own_ranks
+        self._config, self._emit = config, emit
+        self._steps = self._skipped_in_row = 0
         self._handed = self._trained = 0
         """Number of batches handed to the critic, and number of those that it was trained on."""
         self._told = 0
@@ -323,11 +302,10 @@ class Critic:
             if self.own_ranks:
                 self._begun = batch
                 await self._begin(batch)
-            batch.add(ColumnName.VALUES, await self._engine.forward_values(batch.samples()))
+            batch.add(ColumnName.VALUES, await self.engine.forward_values(batch.samples()))
 
     async def _begin(self, batch: TrainBatch) -> None:
-        mini_batches = batch.mini_batches(self._mini_batch_size)
-        await self._engine.begin_batch([samples_of(mini_batch) for mini_batch in mini_batches])
+        await self.engine.begin_batch([samples_of(mini_batch) for mini_batch in self._mini_batches(batch)])
 
     @property
     def behind(self) -> bool:
@@ -346,10 +324,11 @@ class Critic:
         await self.surviving(partial(self._train, batch))
 
     async def _train(self, batch: TrainBatch) -> None:
-        redone, mini_batches = batch.index < self._trained, batch.mini_batches(self._mini_batch_size)
-        for number, mini_batch in enumerate(mini_batches * self._epochs):
+        redone, columns = batch.index < self._trained, (ColumnName.VALUES, ColumnName.RETURNS)
+        for number, mini_batch in enumerate(self._mini_batches(batch) * self._config.critic.ppo_epochs):
             started = now()
-            report = await self._engine.train_step(self._samples(mini_batch))
+            rows = samples_of(mini_batch, columns, mask_cut_off=self._config.algorithm.overlong_filtering)
+            report = await self.engine.train_step(rows)
             if redone or number < self._told:
                 continue
             self._emit(
@@ -365,9 +344,9 @@ class Critic:
             )
             self._told += 1
             self._steps += 1
-            self._skipped.count(report)
+            self._skipped_in_row = skipped_in_row(self._skipped_in_row, report, "critic.optim.lr")
         if self.own_ranks:
-            await self._engine.end_batch()
+            await self.engine.end_batch()
         if not redone:
             self._told = 0
             self._trained += 1
@@ -386,17 +365,16 @@ class Critic:
             await self._begin(self._begun)
         return len(trained)
 
-    def _samples(self, groups: Sequence[Group]) -> list[TrainSample]:
-        return samples_of(groups, (ColumnName.VALUES, ColumnName.RETURNS), mask_cut_off=self._mask_cut_off)
+    def _mini_batches(self, batch: TrainBatch) -> list[list[Group]]:
+        return batch.mini_batches(self._config.actor.ppo_mini_batch_size)
 
     def state(self) -> dict[str, Any]:
         """Return the critic's part of a checkpoint, once it was trained on all batches that the trainer was."""
-        return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
+        return {"steps": self._steps, "skipped_in_row": self._skipped_in_row}
 
     def restore(self, state: Mapping[str, Any], batches: int) -> None:
         """Restore a checkpoint's ``state``, made after training on so many ``batches``."""
-        self._steps = state["steps"]
-        self._skipped.restore(state["skipped_in_row"])
+        self._steps, self._skipped_in_row = state["steps"], state["skipped_in_row"]
         self._handed = self._trained = batches
 
     async def copy_state(self) -> None:
@@ -406,12 +384,4 @@ class Critic:
     async def _copy_state(self) -> None:
         await self._changed.until(lambda: not self.behind)
         async with self._ranks:
-            await self._engine.copy_state()
-
-    async def load(self, path: Path) -> None:
-        """Load a checkpoint into the critic's ranks."""
-        await self._engine.load(path)
-
-    async def save(self, path: Path) -> None:
-        """Save the copy. The critic's ranks may work meanwhile."""
-        await self._engine.save(path)
+            await self.engine.copy_state()

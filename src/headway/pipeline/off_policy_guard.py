@@ -100,17 +100,9 @@ class Guard:
         self._state.emit(
             GuardActed(time=now(), version=version, ess=ess, min_ess=least, did=did, clip_scale=clip_scale, eta=eta)
         )
-        what = {
-            "warned": "lower async_training.staleness_threshold, or add a correction",
-            "tightened": f"the clip range is {clip_scale:g} of what is configured",
-            "widened": f"the clip range is {clip_scale:g} of what is configured",
-            "lowered η": f"η is {eta:g}",
-            "raised η": f"η is {eta:g}",
-            "stopped": "the run ends with this version",
-        }[did]
-        is_low = "below" if ess < least else "not below"
         text = (
-            f"version {version}: effective sample size {ess:.3g} is {is_low} algorithm.guard.min_ess={least:g}; {what}"
+            f"version {version}: effective sample size {ess:.3g}, algorithm.guard.min_ess={least:g}: {did}; η is "
+            f"{eta:g}, the clip range {clip_scale:g} of what is configured"
         )
         self._state.emit(Note(time=now(), level="warning" if ess < least else "info", text=text))
 
@@ -119,24 +111,15 @@ MOST_SKIPPED = 10
 """Most optimizer steps in a row that are skipped: a spike passes in a few, diverged weights never recover."""
 
 
-class SkippedSteps:
-    def __init__(self, lr_key: str) -> None:
-        """Count from zero. ``lr_key``: the learning rate's setting."""
-        self._lr_key = lr_key
-        self._in_row = 0
+def skipped_in_row(before: int, report: StepReport, lr_key: str) -> int:
+    """Return how many steps in a row were skipped, that of ``report`` behind ``before`` others.
 
-    def state(self) -> int:
-        """Return the number of steps skipped in a row, for the checkpoint."""
-        return self._in_row
-
-    def restore(self, state: int) -> None:
-        self._in_row = state
-
-    def count(self, report: StepReport) -> None:
-        """Count the step of ``report`` if it was skipped. Raises `NonFinite` for more in a row than `MOST_SKIPPED`."""
-        self._in_row = self._in_row + 1 if report.skipped else 0
-        if self._in_row > MOST_SKIPPED:
-            raise NonFinite(
-                f"{self._in_row} optimizer steps in a row were skipped because loss or gradient was not finite; "
-                f"lower {self._lr_key}, or look at the rewards for extreme values"
-            )
+    Raises `NonFinite` for more than `MOST_SKIPPED`. ``lr_key``: the learning rate's setting.
+    """
+    in_row = before + 1 if report.skipped else 0
+    if in_row > MOST_SKIPPED:
+        raise NonFinite(
+            f"{in_row} optimizer steps in a row were skipped because loss or gradient was not finite; lower {lr_key}, "
+            "or look at the rewards for extreme values"
+        )
+    return in_row

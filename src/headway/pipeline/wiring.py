@@ -33,7 +33,6 @@ from headway.pipeline.admission.sample_collector import SampleOutlet, Samples
 from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
 from headway.pipeline.channel import Channel
-from headway.pipeline.consequences import Restarts
 from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.off_policy_guard import Guard
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, SnapshotStore
@@ -44,7 +43,7 @@ from headway.pipeline.recovery.rank_restarts import (
     redo_critic,
 )
 from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
-from headway.pipeline.recovery.supervision import Replace, Supervision, Watch
+from headway.pipeline.recovery.supervision import Replace, Restarts, Supervision, Watch
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate
 from headway.pipeline.stages.generate import Generate
@@ -155,7 +154,7 @@ class Wiring:
         left, pool, critic = Restarts(config.trainer.max_restarts, timeouts), self.pool, self.actor.critic
 
         def restarts(role: str, **how: Any) -> RankRestarts:
-            return RankRestarts(state, role, parts.restartable.get(role), left, timeouts, **how)
+            return RankRestarts(state, role, parts.restartable.get(role), left, **how)
 
         self.restarts = {
             ACTOR: restarts(ACTOR, bring_back=self._redo),

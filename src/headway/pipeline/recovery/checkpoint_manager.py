@@ -37,7 +37,6 @@ from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.ledger import Fate, Ledger
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.admission.train_batches import TrainBatches
-from headway.pipeline.consequences import Consequence, what_follows
 from headway.pipeline.stage import WaitingFor
 from headway.runtime.task_groups import Tasks
 
@@ -240,7 +239,7 @@ class CheckpointManager:
         try:
             with self._attributed(version):
                 if critic is not None:  # first: a checkpoint whose own folder is there is complete
-                    await critic.save(self._critic_path(version))
+                    await critic.engine.save(self._critic_path(version))
                 await self._actor.trainer.save(path, taken)
         except WorkerDied:
             if not self._actor.keeps_batches:
@@ -284,7 +283,7 @@ class CheckpointManager:
         in_row = len(self._failures)
         event = CheckpointFailed(time=now(), version=version, reason=str(failure), in_row=in_row)
         self._state.emit(event)
-        if what_follows(tries=MOST_FAILURES - in_row) is Consequence.END:
+        if in_row >= MOST_FAILURES:
             raise RunError(f"{failure}. No checkpoint could be saved {in_row} times in a row") from failure
 
     async def load_newest(self, role: str) -> int:
@@ -309,7 +308,7 @@ class CheckpointManager:
             if role == ACTOR:
                 await self._actor.trainer.load(self._path(self.saved))
             if (critic := self._actor.critic) is not None and critic.own_ranks == (role == CRITIC):
-                await critic.load(self._critic_path(self.saved))
+                await critic.engine.load(self._critic_path(self.saved))
         return self.saved or 0
 
     async def _written(self) -> None:

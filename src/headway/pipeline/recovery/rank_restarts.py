@@ -23,15 +23,15 @@ from math import isfinite
 from typing import Any, NoReturn, TypeVar
 
 from headway.config.sizing.placement import ACTOR, CRITIC
-from headway.config.sizing.timeouts import HEARTBEAT_S, Timeouts, file_stall_s
+from headway.config.sizing.timeouts import HEARTBEAT_S, file_stall_s
 from headway.errors import HeadwayError, RunError, StallError, TokensLost
 from headway.events import Note, RanksLost, RanksRestarted
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Signal
-from headway.pipeline.consequences import Consequence, Restarts, what_follows
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.liveness import ask
+from headway.pipeline.recovery.supervision import Restarts
 from headway.runtime.progress import Living
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
@@ -64,10 +64,10 @@ class RankRestarts:
 
     Example:
         >>> async def calls_a_reference(state):
-        ...     limits = Timeouts.of(Config())
-        ...     restarts = RankRestarts(state, "ref", None, Restarts(3, limits), limits)
+        ...     restarts = RankRestarts(state, "ref", None, Restarts(3, Timeouts.of(Config())))
         ...     return await restarts.surviving(lambda: asyncio.sleep(0, "log-probs"))
         >>> from headway.config.schema import Config
+        >>> from headway.config.sizing.timeouts import Timeouts
         >>> asyncio.run(calls_a_reference(None))  # these ranks cannot be started again: the call is made as it is
         'log-probs'
     """
@@ -78,7 +78,6 @@ class RankRestarts:
         role: str,
         ranks: RestartableRanks | None,
         restarts: Restarts,
-        timeouts: Timeouts,
         *,
         on_lost: Callable[[RunError], object] = lambda loss: None,
         bring_back: Callable[[], Coroutine[Any, Any, int]] | None = None,
@@ -95,7 +94,6 @@ class RankRestarts:
         self._role = role
         self._ranks = ranks
         self._restarts = restarts
-        self._timeouts = timeouts
         self._on_lost = on_lost
         self._bring_back = bring_back
         self._lost: RunError | None = None
@@ -174,7 +172,7 @@ class RankRestarts:
 
     async def _end_of_motion(self, ranks: RestartableRanks) -> NoReturn:
         """Raise `StallError` when no rank moves while a call of them is open."""
-        quiet_s = self._timeouts.trainer_quiet_s
+        quiet_s = self._restarts.timeouts.trainer_quiet_s
         looks_s = min(HEARTBEAT_S, quiet_s / 4)
         while True:
             await self._changed.until(lambda: bool(self._works))
@@ -195,7 +193,7 @@ class RankRestarts:
         await self._changed.until(lambda: not self._works)
         redone: int | None = None
         while redone is None:
-            if what_follows(starts=self._restarts.left) is Consequence.END:
+            if not self._restarts.left:
                 raise type(loss)(f"{loss}. It is not started again: trainer.max_restarts is used up") from loss
             self._restarts.begin()
             try:

@@ -11,8 +11,8 @@ from headway.data.interfaces.rollout import EngineStats
 from headway.errors import StallError
 from headway.events import Emit, Event, ReplicaActivity
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.consequences import Restarts
 from headway.pipeline.recovery.liveness import ask
+from headway.pipeline.recovery.supervision import Restarts
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import Replica, WorkerUnavailable

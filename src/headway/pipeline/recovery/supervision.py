@@ -14,12 +14,27 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from headway.config.sizing.timeouts import Timeouts
 from headway.errors import HeadwayError, RunError, WorkerDied
 from headway.events import Note
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
-from headway.pipeline.consequences import Consequence, Restarts, what_follows
 from headway.runtime.task_groups import Tasks
+
+
+class Restarts:
+    """Starts in the place of what is lost that are left to a run, for members of one kind or of several."""
+
+    def __init__(self, left: int, timeouts: Timeouts) -> None:
+        self.left = left
+        self.starts_until = 0.0
+        """Time on the event clock by which the newest start has ended."""
+        self.timeouts = timeouts
+
+    def begin(self) -> None:
+        """Count a start, which ends within `Timeouts.start_s`."""
+        self.left -= 1
+        self.starts_until = now() + self.timeouts.start_s
 
 
 class NamedMember(Protocol):
@@ -128,13 +143,13 @@ class Supervision(Generic[M]):
     async def _replace_one(self, lost: str, reason: RunError, replace: Replace[M]) -> None:
         """Start a member in the place of ``lost``. A failure is reported, and does not end the run by itself."""
         why = ""
-        while what_follows(starts=self._restarts.left) is Consequence.REPLACED:
+        while self._restarts.left > 0:
             self._restarts.begin()
             if not self._members.present:
                 self._warn(
                     lost,
                     f"it was the last {self._members.kind}, and the run waits for another one to start in its place, "
-                    f"for {self._restarts.limit} at most",
+                    f"for {self._restarts.timeouts.start_limit()} at most",
                 )
             try:
                 newcomer = await replace(lost)
@@ -153,8 +168,7 @@ class Supervision(Generic[M]):
 
     def _go_on_without(self, lost: str, reason: RunError, why: str) -> None:
         """Go on with members that are left or being started. Raises the error of the loss if there are none."""
-        others = bool(self._members.present or self._replacing or len(self._members.lost))
-        if what_follows(others=others) is Consequence.END:
+        if not (self._members.present or self._replacing or len(self._members.lost)):
             raise type(reason)(
                 f"{reason}. It was the last {self._members.kind}, without which no group is made, and {why}"
             ) from reason

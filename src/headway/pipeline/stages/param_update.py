@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 from headway.config.schema import Config
-from headway.data.interfaces.training import OverlappingTrainEngine, TrainEngine
+from headway.data.interfaces.training import OverlappingTrainEngine
 from headway.data.interfaces.weights import GatherReport
 from headway.errors import RunError
 from headway.events import UpdateFinished, UpdateSuperseded
@@ -43,28 +44,25 @@ from headway.pipeline.update.weight_loading import LoadCost, Probe, WeightLoadin
 from headway.pipeline.weight_receiver import ReceiverClient, Replica
 from headway.runtime.task_groups import concurrently
 
-
-@dataclass(frozen=True, slots=True)
-class PublishedVersion:
-    """Result of publishing a version: every receiver serves it, or skipped it."""
-
-    gather_s: float
-    loads: Sequence[LoadCost]
-    full_nbytes: int | None
-    changed: float | None
+Published = tuple[Delivery, Sequence[LoadCost | None]]
+"""Result of publishing a version, which every receiver serves or skipped: what sending cost, and each load."""
 
 
+@dataclass
 class Schedule(ABC):
     """Schedule of an update: how a version reaches the receivers, and when training resumes."""
 
-    @abstractmethod
-    async def publish(
-        self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]
-    ) -> PublishedVersion:
-        """Transfer ``update``, load it on all that ``receivers`` gives, and release it when training may resume."""
+    state: RunState
+    transfer: VersionTransfer
+    loading: WeightLoading
+    restarts: RankRestarts
 
-    keeps_version = False
+    keeps_version: ClassVar[bool] = False
     """True where the version that was published last can be sent whatever the trainer does meanwhile."""
+
+    @abstractmethod
+    async def publish(self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]) -> Published:
+        """Transfer ``update``, load it on all that ``receivers`` gives, and release it when training may resume."""
 
     @abstractmethod
     async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
@@ -74,61 +72,37 @@ class Schedule(ABC):
 
 
 class Synchronous(Schedule):
-    def __init__(
-        self, trainer: TrainEngine, transfer: VersionTransfer, loading: WeightLoading, restarts: RankRestarts
-    ) -> None:
-        self._restarts = restarts
-        self._trainer = trainer
-        self._transfer = transfer
-        self._loading = loading
-
-    async def publish(
-        self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]
-    ) -> PublishedVersion:
-        version, to = update.version, receivers()
-        await self._loading.make_ready(to)
-        delivered = await self._restarts.surviving(partial(self._transfer.together, self._trainer, version, to))
-        loads = await self._loading.load_all(delivered.receivers, version, delivered.probe)
+    async def publish(self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]) -> Published:
+        to = receivers()
+        await self.loading.make_ready(to)
+        delivered = await self.restarts.surviving(partial(self.transfer.together, update.version, to))
+        loads = await self.loading.load_all(delivered.receivers, update.version, delivered.probe)
         update.release()
-        return PublishedVersion(delivered.gather_s, _known(loads), delivered.full_nbytes, delivered.changed)
+        return delivered, loads
 
     async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
         if late:
-            delivered = await self._transfer.together(self._trainer, version, late)
-            await self._loading.load_all(delivered.receivers, version, delivered.probe)
+            delivered = await self.transfer.together(version, late)
+            await self.loading.load_all(delivered.receivers, version, delivered.probe)
 
 
+@dataclass
 class Overlapped(Schedule):
-    def __init__(
-        self,
-        state: RunState,
-        trainer: OverlappingTrainEngine,
-        transfer: VersionTransfer,
-        loading: WeightLoading,
-        restarts: RankRestarts,
-    ) -> None:
-        self._restarts = restarts
-        self._state = state
-        self._trainer = trainer
-        self._transfer = transfer
-        self._loading = loading
-        self._newest: int | None = None
-        self._gathered = GatherReport(0.0, 0)
-        """Report of the newest version, which the trainer's copy holds."""
-        self._turns: dict[str, asyncio.Lock] = {}
-        """Locks by copy, so that each gets one delivery at a time, in order of versions."""
-
     keeps_version = True
 
-    async def publish(
-        self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]
-    ) -> PublishedVersion:
+    _newest: int | None = field(default=None, init=False)
+    _gathered: GatherReport = field(default=GatherReport(0.0, 0), init=False)
+    """Report of the newest version, which the trainer's copy holds."""
+    _turns: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
+    """Locks by copy, so that each gets one delivery at a time, in order of versions."""
+
+    async def publish(self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]) -> Published:
         if self._newest is not None and update.version <= self._newest:  # the copy has it, or a newer one
             gathered = replace(self._gathered, gather_s=0.0)
         else:
             self._newest = update.version  # before gather: what has not begun by now must not read the copy any more
-            gather = partial(self._transfer.gather, self._trainer, update.version)
-            self._gathered = gathered = await self._restarts.surviving(gather)
+            gather = partial(self.transfer.gather, update.version)
+            self._gathered = gathered = await self.restarts.surviving(gather)
         update.release()
         by_copy: dict[str, list[ReceiverClient]] = {}
         for receiver in receivers():
@@ -137,28 +111,28 @@ class Overlapped(Schedule):
             self._deliver(copy, of_copy, update.version, gathered.probe) for copy, of_copy in by_copy.items()
         )
         full_nbytes = max((one.full_nbytes for one, _ in deliveries if one.full_nbytes is not None), default=None)
-        loads = [load for _, loaded in deliveries for load in loaded]
-        return PublishedVersion(gathered.gather_s, _known(loads), full_nbytes, gathered.changed)
+        delivered = Delivery(gather_s=gathered.gather_s, full_nbytes=full_nbytes, changed=gathered.changed)
+        return delivered, [load for _, loaded in deliveries for load in loaded]
 
     async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
         if version == self._newest:  # the copy was lost with the trainer
-            self._gathered = await self._transfer.gather(self._trainer, version)
+            self._gathered = await self.transfer.gather(version)
 
     async def _deliver(
         self, copy: str, receivers: Sequence[ReceiverClient], version: int, probe: Probe | None
-    ) -> tuple[Delivery, Sequence[LoadCost | None]]:
+    ) -> Published:
         async with self._turns.setdefault(copy, asyncio.Lock()):
-            loaded = self._state.staleness.loaded  # meanwhile; a replica that joins has loaded nothing, not version 0
+            loaded = self.state.staleness.loaded  # meanwhile; a replica that joins has loaded nothing, not version 0
             others = {one.name: one.version for one in receivers if not isinstance(one, Replica)}
             receivers = [one for one in receivers if (loaded | others).get(one.name) != version]
             if not receivers or self._are_overtaken(receivers, version):
                 return Delivery(), ()
-            await self._loading.make_ready(receivers)
-            delivered = await self._restarts.surviving(partial(self._send, receivers, version))
+            await self.loading.make_ready(receivers)
+            delivered = await self.restarts.surviving(partial(self._send, receivers, version))
             if delivered is None:
-                await concurrently(self._loading.stand_down(receiver) for receiver in receivers)
+                await concurrently(self.loading.stand_down(receiver) for receiver in receivers)
                 return Delivery(), ()
-            return delivered, await self._loading.load_all(delivered.receivers, version, probe)
+            return delivered, await self.loading.load_all(delivered.receivers, version, probe)
 
     async def _send(self, receivers: Sequence[ReceiverClient], version: int) -> Delivery | None:
         """Send ``version``. Returns None where a newer one came while ``receivers`` finished what was in flight, or
@@ -166,18 +140,14 @@ class Overlapped(Schedule):
         """
         if self._are_overtaken(receivers, version):
             return None
-        return await self._transfer.apart(self._trainer, version, receivers)
+        return await self.transfer.apart(version, receivers)
 
     def _are_overtaken(self, receivers: Sequence[ReceiverClient], version: int) -> bool:
         if version == self._newest:
             return False
         for receiver in receivers:
-            self._state.emit(UpdateSuperseded(time=now(), version=version, replica=receiver.name))
+            self.state.emit(UpdateSuperseded(time=now(), version=version, replica=receiver.name))
         return True
-
-
-def _known(loads: Iterable[LoadCost | None]) -> list[LoadCost]:
-    return [load for load in loads if load is not None]
 
 
 class ParamUpdate(Stage[PendingUpdate, Validation]):
@@ -204,24 +174,21 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         self._lease = lease
         self._actor, trainer = actor, actor.trainer
         self._restarts = restarts
-        transfer = VersionTransfer(state, pool, self._waiting_within)
+        transfer = VersionTransfer(state, pool, trainer, self._waiting_within)
         loading = WeightLoading(state, pool, self._waiting_within, self._order_validation)
-        self._schedule: Schedule
-        if config.param_update.schedule == "overlapped":
-            if not isinstance(trainer, OverlappingTrainEngine):
-                raise TypeError(f"{type(trainer).__name__} cannot send weights while it trains on")
-            self._schedule = Overlapped(state, trainer, transfer, loading, restarts)
-        else:
-            self._schedule = Synchronous(trainer, transfer, loading, restarts)
+        overlapped = config.param_update.schedule == "overlapped"
+        if overlapped and not isinstance(trainer, OverlappingTrainEngine):
+            raise TypeError(f"{type(trainer).__name__} cannot send weights while it trains on")
+        self._schedule = (Overlapped if overlapped else Synchronous)(state, transfer, loading, restarts)
 
     async def process_data(self, update: PendingUpdate) -> AsyncGenerator[Validation, None]:
         oldest = self._state.staleness.oldest_trainable(update.version)
         if oldest is not None and self._state.trains_more:  # what is queued is dropped when it would be taken
             await self._pool.abort_older_than(oldest)
         started = now()
-        published = await self._schedule.publish(update, lambda: self._pool.receivers)
+        delivered, loaded = await self._schedule.publish(update, lambda: self._pool.receivers)
         released = update.released_at if update.released_at is not None else now()
-        loads, stall_s = published.loads, released - started - published.gather_s
+        loads, stall_s = [load for load in loaded if load is not None], released - started - delivered.gather_s
         self._emit(
             UpdateFinished(
                 time=now(),
@@ -230,8 +197,8 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
                 rollout_stall_s=sum(load.stall_s for load in loads) / max(1, len(loads)),
                 validation_stall_s=min(stall_s, max((load.validation_s for load in loads), default=0.0)),
                 interrupted=sum(load.interrupted for load in loads),
-                full_nbytes=published.full_nbytes,
-                changed=published.changed,
+                full_nbytes=delivered.full_nbytes,
+                changed=delivered.changed,
             )
         )
         if self._validators.everywhere and loads and self._validators.is_due(update.version):

@@ -19,7 +19,6 @@ from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from headway.events import ReplicaJoined, ReplicaLost
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
-from headway.pipeline.consequences import Consequence, what_follows
 from headway.pipeline.update.pause_controller import PauseController
 from headway.pipeline.weight_receiver import ReceiverClient, Replica, WorkerUnavailable
 from headway.runtime.task_groups import concurrently
@@ -202,7 +201,7 @@ class ReplicaPool:
         self._gone.add(replica.name)
         self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(gone.why)))
         if self._joining.pop(replica.name, None) is None:  # else it served nothing
-            if what_follows(starts=self._replaceable, others=len(self.replicas) > 1) is Consequence.END:
+            if not self._replaceable and len(self.replicas) == 1:
                 raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty pool
             del self._serving[replica.name]
             self._state.unload(replica.name)

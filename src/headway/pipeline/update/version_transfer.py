@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +37,6 @@ from headway.errors import UpdateFailed, UpdateMissed
 from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Signal
-from headway.pipeline.consequences import Consequence, what_follows
 from headway.pipeline.stage import WaitingFor
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import ReceiverClient, Remote, WorkerUnavailable
@@ -100,10 +99,6 @@ class Attempt:
             if isinstance(answer, ReceiveReport) and receiver.name not in failed
         }
 
-    def without(self, receivers: Iterable[Remote]) -> list[ReceiverClient]:
-        out = set(receivers)
-        return [receiver for receiver in self.audience.receivers if receiver not in out]
-
     def _error(self, name: str, answer: ReceiveReport | UpdateFailed | WorkerUnavailable) -> UpdateFailed | None:
         if isinstance(answer, UpdateFailed):
             return answer
@@ -134,7 +129,7 @@ def judge(attempt: Attempt) -> RetryDecision:
     if attempt.silent:
         return _judge_silence(attempt)
     if attempt.sent is None:
-        raise UpdateFailed(_did_not_arrive(attempt))
+        raise UpdateFailed(_silence(attempt, []))
     if attempt.failed or isinstance(attempt.sent, UpdateFailed):
         return _judge_failure(attempt)
     return RetryDecision()
@@ -143,11 +138,11 @@ def judge(attempt: Attempt) -> RetryDecision:
 def _judge_silence(attempt: Attempt) -> RetryDecision:
     silent, audience = attempt.silent, attempt.audience
     if len(silent) > 1 and not isinstance(attempt.sent, SendReport):
-        return RetryDecision(again=_apart(audience), reason=_did_not_arrive(attempt))
+        return RetryDecision(again=_apart(audience), reason=_silence(attempt, silent))
     if len(audience.receivers) == 1 and isinstance(attempt.sent, UpdateFailed) and not audience.failures:
         return RetryDecision(again=[Audience(audience.receivers, failures=1)], reason=str(attempt.sent))
     return _go_on_without(
-        attempt, [WorkerUnavailable(receiver, _did_not_answer(attempt, receiver)) for receiver in silent]
+        attempt, [WorkerUnavailable(receiver, UpdateFailed(_silence(attempt, [receiver]))) for receiver in silent]
     )
 
 
@@ -168,40 +163,27 @@ def _judge_failure(attempt: Attempt) -> RetryDecision:
     assert isinstance(error, UpdateFailed)
     own = {name for name, error in failed.items() if not isinstance(error, UpdateMissed)}
     alone = [receiver for receiver in audience.receivers if receiver.name in own or len(audience.receivers) == 1]
-    match what_follows(tries=MOST_TRIES - 1 - audience.failures, others=len(alone) == 1):
-        case Consequence.AGAIN:
-            return RetryDecision(again=[Audience(audience.receivers, failures=1)], reason=str(error))
-        case Consequence.WITHOUT:
-            return _go_on_without(attempt, [WorkerUnavailable(alone[0], error)])
+    if audience.failures < MOST_TRIES - 1:
+        return RetryDecision(again=[Audience(audience.receivers, failures=1)], reason=str(error))
+    if len(alone) == 1:
+        return _go_on_without(attempt, [WorkerUnavailable(alone[0], error)])
     raise error
 
 
 def _go_on_without(attempt: Attempt, gone: Sequence[WorkerUnavailable]) -> RetryDecision:
-    rest = attempt.without([*(one.remote for one in gone), *attempt.holding])
+    done: set[Remote] = {*(one.remote for one in gone), *attempt.holding}
+    rest = [receiver for receiver in attempt.audience.receivers if receiver not in done]
     return RetryDecision(gone, [Audience(rest)] if rest else [], str(gone[0].why))
 
 
-def _did_not_answer(attempt: Attempt, receiver: ReceiverClient) -> UpdateFailed:
-    if isinstance(attempt.sent, UpdateFailed):
-        return UpdateFailed(f"{receiver.name} did not receive version {attempt.version}: {attempt.sent}")
-    trainer = "" if attempt.sent is not None else "; nor did the trainer, which was sending"
-    return UpdateFailed(
-        f"{receiver.name} did not answer within {attempt.limit} while it was receiving version "
-        f"{attempt.version}{trainer}"
-    )
+def _silence(attempt: Attempt, silent: Sequence[ReceiverClient]) -> str:
+    """Describe that ``silent`` receivers, and the trainer if it was one of them, did not answer in time."""
+    names = [receiver.name for receiver in silent] + ["the trainer"] * (attempt.sent is None)
+    failure = f": {attempt.sent}" if isinstance(attempt.sent, UpdateFailed) else ""
+    return f"{', '.join(names)} did not answer within {attempt.limit}, for version {attempt.version}{failure}"
 
 
-def _did_not_arrive(attempt: Attempt) -> str:
-    trainer = ["the trainer to send"] if attempt.sent is None else []
-    waits = [*trainer, *(f"{receiver.name} to receive" for receiver in attempt.silent)]
-    failure = f" ({attempt.sent})" if isinstance(attempt.sent, UpdateFailed) else ""
-    return (
-        f"the weights of version {attempt.version} did not arrive within {attempt.limit}: ParamUpdate waited for "
-        f"{', '.join(waits)}{failure}"
-    )
-
-
-Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
+Send = Callable[[int, Sequence[str]], Coroutine[Any, Any, SendReport]]
 """Coroutine function that sends a version to the receivers named."""
 
 
@@ -216,59 +198,46 @@ class Delivery:
     full_nbytes: int | None = None
     changed: float | None = None
 
-    def add(self, sent: SendReport, receivers: Sequence[ReceiverClient]) -> None:
-        self.receivers += receivers
-        self.gather_s += sent.gather_s
-        self.probe, self.full_nbytes, self.changed = sent.probe, sent.full_nbytes, sent.changed
-
 
 class VersionTransfer:
     """Transfers of a run's versions, each repeated until the remaining receivers have it."""
 
-    def __init__(self, state: RunState, pool: ReplicaPool, waiting_for: WaitingFor) -> None:
-        self._state = state
-        self._pool = pool
+    def __init__(self, state: RunState, pool: ReplicaPool, trainer: TrainEngine, waiting_for: WaitingFor) -> None:
+        self._state, self._pool, self._trainer = state, pool, trainer
         self._waiting_for = waiting_for
         self._timeouts = pool.timeouts
         self._sending = 0
         self._sent = Signal()
 
-    async def together(self, trainer: TrainEngine, version: int, receivers: Sequence[ReceiverClient]) -> Delivery:
+    async def together(self, version: int, receivers: Sequence[ReceiverClient]) -> Delivery:
         """Send ``version`` to all ``receivers`` at once."""
+        return await self._deliver(version, receivers, self._trainer.send_weights, where="actor")
 
-        async def send(names: Sequence[str]) -> SendReport:
-            return await trainer.send_weights(version, names)
-
-        return await self._deliver(trainer, version, receivers, send, where="actor")
-
-    async def gather(self, trainer: OverlappingTrainEngine, version: int) -> GatherReport:
+    async def gather(self, version: int) -> GatherReport:
         """Gather ``version`` into the trainer's copy, as soon as the version in that copy is no longer being sent."""
         with self._waiting_for("replicas to receive the version before"):
             await self._sent.until(lambda: self._sending == 0)
         started = now()
         with self._waiting_for("the trainer to gather"):
-            gathered = await trainer.gather_weights(version)
+            gathered = await self._overlapping.gather_weights(version)
         self._report_gathered(version, started, gathered.gather_s, gathered.nbytes)
         return gathered
 
-    async def apart(
-        self, trainer: OverlappingTrainEngine, version: int, receivers: Sequence[ReceiverClient]
-    ) -> Delivery:
+    async def apart(self, version: int, receivers: Sequence[ReceiverClient]) -> Delivery:
         """Send the trainer's copy, which holds ``version``, to ``receivers``, which load from one copy of theirs."""
-
-        async def send(names: Sequence[str]) -> SendReport:
-            return await trainer.send_gathered(version, names)
-
         self._sending += 1
         try:
-            return await self._deliver(trainer, version, receivers, send, where=receivers[0].name)
+            return await self._deliver(version, receivers, self._overlapping.send_gathered, where=receivers[0].name)
         finally:
             self._sending -= 1
             self._sent.changed()
 
-    async def _deliver(
-        self, trainer: TrainEngine, version: int, receivers: Sequence[ReceiverClient], send: Send, *, where: str
-    ) -> Delivery:
+    @property
+    def _overlapping(self) -> OverlappingTrainEngine:
+        assert isinstance(self._trainer, OverlappingTrainEngine), "ParamUpdate has checked that"
+        return self._trainer
+
+    async def _deliver(self, version: int, receivers: Sequence[ReceiverClient], send: Send, *, where: str) -> Delivery:
         """Repeat attempts until all remaining receivers hold ``version``. Raises `UpdateFailed` if that cannot be."""
         delivered = Delivery()
         due = deque([Audience(receivers)])
@@ -278,7 +247,7 @@ class VersionTransfer:
                 continue
             limit_s = self._timeouts.attempt_s
             attempt = Attempt(version, audience, self._timeouts.update_limit(limit_s))
-            await self._make(attempt, trainer, send, limit_s)
+            await self._make(attempt, send, limit_s)
             verdict = judge(attempt)
             again = {receiver for audience in verdict.again for receiver in audience.receivers}
             arrived = {one: report for one, report in attempt.holding.items() if one not in again}
@@ -291,24 +260,24 @@ class VersionTransfer:
             due.extendleft(reversed(verdict.again))
         return delivered
 
-    async def _make(self, attempt: Attempt, trainer: TrainEngine, send: Send, limit_s: float) -> None:
+    async def _make(self, attempt: Attempt, send: Send, limit_s: float) -> None:
         """Make one attempt: send, and collect the receivers' answers that come in time."""
         names = [receiver.name for receiver in attempt.audience.receivers]
         try:
             async with asyncio.timeout(limit_s) as limit:
-                if not await self._reach(attempt, trainer, names):
+                if not await self._reach(attempt, names):
                     return
                 attempt.began = now()
                 receiving = (self._receive(attempt, receiver, limit) for receiver in attempt.audience.receivers)
-                await concurrently([self._send(attempt, send(names)), *receiving])
+                await concurrently([self._send(attempt, send(attempt.version, names)), *receiving])
         except TimeoutError:
             if not limit.expired():
                 raise
 
-    async def _reach(self, attempt: Attempt, trainer: TrainEngine, names: Sequence[str]) -> bool:
+    async def _reach(self, attempt: Attempt, names: Sequence[str]) -> bool:
         with self._waiting_for(f"the trainer to reach {', '.join(names)}"):
             try:
-                await failing_as_one(partial(_unless_gone, attempt.audience.receivers, trainer.reach(names)))
+                await failing_as_one(partial(_unless_gone, attempt.audience.receivers, self._trainer.reach(names)))
             except UpdateFailed as failure:
                 attempt.sent = failure
             except WorkerUnavailable as gone:  # whoever meets one that will not come waits for it: the others meet anew
@@ -340,7 +309,9 @@ class VersionTransfer:
         sent, version = attempt.sent, attempt.version
         if not arrived or not isinstance(sent, SendReport):
             return
-        delivered.add(sent, list(arrived))
+        delivered.receivers += arrived
+        delivered.gather_s += sent.gather_s
+        delivered.probe, delivered.full_nbytes, delivered.changed = sent.probe, sent.full_nbytes, sent.changed
         self._timeouts.transferred(now() - attempt.began)
         if where == "actor":
             self._report_gathered(version, attempt.began, sent.gather_s, sent.full_nbytes or sent.nbytes)
