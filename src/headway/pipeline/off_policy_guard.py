@@ -88,11 +88,12 @@ class Guard:
         """
         if version != self._version:
             recovers, self._version, self._was_low = self._version is not None and not self._was_low, version, False
-            if recovers and not low and self._state.admit_further_ahead():
+            if recovers and not low and self._state.staleness.recover():
+                self._state.changed.changed()
                 self._tell(version, ess, least, "raised η")
         if low and not self._was_low:
             self._was_low = True
-            if self._state.admit_less_ahead():
+            if self._state.staleness.lower():
                 self._tell(version, ess, least, "lowered η")
 
     def _tell(self, version: int, ess: float, least: float, did: str) -> None:

@@ -26,7 +26,7 @@ from headway.errors import UpdateFailed, WorkerDied
 from headway.events import Note, Observer, RunFinished, RunStarted
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.recovery.checkpoint_manager import Taken
-from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
+from headway.pipeline.weight_receiver import Replica
 from headway.pipeline.wiring import AnyStage, Parts, Wiring
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
@@ -75,8 +75,8 @@ class Pipeline:
         self._emit_started()
         try:
             self._begin()
-            if self._state.version == 0:  # later ones are validated when replicas have them
-                await self._validate_first_version()
+            if self._state.version == 0 and self._parts.validation:  # later ones when replicas have them
+                await self._wiring.validations.send(self._wiring.validators.order(0))
             try:
                 await failing_as_one(self._run_to_the_end)
             finally:
@@ -88,7 +88,10 @@ class Pipeline:
             self._emit_finished(Status.FAILED, f"{type(failure).__name__}: {failure}")
             raise
         status = Status.INTERRUPTED if self._state.stopping and not self._trained_all() else Status.COMPLETED
-        self._emit_finished(status, self.stop_reason or self._why_unfinished())
+        reason, version = self.stop_reason, self._state.version + 1
+        if self.unfinished and not reason:
+            reason = f"version {version} was begun and not finished: its other groups did not come, or not in time"
+        self._emit_finished(status, reason)
         return status
 
     def join(self, replica: RolloutEngine) -> None:
@@ -132,7 +135,8 @@ class Pipeline:
     async def _run_to_the_end(self, tasks: Tasks) -> None:
         """Run all stages side by side, until those behind the queue end; then end those before it."""
         wiring = self._wiring
-        watchers = self._start_watchers(tasks)
+        watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
+        watchers.append(tasks.start(wiring.scoring.watch(self._scores_given_up)))
         wiring.checkpoints.start(tasks)
         for restarts in wiring.restarts.values():
             restarts.start(tasks)
@@ -144,14 +148,21 @@ class Pipeline:
         downstream = tasks.start(concurrently(stage.run() for stage in wiring.downstream))
         cutting_off = tasks.start(self._cut_off(downstream))
 
-        cut_off = await self._ended_or_cut_off(downstream)
+        await asyncio.wait([downstream])
+        if not downstream.cancelled():
+            downstream.result()
         cutting_off.cancel()
         wiring.prompt_loader.end()
         serving_again.cancel()
         for supervision in wiring.supervisions:
             supervision.stop()
-        await self._end_upstream(upstream, interrupt=not cut_off)
-        if not cut_off:
+        if self._state.ledger.open_numbers:
+            if not downstream.cancelled():
+                await concurrently(self._interrupt(replica) for replica in wiring.pool.serving)
+            for task in upstream:
+                task.cancel()
+        await asyncio.wait(upstream)
+        if not downstream.cancelled():
             with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
                 await wiring.monitor.report()
         if not self.unfinished:
@@ -162,28 +173,10 @@ class Pipeline:
         for watcher in watchers:
             watcher.cancel()
 
-    def _start_watchers(self, tasks: Tasks) -> list[asyncio.Task[None]]:
-        """Start what ends a run that stalls, a run whose workers die, and scores that a stop does not wait for."""
-        wiring = self._wiring
-        watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
-        return [*watchers, tasks.start(wiring.scoring.watch(self._scores_given_up))]
-
-    async def _ended_or_cut_off(self, downstream: asyncio.Task[list[None]]) -> bool:
-        """Wait for the end of ``downstream``. Returns whether it was cut off; raises its failure."""
-        await asyncio.wait([downstream])
-        if downstream.cancelled():
-            return True
-        downstream.result()
-        return False
-
-    async def _end_upstream(self, upstream: Sequence[asyncio.Task[None]], *, interrupt: bool) -> None:
-        """Let the stages before the queue end, of themselves where no group is open. ``interrupt`` replicas else."""
-        if self._state.ledger.open_numbers:
-            if interrupt:
-                await concurrently(self._interrupt(replica) for replica in self._wiring.pool.serving)
-            for task in upstream:
-                task.cancel()
-        await asyncio.wait(upstream)
+    async def _interrupt(self, replica: Replica) -> None:
+        with suppress(WorkerDied, UpdateFailed):  # the last one, too, is not needed any more
+            async with self._wiring.pool.losing():
+                await self._wiring.pool.pauses.end(replica)
 
     async def _cut_off(self, downstream: asyncio.Task[list[None]]) -> None:
         """End what is downstream of the queue, when the time for a stop is over. A checkpoint is written to its end."""
@@ -207,24 +200,6 @@ class Pipeline:
         if scoring.closed:
             self._wiring.prompt_loader.end()
             self._state.give_up_version()
-
-    def _why_unfinished(self) -> str | None:
-        if not self.unfinished:
-            return None
-        version = self._state.version
-        return f"version {version + 1} was begun and not finished: its other groups did not come, or not in time"
-
-    async def _interrupt(self, replica: Replica) -> None:
-        try:
-            await self._wiring.pool.pauses.end(replica)
-        except WorkerUnavailable as gone:
-            with suppress(WorkerDied, UpdateFailed):  # the last one, too, is not needed any more
-                await self._wiring.pool.lose(gone)
-
-    async def _validate_first_version(self) -> None:
-        """Order the validation of the first version, before anything is admitted, like every other validation."""
-        if self._parts.validation:
-            await self._wiring.validations.send(self._wiring.validators.order(self._state.version))
 
     def _trained_all(self) -> bool:
         """Tell whether all was trained on, when nothing runs any more. May ask the data for one more prompt."""

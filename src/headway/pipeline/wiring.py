@@ -88,13 +88,13 @@ class Parts:
     stop_token_ids: tuple[int, ...] = ()
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Coroutine function that runs until cancelled and raises `WorkerDied` when a worker ends that the run needs."""
-    watch_replica: Watch[RolloutEngine] | None = None
+    watch_replica: Watch | None = None
     """Coroutine function that runs until cancelled and raises `WorkerDied` when the given replica's process ends."""
-    replace_replica: Replace[RolloutEngine] | None = None
+    replace_replica: Replace | None = None
     """Coroutine function that starts a replica in the place of the one named; None where that is impossible."""
-    watch_episode_worker: Watch[EpisodeWorkerProtocol] | None = None
+    watch_episode_worker: Watch | None = None
     """Coroutine function that runs until cancelled, and raises `WorkerDied` when the worker's process ends."""
-    replace_episode_worker: Replace[EpisodeWorkerProtocol] | None = None
+    replace_episode_worker: Replace | None = None
     """Coroutine function that starts an episode worker in the place of the one named; None where that is impossible."""
     restartable: Mapping[str, RestartableRanks] = field(default_factory=dict)
     """Ranks of their own that can be started again, by role: ``actor``, ``ref``, ``logp``, ``critic``. The loss of
@@ -171,7 +171,7 @@ class Wiring:
         own = [Restarts(config.cluster.max_replica_restarts, timeouts) for _ in range(2)]
         self.replica_supervision = Supervision(state, self.pool, parts.watch_replica, parts.replace_replica, own[0])
         watch, replace = parts.watch_episode_worker, parts.replace_episode_worker
-        self.supervisions: Sequence[Supervision[Any]] = [
+        self.supervisions: Sequence[Supervision] = [
             self.replica_supervision,
             Supervision(state, self.episode_workers, watch, replace, own[1]),
         ]

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from math import floor
-from operator import itemgetter
 
 from headway.data.interfaces.episode_groups import Group
 from headway.errors import LedgerImbalance
@@ -31,11 +30,6 @@ class MessageQueue:
         """Finished groups by number, in the order of their completion."""
         self._live: dict[int, int] = {}
         """Map from the number of a live group to the oldest version that any of its tokens can have."""
-        self._live_of: Counter[int] = Counter()
-        """Number of live groups by that oldest version."""
-        self._finished_of: dict[int, dict[int, int]] = {}
-        """Finished groups by that oldest version: number → place in the order of completion, which it is in."""
-        self._sent = 0
         self._admitted = 0
         self._taken = 0
         self._head = 0
@@ -62,12 +56,11 @@ class MessageQueue:
         self._admitted, self._taken = admitted, taken
         self._head = min(live, default=admitted)
         self._resumed = True
-        for number, version in live.items():
-            self._note(number, version)
+        self._live = dict(live)
 
     def expect(self, number: int, version: int) -> None:
         """Note that group ``number`` was admitted while ``version`` was the oldest version served."""
-        self._note(number, version)
+        self._live[number] = version
         self._admitted = number + 1
 
     async def send(self, group: Group) -> None:
@@ -78,11 +71,7 @@ class MessageQueue:
             raise LedgerImbalance(f"group {group.number} came to the queue a second time, or after it was discarded")
         self._finished[group.number] = group
         if self._staleness.max_lag is not None:
-            oldest = group.oldest_version
-            self._forget(group.number)
-            self._note(group.number, oldest)
-            self._finished_of.setdefault(oldest, {})[group.number] = self._sent
-            self._sent += 1
+            self._live[group.number] = group.oldest_version
         self._signal.changed()
 
     def discard(self, number: int) -> None:
@@ -170,7 +159,9 @@ class MessageQueue:
         """Return the finished groups that ``version`` cannot be trained on."""
         if self._resumed:
             return [group for group in self._finished.values() if not self._fits(group, version)]
-        return self._overdue(version)
+        if (oldest := self._staleness.oldest_trainable(version)) is None:
+            return []
+        return [group for number, group in self._finished.items() if self._live[number] < oldest]
 
     def _fits(self, group: Group, version: int) -> bool:
         """Tell whether ``version`` may be trained on a group of a resumed run. What is made again there may be admitted
@@ -179,41 +170,16 @@ class MessageQueue:
         lag, bound = version - group.oldest_version, self._staleness.bound
         return lag >= 0 and (bound is None or lag <= bound)
 
-    def _overdue(self, version: int) -> list[Group]:
-        oldest = self._staleness.oldest_trainable(version)
-        if oldest is None:
-            return []
-        overdue = [place for of, places in self._finished_of.items() if of < oldest for place in places.items()]
-        return [self._finished[number] for number, _ in sorted(overdue, key=itemgetter(1))]
-
     def _next(self, version: int) -> list[int]:
         """Return the numbers of the groups that may be taken together, first choice first."""
         if self._staleness.max_lag is None:
             return takeable(self._finished, self._head, self._staleness.window)
         room = (version + 1) * self._staleness.groups_per_version - self._taken
-        due = self._staleness.must_go_first(self._live_of, version, room)
-        firsts = [
-            next(iter(places.items()))
-            for oldest, places in self._finished_of.items()
-            if places and (due is None or oldest <= due)
-        ]
+        due = self._staleness.must_go_first(Counter(self._live.values()), version, room)
         # One at a time: each group that is taken leaves less room for those that are due.
-        return [min(firsts, key=itemgetter(1))[0]] if firsts else []
-
-    def _note(self, number: int, oldest: int) -> None:
-        self._live[number] = oldest
-        self._live_of[oldest] += 1
-
-    def _forget(self, number: int) -> None:
-        oldest = self._live.pop(number)
-        self._live_of[oldest] -= 1
-        if finished := self._finished_of.get(oldest):
-            finished.pop(number, None)
-        if not self._live_of[oldest]:
-            del self._live_of[oldest]
-            self._finished_of.pop(oldest, None)
+        return [number for number in self._finished if due is None or self._live[number] <= due][:1]
 
     def _pass(self, number: int) -> None:
-        self._forget(number)
+        del self._live[number]
         while self._head < self._admitted and self._head not in self._live:
             self._head += 1

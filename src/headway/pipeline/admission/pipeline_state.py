@@ -315,16 +315,6 @@ class RunState:
         self.queue.look_again()
         self._wake()
 
-    def admit_less_ahead(self) -> bool:
-        """Lower η for admission, as `Staleness.lower` does."""
-        return self.staleness.lower()
-
-    def admit_further_ahead(self) -> bool:
-        """Raise η for admission, as `Staleness.recover` does."""
-        changed = self.staleness.recover()
-        self._wake()
-        return changed
-
     def unload(self, replica: str) -> None:
         """Forget a ``replica`` that is gone: it validates nothing, and the oldest version served may grow."""
         self.staleness.unload(replica)

@@ -110,11 +110,8 @@ class RunMonitor:
         await concurrently(self._report_one(replica) for replica in serving)
 
     async def _report_one(self, replica: Replica) -> None:
-        try:
+        async with self._pool.losing():
             stats = await replica.stats()
-        except WorkerUnavailable as gone:
-            await self._pool.lose(gone)
-        else:
             self._emit(activity(replica.name, stats))
             await self._fence_silent(replica, stats)
 

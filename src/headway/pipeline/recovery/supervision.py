@@ -1,6 +1,6 @@
 """Supervision of replicas, and of episode workers: watches their processes, and puts others in the place of lost ones.
 
-    watch(member) ──its process ended──▶ RunMembers.died ──▶ RunMembers.lost ──▶ start another ──▶ join
+    watch(member) ──its process ended──▶ died ──▶ lost ──▶ start another ──▶ join
 
 A death is noticed also while nobody calls the one that died. A replica that is started joins as any late replica does:
 it gets the next version with the others, or the trainer's where no other one is left, and serves from then on. An
@@ -11,14 +11,15 @@ place.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from headway.config.sizing.timeouts import Timeouts
 from headway.errors import HeadwayError, RunError, WorkerDied
 from headway.events import Note
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Channel
+from headway.pipeline.episode_workers import EpisodeWorkers
+from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.runtime.task_groups import Tasks
 
 
@@ -37,43 +38,14 @@ class Restarts:
         self.starts_until = now() + self.timeouts.start_s
 
 
-class NamedMember(Protocol):
-    """Something with a unique name in the run."""
-
-    name: str
-
-
-M = TypeVar("M", bound=NamedMember)
-
-Watch = Callable[[M], Coroutine[Any, Any, None]]
+Watch = Callable[[Any], Coroutine[Any, Any, None]]
 """Coroutine function that runs until cancelled, and raises `WorkerDied` as soon as the given member's process ends."""
 
-Replace = Callable[[str], Coroutine[Any, Any, M]]
+Replace = Callable[[str], Coroutine[Any, Any, Any]]
 """Coroutine function that starts a member in the place of the given one. Raises the errors of `headway.errors`."""
 
 
-class RunMembers(Protocol[M]):
-    """Members of a run that come and go: its replicas (`ReplicaPool`), or its episode workers (`EpisodeWorkers`)."""
-
-    kind: str
-    """Name of a member in messages."""
-    then: str
-    """What a member does that takes the place of another, for messages."""
-    lost: Channel[tuple[str, RunError]]
-    """Names of those that are gone, and the errors for which they were given up."""
-
-    @property
-    def present(self) -> Sequence[M]:
-        """Members that are not gone."""
-
-    async def died(self, member: M, death: WorkerDied) -> None:
-        """Forget a member."""
-
-    def join(self, newcomer: M) -> object:
-        """Add a late member. Raises `ValueError` when its name was taken before."""
-
-
-class Supervision(Generic[M]):
+class Supervision:
     """Supervises members from `start` to `stop`.
 
     consumes        the deaths that ``watch`` tells of; names of members that are lost
@@ -85,19 +57,16 @@ class Supervision(Generic[M]):
     def __init__(
         self,
         state: RunState,
-        members: RunMembers[M],
-        watch: Watch[M] | None,
-        replace: Replace[M] | None,
+        members: ReplicaPool | EpisodeWorkers,
+        watch: Watch | None,
+        replace: Replace | None,
         restarts: Restarts,
     ) -> None:
         """Set up supervision. Without ``watch`` no member is watched; with ``replace``, which ends within
         `Timeouts.start_s`, lost ones are replaced while ``restarts`` are left.
         """
-        self._state = state
-        self._members = members
-        self._watch = watch
-        self._replace = replace
-        self._restarts = restarts
+        self._state, self._members, self._restarts = state, members, restarts
+        self._watch, self._replace = watch, replace
         self._replacing = 0
         """Number of lost members in whose place others are being started."""
         self._tasks: Tasks | None = None
@@ -109,7 +78,7 @@ class Supervision(Generic[M]):
             self._add(member)
         tasks.start(self._replace_lost(tasks), among=self._started)
 
-    def join(self, newcomer: M) -> None:
+    def join(self, newcomer: Any) -> None:
         """Let a late member join, and watch it. Raises `ValueError` when its name was taken before."""
         self._members.join(newcomer)
         self._add(newcomer)
@@ -120,12 +89,12 @@ class Supervision(Generic[M]):
         for task in self._started:
             task.cancel()
 
-    def _add(self, member: M) -> None:
+    def _add(self, member: Any) -> None:
         """Watch ``member``, unless supervision has not started: `start` does it then."""
         if self._tasks is not None and self._watch is not None:
             self._tasks.start(self._lose_dead(member, self._watch), among=self._started)
 
-    async def _lose_dead(self, member: M, watch: Watch[M]) -> None:
+    async def _lose_dead(self, member: Any, watch: Watch) -> None:
         try:
             await watch(member)
         except WorkerDied as death:
@@ -140,7 +109,7 @@ class Supervision(Generic[M]):
                 self._replacing += 1
                 tasks.start(self._replace_one(lost, why, self._replace), among=self._started)
 
-    async def _replace_one(self, lost: str, reason: RunError, replace: Replace[M]) -> None:
+    async def _replace_one(self, lost: str, reason: RunError, replace: Replace) -> None:
         """Start a member in the place of ``lost``. A failure is reported, and does not end the run by itself."""
         why = ""
         while self._restarts.left > 0:

@@ -10,7 +10,8 @@ ends when none is left and none can be started. Other receivers of the policy ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.rollout import RolloutEngine
@@ -209,6 +210,14 @@ class ReplicaPool:
             self.pauses.left(replica.name)
         await self.lost.send((replica.name, gone.why))
 
+    @asynccontextmanager
+    async def losing(self) -> AsyncIterator[None]:
+        """Forget a receiver that is gone, as a call within the block says. Raises as `lose` does."""
+        try:
+            yield
+        except WorkerUnavailable as gone:
+            await self.lose(gone)
+
     async def failed(self, replica: str, error: HeadwayError) -> None:
         """Forget a replica whose calls ended with ``error``. Raises what is no fault of the replica's."""
         if isinstance(error, NonFinite) or not isinstance(error, RunError):
@@ -226,7 +235,5 @@ class ReplicaPool:
         self.pauses.joined(replica)
 
     async def _abort_older_at(self, replica: Replica, version: int) -> None:
-        try:
+        async with self.losing():
             await replica.abort_older_than(version)
-        except WorkerUnavailable as gone:
-            await self.lose(gone)

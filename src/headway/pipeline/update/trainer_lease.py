@@ -18,7 +18,7 @@ from headway.events import LeaseChanged
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.stage import WaitingFor
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
+from headway.pipeline.weight_receiver import Replica
 from headway.runtime.task_groups import concurrently
 
 
@@ -61,19 +61,15 @@ class ColocationLease(TrainerLease):
 
     async def _take_from(self, replica: Replica, waiting_for: WaitingFor, keep_weights: bool) -> float:
         """Halt ``replica`` and take its devices. Returns the seconds spent waiting for its validation."""
-        try:
+        async with self._pool.losing():
             with waiting_for(f"{replica.name} to {self._pauses.policy} and give the devices back"):
                 halt = await self._pauses.halt(replica, "lease")
                 await replica.sleep(keep_weights=keep_weights)
-        except WorkerUnavailable as gone:
-            await self._pool.lose(gone)
-            return 0.0
-        return halt.validation_s
+                return halt.validation_s
+        return 0.0
 
     async def _give_back(self, replica: Replica, waiting_for: WaitingFor) -> None:
-        try:
+        async with self._pool.losing():
             with waiting_for(f"{replica.name} to wake up"):
                 await replica.wake()
                 await self._pauses.release(replica, "lease")
-        except WorkerUnavailable as gone:
-            await self._pool.lose(gone)

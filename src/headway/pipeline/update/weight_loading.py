@@ -24,7 +24,7 @@ from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.stage import WaitingFor
 from headway.pipeline.update.pause_controller import ReplicaPause
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.weight_receiver import ReceiverClient, Replica, WorkerUnavailable
+from headway.pipeline.weight_receiver import ReceiverClient, Replica
 from headway.runtime.task_groups import concurrently
 
 Probe = NDArray[np.float32]
@@ -67,10 +67,8 @@ class WeightLoading:
         """Undo `make_ready` for ``receiver``, to which nothing will be sent after all."""
         if isinstance(receiver, Replica) and receiver.name in self._stopped:
             del self._stopped[receiver.name]
-            try:
+            async with self._pool.losing():
                 await self._pauses.release(receiver, "load")
-            except WorkerUnavailable as gone:
-                await self._pool.lose(gone)
 
     async def load_all(
         self, receivers: Sequence[ReceiverClient], version: int, expected: Probe | None
@@ -95,21 +93,17 @@ class WeightLoading:
 
         Raises `UpdateFailed` when log-probs are not as ``expected``: ``receiver`` serves something else.
         """
-        try:
+        async with self._pool.losing():
             if isinstance(receiver, Replica):
                 return await self._swap(receiver, version, expected)
             await self._report(receiver, version, await self._activate(receiver, version), expected)
             self._pool.serve_other(receiver, version)
-        except WorkerUnavailable as gone:
-            await self._pool.lose(gone)
         return None
 
     async def _make_ready(self, receiver: ReceiverClient) -> None:
         if isinstance(receiver, Replica) and not receiver.capabilities.double_buffered:
-            try:
+            async with self._pool.losing():
                 await self._stop(receiver)
-            except WorkerUnavailable as gone:
-                await self._pool.lose(gone)
 
     async def _stop(self, replica: Replica) -> None:
         with self._waiting_for(f"{replica.name} to {self._pauses.policy}"):
