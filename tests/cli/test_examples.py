@@ -10,7 +10,7 @@ import pytest
 
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.scorers import RewardPart, RewardSpec, make_scorer
-from headway.data.files import read_records
+from headway.data.files import Columns, read_records
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_the_examples_reward_scores_the_examples_data(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     subprocess.run([sys.executable, EXAMPLES / "make_data.py", path, "--rows", "20"], check=True, timeout=60)
-    records = read_records(str(path), prompt_key="prompt", answer_key="answer")
+    records = read_records(str(path), Columns("prompt", "answer"))
     assert len(records) == 20
     scorer = make_scorer(RewardSpec((RewardPart.of(f"{EXAMPLES / 'reward.py'}:score"),), timeout_s=10))
     for record in records:

@@ -19,7 +19,7 @@ from headway.agents.rewards.scorers import RewardPart, RewardSpec, make_scorer
 from headway.config.loading import load
 from headway.config.sections.model_section import MakeModelConfig
 from headway.config.sizing.placement import resolve_placement
-from headway.data.files import read_records
+from headway.data.files import Columns, read_records
 from headway.data.tasks import make_task, split_task
 from headway.models.made_model import make_model
 from headway.models.tokenizer import load_tokenizer
@@ -188,7 +188,7 @@ def test_small_files_have_the_columns_of_the_public_ones(
 def test_math_verify_reads_answers_in_the_form_that_the_prompts_ask_for(kind: str, say: str, tmp_path: Path) -> None:
     path = make_data(tmp_path / "train.jsonl", kind, "--rows", "8")
     score = make_scorer(RewardSpec((RewardPart.of("math_verify"),), timeout_s=10)).score
-    for record in read_records(str(path), prompt_key="prompt"):
+    for record in read_records(str(path), Columns()):
         right = int(record.answer)
         responses = [f"First 1, then 2.\n{say.format(right)}", f"It was {right}.\n{say.format(right + 1)}"]
         request = ScoreRequest("?", responses, record.answer, record.source, record.extra)

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from headway.data.files import Record, read_records
+from headway.data.files import Columns, Record, read_records
 from headway.errors import DataError
 
 ROWS = [
@@ -29,7 +29,7 @@ def write(path: Path, rows: list[dict]) -> str:
 
 
 def read(path: str, prompt_key: str = "prompt", answer_key: str = "answer") -> list[Record]:
-    return read_records(path, prompt_key=prompt_key, answer_key=answer_key)
+    return read_records(path, Columns(prompt_key, answer_key))
 
 
 @pytest.fixture(params=["sums.jsonl", "sums.parquet"])
@@ -75,7 +75,7 @@ def test_a_chat_that_was_stored_as_text_is_read(file: Path, spelled, chat) -> No
         csv.writer(table).writerows([["prompt", "answer"], [spelled(chat), "1"]])
     assert read(str(file.parent / "sums.csv"))[0].prompt == plain
     answered = spelled([*chat, {"role": "assistant", "content": "2"}])
-    (record,) = read_records(write(file, [{"prompt": answered}]), prompt_key="prompt")
+    (record,) = read_records(write(file, [{"prompt": answered}]), Columns())
     assert (record.prompt, record.answer) == (plain, "2")
 
 
@@ -134,19 +134,19 @@ ANSWERED = [
 
 @pytest.mark.parametrize("chat", ANSWERED)
 def test_a_chat_that_ends_with_an_answer_has_its_ground_truth_there(file: Path, chat: list[dict[str, str]]) -> None:
-    (record,) = read_records(write(file, [{"prompt": chat, "level": 1}]), prompt_key="prompt")
+    (record,) = read_records(write(file, [{"prompt": chat, "level": 1}]), Columns())
     assert (record.prompt, record.answer, record.extra) == (CHAT, "2", {"level": 1})
 
 
 @pytest.mark.parametrize("chat", ANSWERED)
 def test_a_column_of_ground_truths_goes_before_the_end_of_a_chat(file: Path, chat: list[dict[str, str]]) -> None:
-    (record,) = read_records(write(file, [{"prompt": chat, "answer": "3"}]), prompt_key="prompt")
+    (record,) = read_records(write(file, [{"prompt": chat, "answer": "3"}]), Columns())
     assert ([message["role"] for message in record.prompt], record.answer) == (["user", "assistant"], "3")
 
 
 def test_a_chat_without_an_answer_anywhere_is_refused_with_its_columns(file: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'reward_model.ground_truth' or 'answer'; there are prompt, level"):
-        read_records(write(file, [{"prompt": CHAT, "level": 1}]), prompt_key="prompt")
+        read_records(write(file, [{"prompt": CHAT, "level": 1}]), Columns())
 
 
 def test_parts_of_a_message_are_one_text(file: Path) -> None:
@@ -269,6 +269,6 @@ def test_a_value_that_is_not_inside_a_column_is_refused_with_those_that_are(
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "1=", "meta": {"style": "rule", "deep": {"truth": 1}}}\n')
     with pytest.raises(DataError) as refused:
-        read_records(str(path), prompt_key="prompt", answer_key=key)
+        read_records(str(path), Columns("prompt", key))
     assert f"there is no column '{key}'; there are {there}. Set" in str(refused.value)
-    assert read_records(str(path), prompt_key="prompt", answer_key="meta.deep.truth")[0].answer == 1
+    assert read_records(str(path), Columns("prompt", "meta.deep.truth"))[0].answer == 1

@@ -11,9 +11,10 @@ from typing import Any
 import datasets
 import pytest
 
-from headway.config.schema import Config
+from headway.config.schema import Config, DataConfig, SourceConfig
 from headway.data.files import Columns, Record
-from headway.data.hub import is_plain, read_dataset
+from headway.data.hub import is_plain
+from headway.data.rows import _read
 from headway.data.sources import build_sources
 from headway.errors import ConfigError, DataError
 
@@ -45,8 +46,9 @@ def saved(tmp_path: Path) -> str:
 
 
 def read(dataset: str, columns: Columns = QUESTIONS, **options: Any) -> list[Record]:
-    given = {"split": None, "default_split": "train", "subset": None, "revision": None, **options}
-    return read_dataset(dataset, columns, **given)
+    default_split = options.pop("default_split", "train")
+    source = SourceConfig(dataset=dataset, prompt_key=columns.prompt, answer_key=columns.answer, **options)
+    return _read(source, DataConfig(), default_split)
 
 
 @pytest.mark.parametrize("kind", ["folder", "saved"])

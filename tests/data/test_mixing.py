@@ -245,19 +245,19 @@ def test_a_restored_mixture_goes_on_where_the_saved_one_stood(
     resumed.restore(state)
     assert resumed.state() == state
     assert drain(resumed) == drain(source)
-    assert resumed.left_out_by_source == source.left_out_by_source
-    assert total(source.left_out_by_source) == source.left_out <= len(too_long)
+    assert resumed.left_out.counts == source.left_out.counts
+    assert total(source.left_out.counts) <= len(too_long)
 
 
 def test_too_long_prompts_are_counted_by_source_and_once_each_however_often_they_are_drawn() -> None:
     parts = parts_of((4, 3), (12, 1))
     source = source_of(parts, too_long=frozenset({0, 5, 6}), epochs=1)
     drain(source)
-    assert source.left_out_by_source["part 0"] == {"too_long": 1}  # drawn three times
+    assert source.left_out.counts["part 0"] == {"too_long": 1}  # drawn three times
     later = source_of(parts, too_long=frozenset({0, 5, 6}), epochs=9)
     drain(later)
-    assert later.left_out_by_source == {"part 0": {"too_long": 1}, "part 1": {"too_long": 2}}
-    assert later.left_out == 3
+    assert later.left_out.counts == {"part 0": {"too_long": 1}, "part 1": {"too_long": 2}}
+    assert total(later.left_out.counts) == 3
 
 
 def test_one_source_of_nothing_but_too_long_prompts_is_an_error_that_names_it() -> None:

@@ -125,8 +125,7 @@ def test_what_is_left_out_is_counted_by_source(write: WriteRows, tokenizer) -> N
     mixed = [{"path": sources[0]}, {"path": sources[1], "name": "a"}, {"path": sources[2]}]
     config = config_of(train=[sources[0], sources[2]], val=mixed, max_prompt_length=5, epochs=1)
     bundle = build_sources(config, tokenizer)
-    assert bundle.left_out_by_source == {"train": {}, "val": {"a": {"too_long": 2}}}
-    assert bundle.left_out == {"train": 0, "val": 2}
+    assert (bundle.train.left_out.counts, bundle.val_left_out.counts) == ({}, {"a": {"too_long": 2}})
 
 
 def test_a_source_of_nothing_but_too_long_prompts_ends_the_run_before_it_starts(write: WriteRows, tokenizer) -> None:

@@ -17,7 +17,7 @@ from tokenizers import processors
 from headway.config.schema import Config
 from headway.data.files import Record
 from headway.data.sources import RowSource, build_sources, check_rows, read_rows
-from headway.data.tokenize import LeftOut, PromptTokenizer, Reason
+from headway.data.tokenize import LeftOut, PromptTokenizer, Reason, total
 from headway.data.types import Prompt
 from headway.errors import ConfigError, DataError
 from tests.data.conftest import CHAT_TEMPLATE
@@ -140,8 +140,8 @@ def test_a_row_with_wrong_columns_for_the_template_is_left_out_wherever_it_is_me
     good, bad = Record(CHAT, 1, "s"), Record(CHAT, 1, "s", columns, "a.jsonl, line 3")
     rows = RowSource([good] * 199 + [bad], prompts, seed=0, shuffle=False, epochs=1)  # met after others are trained
     assert len(drain(rows)) == 199
-    assert rows.left_out_by_source == {"s": {reason: 1}}
-    assert re.search(why, rows.left_out_rows.examples[reason])
+    assert rows.left_out.counts == {"s": {reason: 1}}
+    assert re.search(why, rows.left_out.examples[reason])
     with pytest.raises(
         DataError, match=r"64 of 99 rows, more than data\.max_bad_rows=0\.01 of them, cannot be used \("
     ):
@@ -263,12 +263,12 @@ def test_a_restored_source_goes_on_where_the_saved_one_stood(prompts, taken, pre
     for _ in range(taken):
         source.next()
     state = json.loads(json.dumps(source.state()))
-    left_out = source.left_out
+    left_out = source.left_out.counts
     resumed = source_of(prompts, seed=seed, epochs=4, prefetch=other_prefetch)
     resumed.restore(state)
-    assert resumed.left_out == left_out
+    assert resumed.left_out.counts == left_out
     assert drain(resumed) == drain(source)
-    assert resumed.left_out == source.left_out == sum(len(p) > 5 for p in prompts)
+    assert total(resumed.left_out.counts) == total(source.left_out.counts) == sum(len(p) > 5 for p in prompts)
 
 
 def test_a_cursor_over_other_data_is_refused() -> None:
@@ -300,7 +300,7 @@ def test_running_a_prompt_again_is_a_further_attempt() -> None:
 def test_a_prompt_longer_than_the_limit_is_left_out_and_counted_once() -> None:
     source = source_of(["ok", "far too long", "ok"], epochs=3, shuffle=False)
     assert drain(source) == [(e, row) for e in range(3) for row in (0, 2)]
-    assert source.left_out == 1
+    assert total(source.left_out.counts) == 1
 
 
 def test_one_good_row_among_many_is_found_in_every_epoch() -> None:
@@ -321,8 +321,8 @@ def test_a_bad_row_is_left_out_once_and_all_others_keep_their_index() -> None:
     source = source_of(ONE_IN_100, epochs=2, shuffle=False)
     drawn = drain(source)
     assert drawn == [(epoch, row) for epoch in (0, 1) for row in range(501) if row != 250]
-    assert source.left_out_by_source == {"test": {"empty": 1}}
-    assert source.left_out_rows.examples == {"empty": "it is empty"}
+    assert source.left_out.counts == {"test": {"empty": 1}}
+    assert source.left_out.examples == {"empty": "it is empty"}
 
 
 def test_more_bad_rows_than_allowed_end_the_run_with_the_commonest_reason() -> None:
@@ -358,7 +358,7 @@ def test_a_task_that_raises_for_a_problem_leaves_it_out(tokenizer, tmp_path: Pat
     settings["size"] = 200
     bundle = build_sources(config_of(task=settings, epochs=1, max_bad_rows=0.02), tokenizer)
     assert rows_of(list(iter(bundle.train.next, None))) == set(range(200)) - {149}
-    assert bundle.left_out == {"train": 1, "val": 0}
+    assert (total(bundle.train.left_out.counts), total(bundle.val_left_out.counts)) == (1, 0)
     with pytest.raises(DataError, match=r"1 of 101 held-out rows, .*\(task 1\): .*problem\(299\): ZeroDivision"):
         build_sources(config_of(task=settings | {"size": 149}, max_bad_rows=0), tokenizer)
 
@@ -482,8 +482,8 @@ def test_prompts_left_out_of_both_parts_are_counted(tokenizer) -> None:
     )
     bundle = build_sources(config, tokenizer)
     trained = len(list(iter(bundle.train.next, None)))
-    assert bundle.left_out == {"train": 100 - trained, "val": 100 - len(bundle.val)}
-    assert min(bundle.left_out.values()) > 0
+    assert total(bundle.train.left_out.counts) == 100 - trained > 0
+    assert total(bundle.val_left_out.counts) == 100 - len(bundle.val) > 0
     assert all(len(p.token_ids) <= 12 for p in bundle.val)
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from headway.config.schema import Config
-from headway.data.files import Record, read_records
+from headway.data.files import Columns, Record, read_records
 from headway.data.sources import build_sources
 from headway.errors import DataError
 from tests.data.conftest import CHAT_TEMPLATE
@@ -61,7 +61,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def read(path: str, **options: Any) -> list[Record]:
-    return read_records(path, **{"prompt_key": "prompt", **options})
+    return read_records(path, Columns(**options))
 
 
 @pytest.mark.parametrize("write", [lambda path, rows: parquet(path, rows, SCHEMA), jsonl], ids=["parquet", "jsonl"])
@@ -174,7 +174,7 @@ def test_the_ground_truth_of_verl_goes_before_a_column_called_answer(tmp_path: P
     path = jsonl(tmp_path / "a.jsonl", [row])
     assert read(path)[0].answer == "1"
     assert read(path)[0].extra["answer"] == "the whole solution"
-    assert read(path, answer_key="answer")[0].answer == "the whole solution"
+    assert read(path, answer="answer")[0].answer == "the whole solution"
 
 
 def test_rows_of_both_kinds_may_stand_in_one_file(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_rows_of_both_kinds_may_stand_in_one_file(tmp_path: Path) -> None:
 )
 def test_an_answer_key_may_look_inside_a_column_and_a_columns_own_dots_go_first(tmp_path, key: str, answer) -> None:
     row = {**gsm8k_row(0), "meta.level": "dotted", "meta": {"level": "inside"}}
-    (record,) = read(jsonl(tmp_path / "a.jsonl", [row]), answer_key=key)
+    (record,) = read(jsonl(tmp_path / "a.jsonl", [row]), answer=key)
     assert record.answer == answer
     assert ("meta.level" in record.extra) is (key != "meta.level")
     assert record.extra["extra_info"] == row["extra_info"]

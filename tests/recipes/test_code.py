@@ -15,7 +15,7 @@ from headway.agents.rewards.code_tests import CallTest, unit_tests_of
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.scorers import RewardSpec, make_scorer
 from headway.config.loading import load
-from headway.data.files import Record, read_records
+from headway.data.files import Columns, Record, read_records
 from headway.runtime.user_code import load_object
 from tests.integration.support import train
 
@@ -27,7 +27,7 @@ needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is
 
 
 def rows(name: str) -> list[Record]:
-    return read_records(str(FOLDER / f"code-{name}.jsonl"), prompt_key="prompt")
+    return read_records(str(FOLDER / f"code-{name}.jsonl"), Columns())
 
 
 def pair(prompt: object) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 
 from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.interface.program_messages import Message, TurnRequest
-from headway.data.files import read_records
+from headway.data.files import Columns, read_records
 from headway.runtime.user_code import load_function
 from tests.agents.programs.scripted import Script, play, start
 from tests.integration.support import train
@@ -117,7 +117,7 @@ def test_the_demonstrated_player_is_such_a_one_on_ranges_of_any_length() -> None
 def test_rows_have_every_number_of_ranges_that_are_either_played_or_held_out() -> None:
     lows = {}
     for name in ("train", "val"):
-        records = read_records(str(FILE.parent / f"guess-{name}.jsonl"), prompt_key="prompt")
+        records = read_records(str(FILE.parent / f"guess-{name}.jsonl"), Columns())
         lows[name] = {str(record.prompt)[0] for record in records}
         expected = {
             (f"{low}-{chr(ord(low) + NUMBERS - 1)}", chr(ord(low) + n)) for low in lows[name] for n in range(NUMBERS)
@@ -129,7 +129,7 @@ def test_rows_have_every_number_of_ranges_that_are_either_played_or_held_out() -
 
 
 def test_no_demonstrated_game_has_a_range_that_is_held_out() -> None:
-    held_out = {record.prompt for record in read_records(str(FILE.parent / "guess-val.jsonl"), prompt_key="prompt")}
+    held_out = {record.prompt for record in read_records(str(FILE.parent / "guess-val.jsonl"), Columns())}
     rng = random.Random(1)
     shown = {demonstrate(rng)[0]["content"] for _ in range(5000)}
     assert held_out.isdisjoint(shown)

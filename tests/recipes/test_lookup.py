@@ -12,7 +12,7 @@ from headway.agents.adapters.program_loader import load_tools
 from headway.agents.interface.tool import Toolbox
 from headway.agents.tools.mcp_connection import McpServerSpec
 from headway.agents.tools.mcp_servers import McpServer
-from headway.data.files import read_records
+from headway.data.files import Columns, read_records
 from headway.runtime.user_code import load_function, load_object
 from tests.agents.programs.scripted import start
 
@@ -84,7 +84,7 @@ def test_an_answer_is_right_where_its_last_digit_is() -> None:
 def test_rows_have_the_sum_and_keys_that_are_either_trained_on_or_held_out() -> None:
     keys = {}
     for name in ("train", "val"):
-        records = read_records(str(FOLDER / f"lookup-{name}.jsonl"), prompt_key="prompt")
+        records = read_records(str(FOLDER / f"lookup-{name}.jsonl"), Columns())
         assert all(int(r.answer) == sum(map(value, str(r.prompt).split("+"))) % 10 for r in records)
         keys[name] = {key for record in records for key in str(record.prompt).split("+")}
     assert keys["train"].isdisjoint(keys["val"])

@@ -73,17 +73,16 @@ Row = tuple[str, Any]
 """A row as it was read: where it is (``file, line 3``), and its value."""
 
 
-def read_records(path: str, *, prompt_key: str, answer_key: str = "auto", name: str | None = None) -> list[Record]:
+def read_records(path: str, columns: Columns) -> list[Record]:
     """All rows of a ``.jsonl``, ``.csv`` or ``.parquet`` file, in order. Values of a CSV file are texts as they are.
 
-    ``source`` is ``name`` where it is given, else the row's ``data_source`` column where it has one, else the file's
-    name without its ending. ``answer_key`` is read as `Columns.answer` is.
+    ``source`` is ``columns.name`` where it is given, else the row's ``data_source`` column where it has one, else the
+    file's name without its ending.
 
     Raises:
         DataError: the file is missing, empty, of another kind or unreadable, or a row lacks a column or holds a value
             of the wrong type; the message names the file and the row (for JSONL and CSV its line).
     """
-    columns = Columns(prompt_key, answer_key, name)
     file = Path(path).expanduser()
     rows = file_rows(path, columns)
     records = list(records_of(rows, columns, default_source=file.stem, columnar=file.suffix.lower() == ".parquet"))

@@ -16,10 +16,13 @@ import json
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headway.data.files import Columns, Record, Row, check_columns, plain_rows, records_of
+from headway.data.files import Columns, Row, check_columns, plain_rows
 from headway.errors import ConfigError, DataError, boundary
+
+if TYPE_CHECKING:
+    from headway.config.schema import SourceConfig
 
 SPLITS, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 PLAIN = {"Value", "List", "LargeList", "Sequence", "ClassLabel"}
@@ -90,40 +93,19 @@ MOST_SHOWN = 400
 """Most characters of a library's message that are passed on."""
 
 
-def read_dataset(
-    dataset: str, columns: Columns, *, split: str | None, default_split: str, subset: str | None, revision: str | None
-) -> list[Record]:
-    """All rows of one split, in order.
+def dataset_rows(dataset: str, source: SourceConfig, columns: Columns | None, *, default_split: str) -> Iterator[Row]:
+    """Return an iterator over the rows of one split as they are, in order.
 
     ``dataset`` is a name on the Hub (``openai/gsm8k``), a folder that ``load_dataset`` takes, or one that
-    ``save_to_disk`` wrote. Where that holds a single split, ``default_split`` is not asked for.
-
-    ``source`` is as for files (`headway.data.files.read_records`), with the dataset's name in the place of the file's.
+    ``save_to_disk`` wrote. Where that holds a single split, ``default_split`` is not asked for. ``columns``: those that
+    are needed; None: any.
 
     Raises:
         ConfigError: the library is not installed.
-        DataError: the dataset cannot be had, has no such split, is empty, or has rows that cannot be used.
+        DataError: the dataset cannot be had, has no such split, is empty, or lacks a column.
     """
-    rows = dataset_rows(dataset, columns, split=split, default_split=default_split, subset=subset, revision=revision)
-    folder = Path(dataset).expanduser()
-    return list(records_of(rows, columns, default_source=folder.name if folder.is_dir() else dataset, columnar=True))
-
-
-def dataset_rows(
-    dataset: str,
-    columns: Columns | None,
-    *,
-    split: str | None,
-    default_split: str,
-    subset: str | None,
-    revision: str | None,
-) -> Iterator[Row]:
-    """Return an iterator over the rows of one split as they are. ``columns``: those that it needs; None: any.
-
-    Raises `ConfigError` and `DataError` as `read_dataset` does.
-    """
-    where = f"dataset {dataset}, {split or default_split}"
-    names, size, rows = _load(dataset, split, default_split, subset, revision)
+    where = f"dataset {dataset}, {source.split or default_split}"
+    names, size, rows = _load(dataset, source, default_split)
     if not size:
         raise DataError(f"{where}: the split has no rows")
     check_columns(names, columns, where)
@@ -136,31 +118,28 @@ def _placed(rows: Iterable[Any], where: str) -> Iterator[Row]:
             yield f"{where}, row {number}", row
 
 
-def _load(
-    dataset: str, split: str | None, default_split: str, subset: str | None, revision: str | None
-) -> tuple[list[str], int, Iterable[Any]]:
+def _load(dataset: str, source: SourceConfig, default_split: str) -> tuple[list[str], int, Iterable[Any]]:
     """Return the names of a split's columns, the number of its rows, and the rows."""
-    folder = Path(dataset).expanduser()
-    given = {"subset": subset, "revision": revision}
+    folder, split = Path(dataset).expanduser(), source.split or default_split
+    given = {"subset": source.subset, "revision": source.revision}
     try:
         if is_saved(folder):
             if useless := [key for key, value in given.items() if value is not None]:
                 raise DataError(f"dataset {dataset}: a saved folder has no {' or '.join(useless)}; drop that key")
-            place = _place_of(dataset, folder, split, default_split)
+            place = _place_of(dataset, folder, source.split, default_split)
             if is_plain(place):
                 table = saved_table(place)
                 return table.column_names, len(table), saved_rows(table, place)
             table = _library(dataset).load_from_disk(str(place))
         else:
             table = _library(dataset).load_dataset(
-                str(folder) if folder.is_dir() else dataset, subset, split=split or default_split, revision=revision
+                str(folder) if folder.is_dir() else dataset, source.subset, split=split, revision=source.revision
             )
         return table.column_names, len(table), table.with_format(None)  # a saved format would give arrays
     except (ConfigError, DataError):
         raise
     except Exception as cause:
-        given["split"] = split or default_split
-        asked = ", ".join(f"{key} {value}" for key, value in given.items() if value)
+        asked = ", ".join(f"{key} {value}" for key, value in {**given, "split": split}.items() if value)
         check = "its files, split and subset"
         if not folder.is_dir():
             check = (

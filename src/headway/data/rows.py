@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 import xxhash
 
-from headway.data.files import ARCHIVES, Columns, Record, Row, file_rows, read_records
-from headway.data.hub import dataset_rows, is_saved, read_dataset, splits_of
+from headway.data.files import ARCHIVES, Columns, Record, Row, file_rows, read_records, records_of
+from headway.data.hub import dataset_rows, is_saved, splits_of
 from headway.data.mixing import SPLIT_KEY, SourceShare, generator
 from headway.data.problems import Problem
-from headway.data.tasks import is_task, split_task
+from headway.data.tasks import TrainingProblems, is_task, split_task
 from headway.data.tokenize import LeftOut, Reason
 from headway.errors import ConfigError, DataError, boundary
 
@@ -111,21 +111,15 @@ def first_rows(source: SourceConfig, most: int) -> list[Any]:
     return [row for _, row in islice(rows_of(source, TRAIN_SPLIT), most)]
 
 
-def rows_of(source: SourceConfig, default_split: str) -> Iterator[Row]:
-    """Return the rows of a source, unchanged, each with its place, with any columns.
+def rows_of(source: SourceConfig, default_split: str, columns: Columns | None = None) -> Iterator[Row]:
+    """Return the rows of a source, unchanged, each with its place. ``columns``: those that a row needs; None: any.
 
-    Raises `ConfigError` and `DataError` as `read_rows` does, but for what is wrong with columns.
+    Raises `ConfigError` and `DataError` as `read_rows` does, but for what is wrong with further columns.
     """
-    if (dataset := _dataset_of(source)) is None:
-        return file_rows(source.path or "")
-    return dataset_rows(
-        dataset,
-        None,
-        split=source.split,
-        default_split=default_split,
-        subset=source.subset,
-        revision=source.revision,
-    )
+    dataset = _dataset_of(source)
+    if dataset is None:
+        return file_rows(source.path or "", columns)
+    return dataset_rows(dataset, source, columns, default_split=default_split)
 
 
 def _task_rows(data: DataConfig, seed: int) -> Rows:
@@ -210,17 +204,11 @@ def _read_all(
 
 
 def _read(source: SourceConfig, data: DataConfig, default_split: str) -> list[Record]:
-    prompt_key, answer_key = source.prompt_key or data.prompt_key, source.answer_key or data.answer_key
+    columns = Columns(source.prompt_key or data.prompt_key, source.answer_key or data.answer_key, source.name)
     if (dataset := _dataset_of(source)) is None:
-        return read_records(source.path or "", prompt_key=prompt_key, answer_key=answer_key, name=source.name)
-    return read_dataset(
-        dataset,
-        Columns(prompt_key, answer_key, source.name),
-        split=source.split,
-        default_split=default_split,
-        subset=source.subset,
-        revision=source.revision,
-    )
+        return read_records(source.path or "", columns)
+    folder, rows = Path(dataset).expanduser(), rows_of(source, default_split, columns)
+    return list(records_of(rows, columns, default_source=folder.name if folder.is_dir() else dataset, columnar=True))
 
 
 def _dataset_of(source: SourceConfig) -> str | None:
@@ -238,7 +226,7 @@ def _rows_after(training_rows: int, val: Sequence[Record]) -> range:
 class _TaskRecords(Sequence[Record]):
     """A task's training problems as records, made when asked for."""
 
-    def __init__(self, problems: Sequence[Problem], source: str) -> None:
+    def __init__(self, problems: TrainingProblems, source: str) -> None:
         self._problems = problems
         self._source = source
 
@@ -253,7 +241,7 @@ class _TaskRecords(Sequence[Record]):
 
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
         if isinstance(index, slice):
-            return [_record(problem, self._source) for problem in self._problems[index]]
+            return [self[row] for row in range(*index.indices(len(self)))]
         return _record(self._problems[index], self._source)
 
 

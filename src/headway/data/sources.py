@@ -34,7 +34,6 @@ from headway.data.tokenize import (
     Tokenised,
     bad_rows,
     column_value,
-    total,
 )
 from headway.data.types import Prompt
 from headway.errors import DataError, UserCodeError, writable
@@ -132,17 +131,8 @@ class RowSource:
         return len(self._records)
 
     @property
-    def left_out(self) -> int:
-        """Number of distinct rows left out so far, over all epochs."""
-        return total(self._handed_out.left_out)
-
-    @property
-    def left_out_by_source(self) -> Counts:
-        return self._handed_out.left_out
-
-    @property
-    def left_out_rows(self) -> LeftOutRows:
-        """Rows met so far that are left out, with an example of each reason that this process has met."""
+    def left_out(self) -> LeftOutRows:
+        """Distinct rows met so far that are left out, with an example of each reason that this process has met."""
         return LeftOutRows(self._handed_out.left_out, self._left_out.examples)
 
     def next(self) -> Prompt | None:
@@ -228,21 +218,16 @@ class RowSource:
 
     def _tokenised(self, indices: Sequence[int]) -> list[tuple[Record, Tokenised] | LeftOut]:
         """The records of ``indices`` with their text and ids, or why they have none."""
-        records: list[Record | LeftOut] = []
-        for index in indices:
+        results: dict[int, tuple[Record, Tokenised] | LeftOut] = {}
+        records: dict[int, Record] = {}
+        for place, index in enumerate(indices):
             try:
-                records.append(self._records[index])
+                records[place] = self._records[index]
             except (DataError, UserCodeError) as error:  # a task that makes its problems as they are asked for
-                records.append(LeftOut(Reason.TASK, self._mixture.parts[0].name, str(error)))
-        tokenised = iter(self._tokenizer([record for record in records if isinstance(record, Record)]))
-        results: list[tuple[Record, Tokenised] | LeftOut] = []
-        for record in records:
-            if isinstance(record, LeftOut):
-                results.append(record)
-            else:
-                one = next(tokenised)
-                results.append(one if isinstance(one, LeftOut) else (record, one))
-        return results
+                results[place] = LeftOut(Reason.TASK, self._mixture.parts[0].name, str(error))
+        for (place, record), one in zip(records.items(), self._tokenizer(list(records.values())), strict=True):
+            results[place] = one if isinstance(one, LeftOut) else (record, one)
+        return [results[place] for place in range(len(results))]
 
     def _check_parts(self) -> None:
         """Check that every part has a prompt that fits. Most often the first chunk of each shows one."""
@@ -314,16 +299,6 @@ class DataBundle:
     val_left_out: LeftOutRows
     notes: tuple[str, ...] = ()
     """What the user is to know of the data."""
-
-    @property
-    def left_out(self) -> dict[str, int]:
-        """Part (``train``, ``val``) → rows that are left out; of ``train`` so far."""
-        return {part: total(counts) for part, counts in self.left_out_by_source.items()}
-
-    @property
-    def left_out_by_source(self) -> dict[str, Counts]:
-        """Rows left out of ``train`` and ``val``, by ``Prompt.source`` and reason; sources without any are absent."""
-        return {"train": self.train.left_out_by_source, "val": self.val_left_out.counts}
 
 
 def _model_digest(folder: Path) -> str:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import difflib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from headway.algorithms.registry import Registry
 from headway.data.problems import REASONING_GYM, Problem, Task
@@ -109,29 +109,20 @@ def _shown(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------- held-out split
 
 
-class TrainingProblems(Sequence[Problem]):
-    """Sequence of ``size`` problems, made when asked for, none of which has the prompt of a held-out one.
+class TrainingProblems:
+    """The first ``size`` problems, made when asked for, none of which has the prompt of a held-out one.
 
     A problem that collides gives way to the next index that does not, so every row stays a function of the seed alone.
     """
 
     def __init__(self, task: Task, size: int, held_out: frozenset[str]) -> None:
-        self._task = task
+        self._task, self._held_out = task, held_out
         self._size = size
-        self._held_out = held_out
 
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, row: int) -> Problem: ...
-
-    @overload
-    def __getitem__(self, row: slice) -> list[Problem]: ...
-
-    def __getitem__(self, row: int | slice) -> Problem | list[Problem]:
-        if isinstance(row, slice):
-            return [self[r] for r in range(*row.indices(self._size))]
+    def __getitem__(self, row: int) -> Problem:
         if not 0 <= row < self._size:
             raise IndexError(f"row {row} of {self._size} training problems")
         for index in range(row, row + COLLISION_TRIES):

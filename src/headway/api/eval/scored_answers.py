@@ -80,7 +80,7 @@ def read_questions(job: EvaluationJob, limit: int | None) -> Questions:
         prompts, left_out = sources.val[:limit], sources.val_left_out.counts
     else:
         prompts = list(islice(iter(sources.train.next, None), limit))
-        left_out = sources.train.left_out_by_source
+        left_out = sources.train.left_out.counts
     if not prompts:
         raise DataError(
             f"{job.data}: nothing to ask; the configuration holds no problems out (data.val_size=0), give DATA"

@@ -326,7 +326,7 @@ class TrainingRun:
             with interrupts.asking(pipeline):
                 status = await pipeline.run()
         finally:  # training meets prompts that are left out only as it reads
-            self._report_left_out("training", data.train.left_out_rows)
+            self._report_left_out("training", data.train.left_out)
         self.stop_reason = pipeline.stop_reason
         reports.phase("exporting the model")
         exporting = f"could not export the model to {reports.directory.model}"
