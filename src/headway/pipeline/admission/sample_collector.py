@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,28 +68,27 @@ class _DrawnGroup:
     rows: list[TrainedRow] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Samples:
     """Keeps what drawn groups say, and hands on one record for each when its fate is settled."""
 
-    def __init__(self, outlet: SampleOutlet, *, seed: int, share: float, problems: int) -> None:
-        """
-        Args:
-            share: of groups to draw, in [0, 1].
-            problems: number of held-out problems to show at each validation.
-        """
-        self._outlet = outlet
-        self._seed = seed
-        self._share = share
-        self._problems = problems
-        self._open: dict[int, _DrawnGroup] = {}
-        self._numbers: dict[GroupId, int] = {}
-        """Numbers of the groups in `_open`, by identity."""
+    outlet: SampleOutlet
+    _: KW_ONLY
+    seed: int
+    share: float
+    """Share of groups to draw, in [0, 1]."""
+    problems: int
+    """Number of held-out problems to show at each validation."""
+
+    _open: dict[int, _DrawnGroup] = field(default_factory=dict, init=False)
+    _numbers: dict[GroupId, int] = field(default_factory=dict, init=False)
+    """Numbers of the groups in `_open`, by identity."""
 
     # ---------------------------------------------------------------------------------------- training groups
 
     def draws(self, number: int) -> bool:
         """Tell whether group ``number`` leaves a sample."""
-        return place_of_group(self._seed, number) < self._share
+        return place_of_group(self.seed, number) < self.share
 
     def admitted(self, number: int, prompt: Prompt, time: float) -> None:
         """Note that a group was admitted for ``prompt``, drawn or not."""
@@ -122,13 +121,13 @@ class Samples:
         if (drawn := self._open.pop(number, None)) is not None:
             del self._numbers[drawn.prompt.group_id]
             ended = {"fate": fate, "reason": reason, "lag": lag}
-            self._outlet.keep(storable(self._group(drawn, ended, version, time)))
+            self.outlet.keep(storable(self._group(drawn, ended, version, time)))
 
     # ---------------------------------------------------------------------------------------- held-out problems
 
-    def problems(self, prompts: Sequence[Prompt]) -> frozenset[int]:
+    def held_out(self, prompts: Sequence[Prompt]) -> frozenset[int]:
         """Return the indices of those held-out problems that are shown at each validation."""
-        return drawn_problems(self._seed, [prompt.row for prompt in prompts], self._problems)
+        return drawn_problems(self.seed, [prompt.row for prompt in prompts], self.problems)
 
     def validated(
         self,
@@ -147,7 +146,7 @@ class Samples:
             reward, parts = given.get(t.id.k, (None, {}))
             answers.append({**_said(t, reward, parts), "failure": t.failure})
         record = {"validation": version, "problem": problem.number, **_asked(problem.prompt)}
-        self._outlet.keep(storable({**record, "time": _moment(time), "episodes": answers}))
+        self.outlet.keep(storable({**record, "time": _moment(time), "episodes": answers}))
 
     # ---------------------------------------------------------------------------------------- records
 
@@ -189,7 +188,7 @@ class Samples:
         }
 
     def _row(self, row: TrainedRow, prompt: Prompt) -> Record:
-        texts, ids = self._outlet.texts, row.ids.tolist()
+        texts, ids = self.outlet.texts, row.ids.tolist()
         same = np.array_equal(row.prompt_ids, prompt.token_ids)
         return {
             "context": None if same else texts.text(row.prompt_ids.tolist()),

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,61 +65,52 @@ class SnapshotStore(Protocol):
         """Load the snapshot of ``version`` into all ranks, or into none."""
 
 
+@dataclass(eq=False)
 class CheckpointManager:
     """Version boundaries of one run, and the checkpoints of some of them.
 
     It knows every part of the pipeline with a state that a resumed run cannot know by itself.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        source: PromptSource,
-        batches: TrainBatches,
-        actor: Actor,
-        checkpoints: Path,
-        timeouts: Timeouts,
-        trainer: TrainerConfig,
-        snapshots: SnapshotStore | None = None,
-    ) -> None:
-        """Set up. ``trainer``: how often checkpoints and snapshots are made."""
-        self.writing = asyncio.Lock()
-        """Lock held while a checkpoint is copied and written, or a snapshot copied and sent."""
-        self.saved: int | None = None
-        """Version of the newest checkpoint."""
-        self._state = state
-        self._source = source
-        self._batches = batches
-        self._actor = actor
-        self._checkpoints = checkpoints
-        self._timeouts = timeouts
-        self._trainer = trainer
-        self._snapshots = snapshots
-        self._kept: int | None = None
-        """Version of the snapshot; None where there is none."""
-        self._keeps = True
-        """False once a snapshot could not be kept, until one is."""
-        self._took_s: float | None = None
-        """Seconds that the last checkpoint took; None before the first one."""
-        self._failures: list[str] = []
-        """Reasons of the failures since the last checkpoint that was saved."""
-        self._tasks: Tasks | None = None
-        self._taken: Taken | None = None
-        """Driver's state at the last boundary."""
+    state: RunState
+    source: PromptSource
+    batches: TrainBatches
+    actor: Actor
+    checkpoints: Path
+    timeouts: Timeouts
+    trainer: TrainerConfig
+    """How often checkpoints and snapshots are made."""
+    snapshots: SnapshotStore | None = None
+
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Lock held while a checkpoint is copied and written, or a snapshot copied and sent."""
+    saved: int | None = field(default=None, init=False)
+    """Version of the newest checkpoint."""
+    _kept: int | None = field(default=None, init=False)
+    """Version of the snapshot; None where there is none."""
+    _keeps: bool = field(default=True, init=False)
+    """False once a snapshot could not be kept, until one is."""
+    _took_s: float | None = field(default=None, init=False)
+    """Seconds that the last checkpoint took; None before the first one."""
+    _failures: list[str] = field(default_factory=list, init=False)
+    """Reasons of the failures since the last checkpoint that was saved."""
+    _tasks: Tasks | None = field(default=None, init=False)
+    _taken: Taken | None = field(default=None, init=False)
+    """Driver's state at the last boundary."""
 
     def reached(self, version: int) -> None:
         """Take the state at the boundary to ``version``: all before it is consumed, and nothing of it has begun.
 
         The critic may still be training: `save` adds its state. Raises `LedgerImbalance`.
         """
-        state = self._state
+        state = self.state
         state.check_balance()
         self._taken = {
             **state.state(),
-            "source": self._source.state(),
-            "fetches": self._batches.taken,
-            "trainer": self._actor.state(),
-            "guard": self._actor.guard.state(),
+            "source": self.source.state(),
+            "fetches": self.batches.taken,
+            "trainer": self.actor.state(),
+            "guard": self.actor.guard.state(),
         }
         if state.journal is not None:
             state.journal.boundary(version, min(state.ledger.open_numbers, default=state.ledger.admitted))
@@ -131,13 +122,13 @@ class CheckpointManager:
 
         Raises `DataError` when the data are not those of the checkpoint.
         """
-        state, actor = self._state, self._actor
-        self._source.restore(taken["source"])
+        state, actor = self.state, self.actor
+        self.source.restore(taken["source"])
         again = [self._found(*one) for one in taken["again"]]
         lost = [self._found(*one) for _, *one in taken["ledger"]["open"]]
         eta_now = Fraction(taken["eta_now"]) if actor.guard.lowers_eta else state.staleness.eta
         state.restore(taken, again=again, open_prompts=lost, eta_now=eta_now)
-        self._batches.taken = taken["fetches"]
+        self.batches.taken = taken["fetches"]
         actor.restore(taken["trainer"])
         actor.guard.restore(taken["guard"])
         if actor.critic is not None:
@@ -146,10 +137,10 @@ class CheckpointManager:
 
     def _found(self, epoch: int, row: int, attempt: int) -> Prompt:
         """The prompt of an unfinished group; where changed data do not have it any more, the next one in its place."""
-        prompt = self._source.find(epoch, row)
+        prompt = self.source.find(epoch, row)
         if prompt is not None:
             return replace(prompt, attempt=attempt)
-        if (following := self._source.next()) is None:
+        if (following := self.source.next()) is None:
             raise DataError(
                 f"the checkpoint waits for row {row} of epoch {epoch}, which the data do not have, and they have no "
                 "further one in its place. Resume with the same data"
@@ -161,13 +152,13 @@ class CheckpointManager:
         """Describe how long a checkpoint takes: as long as the last one, or what its bytes take on the slowest disk."""
         if self._took_s is not None:
             return f"about {self._took_s:.0f} s, as the last one did"
-        return f"{self._timeouts.checkpoint_s:.0f} s at most, on the slowest disk"
+        return f"{self.timeouts.checkpoint_s:.0f} s at most, on the slowest disk"
 
     @property
     def can_save(self) -> bool:
         """True where the models are those of the last boundary."""
-        critic = self._actor.critic
-        return not self._state.unfinished and (critic is None or not critic.behind)
+        critic = self.actor.critic
+        return not self.state.unfinished and (critic is None or not critic.behind)
 
     def start(self, tasks: Tasks) -> None:
         """Write checkpoints beside training from now on, in tasks of the run."""
@@ -179,12 +170,12 @@ class CheckpointManager:
 
         Returns when all is copied, so that training may go on. Raises what `_failed` raises.
         """
-        if not self._state.trains_more:
+        if not self.state.trains_more:
             return
-        if self._trainer.save_freq > 0 and version % self._trainer.save_freq == 0:
+        if self.trainer.save_freq > 0 and version % self.trainer.save_freq == 0:
             await self._begin(version, waiting_for)
-        elif self._snapshots is not None and version % self._trainer.snapshot_freq == 0 and not self.writing.locked():
-            await self._begin(version, waiting_for, self._snapshots)
+        elif self.snapshots is not None and version % self.trainer.snapshot_freq == 0 and not self.writing.locked():
+            await self._begin(version, waiting_for, self.snapshots)
 
     async def save(self, version: int) -> None:
         """Save the run's last checkpoint, that of ``version``, and wait until it is written. What is open comes first.
@@ -192,7 +183,7 @@ class CheckpointManager:
         Does nothing where that is saved already. Raises `RunError` when it cannot be written.
         """
         await self._written()
-        self._state.check_balance()
+        self.state.check_balance()
         if self.saved == version:
             return
         await self._begin(version)
@@ -210,7 +201,7 @@ class CheckpointManager:
         """Copy the state of ``version``, and begin to write or keep it. Waits for what is under way."""
         if self._taken is None:
             raise RunError(f"version {version} cannot be saved: no version boundary was reached before")
-        state, critic, asked, taken = self._state, self._actor.critic, now(), self._taken
+        state, critic, asked, taken = self.state, self.actor.critic, now(), self._taken
         if self.writing.locked():
             text = f"the checkpoint of version {version} is due, and waits for the one before, which is being saved"
             state.emit(Note(time=asked, level="info", text=text))
@@ -224,7 +215,7 @@ class CheckpointManager:
                 if critic is not None and not (snapshots and critic.own_ranks):  # it goes back to its checkpoint alone
                     await critic.copy_state()
                     taken = {**taken, "critic": critic.state()}
-                await self._actor.trainer.copy_state()
+                await self.actor.trainer.copy_state()
         except BaseException as failure:
             self.writing.release()
             self._failed(version, failure, snapshots)
@@ -235,25 +226,25 @@ class CheckpointManager:
         self._tasks.start(work).add_done_callback(lambda _: self.writing.release())
 
     async def _write(self, version: int, taken: Taken) -> None:
-        state, critic, path, started = self._state, self._actor.critic, self._path(version), now()
+        state, critic, path, started = self.state, self.actor.critic, self._path(version), now()
         try:
             with self._attributed(version):
                 if critic is not None:  # first: a checkpoint whose own folder is there is complete
                     await critic.engine.save(self._critic_path(version))
-                await self._actor.trainer.save(path, taken)
+                await self.actor.trainer.save(path, taken)
         except WorkerDied:
-            if not self._actor.keeps_batches:
+            if not self.actor.keeps_batches:
                 raise
             return  # the ranks are started again, and the next checkpoint is their own
         except Exception as failure:
             self._failed(version, failure)
             return
         self.saved, self._took_s, self._failures = version, now() - started, []
-        self._actor.forget_before(version)
+        self.actor.forget_before(version)
         state.emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))
 
     async def _keep(self, version: int, snapshots: SnapshotStore) -> None:
-        started, state = now(), self._state
+        started, state = now(), self.state
         try:
             outlives_machines = await snapshots.keep(version)
         except WorkerDied:
@@ -276,13 +267,13 @@ class CheckpointManager:
         if snapshots is not None:
             if self._keeps:
                 text = f"the snapshot of version {version} was not kept: {failure}. A lost rank goes back further"
-                self._state.emit(Note(time=now(), level="warning", text=text))
+                self.state.emit(Note(time=now(), level="warning", text=text))
             self._keeps = False
             return
         self._failures.append(str(failure))
         in_row = len(self._failures)
         event = CheckpointFailed(time=now(), version=version, reason=str(failure), in_row=in_row)
-        self._state.emit(event)
+        self.state.emit(event)
         if in_row >= MOST_FAILURES:
             raise RunError(f"{failure}. No checkpoint could be saved {in_row} times in a row") from failure
 
@@ -293,9 +284,9 @@ class CheckpointManager:
         A snapshot that cannot be loaded is told, and is none any more.
         """
         kept = self._kept if role == ACTOR else None
-        if self._snapshots is not None and kept is not None and kept > (self.saved or 0):
+        if self.snapshots is not None and kept is not None and kept > (self.saved or 0):
             try:
-                await self._snapshots.load(kept)
+                await self.snapshots.load(kept)
                 return kept
             except WorkerDied:
                 raise
@@ -303,11 +294,11 @@ class CheckpointManager:
                 instead = "the initial model" if self.saved is None else f"the checkpoint of version {self.saved}"
                 text = f"the snapshot of version {kept} is lost, and {instead} is loaded: {failure}"
                 self._kept = None
-                self._state.emit(Note(time=now(), level="warning", text=text))
+                self.state.emit(Note(time=now(), level="warning", text=text))
         if self.saved is not None:
             if role == ACTOR:
-                await self._actor.trainer.load(self._path(self.saved))
-            if (critic := self._actor.critic) is not None and critic.own_ranks == (role == CRITIC):
+                await self.actor.trainer.load(self._path(self.saved))
+            if (critic := self.actor.critic) is not None and critic.own_ranks == (role == CRITIC):
                 await critic.engine.load(self._critic_path(self.saved))
         return self.saved or 0
 
@@ -320,7 +311,7 @@ class CheckpointManager:
         return boundary(f"could not write the checkpoint {self._path(version)}", RunError)
 
     def _path(self, version: int) -> Path:
-        return self._checkpoints / f"version_{version}"
+        return self.checkpoints / f"version_{version}"
 
     def _critic_path(self, version: int) -> Path:
-        return self._checkpoints / "critic" / f"version_{version}"
+        return self.checkpoints / "critic" / f"version_{version}"

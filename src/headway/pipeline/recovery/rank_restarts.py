@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from math import isfinite
 from typing import Any, NoReturn, TypeVar
@@ -53,6 +53,7 @@ class RestartableRanks:
     Raises the errors of `headway.errors`."""
 
 
+@dataclass(eq=False)
 class RankRestarts:
     """Restarts of one role's ranks.
 
@@ -72,42 +73,30 @@ class RankRestarts:
         'log-probs'
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        role: str,
-        ranks: RestartableRanks | None,
-        restarts: Restarts,
-        *,
-        on_lost: Callable[[RunError], object] = lambda loss: None,
-        bring_back: Callable[[], Coroutine[Any, Any, int]] | None = None,
-    ) -> None:
-        """Set up.
+    state: RunState
+    role: str
+    ranks: RestartableRanks | None
+    """None where they cannot be started again: their loss ends the run."""
+    restarts: Restarts
+    _: KW_ONLY
+    on_lost: Callable[[RunError], object] = lambda loss: None
+    """Function that is called at once with the error for which the ranks are given up."""
+    bring_back: Callable[[], Coroutine[Any, Any, int]] | None = None
+    """Coroutine function that brings ranks that hold the initial model to where the lost ones stood. Returns the number
+    of batches that it redid."""
 
-        Args:
-            ranks: None where they cannot be started again: their loss ends the run.
-            on_lost: called at once with the error for which the ranks are given up.
-            bring_back: coroutine function that brings ranks that hold the initial model to where the lost ones stood.
-                Returns the number of batches that it redid.
-        """
-        self._state = state
-        self._role = role
-        self._ranks = ranks
-        self._restarts = restarts
-        self._on_lost = on_lost
-        self._bring_back = bring_back
-        self._lost: RunError | None = None
-        """Error for which the ranks were given up; None while there are ranks that stand where they should."""
-        self._given_up: RunError | None = None
-        """Error for which others gave the ranks up, until that is attended to."""
-        self._works: dict[asyncio.Task[Any], None] = {}
-        self._changed = Signal()
-        self._watching: asyncio.Task[None] | None = None
+    _lost: RunError | None = field(default=None, init=False)
+    """Error for which the ranks were given up; None while there are ranks that stand where they should."""
+    _given_up: RunError | None = field(default=None, init=False)
+    """Error for which others gave the ranks up, until that is attended to."""
+    _works: dict[asyncio.Task[Any], None] = field(default_factory=dict, init=False)
+    _changed: Signal = field(default_factory=Signal, init=False)
+    _watching: asyncio.Task[None] | None = field(default=None, init=False)
 
     def start(self, tasks: Tasks) -> None:
         """Watch the ranks, and start them again where they are lost, until `stop`."""
-        if self._ranks is not None:
-            self._watching = tasks.start(self._attend(self._ranks))
+        if self.ranks is not None:
+            self._watching = tasks.start(self._attend(self.ranks))
 
     def stop(self) -> None:
         if self._watching is not None:
@@ -116,7 +105,7 @@ class RankRestarts:
 
     def give_up(self, why: RunError) -> None:
         """Start the ranks again though they may live. Raises ``why`` where that is impossible."""
-        if self._ranks is None:
+        if self.ranks is None:
             raise why
         if self._lost is None:
             self._given_up = why
@@ -129,7 +118,7 @@ class RankRestarts:
 
     async def surviving(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``work``, which calls the ranks: where these are lost, of doing it again afterwards."""
-        if self._ranks is None:
+        if self.ranks is None:
             return await work()
         while True:
             await self._changed.until(lambda: self._lost is None)
@@ -172,7 +161,7 @@ class RankRestarts:
 
     async def _end_of_motion(self, ranks: RestartableRanks) -> NoReturn:
         """Raise `StallError` when no rank moves while a call of them is open."""
-        quiet_s = self._restarts.timeouts.trainer_quiet_s
+        quiet_s = self.restarts.timeouts.trainer_quiet_s
         looks_s = min(HEARTBEAT_S, quiet_s / 4)
         while True:
             await self._changed.until(lambda: bool(self._works))
@@ -180,36 +169,36 @@ class RankRestarts:
             answers = await ask(ranks.ranks(), looks_s)
             works = any(beat is not None and isfinite(beat.quiet_s) for beat in answers.by_worker.values())
             if self._works and works and now() >= answers.deadline(quiet_s, file_stall_s):
-                raise StallError(f"the ranks of {self._role} do not move: {answers}")
+                raise StallError(f"the ranks of {self.role} do not move: {answers}")
 
     async def _recover(self, ranks: RestartableRanks, loss: RunError) -> None:
         """Bring new ranks to where the lost ones stood. Raises ``loss`` when that cannot be."""
         began, self._lost, self._given_up = now(), loss, None
-        self._state.emit(RanksLost(time=began, role=self._role, reason=str(loss)))
-        self._on_lost(loss)
+        self.state.emit(RanksLost(time=began, role=self.role, reason=str(loss)))
+        self.on_lost(loss)
         for work in self._works:
             work.cancel()
         self._changed.changed()
         await self._changed.until(lambda: not self._works)
         redone: int | None = None
         while redone is None:
-            if not self._restarts.left:
+            if not self.restarts.left:
                 raise type(loss)(f"{loss}. It is not started again: trainer.max_restarts is used up") from loss
-            self._restarts.begin()
+            self.restarts.begin()
             try:
                 await ranks.restart()
-                redone = await failing_as_one(partial(self._back, ranks, self._bring_back)) if self._bring_back else 0
+                redone = await failing_as_one(partial(self._back, ranks, self.bring_back)) if self.bring_back else 0
             except TokensLost as failure:  # another start would meet the same
                 raise TokensLost(f"{loss}. What it was trained on cannot be redone: {failure}") from failure
             except RunError as failure:
-                text = f"the ranks of {self._role} could not be brought back: {failure}"
-                self._state.emit(Note(time=now(), level="warning", text=text))
+                text = f"the ranks of {self.role} could not be brought back: {failure}"
+                self.state.emit(Note(time=now(), level="warning", text=text))
                 loss = failure
         self._lost = None
         self._changed.changed()
-        version = self._state.version
-        self._state.emit(
-            RanksRestarted(time=now(), role=self._role, version=version, batches=redone, span=(began, now()))
+        version = self.state.version
+        self.state.emit(
+            RanksRestarted(time=now(), role=self.role, version=version, batches=redone, span=(began, now()))
         )
 
     async def _back(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 from headway.config.sizing.timeouts import HEARTBEAT_S, file_stall_s
@@ -38,6 +39,7 @@ class Movement:
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class RunMonitor:
     """Reports each replica's activity every ``interval_s``, fences off one that computes nothing of its open calls, and
     ends a run in which nothing moved for too long.
@@ -54,48 +56,38 @@ class RunMonitor:
     produces        `ReplicaActivity`; the loss of a replica that is silent; `StallError`, which ends the run
     """
 
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        stages: Sequence[Stage[Any, Any]],
-        restarts: Sequence[Restarts],
-        movement: Movement,
-        emit: Emit,
-        *,
-        workers: Callable[[], Sequence[Living]] = tuple,
-        interval_s: float,
-    ) -> None:
-        """Set up monitoring. ``restarts``: starts of workers, for which the stall detector waits."""
-        self._pool = pool
-        self._stages = stages
-        self._emit = emit
-        self._workers = workers
-        self._restarts = restarts
-        self._timeouts = pool.timeouts
-        self._interval_s = interval_s
-        self._work: dict[str, OpenWork] = {}
-        """Open work of each replica, by its name."""
-        self._movement = movement
+    pool: ReplicaPool
+    stages: Sequence[Stage[Any, Any]]
+    restarts: Sequence[Restarts]
+    """Starts of workers, for which the stall detector waits."""
+    movement: Movement
+    emit: Emit
+    _: KW_ONLY
+    workers: Callable[[], Sequence[Living]] = tuple
+    interval_s: float
+
+    _work: dict[str, OpenWork] = field(default_factory=dict, init=False)
+    """Open work of each replica, by its name."""
 
     async def run(self) -> None:
         """Report and watch until cancelled. Raises `StallError` when nothing moved for `Timeouts.stall_s`."""
-        self._movement.last = now()
+        self.movement.last = now()
         # Side by side: a replica that does not even answer `stats` must not keep the stall from being noticed.
         await concurrently([self._report_always(), self._end_when_stalled()])
 
     async def _report_always(self) -> None:
         while True:
-            await asyncio.sleep(self._timeouts.look_s(self._interval_s))
+            await asyncio.sleep(self.pool.timeouts.look_s(self.interval_s))
             await self.report()
 
     async def _end_when_stalled(self) -> None:
         while True:
-            stall_s = self._timeouts.stall_s
-            starts_until = [restarts.starts_until for restarts in self._restarts]
-            deadline = max([self._movement.last, *starts_until]) + stall_s
+            stall_s = self.pool.timeouts.stall_s
+            starts_until = [restarts.starts_until for restarts in self.restarts]
+            deadline = max([self.movement.last, *starts_until]) + stall_s
             if now() >= deadline:
-                answers = await ask(self._workers(), within_s=min(HEARTBEAT_S, stall_s))
-                deadline = max(deadline, self._movement.last + stall_s, answers.deadline(stall_s, file_stall_s))
+                answers = await ask(self.workers(), within_s=min(HEARTBEAT_S, stall_s))
+                deadline = max(deadline, self.movement.last + stall_s, answers.deadline(stall_s, file_stall_s))
                 if now() >= deadline:
                     said = f". Workers: {answers}" if answers.by_worker else ""
                     raise StallError(
@@ -105,32 +97,33 @@ class RunMonitor:
 
     async def report(self) -> None:
         """Emit one `ReplicaActivity` per serving replica, for the time since its last one."""
-        serving = self._pool.serving
+        serving = self.pool.serving
         self._work = {replica.name: self._work.get(replica.name, OpenWork()) for replica in serving}
         await concurrently(self._report_one(replica) for replica in serving)
 
     async def _report_one(self, replica: Replica) -> None:
-        async with self._pool.losing():
+        async with self.pool.losing():
             stats = await replica.stats()
-            self._emit(activity(replica.name, stats))
+            told = {one.name: getattr(stats, one.name) for one in fields(ReplicaActivity) if hasattr(stats, one.name)}
+            self.emit(ReplicaActivity(time=now(), replica=replica.name, **told))
             await self._fence_silent(replica, stats)
 
     async def _fence_silent(self, replica: Replica, stats: EngineStats) -> None:
         """Give ``replica`` up where it computed no token of its open calls for too long."""
         work = self._work[replica.name]
-        calls = 0 if self._pool.pauses.stands(replica.name) else stats.running + stats.waiting
+        calls = 0 if self.pool.pauses.stands(replica.name) else stats.running + stats.waiting
         moved = stats.generated_tokens + stats.prefilled_tokens > 0
         silent_s = work.silent_s(now(), is_open=calls > 0, moved=moved)
-        if silent_s >= self._timeouts.seen_silence_s(self._interval_s, began=work.began):
+        if silent_s >= self.pool.timeouts.seen_silence_s(self.interval_s, began=work.began):
             why = (
                 f"{replica.name} answers, but computed no token for {silent_s:.0f} s while {calls} of its calls were "
                 "open: its engine hangs. Its log may say why; where a step takes so long, raise param_update.timeout_s"
             )
-            await self._pool.lose(WorkerUnavailable(replica, StallError(why)))
+            await self.pool.lose(WorkerUnavailable(replica, StallError(why)))
 
     def who_waits(self) -> str:
         """Describe the waits of all stages: ``ActorTrain waits for groups from the message queue; Generate …``."""
-        waits = [describe(stage) for stage in self._stages if stage.state is not State.STOPPED]
+        waits = [describe(stage) for stage in self.stages if stage.state is not State.STOPPED]
         return "; ".join(waits) or "all stages have stopped; the replicas' last report or the checkpoint does not end"
 
 
@@ -141,19 +134,3 @@ def describe(stage: Stage[Any, Any]) -> str:
     if stage.inner_waits:
         return f"{stage.name} waits for {', '.join(sorted(set(stage.inner_waits)))} ({stage.active} item(s))"
     return f"{stage.name} processes {stage.active} item(s)"
-
-
-def activity(replica: str, stats: EngineStats) -> ReplicaActivity:
-    return ReplicaActivity(
-        time=now(),
-        replica=replica,
-        busy=stats.busy,
-        slot_seconds=stats.slot_seconds,
-        generated_tokens=stats.generated_tokens,
-        prefilled_tokens=stats.prefilled_tokens,
-        cached_tokens=stats.cached_tokens,
-        preempted=stats.preempted,
-        unpinned=stats.unpinned,
-        decode_steps=stats.decode_steps,
-        prefill_steps=stats.prefill_steps,
-    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from headway.config.sizing.timeouts import Timeouts
@@ -45,6 +46,7 @@ Replace = Callable[[str], Coroutine[Any, Any, Any]]
 """Coroutine function that starts a member in the place of the given one. Raises the errors of `headway.errors`."""
 
 
+@dataclass(eq=False)
 class Supervision:
     """Supervises members from `start` to `stop`.
 
@@ -54,33 +56,28 @@ class Supervision:
     produces        losses and joins of the members
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        members: ReplicaPool | EpisodeWorkers,
-        watch: Watch | None,
-        replace: Replace | None,
-        restarts: Restarts,
-    ) -> None:
-        """Set up supervision. Without ``watch`` no member is watched; with ``replace``, which ends within
-        `Timeouts.start_s`, lost ones are replaced while ``restarts`` are left.
-        """
-        self._state, self._members, self._restarts = state, members, restarts
-        self._watch, self._replace = watch, replace
-        self._replacing = 0
-        """Number of lost members in whose place others are being started."""
-        self._tasks: Tasks | None = None
-        self._started: dict[asyncio.Task[Any], None] = {}
+    state: RunState
+    members: ReplicaPool | EpisodeWorkers
+    watch: Watch | None
+    """None: no member is watched."""
+    replace: Replace | None
+    """Starts a member in the place of a lost one within `Timeouts.start_s`, while ``restarts`` are left."""
+    restarts: Restarts
+
+    _replacing: int = field(default=0, init=False)
+    """Number of lost members in whose place others are being started."""
+    _tasks: Tasks | None = field(default=None, init=False)
+    _started: dict[asyncio.Task[Any], None] = field(default_factory=dict, init=False)
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        for member in self._members.present:
+        for member in self.members.present:
             self._add(member)
         tasks.start(self._replace_lost(tasks), among=self._started)
 
     def join(self, newcomer: Any) -> None:
         """Let a late member join, and watch it. Raises `ValueError` when its name was taken before."""
-        self._members.join(newcomer)
+        self.members.join(newcomer)
         self._add(newcomer)
 
     def stop(self) -> None:
@@ -91,56 +88,56 @@ class Supervision:
 
     def _add(self, member: Any) -> None:
         """Watch ``member``, unless supervision has not started: `start` does it then."""
-        if self._tasks is not None and self._watch is not None:
-            self._tasks.start(self._lose_dead(member, self._watch), among=self._started)
+        if self._tasks is not None and self.watch is not None:
+            self._tasks.start(self._lose_dead(member, self.watch), among=self._started)
 
     async def _lose_dead(self, member: Any, watch: Watch) -> None:
         try:
             await watch(member)
         except WorkerDied as death:
-            await self._members.died(member, death)
+            await self.members.died(member, death)
 
     async def _replace_lost(self, tasks: Tasks) -> None:
-        while (one := await self._members.lost.get()) is not None:
+        while (one := await self.members.lost.get()) is not None:
             lost, why = one
-            if self._replace is None:
-                self._go_on_without(lost, why, f"no {self._members.kind} can be started in its place")
+            if self.replace is None:
+                self._go_on_without(lost, why, f"no {self.members.kind} can be started in its place")
             else:
                 self._replacing += 1
-                tasks.start(self._replace_one(lost, why, self._replace), among=self._started)
+                tasks.start(self._replace_one(lost, why, self.replace), among=self._started)
 
     async def _replace_one(self, lost: str, reason: RunError, replace: Replace) -> None:
         """Start a member in the place of ``lost``. A failure is reported, and does not end the run by itself."""
         why = ""
-        while self._restarts.left > 0:
-            self._restarts.begin()
-            if not self._members.present:
+        while self.restarts.left > 0:
+            self.restarts.begin()
+            if not self.members.present:
                 self._warn(
                     lost,
-                    f"it was the last {self._members.kind}, and the run waits for another one to start in its place, "
-                    f"for {self._restarts.timeouts.start_limit()} at most",
+                    f"it was the last {self.members.kind}, and the run waits for another one to start in its place, "
+                    f"for {self.restarts.timeouts.start_limit()} at most",
                 )
             try:
                 newcomer = await replace(lost)
             except HeadwayError as failure:
-                why = f"no {self._members.kind} could be started in its place: {failure}"
+                why = f"no {self.members.kind} could be started in its place: {failure}"
                 self._warn(lost, why)
                 continue
             self._replacing -= 1
             self.join(newcomer)
-            self._warn(lost, f"{newcomer.name} takes its place, and {self._members.then}")
+            self._warn(lost, f"{newcomer.name} takes its place, and {self.members.then}")
             return
-        used_up = f"no further {self._members.kind} is started in its place: cluster.max_replica_restarts is used up"
+        used_up = f"no further {self.members.kind} is started in its place: cluster.max_replica_restarts is used up"
         self._warn(lost, used_up)
         self._replacing -= 1
         self._go_on_without(lost, reason, f"{why}; {used_up}" if why else used_up)
 
     def _go_on_without(self, lost: str, reason: RunError, why: str) -> None:
         """Go on with members that are left or being started. Raises the error of the loss if there are none."""
-        if not (self._members.present or self._replacing or len(self._members.lost)):
+        if not (self.members.present or self._replacing or len(self.members.lost)):
             raise type(reason)(
-                f"{reason}. It was the last {self._members.kind}, without which no group is made, and {why}"
+                f"{reason}. It was the last {self.members.kind}, without which no group is made, and {why}"
             ) from reason
 
     def _warn(self, lost: str, what: str) -> None:
-        self._state.emit(Note(time=now(), level="warning", text=f"{lost} is gone; {what}"))
+        self.state.emit(Note(time=now(), level="warning", text=f"{lost} is gone; {what}"))

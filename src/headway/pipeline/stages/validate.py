@@ -138,7 +138,7 @@ class Validate(Stage[Validation, None]):
         self._scoring = scoring
         self._n = config.rollout.val_n
         self._sampling = sampling(config, stop_token_ids, config.rollout.val_temperature)
-        self._shown = frozenset[int]() if state.samples is None else state.samples.problems(prompts)
+        self._shown = frozenset[int]() if state.samples is None else state.samples.held_out(prompts)
         """Indices of the problems that leave a sample of each validation."""
         self._newest: int | None = None
         """Newest version whose validation answers are complete; None before the first."""

@@ -199,26 +199,28 @@ class Delivery:
     changed: float | None = None
 
 
+@dataclass(eq=False)
 class VersionTransfer:
     """Transfers of a run's versions, each repeated until the remaining receivers have it."""
 
-    def __init__(self, state: RunState, pool: ReplicaPool, trainer: TrainEngine, waiting_for: WaitingFor) -> None:
-        self._state, self._pool, self._trainer = state, pool, trainer
-        self._waiting_for = waiting_for
-        self._timeouts = pool.timeouts
-        self._sending = 0
-        self._sent = Signal()
+    state: RunState
+    pool: ReplicaPool
+    trainer: TrainEngine
+    waiting_for: WaitingFor
+
+    _sending: int = field(default=0, init=False)
+    _sent: Signal = field(default_factory=Signal, init=False)
 
     async def together(self, version: int, receivers: Sequence[ReceiverClient]) -> Delivery:
         """Send ``version`` to all ``receivers`` at once."""
-        return await self._deliver(version, receivers, self._trainer.send_weights, where="actor")
+        return await self._deliver(version, receivers, self.trainer.send_weights, where="actor")
 
     async def gather(self, version: int) -> GatherReport:
         """Gather ``version`` into the trainer's copy, as soon as the version in that copy is no longer being sent."""
-        with self._waiting_for("replicas to receive the version before"):
+        with self.waiting_for("replicas to receive the version before"):
             await self._sent.until(lambda: self._sending == 0)
         started = now()
-        with self._waiting_for("the trainer to gather"):
+        with self.waiting_for("the trainer to gather"):
             gathered = await self._overlapping.gather_weights(version)
         self._report_gathered(version, started, gathered.gather_s, gathered.nbytes)
         return gathered
@@ -234,8 +236,8 @@ class VersionTransfer:
 
     @property
     def _overlapping(self) -> OverlappingTrainEngine:
-        assert isinstance(self._trainer, OverlappingTrainEngine), "ParamUpdate has checked that"
-        return self._trainer
+        assert isinstance(self.trainer, OverlappingTrainEngine), "ParamUpdate has checked that"
+        return self.trainer
 
     async def _deliver(self, version: int, receivers: Sequence[ReceiverClient], send: Send, *, where: str) -> Delivery:
         """Repeat attempts until all remaining receivers hold ``version``. Raises `UpdateFailed` if that cannot be."""
@@ -245,18 +247,18 @@ class VersionTransfer:
             audience = due.popleft().still_there()
             if not audience.receivers:
                 continue
-            limit_s = self._timeouts.attempt_s
-            attempt = Attempt(version, audience, self._timeouts.update_limit(limit_s))
+            limit_s = self.pool.timeouts.attempt_s
+            attempt = Attempt(version, audience, self.pool.timeouts.update_limit(limit_s))
             await self._make(attempt, send, limit_s)
             verdict = judge(attempt)
             again = {receiver for audience in verdict.again for receiver in audience.receivers}
             arrived = {one: report for one, report in attempt.holding.items() if one not in again}
             self._accept(attempt, arrived, delivered, where)
             for gone in verdict.lost:
-                await self._pool.lose(gone)
+                await self.pool.lose(gone)
             if verdict.again:
                 names = [receiver.name for audience in verdict.again for receiver in audience.receivers]
-                self._state.emit(UpdateRetried(time=now(), version=version, receivers=names, reason=verdict.reason))
+                self.state.emit(UpdateRetried(time=now(), version=version, receivers=names, reason=verdict.reason))
             due.extendleft(reversed(verdict.again))
         return delivered
 
@@ -275,9 +277,9 @@ class VersionTransfer:
                 raise
 
     async def _reach(self, attempt: Attempt, names: Sequence[str]) -> bool:
-        with self._waiting_for(f"the trainer to reach {', '.join(names)}"):
+        with self.waiting_for(f"the trainer to reach {', '.join(names)}"):
             try:
-                await failing_as_one(partial(_unless_gone, attempt.audience.receivers, self._trainer.reach(names)))
+                await failing_as_one(partial(_unless_gone, attempt.audience.receivers, self.trainer.reach(names)))
             except UpdateFailed as failure:
                 attempt.sent = failure
             except WorkerUnavailable as gone:  # whoever meets one that will not come waits for it: the others meet anew
@@ -285,14 +287,14 @@ class VersionTransfer:
         return attempt.sent is None and not attempt.received
 
     async def _send(self, attempt: Attempt, sending: Coroutine[Any, Any, SendReport]) -> None:
-        with self._waiting_for("the trainer to send"):
+        with self.waiting_for("the trainer to send"):
             try:
                 attempt.sent = await sending
             except UpdateFailed as failure:
                 attempt.sent = failure
 
     async def _receive(self, attempt: Attempt, receiver: ReceiverClient, limit: asyncio.Timeout) -> None:
-        with self._waiting_for(f"{receiver.name} to receive"):
+        with self.waiting_for(f"{receiver.name} to receive"):
             try:
                 attempt.received[receiver.name] = await receiver.stage_weights(attempt.version)
             except UpdateFailed as failure:
@@ -312,7 +314,7 @@ class VersionTransfer:
         delivered.receivers += arrived
         delivered.gather_s += sent.gather_s
         delivered.probe, delivered.full_nbytes, delivered.changed = sent.probe, sent.full_nbytes, sent.changed
-        self._timeouts.transferred(now() - attempt.began)
+        self.pool.timeouts.transferred(now() - attempt.began)
         if where == "actor":
             self._report_gathered(version, attempt.began, sent.gather_s, sent.full_nbytes or sent.nbytes)
         self._report_phase(version, "send", where, sent.send_s, sent.nbytes)
@@ -322,11 +324,11 @@ class VersionTransfer:
 
     def _report_gathered(self, version: int, started: float, seconds: float, nbytes: int) -> None:
         span = (started, started + seconds)
-        self._state.emit(TrainerBusy(time=now(), what="gather", version=version, span=span))
+        self.state.emit(TrainerBusy(time=now(), what="gather", version=version, span=span))
         self._report_phase(version, "gather", "actor", seconds, nbytes)
 
     def _report_phase(self, version: int, phase: str, where: str, seconds: float, nbytes: int) -> None:
-        self._state.emit(
+        self.state.emit(
             UpdatePhase(time=now(), version=version, phase=phase, where=where, seconds=seconds, nbytes=nbytes)
         )
 

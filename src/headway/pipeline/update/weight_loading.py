@@ -12,7 +12,7 @@ which may fuse, pack and tie weights, serves it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -42,22 +42,16 @@ class LoadCost:
     interrupted: int
 
 
+@dataclass(eq=False)
 class WeightLoading:
-    def __init__(
-        self,
-        state: RunState,
-        pool: ReplicaPool,
-        waiting_for: WaitingFor,
-        on_loaded: Callable[[Replica, int], Awaitable[None]],
-    ) -> None:
-        """Set up loading. ``on_loaded`` is called with each replica that has loaded, before it serves the version."""
-        self._state = state
-        self._pool = pool
-        self._pauses = pool.pauses
-        self._waiting_for = waiting_for
-        self._on_loaded = on_loaded
-        self._stopped: dict[str, ReplicaPause] = {}
-        """Halts of the replicas that stand for new weights, by name."""
+    state: RunState
+    pool: ReplicaPool
+    waiting_for: WaitingFor
+    on_loaded: Callable[[Replica, int], Awaitable[None]]
+    """Called with each replica that has loaded, before it serves the version."""
+
+    _stopped: dict[str, ReplicaPause] = field(default_factory=dict, init=False)
+    """Halts of the replicas that stand for new weights, by name."""
 
     async def make_ready(self, receivers: Sequence[ReceiverClient]) -> None:
         """Halt those replicas among ``receivers`` that receive weights into the memory they serve from."""
@@ -67,8 +61,8 @@ class WeightLoading:
         """Undo `make_ready` for ``receiver``, to which nothing will be sent after all."""
         if isinstance(receiver, Replica) and receiver.name in self._stopped:
             del self._stopped[receiver.name]
-            async with self._pool.losing():
-                await self._pauses.release(receiver, "load")
+            async with self.pool.losing():
+                await self.pool.pauses.release(receiver, "load")
 
     async def load_all(
         self, receivers: Sequence[ReceiverClient], version: int, expected: Probe | None
@@ -78,7 +72,7 @@ class WeightLoading:
         Those that load from one copy have the same bytes, and share processors: they compute the probe in turn, a
         version each. One that joins computes it, too.
         """
-        joining = {replica.name for replica in self._pool.joining}
+        joining = {replica.name for replica in self.pool.joining}
         by_copy: dict[str, list[str]] = {}
         for receiver in receivers:
             by_copy.setdefault(receiver.copy, []).append(receiver.name)
@@ -93,47 +87,47 @@ class WeightLoading:
 
         Raises `UpdateFailed` when log-probs are not as ``expected``: ``receiver`` serves something else.
         """
-        async with self._pool.losing():
+        async with self.pool.losing():
             if isinstance(receiver, Replica):
                 return await self._swap(receiver, version, expected)
             await self._report(receiver, version, await self._activate(receiver, version), expected)
-            self._pool.serve_other(receiver, version)
+            self.pool.serve_other(receiver, version)
         return None
 
     async def _make_ready(self, receiver: ReceiverClient) -> None:
         if isinstance(receiver, Replica) and not receiver.capabilities.double_buffered:
-            async with self._pool.losing():
+            async with self.pool.losing():
                 await self._stop(receiver)
 
     async def _stop(self, replica: Replica) -> None:
-        with self._waiting_for(f"{replica.name} to {self._pauses.policy}"):
-            self._stopped[replica.name] = await self._pauses.halt(replica, "load")
+        with self.waiting_for(f"{replica.name} to {self.pool.pauses.policy}"):
+            self._stopped[replica.name] = await self.pool.pauses.halt(replica, "load")
 
     async def _swap(self, replica: Replica, version: int, expected: Probe | None) -> LoadCost:
         if replica.name not in self._stopped:
             await self._stop(replica)
         stopped = self._stopped.pop(replica.name)
         seconds = await self._activate(replica, version)
-        if self._pauses.others_halt(replica, "load"):  # asleep on shared devices: it computes nothing yet
+        if self.pool.pauses.others_halt(replica, "load"):  # asleep on shared devices: it computes nothing yet
             await self._report(replica, version, seconds, None)
             if expected is not None:
                 check = partial(self._report, replica, version, 0.0, expected)
-                self._pauses.check_before_release(replica, check)
+                self.pool.pauses.check_before_release(replica, check)
         else:
             await self._report(replica, version, seconds, expected)
-        await self._on_loaded(replica, version)
-        self._pool.serve(replica, version)
-        await self._pauses.release(replica, "load")
+        await self.on_loaded(replica, version)
+        self.pool.serve(replica, version)
+        await self.pool.pauses.release(replica, "load")
         assert stopped.stopped is not None, f"{replica.name} was halted, and has not stopped"
         return LoadCost(stopped.validation_s, now() - stopped.stopped, stopped.interrupted)
 
     async def _activate(self, receiver: ReceiverClient, version: int) -> float:
-        with self._waiting_for(f"{receiver.name} to load"):
+        with self.waiting_for(f"{receiver.name} to load"):
             return await receiver.activate(version)
 
     async def _report(self, receiver: ReceiverClient, version: int, seconds: float, expected: Probe | None) -> None:
         difference = await self._difference(receiver, version, expected)
-        self._state.emit(
+        self.state.emit(
             UpdatePhase(
                 time=now(),
                 version=version,
@@ -151,7 +145,7 @@ class WeightLoading:
         """
         if expected is None:
             return None
-        with self._waiting_for(f"{receiver.name} to compute the log-probs of the probe"):
+        with self.waiting_for(f"{receiver.name} to compute the log-probs of the probe"):
             served = await receiver.probe()
         if served is None:
             return None
@@ -165,7 +159,7 @@ class WeightLoading:
             )
         differences = np.abs(served.astype(np.float64) - expected)
         largest = float(differences.max(initial=0.0))
-        tolerance = self._pool.probe_tolerance(receiver.name)
+        tolerance = self.pool.probe_tolerance(receiver.name)
         if not largest <= tolerance:  # also for what is not a number
             raise UpdateFailed(
                 f"{who}: log-probs of the {differences.size} tokens of the probe differ from the trainer's by up to "
