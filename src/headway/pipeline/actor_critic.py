@@ -34,7 +34,7 @@ from headway.data.interfaces.training import (
 from headway.data.types import ColumnName, TrainSample, Trajectory
 from headway.events import CriticStepped, Emit, OptimizerStepped, TrainerBusy
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.admission.train_batches import TrainBatch, outcomes, samples_of
+from headway.pipeline.admission.train_batches import TrainBatch, add_column, outcomes, samples_of
 from headway.pipeline.channel import Signal
 from headway.pipeline.off_policy_guard import Guard, skipped_in_row
 from headway.pipeline.stage import WaitingFor
@@ -155,20 +155,22 @@ class Actor:
 
     async def _prepare(self, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool) -> None:
         """Set the batch's missing columns, ``advantages`` last, and give it to the critic."""
-        critic, columns = self.critic, (ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS, ColumnName.VALUES)
+        critic, rows = self.critic, samples_of(batch.groups)
         await self.trainer.begin_batch([samples_of(groups) for groups in self._mini_batches(batch)])
         if self._reference is not None:
             with self._busy("forward", batch, waiting_for, told=told):
-                batch.add(ColumnName.REF_LOGPROBS, await self._reference.forward_logprobs(batch.samples()))
+                log_probs = await self._reference.forward_logprobs(rows)
+                add_column(batch.groups, ColumnName.REF_LOGPROBS, log_probs)
         if self._proximal is not None:
             with self._busy("forward", batch, waiting_for, told=told):
-                log_probs = await self._proximal.proximal_logprobs(batch.samples(), batch.version)
-                batch.add(ColumnName.PROX_LOGPROBS, log_probs)
+                log_probs = await self._proximal.proximal_logprobs(rows, batch.version)
+                add_column(batch.groups, ColumnName.PROX_LOGPROBS, log_probs)
         if critic is not None and not critic.own_ranks:
             with self._busy("critic", batch, waiting_for, told=told):
                 await critic.add_values(batch)
-        for name, values in (await self._advantages(batch.samples(columns), outcomes(batch.groups))).items():
-            batch.add(name, values)
+        rows = samples_of(batch.groups, (ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS, ColumnName.VALUES))
+        for name, values in (await self._advantages(rows, outcomes(batch.groups))).items():
+            add_column(batch.groups, name, values)
         if critic is not None:
             critic.hand(batch)
             if not critic.own_ranks:
@@ -302,7 +304,7 @@ class Critic:
             if self.own_ranks:
                 self._begun = batch
                 await self._begin(batch)
-            batch.add(ColumnName.VALUES, await self.engine.forward_values(batch.samples()))
+            add_column(batch.groups, ColumnName.VALUES, await self.engine.forward_values(samples_of(batch.groups)))
 
     async def _begin(self, batch: TrainBatch) -> None:
         await self.engine.begin_batch([samples_of(mini_batch) for mini_batch in self._mini_batches(batch)])

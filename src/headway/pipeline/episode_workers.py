@@ -39,7 +39,7 @@ class EpisodeWorkerClient(Remote):
     """Client of an `EpisodeWorkerProtocol`, whose calls raise `WorkerUnavailable` once the episode worker is gone."""
 
     def __init__(self, worker: EpisodeWorkerProtocol, timeout_s: float) -> None:
-        super().__init__(worker.name, timeout_s)
+        super().__init__(worker.name, timeout_s, "param_update.timeout_s = {:g} s".format)
         self.worker = worker
         self.load = 0
         """Number of groups that the episode worker has to make, beside those by one replica alone."""

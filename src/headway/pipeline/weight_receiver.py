@@ -13,7 +13,7 @@ waits for it to end: the other side may have stopped for ever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -38,13 +38,14 @@ class WorkerUnavailable(Exception):
 
 
 class Remote:
-    """Client of something that may be gone. Calls that should be quick end after ``timeout_s`` seconds."""
+    """Client of something that may be gone."""
 
-    def __init__(self, name: str, timeout_s: float) -> None:
+    def __init__(self, name: str, timeout_s: float, limit: Callable[[float], str]) -> None:
+        """Set up. Calls that should be quick end after ``timeout_s`` seconds; ``limit`` describes limits."""
         self.name = name
         self.why: RunError | None = None
         """Error for which it was given up; None while it is reachable."""
-        self._timeout_s = timeout_s
+        self._timeout_s, self._limit = timeout_s, limit
         self._open: dict[asyncio.Timeout, None] = {}
         """Timeouts of the calls that are under way."""
 
@@ -88,22 +89,17 @@ class Remote:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise WorkerUnavailable(self, self.why or self._did_not(what, within_s or 0.0)) from None
+            why = f"{self.name} was told to {what} and did not answer within {self._limit(within_s or 0.0)}"
+            raise WorkerUnavailable(self, self.why or UpdateFailed(why)) from None
         finally:
             self._open.pop(limit, None)
-
-    def _did_not(self, what: str, within_s: float) -> UpdateFailed:
-        return UpdateFailed(f"{self.name} was told to {what} and did not answer within {self._limit(within_s)}")
-
-    def _limit(self, within_s: float) -> str:
-        return f"param_update.timeout_s = {within_s:g} s"
 
 
 class ReceiverClient(Remote):
     """Client of a `PolicyReceiver`."""
 
     def __init__(self, engine: PolicyReceiver, timeouts: Timeouts) -> None:
-        super().__init__(engine.name, timeouts.update_timeout_s)
+        super().__init__(engine.name, timeouts.answer_s, timeouts.update_limit)
         self._timeouts = timeouts
         self.copy = engine.copy
         self.version = 0
@@ -121,12 +117,6 @@ class ReceiverClient(Remote):
     async def probe(self) -> NDArray[np.float32] | None:
         probe = self.receiver.probe()
         return await self._ask(probe, within_s=self._timeouts.probe_s, what="compute the log-probs of the probe")
-
-    async def _ask_soon(self, call: Coroutine[Any, Any, T], what: str) -> T:
-        return await self._ask(call, within_s=self._timeouts.answer_s, what=what)
-
-    def _limit(self, within_s: float) -> str:
-        return self._timeouts.update_limit(within_s)
 
 
 class Replica(ReceiverClient):

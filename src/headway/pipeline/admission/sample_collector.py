@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -235,34 +236,21 @@ def _said(t: Trajectory, reward: float | None, parts: Mapping[str, float | None]
 def storable(record: Record, most: int = MOST_BYTES) -> Record:
     """Return ``record`` as a file can hold it: lone surrogates spelled, and of at most ``most`` bytes.
 
-    One that is larger loses the rows of its last episodes first, then the ends of long texts, and has ``shortened``.
+    One that is larger loses its rows first, then the ends of long texts, then its episodes, and has ``shortened``.
     """
     text = json.dumps(record, ensure_ascii=False)
     clean = writable_json(text)
     if clean != text:
         record = json.loads(clean)
-    return record if len(clean.encode()) <= most else _shortened(record, most)
-
-
-def _shortened(record: Record, most: int) -> Record:
-    record = {**record, "episodes": list(record["episodes"]), "shortened": True}
-    for place in reversed(range(len(record["episodes"]))):
-        if _size(record) <= most:
-            return record
-        if record["episodes"][place].get("rows"):
-            record["episodes"][place] = {**record["episodes"][place], "rows": []}
-    for longest in (2**16, 2**12, 2**8):
-        if _size(record) <= most:
-            return record
-        record = _with_short_texts(record, longest)
-    if _size(record) > most:
-        told = {name: cut(str(record[name]), 2**8) for name in ("answer", "messages") if record.get(name) is not None}
-        record = {**record, **told, "episodes": []}
+    for shorter in (_without_rows, partial(_with_short_texts, longest=2**10), _alone):
+        if len(json.dumps(record, ensure_ascii=False).encode()) <= most:
+            break
+        record = {**shorter(record), "shortened": True}
     return record
 
 
-def _size(record: Record) -> int:
-    return len(json.dumps(record, ensure_ascii=False).encode())
+def _without_rows(record: Record) -> Record:
+    return {**record, "episodes": [{**episode, "rows": []} for episode in record["episodes"]]}
 
 
 def _with_short_texts(value: Any, longest: int) -> Any:
@@ -271,6 +259,12 @@ def _with_short_texts(value: Any, longest: int) -> Any:
     if isinstance(value, dict):
         return {name: _with_short_texts(one, longest) for name, one in value.items()}
     return [_with_short_texts(one, longest) for one in value] if isinstance(value, list) else value
+
+
+def _alone(record: Record) -> Record:
+    """Return ``record`` without episodes, and with the beginning of what may be large."""
+    large = {name: cut(str(record[name]), 2**8) for name in ("answer", "messages") if record.get(name) is not None}
+    return {**_with_short_texts(record, 2**8), **large, "episodes": []}
 
 
 def plain(value: Any) -> Any:

@@ -36,14 +36,6 @@ class TrainBatch:
         """Return the groups of each optimizer step, ``size`` of them."""
         return [self.groups[i : i + size] for i in range(0, len(self.groups), size)]
 
-    def samples(self, columns: Collection[str] = ()) -> list[TrainSample]:
-        """Return a sample for each row of the batch, in order, with these ``columns``."""
-        return samples_of(self.groups, columns)
-
-    def add(self, name: str, columns: Iterable[AnyColumn]) -> None:
-        """Set the column ``name`` of every row of the batch, in order."""
-        add_column(self.groups, name, columns)
-
 
 def samples_of(
     groups: Sequence[Group], columns: Collection[str] = (), *, mask_cut_off: bool = False

@@ -28,7 +28,7 @@ from headway.events import Emit
 from headway.pipeline.actor_critic import Critic
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
-from headway.pipeline.admission.train_batches import TrainBatch, add_column
+from headway.pipeline.admission.train_batches import TrainBatch, add_column, samples_of
 from headway.pipeline.channel import Channel
 from headway.pipeline.recovery.rank_restarts import RankRestarts
 from headway.pipeline.stage import Stage, StageSource
@@ -58,7 +58,7 @@ class RefLogProb(Stage[list[Group], Group]):
         return [first, *self._groups.take_waiting()]
 
     async def process_data(self, groups: list[Group]) -> AsyncGenerator[Group, None]:
-        samples = [sample for group in groups for sample in group.samples()]
+        samples = samples_of(groups)
         with self._waiting_within("log-probs of the ranks of ref"):
             columns = await self._restarts.surviving(lambda: self._reference.forward_logprobs(samples))
         add_column(groups, ColumnName.REF_LOGPROBS, columns)
@@ -91,14 +91,15 @@ class LogProb(Stage[TrainBatch, TrainBatch]):
 
     async def process_data(self, batch: TrainBatch) -> AsyncGenerator[TrainBatch, None]:
         if batch.groups:
-            batch.add(ColumnName.PROX_LOGPROBS, await self._restarts.surviving(partial(self._logprobs, batch)))
+            columns = await self._restarts.surviving(partial(self._logprobs, batch))
+            add_column(batch.groups, ColumnName.PROX_LOGPROBS, columns)
         yield batch
 
     async def _logprobs(self, batch: TrainBatch) -> Sequence[Column]:
         with self._waiting_within(f"version {batch.version} to be loaded"):
             await self._pool.others_have(batch.version)
         with self._waiting_within(f"log-probs under version {batch.version}, of the ranks of logp"):
-            return await self._engine.proximal_logprobs(batch.samples(), batch.version)
+            return await self._engine.proximal_logprobs(samples_of(batch.groups), batch.version)
 
 
 class Values(Stage[TrainBatch, TrainBatch]):

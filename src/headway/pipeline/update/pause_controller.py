@@ -160,13 +160,15 @@ class PauseController:
             self._holding.discard(replica)
             self.episode_workers.go_on()
 
-    def others_halt(self, replica: Replica, why: str) -> bool:
-        """Tell whether ``replica`` is halted for another reason beside ``why``."""
-        return self._halts[replica.name].by != [why]
-
-    def check_before_release(self, replica: Replica, check: Callable[[], Awaitable[object]]) -> None:
-        """Have ``check`` run before ``replica`` resumes; `release` raises what it raises."""
-        self._halts[replica.name].check = check
+    def defer(self, replica: Replica, why: str, check: Callable[[], Awaitable[object]] | None) -> bool:
+        """Have ``check`` run before ``replica`` resumes, where it is halted for another reason beside ``why``;
+        `release` raises what it raises. Returns False where ``why`` is the only one.
+        """
+        halt = self._halts[replica.name]
+        if halt.by == [why]:
+            return False
+        halt.check = check
+        return True
 
     def _set_gate(self) -> None:
         self.gate.set(bool(self._available) or not self._serving)

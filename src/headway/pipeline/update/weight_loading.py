@@ -108,13 +108,9 @@ class WeightLoading:
             await self._stop(replica)
         stopped = self._stopped.pop(replica.name)
         seconds = await self._activate(replica, version)
-        if self.pool.pauses.others_halt(replica, "load"):  # asleep on shared devices: it computes nothing yet
-            await self._report(replica, version, seconds, None)
-            if expected is not None:
-                check = partial(self._report, replica, version, 0.0, expected)
-                self.pool.pauses.check_before_release(replica, check)
-        else:
-            await self._report(replica, version, seconds, expected)
+        check = None if expected is None else partial(self._report, replica, version, 0.0, expected)
+        asleep = self.pool.pauses.defer(replica, "load", check)  # on shared devices: it computes nothing yet
+        await self._report(replica, version, seconds, None if asleep else expected)
         await self.on_loaded(replica, version)
         self.pool.serve(replica, version)
         await self.pool.pauses.release(replica, "load")
