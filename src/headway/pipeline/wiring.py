@@ -45,7 +45,7 @@ from headway.pipeline.recovery.rank_restarts import (
 from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
 from headway.pipeline.recovery.supervision import Replace, Restarts, Supervision, Watch
 from headway.pipeline.stage import Stage
-from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate
+from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate, TrainerLease
 from headway.pipeline.stages.generate import Generate
 from headway.pipeline.stages.own_ranks import CriticTrain, LogProb, RefLogProb, Values
 from headway.pipeline.stages.param_update import ParamUpdate
@@ -54,7 +54,6 @@ from headway.pipeline.stages.reward import GroupFilter, Reward, Scoring, Shaping
 from headway.pipeline.stages.validate import Validate, Validation, Validators
 from headway.pipeline.update.pause_controller import PauseController
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.update.trainer_lease import ColocationLease, TrainerLease
 from headway.runtime.progress import Living
 
 AnyStage = Stage[Any, Any]
@@ -136,8 +135,7 @@ class Wiring:
             replaceable=parts.replace_replica is not None and config.cluster.backend == "ray",
             probe_tolerance=parts.probe_tolerance,
         )
-        shared = config.cluster.placement == "shared"
-        self.lease = ColocationLease(state, self.pool) if shared else TrainerLease()
+        self.lease = TrainerLease(state, self.pool, shared=config.cluster.placement == "shared")
         self.actor = _actor(config, parts, state, self.stop)
         self.batches = TrainBatches(state, config.groups_per_batch, fill_first=config.async_training.fill_queue)
         self.checkpoints = CheckpointManager(

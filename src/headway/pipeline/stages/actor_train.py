@@ -8,6 +8,15 @@ is unblocked by the queue; by the lease, on shared devices; after a version, by 
 produces        one update per version; each batch, with its returns, for CriticTrain
 
 A resumed run begins with an update: replicas have the initial model, and the trainer the checkpoint's.
+
+The lease of devices that training and generation share (``cluster.placement: shared``):
+
+    generate ──trainer asks, a whole batch in hand──▶ validations end ▶ halt(policy) ▶ sleep ──▶ train
+        ▲                                                                                         │
+        └────────────────────────── wake ▶ resume ◀── after each batch, update or not ────────────┘
+                                                        update: stage ▶ load, while they sleep
+
+A replica gives its copy of the weights up where new ones will come before it wakes, and keeps it otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from functools import partial
 
-from headway.events import BatchTaken
+from headway.events import BatchTaken, LeaseChanged
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.pipeline_state import RunState, now
@@ -25,8 +34,10 @@ from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.channel import Channel
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.rank_restarts import RankRestarts
-from headway.pipeline.stage import Stage, StageSource
-from headway.pipeline.update.trainer_lease import TrainerLease
+from headway.pipeline.stage import Stage, StageSource, WaitingFor
+from headway.pipeline.update.replica_pool import ReplicaPool
+from headway.pipeline.weight_receiver import Replica
+from headway.runtime.task_groups import concurrently
 
 
 @dataclass(slots=True)
@@ -44,6 +55,50 @@ class PendingUpdate:
 
     async def until_released(self) -> None:
         await self._released.wait()
+
+
+class TrainerLease:
+    """Turns of the trainer's ranks, and of their devices where generation shares them and has them between turns."""
+
+    def __init__(self, state: RunState, pool: ReplicaPool, *, shared: bool) -> None:
+        """``shared``: False where the trainer has devices of its own, and nothing changes hands."""
+        self.turn = asyncio.Lock()
+        """Lock for calls of the trainer, which ActorTrain and ParamUpdate make."""
+        self._state, self._pool, self._shared = state, pool, shared
+
+    async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
+        """Wait until nothing else computes on the trainer's devices. Call it only with complete input in hand.
+
+        ``new_weights``: every replica will have loaded a new version before `to_generate` is called.
+        """
+        if self._shared:
+            asked = now()
+            taken = (self._take_from(replica, waiting_for, not new_weights) for replica in self._pool.serving)
+            validation_s = max(await concurrently(taken), default=0.0)
+            self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked, validation_s=validation_s))
+
+    async def to_generate(self, waiting_for: WaitingFor) -> None:
+        """Give the devices back to generation."""
+        if self._shared:
+            returned = now()
+            await concurrently(self._give_back(replica, waiting_for) for replica in self._pool.serving)
+            self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
+
+    async def _take_from(self, replica: Replica, waiting_for: WaitingFor, keep_weights: bool) -> float:
+        """Halt ``replica`` and take its devices. Returns the seconds spent waiting for its validation."""
+        pauses = self._pool.pauses
+        async with self._pool.losing():
+            with waiting_for(f"{replica.name} to {pauses.policy} and give the devices back"):
+                halt = await pauses.halt(replica, "lease")
+                await replica.sleep(keep_weights=keep_weights)
+                return halt.validation_s
+        return 0.0
+
+    async def _give_back(self, replica: Replica, waiting_for: WaitingFor) -> None:
+        async with self._pool.losing():
+            with waiting_for(f"{replica.name} to wake up"):
+                await replica.wake()
+                await self._pool.pauses.release(replica, "lease")
 
 
 @dataclass(frozen=True, slots=True)
