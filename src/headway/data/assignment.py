@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush, heapreplace
-from math import inf
 from operator import attrgetter
 
 from headway.data.types import TrainSample, TrajectoryId
@@ -62,31 +60,19 @@ class _Work:
     """Cost of the responses of their rows."""
     prompts: dict[int, float] = field(default_factory=dict)
     """Length → cost of each prompt. Rows of a group with prompts of one length share the prompt."""
-    all_prompts: float = 0.0
-    """Cost of the prompts."""
 
     @property
     def cost(self) -> float:
-        return self.responses + self.all_prompts
+        return self.responses + sum(self.prompts.values())
 
     def add(self, other: _Work) -> None:
         self.episodes += other.episodes
         self.responses += other.responses
-        if not self.prompts.keys() >= other.prompts.keys():
-            self.prompts |= other.prompts
-            self.all_prompts = sum(self.prompts.values())
+        self.prompts |= other.prompts
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """Work on bins, which are not ranks yet."""
-
-    loads: list[float]
-    bins: list[list[_Work]]
-
-    @property
-    def longest(self) -> float:
-        return max(self.loads)
+_Placed = tuple[list[float], list[list[_Work]]]
+"""Load and work of bins, which are not ranks yet."""
 
 
 def assign(mini_batches: Sequence[Sequence[TrainSample]], ranks: int, cost: Cost) -> dict[TrajectoryId, int]:
@@ -101,12 +87,12 @@ def assign(mini_batches: Sequence[Sequence[TrainSample]], ranks: int, cost: Cost
     owners: dict[TrajectoryId, int] = {}
     totals = [0.0] * ranks
     for samples in mini_batches:
-        placed = _best(_groups(samples, cost), ranks)
+        loads, bins = _best(_groups(samples, cost), ranks)
         # Any bin may be any rank's: the heaviest one goes to the rank that has least of the batch so far.
-        heaviest_first = sorted(range(ranks), key=lambda bin: (-placed.loads[bin], bin))
+        heaviest_first = sorted(range(ranks), key=lambda bin: (-loads[bin], bin))
         for bin, rank in zip(heaviest_first, sorted(range(ranks), key=lambda r: (totals[r], r)), strict=True):
-            totals[rank] += placed.loads[bin]
-            owners.update((episode, rank) for work in placed.bins[bin] for episode in work.episodes)
+            totals[rank] += loads[bin]
+            owners.update((episode, rank) for work in bins[bin] for episode in work.episodes)
     return owners
 
 
@@ -130,15 +116,10 @@ def _groups(samples: Sequence[TrainSample], cost: Cost) -> list[list[_Work]]:
     """The work of each episode, by group; the costliest group first."""
     groups: dict[GroupId, dict[TrajectoryId, _Work]] = {}
     for sample in samples:
-        group, episode = group_of(sample), sample.episode
-        episodes = groups.setdefault(group, {})
-        if (work := episodes.get(episode)) is None:
-            work = episodes[episode] = _Work(group, [episode])
-        length = sample.prompt_length
+        group, episode, length = group_of(sample), sample.episode, sample.prompt_length
+        work = groups.setdefault(group, {}).setdefault(episode, _Work(group, [episode]))
         work.responses += cost.response(length, sample.length)
-        if length not in work.prompts:
-            work.prompts[length] = cost.prompt(length)
-            work.all_prompts = sum(work.prompts.values())
+        work.prompts[length] = cost.prompt(length)
     found = [list(episodes.values()) for episodes in groups.values()]
     return sorted(found, key=lambda group: -_whole(group).cost)
 
@@ -146,55 +127,39 @@ def _groups(samples: Sequence[TrainSample], cost: Cost) -> list[list[_Work]]:
 def _best(groups: Sequence[Sequence[_Work]], ranks: int) -> _Placed:
     """Place ``groups`` whole, or some of the costliest in pieces where that is worth it."""
     whole = [_whole(group) for group in groups]
-    undivided = _place(whole, ranks)
+    best = undivided = _place(whole, ranks)
+    longest = max(undivided[0])
     least = max([sum(work.cost for work in whole) / ranks, *(one.cost for group in groups for one in group)])
-    if undivided.longest <= (1 + WORTH) * least:  # nothing can gain more than that
+    if longest <= (1 + WORTH) * least:  # nothing can gain more than that
         return undivided
-    best = undivided
     most_episodes = max(map(len, groups))
     for pieces in _doubling(2, ranks):
-        parts: list[_Work] = []
-        done = 0
         for cut in _doubling(1, min(len(groups), 2 * ranks)):
-            parts += [part for group in groups[done:cut] for part in _pieces(group, pieces)]
-            done = cut
-            placed = _place([*parts, *whole[cut:]], ranks, best.longest)
-            if placed.longest < best.longest:
-                best = placed
+            parts = [part for group in groups[:cut] for part in _pieces(group, pieces)]
+            placed = _place([*parts, *whole[cut:]], ranks)
+            best = min(best, placed, key=lambda one: max(one[0]))
         if pieces >= most_episodes:  # no group has more pieces
             break
-    return best if best.longest < (1 - WORTH) * undivided.longest else undivided
+    return best if max(best[0]) < (1 - WORTH) * longest else undivided
 
 
-def _place(units: Sequence[_Work], ranks: int, below: float = inf) -> _Placed:
-    """Place the costliest unit first, each where the work is then least; a prompt that is there costs nothing again.
-
-    Ends as soon as the work of a rank is not ``below`` that: the rest is then not placed.
-    """
+def _place(units: Sequence[_Work], ranks: int) -> _Placed:
+    """Place the costliest unit first, each where the work is then least; a prompt that is there costs nothing again."""
     loads = [0.0] * ranks
     bins: list[list[_Work]] = [[] for _ in range(ranks)]
     there: dict[GroupId, dict[int, set[int]]] = {}
     """Group → bin → lengths of its prompts that are computed there."""
-    lightest = [(0.0, bin) for bin in range(ranks)]
-    """Heap of the bins by load. Loads only grow, so an entry with another load than the bin's is out of date."""
     for unit in sorted(units, key=attrgetter("cost"), reverse=True):
-        while lightest[0][0] != loads[lightest[0][1]]:
-            heappop(lightest)
-        bin = lightest[0][1]
         own = there.setdefault(unit.group, {})
-        after = inf if bin in own else loads[bin] + unit.responses + unit.all_prompts
-        for other, lengths in own.items():
-            if (load := loads[other] + unit.responses) <= after:
-                load += sum(cost for length, cost in unit.prompts.items() if length not in lengths)
-                if (load, other) < (after, bin):
-                    after, bin = load, other
-        loads[bin] = after
+        after = {}
+        for bin in {loads.index(min(loads)), *own}:
+            new = sum(cost for length, cost in unit.prompts.items() if length not in own.get(bin, ()))
+            after[bin] = loads[bin] + unit.responses + new
+        bin = min(after, key=lambda bin: (after[bin], bin))
+        loads[bin] = after[bin]
         bins[bin].append(unit)
-        if after >= below:
-            break
         own.setdefault(bin, set()).update(unit.prompts)
-        heappush(lightest, (after, bin))
-    return _Placed(loads, bins)
+    return loads, bins
 
 
 def _whole(group: Sequence[_Work]) -> _Work:
@@ -207,11 +172,8 @@ def _whole(group: Sequence[_Work]) -> _Work:
 def _pieces(group: Sequence[_Work], most: int) -> list[_Work]:
     """Cut a group into up to ``most`` pieces of about the same cost, each of them whole episodes."""
     pieces = [_Work(group[0].group) for _ in range(min(most, len(group)))]
-    least = [(0.0, at) for at in range(len(pieces))]
     for episode in sorted(group, key=attrgetter("responses"), reverse=True):
-        at = least[0][1]
-        pieces[at].add(episode)
-        heapreplace(least, (pieces[at].responses, at))
+        min(pieces, key=attrgetter("responses")).add(episode)
     return pieces
 
 
