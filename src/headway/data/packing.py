@@ -216,11 +216,6 @@ def by_episode(rows: Sequence[CollatedRow]) -> list[list[int]]:
     return list(episodes.values())
 
 
-def exceeds(unit: Sequence[int], lengths: Sequence[int], budget: int) -> bool:
-    """Tell whether the padded rows of ``unit`` are more than ``budget`` tokens together; one row never is."""
-    return len(unit) > 1 and len(unit) * max(lengths[i] for i in unit) > budget
-
-
 def token_budget_batches(
     lengths: Sequence[int], budget: int, together: Sequence[Sequence[int]] | None = None
 ) -> list[list[int]]:
@@ -230,11 +225,9 @@ def token_budget_batches(
     batch, except for those that exceed the budget by themselves: these are split freely. None: there are no units.
     """
     units: list[list[int]] = []
-    for unit in together if together is not None else ():
-        longest_first = sorted(unit, key=lambda i: (-lengths[i], i))
-        units += [[i] for i in unit] if exceeds(unit, lengths, budget) else [longest_first]
-    if together is None:
-        units = [[i] for i in range(len(lengths))]
+    for unit in together if together is not None else [[i] for i in range(len(lengths))]:
+        fits = len(unit) * max(lengths[i] for i in unit) <= budget
+        units += [sorted(unit, key=lambda i: (-lengths[i], i))] if fits else [[i] for i in unit]
     batches: list[list[int]] = []
     for unit in sorted(units, key=lambda unit: (-lengths[unit[0]], unit[0])):
         if not batches or (len(batches[-1]) + len(unit)) * lengths[batches[-1][0]] > budget:

@@ -156,7 +156,7 @@ class Pipeline:
         serving_again.cancel()
         for supervision in wiring.supervisions:
             supervision.stop()
-        if self._state.ledger.open_numbers:
+        if self._state.ledger.open:
             if not downstream.cancelled():
                 await concurrently(self._interrupt(replica) for replica in wiring.pool.serving)
             for task in upstream:
@@ -206,7 +206,7 @@ class Pipeline:
         total, state = self.config.rollout.total_rollout_steps, self._state
         if total is not None:
             return state.consumed >= total
-        return not state.ledger.open_numbers and not state.waiting_again and self._parts.source.next() is None
+        return not state.ledger.open and not state.waiting_again and self._parts.source.next() is None
 
     def _emit_finished(self, status: Status, reason: str | None) -> None:
         self._state.leave_open_in_flight()

@@ -68,10 +68,6 @@ class RunState:
     """Journal of what is finished; None where a resumed run makes open groups again."""
     reopened: dict[tuple[int, int, int], tuple[int, Prompt]] = field(default_factory=dict)
     """Numbers and prompts of the groups that were open at the checkpoint and are to be made again, by identity."""
-    made: set[int] = field(default_factory=set)
-    """Numbers of open groups whose episodes were reported."""
-    scored: set[int] = field(default_factory=set)
-    """Numbers of open groups whose rewards were reported."""
     _unrewarded: set[int] = field(default_factory=set)
     _discarded_in_row: Ends = field(default_factory=Counter)
     """Number of groups by (fate, reason) that were discarded since a group last passed Reward."""
@@ -131,8 +127,8 @@ class RunState:
             "ledger": self.ledger.state(),
             "again": [[p.epoch, p.row, p.attempt] for p in self.waiting_again],
             "live": [[number, version] for number, version in sorted(self.queue.live.items())],
-            "made": sorted(self.made),
-            "scored": sorted(self.scored),
+            "made": sorted(number for number, group in self.ledger.open.items() if group.made),
+            "scored": sorted(number for number, group in self.ledger.open.items() if group.scored),
             "journal": None if self.journal is None else self.journal.run,
         }
 
@@ -164,7 +160,8 @@ class RunState:
             if self.samples is not None:
                 self.samples.admitted(number, prompt, now())
         if reopened:
-            self.made, self.scored = set(state["made"]), set(state["scored"])
+            for number, group in self.ledger.open.items():
+                group.made, group.scored = number in state["made"], number in state["scored"]
         else:
             again = [*again, *open_prompts]
             for number in numbers:
@@ -229,8 +226,8 @@ class RunState:
         if end is None:
             return False
         fate, reason, failed = end
-        if failed := failed - self.ledger.failed_episodes(number):  # else the checkpoint's ledger has them
-            self.ledger.episodes_failed(number, failed)
+        # The checkpoint's ledger may have some of them.
+        self.ledger.episodes_failed(number, failed - self.ledger.open[number].failed)
         # Not `discard`: it says so already, and what once failed in a row must not end the resumed run, too.
         self._end_early(number, fate, reason)
         return True
@@ -241,7 +238,8 @@ class RunState:
         Raises `NothingToTrain` after 10·B discards in a row, and after 32 failures when the reward never worked.
         """
         if self.journal is not None and fate is not Fate.FILTERED:
-            self.journal.ended(number, self.ledger.prompt(number), fate, reason, self.ledger.failed_episodes(number))
+            group = self.ledger.open[number]
+            self.journal.ended(number, group.prompt, fate, reason, group.failed)
         self._end_early(number, fate, reason)
         self._scored |= fate is Fate.FILTERED
         self._discarded_in_row[fate, reason] += 1
@@ -259,7 +257,7 @@ class RunState:
         """Give up the version after a stop, when no further group will be scored: nothing more is trained on, unless
         the groups scored so far are enough.
         """
-        scored = len(self.ledger.open_numbers) - self.unrewarded - self.in_training
+        scored = len(self.ledger.open) - self.unrewarded - self.in_training
         missing = (self.staleness.total or 0) - self.taken
         if missing > scored:
             self.give_up()
@@ -276,7 +274,7 @@ class RunState:
         self._wake()
 
     def _give_up_if_short(self) -> None:
-        on_their_way = len(self.ledger.open_numbers) - self.in_training
+        on_their_way = len(self.ledger.open) - self.in_training
         if not self.admits and (self.staleness.total or 0) - self.taken > on_their_way:
             self.give_up()
 
@@ -340,7 +338,7 @@ class RunState:
 
     def leave_open_in_flight(self) -> None:
         """Note that the run ends: groups without a fate count as ``in_flight``."""
-        for number in self.ledger.open_numbers:
+        for number in sorted(self.ledger.open):
             self._settle(number, Fate.IN_FLIGHT, None)
 
     def request_stop(self, reason: str | None = None) -> None:
@@ -367,8 +365,6 @@ class RunState:
 
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:
         self.ledger.settle(number, fate)
-        self.made.discard(number)
-        self.scored.discard(number)
         self.emit(GroupSettled(time=now(), number=number, fate=fate.value, reason=reason, lag=lag))
         if self.samples is not None:
             self.samples.settled(number, fate.value, reason, lag, version=self.version, time=now())

@@ -113,7 +113,7 @@ class CheckpointManager:
             "guard": self.actor.guard.state(),
         }
         if state.journal is not None:
-            state.journal.boundary(version, min(state.ledger.open_numbers, default=state.ledger.admitted))
+            state.journal.boundary(version, min(state.ledger.open, default=state.ledger.admitted))
         groups, episodes = state.ledger.counts(), state.ledger.episode_counts()
         state.emit(VersionReached(time=now(), version=version, groups=groups, episodes=episodes))
 
