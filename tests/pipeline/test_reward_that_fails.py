@@ -27,8 +27,8 @@ def test_a_first_validation_of_which_nothing_can_be_scored_ends_the_run(mode: st
     run.assert_clean()
     assert isinstance(run.error, NothingToTrain)
     assert str(run.error).startswith(
-        f"the reward failed for all of the 8 held-out problems at version 0 (8× {BOOM}). What the reward "
-        "raised and printed is in logs/reward.log"
+        f"the reward failed for all of the 8 held-out problems at version 0 (8× {BOOM}). What it raised and "
+        "printed is in logs/reward.log"
     )
     assert run.groups["trained"] == 0
     assert run.of(ValidationFinished) == []
@@ -151,9 +151,3 @@ def test_reasons_of_many_kinds_are_counted_and_the_rest_added_up():
     assert text.startswith("49 groups in a row were discarded")
     assert "(10× failed: exception: KeyError: 0; " in text
     assert "6× failed: exception: KeyError: 4; 9× something else)" in text
-
-
-def test_the_advice_on_time_outs_names_their_setting():
-    ends = Counter({(Fate.FAILED, "length: timeout after 10 s"): 5})
-    assert "reward.timeout_s" in str(all_discarded(ends))
-    assert "reward.timeout_s" not in advice(failed=5)

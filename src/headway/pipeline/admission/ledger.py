@@ -7,7 +7,7 @@ ended: a reward that fails has to be mended, one that is the same for all answer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -140,7 +140,22 @@ SHOWN = 5
 WORTH_ADVICE = 0.1
 """Smallest share of the groups with a common fate for which the message gives advice on that fate."""
 
-SEE_LOG = "What the reward raised and printed is in logs/reward.log in the run's directory"
+ADVICE = {
+    Fate.FAILED: (
+        "What it raised and printed is in logs/reward.log, or logs/*-programs.log, in the run's directory; headway "
+        "eval shows it at single answers. Where it took too long, raise reward.timeout_s, or make it faster"
+    ),
+    Fate.FILTERED: (
+        "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt get the "
+        "same reward there is no gradient. If it had been higher before, the model has collapsed: resume with a lower "
+        "actor.optim.lr, and from a checkpoint before that, or it ends here again"
+    ),
+    Fate.DROPPED: (
+        "They were too old before they could be trained: raise async_training.max_lag, or set "
+        "async_training.on_overdue=wait"
+    ),
+}
+"""What to do where nothing is left to train on, by what became of the groups."""
 
 EPISODE_FAILED = "episode failed"
 """Beginning of the reason of an episode's failure, where it stands for the group or problem that it ends."""
@@ -151,30 +166,19 @@ Ends = Counter[tuple[Fate, str]]
 
 def all_discarded(ends: Ends) -> NothingToTrain:
     """Return the error for `DISCARDED_VERSIONS` · B groups in a row that were discarded, counted in ``ends``."""
-    reasons = _counted({f"{fate}: {why}": times for (fate, why), times in ends.items()})
-    by_fate: Counter[Fate] = Counter()
-    for (fate, _), times in ends.items():
-        by_fate[fate] += times
-    advice = ". ".join(
-        _advice(fate, [why for other, why in ends if other is fate])
-        for fate, times in by_fate.most_common()
-        if times >= WORTH_ADVICE * ends.total()
-    )
+    reasons = _counted(f"{fate}: {why}" for fate, why in ends.elements())
+    fates = Counter(fate for fate, _ in ends.elements()).most_common()
+    advice = ". ".join(ADVICE[fate] for fate, times in fates if times >= WORTH_ADVICE * ends.total())
     return NothingToTrain(
         f"{ends.total()} groups in a row were discarded, nothing is left to train on ({reasons}). {advice}"
     )
-
-
-def never_scored(what: str, reasons: Iterable[str]) -> NothingToTrain:
-    """Return the error for ``what``, like ``the first 32 groups``, none of which could be scored, for ``reasons``."""
-    return NothingToTrain(cannot_be_scored(what, list(reasons)))
 
 
 def cannot_be_scored(what: str, reasons: list[str]) -> str:
     """Message for scores that all failed: a sentence on what happened, and one on what to do."""
     of_programs = all(reason.startswith(EPISODE_FAILED) for reason in reasons)
     failed = "no episode could be made of" if of_programs else "the reward failed for all of"
-    return f"{failed} {what} ({_counted(Counter(reasons))}). {_advice(Fate.FAILED, reasons)}"
+    return f"{failed} {what} ({_counted(reasons)}). {ADVICE[Fate.FAILED]}"
 
 
 def timed_out(reason: str) -> bool:
@@ -182,29 +186,9 @@ def timed_out(reason: str) -> bool:
     return "timeout after" in reason
 
 
-def _counted(times: dict[str, int]) -> str:
-    shown = Counter(times).most_common(SHOWN)
+def _counted(reasons: Iterable[str]) -> str:
+    counts = Counter(reasons)
+    shown = counts.most_common(SHOWN)
     text = "; ".join(f"{count}× {why}" for why, count in shown)
-    rest = sum(times.values()) - sum(count for _, count in shown)
+    rest = counts.total() - sum(count for _, count in shown)
     return f"{text}; {rest}× something else" if rest else text
-
-
-def _advice(fate: Fate, reasons: Sequence[str]) -> str:
-    match fate:
-        case Fate.FAILED:
-            slow = ". Raise reward.timeout_s, or make it faster" if any(map(timed_out, reasons)) else ""
-            by_program = any(reason.startswith(EPISODE_FAILED) for reason in reasons)
-            see = SEE_LOG.replace("reward raised", "program raised")
-            see = see.replace("reward.log", "episode-worker-0-programs.log")
-            return f"{see if by_program else SEE_LOG}; headway eval shows it at single answers{slow}"
-        case Fate.FILTERED:
-            return (
-                "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt "
-                "get the same reward there is no gradient. If it had been higher before, the model has collapsed: "
-                "resume with a lower actor.optim.lr, and from a checkpoint before that, or it ends here again"
-            )
-        case _:
-            return (
-                "They were too old before they could be trained: raise async_training.max_lag, or set "
-                "async_training.on_overdue=wait"
-            )

@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.types import Prompt
-from headway.errors import LedgerImbalance
+from headway.errors import LedgerImbalance, NothingToTrain
 from headway.events import Emit, GroupAdmitted, GroupSettled, Note
 from headway.pipeline.admission.ledger import (
     DISCARDED_VERSIONS,
@@ -24,7 +24,7 @@ from headway.pipeline.admission.ledger import (
     Fate,
     Ledger,
     all_discarded,
-    never_scored,
+    cannot_be_scored,
 )
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.run_journal import RunJournal
@@ -245,9 +245,9 @@ class RunState:
         self._discarded_in_row[fate, reason] += 1
         if self._discarded_in_row.total() >= DISCARDED_VERSIONS * self.staleness.groups_per_version:
             raise all_discarded(self._discarded_in_row)
-        failed = {why: count for (end, why), count in self._discarded_in_row.items() if end is Fate.FAILED}
-        if not self._scored and fate is Fate.FAILED and sum(failed.values()) >= FAILED_AT_FIRST:
-            raise never_scored(f"the first {FAILED_AT_FIRST} groups", Counter(failed).elements())
+        failed = [why for end, why in self._discarded_in_row.elements() if end is Fate.FAILED]
+        if not self._scored and fate is Fate.FAILED and len(failed) >= FAILED_AT_FIRST:
+            raise NothingToTrain(cannot_be_scored(f"the first {FAILED_AT_FIRST} groups", failed))
 
     def drop_unscored(self, number: int, reason: str) -> None:
         """Drop a group because its scores are no longer waited for. Does not count as a failure of the reward."""

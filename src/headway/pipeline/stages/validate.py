@@ -31,13 +31,12 @@ from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group, Scores, means_of_parts
 from headway.data.interfaces.rollout import Priority
 from headway.data.types import Prompt, Trajectory
-from headway.errors import ScoringFailed, WorkerDied
+from headway.errors import NothingToTrain, ScoringFailed, WorkerDied
 from headway.events import Note, ValidationFinished
 from headway.pipeline.admission.ledger import (
     EPISODE_FAILED,
     FAILED_AT_VALIDATION,
     cannot_be_scored,
-    never_scored,
     timed_out,
 )
 from headway.pipeline.admission.pipeline_state import RunState, now
@@ -219,7 +218,7 @@ class Validate(Stage[Validation, None]):
         reasons = [str(failure) for failure in failures]
         problems = f"the {len(reasons)} held-out problems at version {version}"
         if len(reasons) >= FAILED_AT_VALIDATION and first:
-            raise never_scored(problems, reasons)
+            raise NothingToTrain(cannot_be_scored(problems, reasons))
         self._emit(Note(time=now(), level="warning", text=cannot_be_scored(problems, reasons)))
 
     async def _answers_to(self, validation: Validation, first: bool, tasks: Tasks) -> list[Answer] | None:
@@ -230,14 +229,14 @@ class Validate(Stage[Validation, None]):
         ]
         answers: list[Group] = []
         scoring: list[asyncio.Task[Scores | ScoringFailed]] = []
-        timeouts = ValidationTimeouts() if first else None
+        reasons: list[str] | None = [] if first else None
         replica = validation.replica
 
         async def take(made: AsyncGenerator[Group, None]) -> None:
             async with aclosing(made) as groups:
                 async for finished in groups:
                     answers.append(finished)
-                    scoring.append(tasks.start(self._score(finished, timeouts)))
+                    scoring.append(tasks.start(self._score(finished, reasons)))
 
         try:
             with self._waiting_within("all replicas" if replica is None else replica.name):
@@ -266,7 +265,10 @@ class Validate(Stage[Validation, None]):
         self._validators.let_go(validation)  # it may load again while scores come in
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
-    async def _score(self, finished: Group, timeouts: ValidationTimeouts | None) -> Scores | ScoringFailed:
+    async def _score(self, finished: Group, reasons: list[str] | None) -> Scores | ScoringFailed:
+        """Return the scores of a problem, or why there are none. ``reasons``: those of the first validation so far, in
+        the order of scoring, empty for scores; raises `NothingToTrain` when its first problems all time out.
+        """
         made = [t for t in finished.trajectories if t.failure is None]
         scores: Scores | ScoringFailed
         try:
@@ -277,28 +279,13 @@ class Validate(Stage[Validation, None]):
             raise
         except ScoringFailed as failure:
             scores = failure
-        if timeouts is not None:
-            timeouts.look(scores, len(self._prompts))
+        if reasons is not None:
+            reasons.append("" if isinstance(scores, Scores) else str(scores))
+            if len(reasons) == FAILED_AT_VALIDATION and all(map(timed_out, reasons)):
+                count, problems = len(reasons), len(self._prompts)
+                which = f"the {count}" if count == problems else f"the first {count} of {problems}"
+                raise NothingToTrain(cannot_be_scored(f"{which} held-out problems at version 0", reasons))
         return scores
-
-
-class ValidationTimeouts:
-    """Detector of a first validation in which every problem scored so far timed out."""
-
-    def __init__(self) -> None:
-        self._reasons: list[str] = []
-        self._only = True
-
-    def look(self, scores: Scores | ScoringFailed, problems: int) -> None:
-        """Look at the scores of one of ``problems``. Raises `NothingToTrain` when the first ones all timed out."""
-        self._only &= isinstance(scores, ScoringFailed) and timed_out(str(scores))
-        if not self._only:
-            return
-        self._reasons.append(str(scores))
-        count = len(self._reasons)
-        if count == FAILED_AT_VALIDATION:
-            which = f"the {count}" if count == problems else f"the first {count} of {problems}"
-            raise never_scored(f"{which} held-out problems at version 0", self._reasons)
 
 
 def _accuracy(answers: Sequence[Answer]) -> float:
