@@ -232,7 +232,7 @@ def test_a_trainer_that_never_finishes_sending_ends_the_run():
 
         run.trainer.send_weights = never_ends  # type: ignore[method-assign]
 
-    run = failed(scenario(script=script), UpdateFailed, "version 1 .*waited for the trainer to send$")
+    run = failed(scenario(script=script), UpdateFailed, "the trainer did not answer within .*, for version 1$")
     assert lost(run) == []
 
 

@@ -178,9 +178,10 @@ def _go_on_without(attempt: Attempt, gone: Sequence[WorkerUnavailable]) -> Retry
 
 def _silence(attempt: Attempt, silent: Sequence[ReceiverClient]) -> str:
     """Describe that ``silent`` receivers, and the trainer if it was one of them, did not answer in time."""
-    names = [receiver.name for receiver in silent] + ["the trainer"] * (attempt.sent is None)
+    who = ", ".join(receiver.name for receiver in silent) or "the trainer"
+    trainer = "; nor did the trainer" if silent and attempt.sent is None else ""
     failure = f": {attempt.sent}" if isinstance(attempt.sent, UpdateFailed) else ""
-    return f"{', '.join(names)} did not answer within {attempt.limit}, for version {attempt.version}{failure}"
+    return f"{who} did not answer within {attempt.limit}, for version {attempt.version}{trainer}{failure}"
 
 
 Send = Callable[[int, Sequence[str]], Coroutine[Any, Any, SendReport]]
