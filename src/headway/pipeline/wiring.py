@@ -136,7 +136,19 @@ class Wiring:
             probe_tolerance=parts.probe_tolerance,
         )
         self.lease = TrainerLease(state, self.pool, shared=config.cluster.placement == "shared")
-        self.actor = _actor(config, parts, state, self.stop)
+        own, critic = parts.own_ranks, None
+        if parts.critic is not None:
+            critic = Critic(config, parts.critic, emit, own_ranks=CRITIC in own)
+        self.actor = Actor(
+            config,
+            state,
+            parts.trainer,
+            parts.advantages,
+            Guard(config.algorithm.guard, state, self.stop),
+            reference=None if REF in own else parts.reference,
+            proximal=None if LOGP in own else parts.proximal,
+            critic=critic,
+        )
         self.batches = TrainBatches(state, config.groups_per_batch, fill_first=config.async_training.fill_queue)
         self.checkpoints = CheckpointManager(
             state,
@@ -149,7 +161,7 @@ class Wiring:
             parts.snapshots,
         )
         self.actor.keeps_batches = ACTOR in parts.restartable
-        left, pool, critic = Restarts(config.trainer.max_restarts, timeouts), self.pool, self.actor.critic
+        left, pool = Restarts(config.trainer.max_restarts, timeouts), self.pool
 
         def restarts(role: str, **how: Any) -> RankRestarts:
             return RankRestarts(state, role, parts.restartable.get(role), left, **how)
@@ -166,17 +178,17 @@ class Wiring:
             critic.surviving = self.restarts[CRITIC].surviving
         self.validators = Validators(config, state, self.pool, parts.validation)
         self.wire(config, parts)
-        own = [Restarts(config.cluster.max_replica_restarts, timeouts) for _ in range(2)]
-        self.replica_supervision = Supervision(state, self.pool, parts.watch_replica, parts.replace_replica, own[0])
+        starts = [Restarts(config.cluster.max_replica_restarts, timeouts) for _ in range(2)]
+        self.replica_supervision = Supervision(state, self.pool, parts.watch_replica, parts.replace_replica, starts[0])
         watch, replace = parts.watch_episode_worker, parts.replace_episode_worker
         self.supervisions: Sequence[Supervision] = [
             self.replica_supervision,
-            Supervision(state, self.episode_workers, watch, replace, own[1]),
+            Supervision(state, self.episode_workers, watch, replace, starts[1]),
         ]
         self.monitor = RunMonitor(
             self.pool,
             [*self.upstream, *self.downstream],
-            [left, *own],
+            [left, *starts],
             movement,
             emit,
             workers=parts.workers,
@@ -225,20 +237,20 @@ class Wiring:
         self.param_update = ParamUpdate(
             config, state, updates, validations, validators, lease, self.actor, restarts[ACTOR]
         )
-        self.upstream = _existing(
+        self.upstream: list[AnyStage] = [
             self.prompt_loader,
             Generate(config, state, waves, made, pool),
             Reward(config, state, made, to_ref, scoring, parts.group_filter, parts.shaping),
-            RefLogProb(emit, rewarded, queue, reference, restarts[REF]) if reference else None,
-        )
-        self.downstream = _existing(
-            LogProb(state, self.batches, with_logprobs, proximal, pool, restarts[LOGP]) if proximal else None,
-            Values(emit, to_values, with_values, critic) if critic else None,
+            *([RefLogProb(emit, rewarded, queue, reference, restarts[REF])] if reference else []),
+        ]
+        self.downstream: list[AnyStage] = [
+            *([LogProb(state, self.batches, with_logprobs, proximal, pool, restarts[LOGP])] if proximal else []),
+            *([Values(emit, to_values, with_values, critic)] if critic else []),
             self.actor_train,
-            CriticTrain(emit, to_critic, critic) if critic else None,
+            *([CriticTrain(emit, to_critic, critic)] if critic else []),
             self.param_update,
             Validate(config, state, validations, pool, validators, scoring, tokens),
-        )
+        ]
 
 
 def _fan_out(observers: Sequence[Observer]) -> Emit:
@@ -249,10 +261,6 @@ def _fan_out(observers: Sequence[Observer]) -> Emit:
             observer.on_event(event)
 
     return emit
-
-
-def _existing(*stages: AnyStage | None) -> list[AnyStage]:
-    return [stage for stage in stages if stage is not None]
 
 
 def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
@@ -272,20 +280,3 @@ def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
         samples = Samples(parts.samples, seed=config.run.seed, share=share, problems=reports.samples)
     ledger = Ledger(config.rollout.n + parts.greedy_baseline)
     return RunState(staleness, ledger, MessageQueue(staleness), emit, samples=samples, journal=parts.journal)
-
-
-def _actor(config: Config, parts: Parts, state: RunState, stop: Callable[[str], None]) -> Actor:
-    """Return the actor, with those roles that share its ranks."""
-    own, critic = parts.own_ranks, None
-    if parts.critic is not None:
-        critic = Critic(config, parts.critic, state.emit, own_ranks=CRITIC in own)
-    return Actor(
-        config,
-        state,
-        parts.trainer,
-        parts.advantages,
-        Guard(config.algorithm.guard, state, stop),
-        reference=None if REF in own else parts.reference,
-        proximal=None if LOGP in own else parts.proximal,
-        critic=critic,
-    )
