@@ -13,7 +13,6 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from headway.data.interfaces.episode_groups import Group
 from headway.data.types import Prompt
 from headway.errors import LedgerImbalance, NothingToTrain
 from headway.events import Emit, GroupAdmitted, GroupSettled, Note
@@ -277,27 +276,6 @@ class RunState:
         on_their_way = len(self.ledger.open) - self.in_training
         if not self.admits and (self.staleness.total or 0) - self.taken > on_their_way:
             self.give_up()
-
-    async def take(self, count: int) -> list[Group]:
-        """Wait for the next groups to train on, as `MessageQueue.take` does; groups that became too old are dropped."""
-        version, taken, journal = self.version, self.taken, self.journal
-
-        def drop(group: Group) -> None:
-            self.discard(group.number, Fate.DROPPED, "overdue" if group.oldest_version <= version else "resume")
-
-        groups = None
-        if journal is not None and (before := journal.composed(taken)) is not None:
-            groups = await self.queue.take_again(before, version)
-            if groups is None:
-                journal.forget_batches()
-                text = f"version {version} is trained on other groups than before: not all of {[*before]} came again"
-                self.emit(Note(time=now(), level="warning", text=text))
-        if groups is None:
-            groups = await self.queue.take(count, version, drop)
-        self.in_training += len(groups)
-        if journal is not None and groups:
-            journal.batch(taken, groups)
-        return groups
 
     def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
         """End a group that was taken into a batch; trained on or not, it counts as consumed."""

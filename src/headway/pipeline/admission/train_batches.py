@@ -16,8 +16,9 @@ import numpy as np
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.types import AnyColumn, Outcomes, TrainSample
-from headway.events import WAITS_FOR_GROUPS
-from headway.pipeline.admission.pipeline_state import RunState
+from headway.events import WAITS_FOR_GROUPS, Note
+from headway.pipeline.admission.ledger import Fate
+from headway.pipeline.admission.pipeline_state import RunState, now
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class TrainBatches:
         if self._fill_first:
             await state.queue.until_full()
             self._fill_first = False
-        groups = await state.take(self._size)
+        groups = await self._take(state.version, state.taken)
         if not state.trains_more:
             return None  # a stop was asked for meanwhile, and this batch, or the rest of the version, abandoned
         # With a number of groups as the run's length every batch is full; a short one means that the data gave out.
@@ -105,3 +106,24 @@ class TrainBatches:
             return None
         self.taken += 1
         return TrainBatch(self.taken - 1, state.version, groups, is_last=self._ended)
+
+    async def _take(self, version: int, taken: int) -> list[Group]:
+        """Wait for the next groups to train on, as `MessageQueue.take` does; groups that became too old are dropped."""
+        state, journal = self._state, self._state.journal
+
+        def drop(group: Group) -> None:
+            state.discard(group.number, Fate.DROPPED, "overdue" if group.oldest_version <= version else "resume")
+
+        groups = None
+        if journal is not None and (before := journal.composed(taken)) is not None:
+            groups = await state.queue.take_again(before, version)
+            if groups is None:
+                journal.forget_batches()
+                text = f"version {version} is trained on other groups than before: not all of {[*before]} came again"
+                state.emit(Note(time=now(), level="warning", text=text))
+        if groups is None:
+            groups = await state.queue.take(self._size, version, drop)
+        state.in_training += len(groups)
+        if journal is not None and groups:
+            journal.batch(taken, groups)
+        return groups
