@@ -105,8 +105,8 @@ def test_batches_before_the_newest_checkpoint_are_not_trained_again_and_not_kept
     run = check(scenario("async_partial", 30.0, save_freq=1).run())
     (back,) = run.of(RanksRestarted)
     assert back.batches <= 8
-    newest = run.pipeline._wiring.actor._learned
-    assert all(learned.batch.version >= run.version for learned in newest)
+    newest = run.pipeline._wiring.actor._kept
+    assert all(batch.version >= run.version for batch in newest)
 
 
 def test_before_the_first_checkpoint_it_begins_with_the_initial_model():

@@ -16,7 +16,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,30 +46,6 @@ SHOWN_COLUMNS = (*COLUMNS, ColumnName.VALUES, ColumnName.RETURNS)
 OnPrepared = Callable[[TrainBatch], Awaitable[object]]
 
 
-@dataclass(slots=True)
-class LearnedBatch:
-    """Batch that the trainer is trained on, and has to be again where a rank is lost before the next checkpoint."""
-
-    batch: TrainBatch
-    lags: Mapping[int, int]
-    """Number → lag of each group."""
-    given: Collection[str]
-    """Names of the columns that the batch has from other ranks."""
-    steps: list[tuple[StepContext, bool]] = field(default_factory=list)
-    """Context of each optimizer step that was made, and whether it was skipped."""
-    is_over: bool = False
-    """True once all steps were made."""
-    was_handed_on: bool = False
-    """True once a critic on ranks of its own was told of the batch."""
-
-    def end(self) -> None:
-        """Note that all steps were made. Columns of the trainer's own ranks are given up: they compute them again."""
-        self.is_over = True
-        for group in self.batch.groups:
-            for name in group.columns.keys() - set(self.given):
-                del group.columns[name]
-
-
 async def _called(work: Callable[[], Awaitable[None]]) -> None:
     await work()
 
@@ -81,8 +57,8 @@ def _silent(_: str) -> AbstractContextManager[None]:
 class Actor:
     """Policy on the trainer's ranks, with the roles that share them: prepares a train batch and is trained on it.
 
-    learned = actor.begin(batch, lags)
-    trained = await actor.learn(learned, waiting_for)   # numbers of the groups that changed the weights
+    actor.begin(batch, lags)
+    trained = await actor.learn(batch, waiting_for)   # numbers of the groups that changed the weights
     """
 
     def __init__(
@@ -106,7 +82,7 @@ class Actor:
         """Version of the last step, and number of steps of that version."""
         self.keeps_batches = False
         """True where batches are kept until the next checkpoint, to be trained on again."""
-        self._learned: list[LearnedBatch] = []
+        self._kept: list[TrainBatch] = []
 
     def state(self) -> dict[str, Any]:
         """Return the actor's part of a checkpoint, at a version boundary."""
@@ -115,19 +91,17 @@ class Actor:
     def restore(self, state: Mapping[str, Any]) -> None:
         self._steps, self._skipped_in_row = state["steps"], state["skipped_in_row"]
 
-    def begin(self, batch: TrainBatch, lags: Mapping[int, int]) -> LearnedBatch:
+    def begin(self, batch: TrainBatch, lags: Mapping[int, int]) -> None:
         """Begin a batch. ``lags``: number → lag of each group."""
-        given = set(batch.groups[0].columns)
+        batch.lags, batch.given = lags, set(batch.groups[0].columns)
         if self.critic is not None and self.critic.own_ranks:  # it has yet to be trained on them, perhaps twice
-            given.add(ColumnName.RETURNS)
-        learned = LearnedBatch(batch, lags, given)
+            batch.given.add(ColumnName.RETURNS)
         if self.keeps_batches:
-            self._learned.append(learned)
-        return learned
+            self._kept.append(batch)
 
-    def since(self, version: int) -> list[LearnedBatch]:
+    def since(self, version: int) -> list[TrainBatch]:
         """Return the batches that were begun from ``version`` on."""
-        return [learned for learned in self._learned if learned.batch.version >= version]
+        return [batch for batch in self._kept if batch.version >= version]
 
     def stands_at(self, version: int) -> bool:
         """Tell whether the trainer, which has reached ``version``, has made no optimizer step of it yet."""
@@ -135,22 +109,24 @@ class Actor:
 
     def forget_before(self, version: int) -> None:
         """Forget the batches before ``version``, whose checkpoint is complete."""
-        self._learned = [learned for learned in self._learned if learned.batch.version >= version]
+        self._kept = self.since(version)
 
     async def learn(
-        self, learned: LearnedBatch, waiting_for: WaitingFor = _silent, on_prepared: OnPrepared | None = None
+        self, batch: TrainBatch, waiting_for: WaitingFor = _silent, on_prepared: OnPrepared | None = None
     ) -> Collection[int]:
         """Prepare a batch, and make its optimizer steps; those that were made before are made again, and not reported.
 
         Returns the numbers of the groups of steps that were not skipped. ``on_prepared`` is called between the two.
         """
-        await self._prepare(learned.batch, waiting_for, told=not learned.is_over)
-        if on_prepared is not None and not learned.was_handed_on:
-            learned.was_handed_on = True
-            await on_prepared(learned.batch)
-        trained = await self._train(learned, waiting_for)
+        await self._prepare(batch, waiting_for, told=not batch.is_over)
+        if on_prepared is not None and not batch.was_handed_on:
+            batch.was_handed_on = True
+            await on_prepared(batch)
+        trained = await self._train(batch, waiting_for)
         if self.keeps_batches:  # else a critic on ranks of its own has yet to read the columns
-            learned.end()
+            batch.is_over = True
+            for group in batch.groups:  # columns of the trainer's own ranks: they compute them again
+                group.columns = {name: group.columns[name] for name in group.columns if name in batch.given}
         return trained
 
     async def _prepare(self, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool) -> None:
@@ -177,9 +153,9 @@ class Actor:
                 with self._busy("critic", batch, waiting_for, told=told):
                     await critic.train(batch)
 
-    async def _train(self, learned: LearnedBatch, waiting_for: WaitingFor) -> Collection[int]:
+    async def _train(self, batch: TrainBatch, waiting_for: WaitingFor) -> Collection[int]:
         """Make the optimizer steps of a batch that is prepared."""
-        batch, trained, before = learned.batch, set[int](), list(learned.steps)
+        trained, before = set[int](), list(batch.steps)
         mini_batches = self._mini_batches(batch)
         for number, groups in enumerate(mini_batches * self._config.actor.ppo_epochs):
             rows = [
@@ -195,7 +171,7 @@ class Actor:
             else:
                 first = number < len(mini_batches)
                 shown = frozenset(group.id for group in groups if first and group.shown)
-                skipped = await self._step(learned, groups, rows, shown, waiting_for)
+                skipped = await self._step(batch, groups, rows, shown, waiting_for)
             if not skipped:
                 trained.update(group.number for group in groups)
         await self.trainer.end_batch()
@@ -206,23 +182,23 @@ class Actor:
 
     async def _step(
         self,
-        learned: LearnedBatch,
+        batch: TrainBatch,
         groups: Sequence[Group],
         rows: Sequence[TrainSample],
         shown: frozenset[GroupId],
         waiting_for: WaitingFor,
     ) -> bool:
         """Make one optimizer step, and report it. Returns whether it was skipped. ``shown``: groups whose rows are."""
-        version = learned.batch.version
+        version = batch.version
         if version != self._version:
             self._version, self._steps_of_version = version, 0
         steps_per_version = self._config.actor.ppo_epochs * (
             self._config.groups_per_version // self._config.actor.ppo_mini_batch_size
         )
         context = StepContext(version, self._steps_of_version / steps_per_version, self.guard.clip_scale, shown)
-        with self._busy("step", learned.batch, waiting_for):
+        with self._busy("step", batch, waiting_for):
             report = await self.trainer.train_step(rows, context)
-        learned.steps.append((context, report.skipped))
+        batch.steps.append((context, report.skipped))
         if (samples := self._state.samples) is not None:
             samples.trained(report.shown)
         self._steps_of_version += 1
@@ -233,13 +209,13 @@ class Actor:
             OptimizerStepped(
                 time=now(),
                 step=self._steps,
-                fetch=learned.batch.index,
+                fetch=batch.index,
                 version=version,
                 skipped=report.skipped,
                 tokens=sum(t.length for t in trajectories),
                 trajectories=len(trajectories),
                 rows=sum(len(t.rows) for t in trajectories),
-                lags=[learned.lags[group.number] for group in groups],
+                lags=[batch.lags[group.number] for group in groups],
                 token_lag=_token_lags(trajectories, version),
                 stale_trajectories=sum(one is not None and one < version for one in oldest),
                 metrics=report.metrics,

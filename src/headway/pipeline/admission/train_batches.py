@@ -8,13 +8,14 @@ version that the trainer has not reached: there is no such policy yet. Within a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
 from headway.data.interfaces.episode_groups import Group
+from headway.data.interfaces.training import StepContext
 from headway.data.types import AnyColumn, Outcomes, TrainSample
 from headway.events import WAITS_FOR_GROUPS, Note
 from headway.pipeline.admission.ledger import Fate
@@ -32,6 +33,17 @@ class TrainBatch:
     groups: list[Group]
     is_last: bool = False
     """True where the data has ended, and left the batch short of groups."""
+    lags: Mapping[int, int] = field(default_factory=dict)
+    """Number → lag of each group, once training on the batch has begun."""
+    given: set[str] = field(default_factory=set)
+    """Names of the columns that the batch has from other ranks, and keeps."""
+    steps: list[tuple[StepContext, bool]] = field(default_factory=list)
+    """Context of each optimizer step that was made, and whether it was skipped: they are made again where a rank is
+    lost before the next checkpoint."""
+    is_over: bool = False
+    """True once all steps were made."""
+    was_handed_on: bool = False
+    """True once a critic on ranks of its own was told of the batch."""
 
     def mini_batches(self, size: int) -> list[list[Group]]:
         """Return the groups of each optimizer step, ``size`` of them."""

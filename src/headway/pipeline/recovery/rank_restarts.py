@@ -221,12 +221,12 @@ async def redo_actor(
     """
     at = await checkpoints.load_newest(ACTOR)
     await on_version(at)
-    batches = [learned for learned in actor.since(at) if learned.is_over]
-    for learned in batches:
-        if learned.batch.version != at:
-            await on_version(learned.batch.version)
-        at = learned.batch.version
-        await actor.learn(learned)
+    batches = [batch for batch in actor.since(at) if batch.is_over]
+    for batch in batches:
+        if batch.version != at:
+            await on_version(batch.version)
+        at = batch.version
+        await actor.learn(batch)
     if state.version != at:
         await on_version(state.version)
     return len(batches)
@@ -236,4 +236,4 @@ async def redo_critic(actor: Actor, checkpoints: CheckpointManager) -> int:
     """Bring a critic on ranks of its own to where it was. Returns how many batches were redone."""
     assert actor.critic is not None, "its ranks were started again"
     at = await checkpoints.load_newest(CRITIC)
-    return await actor.critic.redo([learned.batch for learned in actor.since(at)])
+    return await actor.critic.redo(actor.since(at))

@@ -180,8 +180,9 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
         """Train on ``batch``, and settle its groups in the ledger."""
         check = self._state.staleness.check
         lags = {group.number: check(group.number, group.oldest_version, batch.version) for group in batch.groups}
-        learned, to_critic = self._actor.begin(batch, lags), None if self._to_critic is None else self._to_critic.send
-        trained = await self._restarts.surviving(lambda: self._actor.learn(learned, self._waiting_within, to_critic))
+        self._actor.begin(batch, lags)
+        to_critic = None if self._to_critic is None else self._to_critic.send
+        trained = await self._restarts.surviving(lambda: self._actor.learn(batch, self._waiting_within, to_critic))
         for group in batch.groups:
             if group.number in trained:
                 self._state.consume(group.number, Fate.TRAINED, lag=lags[group.number])
