@@ -152,7 +152,7 @@ def test_it_is_said_once_that_snapshots_are_on_the_ranks_own_machine():
 def test_batches_are_kept_until_a_checkpoint_for_a_snapshot_may_be_lost():
     run = check(scenario("on_policy").run())
     assert len(run.of(SnapshotKept)) == 5
-    assert run.pipeline._wiring.actor._learned == []  # the last checkpoint
+    assert run.pipeline._wiring.actor._kept == []  # the last checkpoint
 
     async def beside(run: Run) -> None:
         await until(run, SnapshotKept, 4)

@@ -101,14 +101,7 @@ class TrainerLease:
                 await self._pool.pauses.release(replica, "lease")
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """First input of a resumed run: the trainer holds ``version`` from a checkpoint, and no receiver has it."""
-
-    version: int
-
-
-class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
+class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
     waits_for_output = "ParamUpdate"
 
     def __init__(
@@ -132,15 +125,16 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
         self._checkpoints = checkpoints
         self._restarts = restarts
         self._to_critic = to_critic
-        self._to_publish: Resumed | None = None
+        self._resumed: PendingUpdate | None = None
+        """First input of a resumed run: the trainer holds a checkpoint's version, and no receiver has it."""
 
     def publish_first(self, version: int) -> None:
         """Publish ``version``, of a checkpoint, before anything else is done."""
-        self._to_publish = Resumed(version) if version > 0 else None  # version 0 is the initial model: all have it
+        self._resumed = PendingUpdate(version) if version > 0 else None  # version 0 is the initial model: all have it
 
-    async def get_input_data(self) -> TrainBatch | Resumed | None:
-        if self._to_publish is not None:
-            resumed, self._to_publish = self._to_publish, None
+    async def get_input_data(self) -> TrainBatch | PendingUpdate | None:
+        if (resumed := self._resumed) is not None:
+            self._resumed = None
             return resumed
         started = now()
         batch = await self._batches.get()
@@ -150,12 +144,16 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
             self._emit(taken)
         return batch
 
-    async def process_data(self, item: TrainBatch | Resumed) -> AsyncGenerator[PendingUpdate, None]:
+    async def process_data(self, item: TrainBatch | PendingUpdate) -> AsyncGenerator[PendingUpdate, None]:
+        ends_version = isinstance(item, PendingUpdate) or item.is_last
+        if not isinstance(item, PendingUpdate):
+            consumed = self._state.consumed + len(item.groups)
+            ends_version |= consumed % self._state.staleness.groups_per_version == 0
         async with self._lease.turn:
             # Only now, with a whole batch in hand: generation could not make the rest of one without its devices.
-            await self._lease.to_train(self._waiting_within, new_weights=self._makes_version(item))
-            if isinstance(item, Resumed):
-                yield PendingUpdate(item.version)
+            await self._lease.to_train(self._waiting_within, new_weights=ends_version)
+            if isinstance(item, PendingUpdate):
+                yield item
             else:
                 if item.groups:
                     await self._train(item)
@@ -169,12 +167,6 @@ class ActorTrain(Stage[TrainBatch | Resumed, PendingUpdate]):
                     await self._restarts.surviving(save)
             # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
             await self._lease.to_generate(self._waiting_within)
-
-    def _makes_version(self, item: TrainBatch | Resumed) -> bool:
-        """Tell whether a version ends with ``item``: it reaches a boundary, or is the last of data that gave out."""
-        if isinstance(item, Resumed) or item.is_last:
-            return True
-        return (self._state.consumed + len(item.groups)) % self._state.staleness.groups_per_version == 0
 
     async def _train(self, batch: TrainBatch) -> None:
         """Train on ``batch``, and settle its groups in the ledger."""
