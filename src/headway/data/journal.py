@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
+from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId, version_spans
 
 log = logging.getLogger(__name__)
@@ -228,8 +228,6 @@ class CompletionJournal:
         self._found: dict[int, dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]]] = {}
         """File and place of what other processes wrote and nobody recalled, by block, then by trajectory, then by call
         and how it was asked for. The tokens stay on the disk."""
-        self._sampling: tuple[SamplingParams | None, bytes] = None, b""
-        """The sampling that was described last, and its description."""
 
     def append(self, number: int, request: GenerateRequest, replica: str, completion: Completion) -> None:
         """Write a call of group ``number`` that ``replica`` has finished. Calls of validation, those that were aborted
@@ -244,7 +242,7 @@ class CompletionJournal:
             "group": number,
             "trajectory": request.trajectory,
             "key": request.key,
-            "asked": self._asked(request),
+            "asked": _asked(request),
             "replica": replica,
             "finish_reason": completion.finish_reason.value,
         }
@@ -267,7 +265,7 @@ class CompletionJournal:
                 del self._found[min(self._found)]
             found = self._found[block] = self._read(block)
         calls = found.get(request.trajectory)
-        place = calls.pop((request.key, self._asked(request)), None) if calls else None
+        place = calls.pop((request.key, _asked(request)), None) if calls else None
         if place is None or (record := next(records(*place), None)) is None:  # removed meanwhile: nobody needs it
             return None
         # A copy, which can be written to.
@@ -299,10 +297,9 @@ class CompletionJournal:
                 calls[record.values["key"], record.values["asked"]] = path, record.at
         return found
 
-    def _asked(self, request: GenerateRequest) -> int:
-        """Sum over the context of a call and its sampling."""
-        if self._sampling[0] is not request.sampling:
-            self._sampling = request.sampling, repr(request.sampling).encode()
-        digest = xxhash.xxh64(self._sampling[1])
-        digest.update(request.input_ids.tobytes())
-        return digest.intdigest()
+
+def _asked(request: GenerateRequest) -> int:
+    """Sum over the context of a call and its sampling."""
+    digest = xxhash.xxh64(repr(request.sampling).encode())
+    digest.update(request.input_ids.tobytes())
+    return digest.intdigest()
