@@ -15,7 +15,8 @@ from headway.errors import StallError
 from headway.events import Note, ReplicaActivity
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.episode_workers import EpisodeWorkers
-from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
+from headway.pipeline.recovery.run_monitor import RunMonitor
+from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import Heartbeat
 from tests.pipeline.fakes import Recorder
@@ -40,6 +41,8 @@ class Replica:
 
 class Serving:
     """A pool of one replica."""
+
+    losing = ReplicaPool.losing
 
     def __init__(self, replica: Replica, stall_s: float) -> None:
         self.serving = [replica]
@@ -68,17 +71,16 @@ class Rank:
 
 
 def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers: Sequence[Rank] = ()) -> RunMonitor:
-    movement = Movement()
-    recorder.on = movement.on_event
-    return RunMonitor(
+    made = RunMonitor(
         Serving(replica, timeout),  # type: ignore[arg-type]
         [],
         [],
-        movement,
         recorder.on_event,
         workers=lambda: workers,
         interval_s=1.0,
     )
+    recorder.on = made.on_event
+    return made
 
 
 def stalls_at(made: RunMonitor, says: str = "") -> float:

@@ -14,7 +14,8 @@ from headway.data.interfaces.rollout import EngineStats
 from headway.errors import StallError
 from headway.events import Event, ReplicaActivity, ReplicaLost, TrajectoryFinished
 from headway.pipeline.episode_workers import EpisodeWorkers
-from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
+from headway.pipeline.recovery.run_monitor import RunMonitor
+from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import WorkerUnavailable
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import OpenWork
@@ -84,6 +85,7 @@ class Scripted:
     """A replica that says one thing after the other of itself; and the pool that it is all of."""
 
     name = "rollout-0"
+    losing = ReplicaPool.losing
 
     def __init__(self, said: Iterator[EngineStats], stands: Callable[[float], bool]) -> None:
         self._said = said
@@ -110,7 +112,6 @@ def lost_at(said: Iterator[EngineStats], stands: Callable[[float], bool] = lambd
             cast(Any, pool),
             [],
             [],
-            Movement(),
             lambda event: None,
             interval_s=1.0,
         )

@@ -42,7 +42,7 @@ from headway.pipeline.recovery.rank_restarts import (
     redo_actor,
     redo_critic,
 )
-from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
+from headway.pipeline.recovery.run_monitor import RunMonitor
 from headway.pipeline.recovery.supervision import Replace, Restarts, Supervision, Watch
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate, TrainerLease
@@ -119,8 +119,8 @@ class Wiring:
 
     def __init__(self, config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> None:
         """Build the run. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
-        movement = Movement()
-        emit = _fan_out([*observers, movement])
+        told = [*observers]
+        emit = _fan_out(told)
         timeouts = parts.timeouts or Timeouts.of(config)
         self.state = state = _state(config, parts, emit)
         self.scoring = Scoring(parts.reward)
@@ -189,11 +189,11 @@ class Wiring:
             self.pool,
             [*self.upstream, *self.downstream],
             [left, *starts],
-            movement,
             emit,
             workers=parts.workers,
             interval_s=config.reports.activity_interval_s,
         )
+        told.append(self.monitor)  # it watches all parts, which emit nothing before they run
 
     def stop(self, reason: str) -> None:
         """End the run after the current version, for a ``reason`` that the run itself has."""

@@ -24,25 +24,10 @@ SHORTEST_S = 1e-3
 """Shortest wait for a deadline, in seconds. Rounding may end an earlier wait just short of its deadline."""
 
 
-class Movement:
-    """Observer that notes when anything in a run last moved."""
-
-    def __init__(self) -> None:
-        self.last = 0.0
-        """Time of the last event that counts as progress, in seconds on the event clock."""
-
-    def on_event(self, event: Event) -> None:
-        """Note the event's time as progress, unless the event reports a replica that was idle."""
-        if not isinstance(event, ReplicaActivity) or event.generated_tokens + event.prefilled_tokens > 0:
-            self.last = event.time
-
-    def close(self) -> None: ...
-
-
 @dataclass(eq=False)
 class RunMonitor:
-    """Reports each replica's activity every ``interval_s``, fences off one that computes nothing of its open calls, and
-    ends a run in which nothing moved for too long.
+    """Observer of events, which reports each replica's activity every ``interval_s``, fences off one that computes
+    nothing of its open calls, and ends a run in which nothing moved for too long.
 
     What moves is an event, or the work of a worker, which tells of it in its heartbeat: an optimizer step may take
     hours, as long as its micro-batches go by. Workers are asked only when there was no event for so long.
@@ -60,7 +45,6 @@ class RunMonitor:
     stages: Sequence[Stage[Any, Any]]
     restarts: Sequence[Restarts]
     """Starts of workers, for which the stall detector waits."""
-    movement: Movement
     emit: Emit
     _: KW_ONLY
     workers: Callable[[], Sequence[Living]] = tuple
@@ -68,10 +52,19 @@ class RunMonitor:
 
     _work: dict[str, OpenWork] = field(default_factory=dict, init=False)
     """Open work of each replica, by its name."""
+    _moved: float = field(default=0.0, init=False)
+    """Time of the last event that counts as progress, in seconds on the event clock."""
+
+    def on_event(self, event: Event) -> None:
+        """Note the event's time as progress, unless the event reports a replica that was idle."""
+        if not isinstance(event, ReplicaActivity) or event.generated_tokens + event.prefilled_tokens > 0:
+            self._moved = event.time
+
+    def close(self) -> None: ...
 
     async def run(self) -> None:
         """Report and watch until cancelled. Raises `StallError` when nothing moved for `Timeouts.stall_s`."""
-        self.movement.last = now()
+        self._moved = now()
         # Side by side: a replica that does not even answer `stats` must not keep the stall from being noticed.
         await concurrently([self._report_always(), self._end_when_stalled()])
 
@@ -84,10 +77,10 @@ class RunMonitor:
         while True:
             stall_s = self.pool.timeouts.stall_s
             starts_until = [restarts.starts_until for restarts in self.restarts]
-            deadline = max([self.movement.last, *starts_until]) + stall_s
+            deadline = max([self._moved, *starts_until]) + stall_s
             if now() >= deadline:
                 answers = await ask(self.workers(), within_s=min(HEARTBEAT_S, stall_s))
-                deadline = max(deadline, self.movement.last + stall_s, answers.deadline(stall_s, file_stall_s))
+                deadline = max(deadline, self._moved + stall_s, answers.deadline(stall_s, file_stall_s))
                 if now() >= deadline:
                     said = f". Workers: {answers}" if answers.by_worker else ""
                     raise StallError(
