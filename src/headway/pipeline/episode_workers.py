@@ -188,42 +188,33 @@ class EpisodeWorkers:
             shares.setdefault(worker, []).append(request)
         return [(worker, shares[worker]) for worker in self._serving.values() if worker in shares]
 
-    async def generate(self, share: Share) -> AsyncGenerator[Group, None]:
-        """Yield each group of the share when it is done. Another worker makes what a lost one has not handed on."""
+    async def generate(self, share: Share, *, on: str | None = None) -> AsyncGenerator[Group, None]:
+        """Yield each group of the share when it is done. Another worker makes what a lost one has not handed on.
+
+        ``on``: the one replica for all calls, made by the first worker; raises `WorkerDied` when that replica leaves.
+        """
         worker, requests = share
         left = {request.number: request for request in requests}
         while left:
-            if worker is None:
-                await self._changed.until(lambda: bool(self._serving))
+            await self._changed.until(lambda: bool(self._serving) or (on is not None and on not in self._replicas))
+            if on is not None:
+                if on not in self._replicas:
+                    raise WorkerDied(f"{on} is gone")
+                worker = next(iter(self._serving.values()))
+            elif worker is None:
                 worker = self._lightest()
                 worker.load += len(left)
             try:
-                async with aclosing(worker.generate(list(left.values()))) as groups:
+                async with aclosing(worker.generate(list(left.values()), on=on)) as groups:
                     async for finished in groups:
-                        worker.load -= 1
+                        worker.load -= on is None
                         del left[finished.number]
                         yield finished
             except WorkerUnavailable as gone:
-                await self.lose(gone)
-                worker, left = None, {number: replace(request, again=True) for number, request in left.items()}
-
-    async def generate_on(self, replica: str, requests: Sequence[Group]) -> AsyncGenerator[Group, None]:
-        """Have the first worker make groups with calls to ``replica`` alone. Raises `WorkerDied` when that leaves."""
-        left = {request.number: request for request in requests}
-        while left:
-            await self._changed.until(lambda: bool(self._serving) or replica not in self._replicas)
-            if replica not in self._replicas:
-                raise WorkerDied(f"{replica} is gone")
-            worker = next(iter(self._serving.values()))
-            try:
-                async with aclosing(worker.generate(list(left.values()), on=replica)) as groups:
-                    async for finished in groups:
-                        del left[finished.number]
-                        yield finished
-            except WorkerUnavailable as gone:
-                if replica not in self._replicas:  # an episode worker says so in the same words as of its own end
+                if on is not None and on not in self._replicas:  # a worker says so in the same words as of its own end
                     raise gone.why from gone
                 await self.lose(gone)
+                worker, left = None, {number: replace(request, again=True) for number, request in left.items()}
 
     # ------------------------------------------------------------------------------------- coming and going
 

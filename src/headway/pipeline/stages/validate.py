@@ -241,7 +241,7 @@ class Validate(Stage[Validation, None]):
         try:
             with self._waiting_within("all replicas" if replica is None else replica.name):
                 if replica is not None:
-                    await take(self._episode_workers.generate_on(replica.name, requests))
+                    await take(self._episode_workers.generate((None, requests), on=replica.name))
                 else:
                     await concurrently(
                         take(self._episode_workers.generate(share)) for share in self._episode_workers.assign(requests)
