@@ -56,7 +56,7 @@ class MessageQueue:
         self._admitted, self._taken = admitted, taken
         self._head = min(live, default=admitted)
         self._resumed = True
-        self._live = dict(live)
+        self._live |= live
 
     def expect(self, number: int, version: int) -> None:
         """Note that group ``number`` was admitted while ``version`` was the oldest version served."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -69,21 +69,19 @@ class _DrawnGroup:
     rows: list[TrainedRow] = field(default_factory=list)
 
 
-@dataclass(eq=False)
 class Samples:
     """Keeps what drawn groups say, and hands on one record for each when its fate is settled."""
 
-    outlet: SampleOutlet
-    _: KW_ONLY
-    seed: int
-    share: float
-    """Share of groups to draw, in [0, 1]."""
-    problems: int
-    """Number of held-out problems to show at each validation."""
-
-    _open: dict[int, _DrawnGroup] = field(default_factory=dict, init=False)
-    _numbers: dict[GroupId, int] = field(default_factory=dict, init=False)
-    """Numbers of the groups in `_open`, by identity."""
+    def __init__(self, outlet: SampleOutlet, *, seed: int, share: float, problems: int) -> None:
+        """
+        Args:
+            share: of groups to draw, in [0, 1].
+            problems: number of held-out problems to show at each validation.
+        """
+        self.outlet, self.seed, self.share, self.problems = outlet, seed, share, problems
+        self._open: dict[int, _DrawnGroup] = {}
+        self._numbers: dict[GroupId, int] = {}
+        """Numbers of the groups in `_open`, by identity."""
 
     # ---------------------------------------------------------------------------------------- training groups
 
