@@ -23,7 +23,7 @@ from headway.data.types import (
     TrajectoryId,
 )
 from headway.errors import RunError
-from headway.pipeline.admission.train_batches import add_column, outcomes
+from headway.pipeline.actor_critic import add_column, outcomes
 
 PROMPT = Prompt(epoch=0, row=0, attempt=0, source="test", text="", token_ids=np.array([1], np.int32))
 

@@ -29,7 +29,7 @@ from headway.engines.weights.outgoing_version import Stream
 from headway.engines.weights.protocols import IncomingWeights
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
-from headway.pipeline.admission.train_batches import outcomes
+from headway.pipeline.actor_critic import outcomes
 from headway.runtime.user_code import load_function
 from tests.data.resolving import resolve
 

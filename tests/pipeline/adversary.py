@@ -15,7 +15,8 @@ from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
-from headway.pipeline.admission.staleness import admission_limit, takeable
+from headway.pipeline.admission.message_queue import takeable
+from headway.pipeline.admission.staleness import admission_limit
 
 
 class Live(NamedTuple):

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.sections.learning import GuardConfig
-from headway.data.interfaces.training import StepReport
 from headway.errors import NothingToTrain
 from headway.events import (
     CheckpointSaved,
@@ -72,7 +71,7 @@ class Alone:
         async def main() -> None:
             for step, size in enumerate(sizes):
                 metrics = {} if size is None else {"offpolicy/ess": size}
-                self.guard.look(StepReport(skipped, metrics), step // 5)
+                self.guard.look(None if skipped else metrics.get("offpolicy/ess"), step // 5)
 
         run_virtual(main())
         return self

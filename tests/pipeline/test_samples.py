@@ -192,7 +192,7 @@ def test_a_groups_record_has_what_was_asked_said_scored_and_trained():
     group.trajectories = tuple(one for one in episodes if one.failure is None)
     group.baseline = 0.25
     scores = Scores(np.array([1 / 3, 0, 0.25], np.float32), {"exact": [1.0, 0.0, 0.25], "format": [None, 1.0, 0.0]})
-    samples.rewarded(group, scores, 13.0)
+    samples.rewarded(group.number, scores, group.baseline, 13.0)
     columns = {"advantages": np.array([1 / 3, -123456.7, 0.0], np.float32)}
     fork = trained(asked.trajectory_id(0), first=7, prompt_ids=np.arange(5, dtype=np.int32), cut=9)
     samples.trained([trained(asked.trajectory_id(2)), trained(asked.trajectory_id(0), columns), fork])

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from headway.config.schema import Admission, Config
 from headway.errors import StalenessExceeded
-from headway.pipeline.admission.staleness import Staleness, admission_limit, lag_bound, takeable, wave_size
+from headway.pipeline.admission.message_queue import takeable
+from headway.pipeline.admission.staleness import Staleness, admission_limit, lag_bound, wave_size
 
 ETAS = st.fractions(min_value=0, max_value=3, max_denominator=20)
 

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from headway.config.schema import Config
 from headway.data.assignment import GroupId
@@ -31,12 +34,12 @@ from headway.data.interfaces.training import (
     StepContext,
     TrainEngine,
 )
-from headway.data.types import ColumnName, TrainSample, Trajectory
+from headway.data.types import AnyColumn, ColumnName, Outcomes, TrainSample, Trajectory
 from headway.events import CriticStepped, Emit, OptimizerStepped, TrainerBusy
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.admission.train_batches import TrainBatch, add_column, outcomes, samples_of
+from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.channel import Signal
-from headway.pipeline.off_policy_guard import Guard, skipped_in_row
+from headway.pipeline.off_policy_guard import ESS, Guard, skipped_in_row
 from headway.pipeline.stage import WaitingFor
 
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
@@ -132,17 +135,17 @@ class Actor:
     async def _prepare(self, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool) -> None:
         """Set the batch's missing columns, ``advantages`` last, and give it to the critic."""
         critic, rows = self.critic, samples_of(batch.groups)
-        await self.trainer.begin_batch([samples_of(groups) for groups in self._mini_batches(batch)])
+        await self.trainer.begin_batch([samples_of(groups) for groups in _mini_batches(batch, self._config)])
         if self._reference is not None:
-            with self._busy("forward", batch, waiting_for, told=told):
+            with self._busy("forward", batch.version, waiting_for, told=told):
                 log_probs = await self._reference.forward_logprobs(rows)
                 add_column(batch.groups, ColumnName.REF_LOGPROBS, log_probs)
         if self._proximal is not None:
-            with self._busy("forward", batch, waiting_for, told=told):
+            with self._busy("forward", batch.version, waiting_for, told=told):
                 log_probs = await self._proximal.proximal_logprobs(rows, batch.version)
                 add_column(batch.groups, ColumnName.PROX_LOGPROBS, log_probs)
         if critic is not None and not critic.own_ranks:
-            with self._busy("critic", batch, waiting_for, told=told):
+            with self._busy("critic", batch.version, waiting_for, told=told):
                 await critic.add_values(batch)
         rows = samples_of(batch.groups, (ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS, ColumnName.VALUES))
         for name, values in (await self._advantages(rows, outcomes(batch.groups))).items():
@@ -150,13 +153,13 @@ class Actor:
         if critic is not None:
             critic.hand(batch)
             if not critic.own_ranks:
-                with self._busy("critic", batch, waiting_for, told=told):
+                with self._busy("critic", batch.version, waiting_for, told=told):
                     await critic.train(batch)
 
     async def _train(self, batch: TrainBatch, waiting_for: WaitingFor) -> Collection[int]:
         """Make the optimizer steps of a batch that is prepared."""
         trained, before = set[int](), list(batch.steps)
-        mini_batches = self._mini_batches(batch)
+        mini_batches = _mini_batches(batch, self._config)
         for number, groups in enumerate(mini_batches * self._config.actor.ppo_epochs):
             rows = [
                 sample
@@ -170,15 +173,12 @@ class Actor:
                 await self.trainer.train_step(rows, replace(context, shown=frozenset()))
             else:
                 first = number < len(mini_batches)
-                shown = frozenset(group.id for group in groups if first and group.shown)
+                shown = frozenset(group.prompt.group_id for group in groups if first and group.shown)
                 skipped = await self._step(batch, groups, rows, shown, waiting_for)
             if not skipped:
                 trained.update(group.number for group in groups)
         await self.trainer.end_batch()
         return trained
-
-    def _mini_batches(self, batch: TrainBatch) -> list[list[Group]]:
-        return batch.mini_batches(self._config.actor.ppo_mini_batch_size)
 
     async def _step(
         self,
@@ -196,13 +196,13 @@ class Actor:
             self._config.groups_per_version // self._config.actor.ppo_mini_batch_size
         )
         context = StepContext(version, self._steps_of_version / steps_per_version, self.guard.clip_scale, shown)
-        with self._busy("step", batch, waiting_for):
+        with self._busy("step", batch.version, waiting_for):
             report = await self.trainer.train_step(rows, context)
         batch.steps.append((context, report.skipped))
         if (samples := self._state.samples) is not None:
             samples.trained(report.shown)
         self._steps_of_version += 1
-        self.guard.look(report, version)
+        self.guard.look(None if report.skipped else report.metrics.get(ESS), version)
         trajectories = [t for group in groups for t in group.trajectories]
         oldest = [t.oldest_version for t in trajectories]
         self._state.emit(
@@ -222,11 +222,11 @@ class Actor:
             )
         )
         self._steps += 1
-        self._skipped_in_row = skipped_in_row(self._skipped_in_row, report, "actor.optim.lr")
+        self._skipped_in_row = skipped_in_row(self._skipped_in_row, report.skipped, "actor.optim.lr")
         return report.skipped
 
     @contextmanager
-    def _busy(self, what: str, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool = True) -> Iterator[None]:
+    def _busy(self, what: str, version: int, waiting_for: WaitingFor, *, told: bool = True) -> Iterator[None]:
         """Report, when the block ends, what the trainer's ranks computed in it, where that is ``told``."""
         started = now()
         try:
@@ -234,7 +234,7 @@ class Actor:
                 yield
         finally:
             if told:
-                self._state.emit(TrainerBusy(time=now(), what=what, version=batch.version, span=(started, now())))
+                self._state.emit(TrainerBusy(time=now(), what=what, version=version, span=(started, now())))
 
 
 def _token_lags(trajectories: Sequence[Trajectory], version: int) -> dict[int, int]:
@@ -283,7 +283,7 @@ class Critic:
             add_column(batch.groups, ColumnName.VALUES, await self.engine.forward_values(samples_of(batch.groups)))
 
     async def _begin(self, batch: TrainBatch) -> None:
-        await self.engine.begin_batch([samples_of(mini_batch) for mini_batch in self._mini_batches(batch)])
+        await self.engine.begin_batch([samples_of(mini_batch) for mini_batch in _mini_batches(batch, self._config)])
 
     @property
     def behind(self) -> bool:
@@ -303,7 +303,7 @@ class Critic:
 
     async def _train(self, batch: TrainBatch) -> None:
         redone, columns = batch.index < self._trained, (ColumnName.VALUES, ColumnName.RETURNS)
-        for number, mini_batch in enumerate(self._mini_batches(batch) * self._config.critic.ppo_epochs):
+        for number, mini_batch in enumerate(_mini_batches(batch, self._config) * self._config.critic.ppo_epochs):
             started = now()
             rows = samples_of(mini_batch, columns, mask_cut_off=self._config.algorithm.overlong_filtering)
             report = await self.engine.train_step(rows)
@@ -322,7 +322,7 @@ class Critic:
             )
             self._told += 1
             self._steps += 1
-            self._skipped_in_row = skipped_in_row(self._skipped_in_row, report, "critic.optim.lr")
+            self._skipped_in_row = skipped_in_row(self._skipped_in_row, report.skipped, "critic.optim.lr")
         if self.own_ranks:
             await self.engine.end_batch()
         if not redone:
@@ -343,9 +343,6 @@ class Critic:
             await self._begin(self._begun)
         return len(trained)
 
-    def _mini_batches(self, batch: TrainBatch) -> list[list[Group]]:
-        return batch.mini_batches(self._config.actor.ppo_mini_batch_size)
-
     def state(self) -> dict[str, Any]:
         """Return the critic's part of a checkpoint, once it was trained on all batches that the trainer was."""
         return {"steps": self._steps, "skipped_in_row": self._skipped_in_row}
@@ -363,3 +360,46 @@ class Critic:
         await self._changed.until(lambda: not self.behind)
         async with self._ranks:
             await self.engine.copy_state()
+
+
+def samples_of(
+    groups: Sequence[Group], columns: Collection[str] = (), *, mask_cut_off: bool = False
+) -> list[TrainSample]:
+    """Return a sample for each row of ``groups``, in order. See `Group.samples`."""
+    return [sample for group in groups for sample in group.samples(columns, mask_cut_off=mask_cut_off)]
+
+
+def add_column(groups: Sequence[Group], name: str, columns: Iterable[AnyColumn]) -> None:
+    """Set the column ``name`` of every row of ``groups``, in order."""
+    following = iter(columns)
+    for group in groups:
+        group.columns[name] = tuple(islice(following, sum(len(trajectory.rows) for trajectory in group.trajectories)))
+
+
+def outcomes(groups: Sequence[Group]) -> Outcomes:
+    """Return what advantages are computed from, beside tokens. Every group must have its rewards.
+
+    Episodes that failed are in no statistic: they are left out, and have no samples either.
+    """
+    kept = []
+    for group in groups:
+        assert group.rewards is not None, f"group {group.number} was not rewarded"
+        of_group = zip(group.trajectories, group.rewards, strict=True)
+        kept += [(group, trajectory, reward) for trajectory, reward in of_group if trajectory.failure is None]
+    baselines = [group.baseline for group, _, _ in kept if group.baseline is not None]
+    return Outcomes(
+        ids=tuple(t.id for _, t, _ in kept),
+        rewards=np.array([reward for _, _, reward in kept], dtype=np.float32),
+        groups=np.array([group.number for group, _, _ in kept], dtype=np.int64),
+        episode_of=np.repeat(np.arange(len(kept), dtype=np.int64), [len(t.rows) for _, t, _ in kept]),
+        baselines=np.array(baselines, dtype=np.float32) if baselines else None,
+        turn_rewards=tuple(t.turn_rewards for _, t, _ in kept) if any(t.turn_rewards for _, t, _ in kept) else (),
+        # Each sampled token is trained in one row.
+        lengths=np.array([t.length for _, t, _ in kept], dtype=np.int64),
+    )
+
+
+def _mini_batches(batch: TrainBatch, config: Config) -> list[list[Group]]:
+    """Return the groups of each optimizer step."""
+    size = config.actor.ppo_mini_batch_size
+    return [batch.groups[i : i + size] for i in range(0, len(batch.groups), size)]

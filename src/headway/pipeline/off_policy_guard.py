@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.config.sections.learning import GuardConfig
-from headway.data.interfaces.training import StepReport
 from headway.errors import NonFinite
 from headway.events import GuardActed, Note
 from headway.pipeline.admission.pipeline_state import RunState, now
@@ -55,10 +54,10 @@ class Guard:
             self.clip_scale = state["clip_scale"]
         self._version, self._was_low = state["version"], state["was_low"]
 
-    def look(self, report: StepReport, version: int) -> None:
-        """Act on the effective sample size of one optimizer step of the trainer's ``version``."""
-        ess, least = report.metrics.get(ESS), self._settings.min_ess
-        if ess is None or least is None or report.skipped:
+    def look(self, ess: float | None, version: int) -> None:
+        """Act on the effective sample size of one optimizer step of the trainer's ``version``; None: it has none."""
+        least = self._settings.min_ess
+        if ess is None or least is None:
             return
         low = ess < least
         match self._settings.action:
@@ -112,12 +111,12 @@ MOST_SKIPPED = 10
 """Most optimizer steps in a row that are skipped: a spike passes in a few, diverged weights never recover."""
 
 
-def skipped_in_row(before: int, report: StepReport, lr_key: str) -> int:
-    """Return how many steps in a row were skipped, that of ``report`` behind ``before`` others.
+def skipped_in_row(before: int, skipped: bool, lr_key: str) -> int:
+    """Return how many steps in a row were ``skipped``, the last one behind ``before`` others.
 
     Raises `NonFinite` for more than `MOST_SKIPPED`. ``lr_key``: the learning rate's setting.
     """
-    in_row = before + 1 if report.skipped else 0
+    in_row = before + 1 if skipped else 0
     if in_row > MOST_SKIPPED:
         raise NonFinite(
             f"{in_row} optimizer steps in a row were skipped because loss or gradient was not finite; lower {lr_key}, "

@@ -55,11 +55,6 @@ class Group:
         """Number of episodes to make, the baseline included."""
         return self.n + (self.baseline_sampling is not None)
 
-    @property
-    def id(self) -> tuple[int, int, int]:
-        """The group's identity: epoch, row and attempt, with which the ids of its trajectories begin."""
-        return self.prompt.group_id
-
     def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[TrainSample]:
         """The samples of the group for a forward or training step, with those of ``columns`` that it has.
 
@@ -85,11 +80,6 @@ class Group:
                     )
                 )
         return samples
-
-    @property
-    def row_count(self) -> int:
-        """Number of rows of its trajectories."""
-        return sum(len(trajectory.rows) for trajectory in self.trajectories)
 
     @property
     def oldest_version(self) -> int:

@@ -13,12 +13,12 @@ Nothing is ever dropped to make room.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import floor
 
 from headway.data.interfaces.episode_groups import Group
 from headway.errors import LedgerImbalance
-from headway.pipeline.admission.staleness import Staleness, takeable
+from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.channel import Signal
 
 
@@ -96,7 +96,7 @@ class MessageQueue:
 
         def others() -> bool:
             found = [(self._finished[number], of) for number, of in groups.items() if number in self._finished]
-            return any(group.id != of or not self._fits(group, version) for group, of in found)
+            return any(group.prompt.group_id != of or not self._fits(group, version) for group, of in found)
 
         await self._signal.until(lambda: self._abandoned or there() or missing())
         if self._abandoned:
@@ -183,3 +183,16 @@ class MessageQueue:
         del self._live[number]
         while self._head < self._admitted and self._head not in self._live:
             self._head += 1
+
+
+def takeable(finished: Collection[int], head: int, window: int | None) -> list[int]:
+    """Return the numbers that may be taken now, first choice first. ``finished`` is in order of completion.
+
+    ``head`` is the oldest group neither taken nor discarded. The window is anchored there: anchored at the newest taken
+    group instead, a slow group could be overtaken for ever.
+    """
+    if window is None:
+        return list(finished)
+    if window < len(finished):
+        return [number for number in range(head, head + window) if number in finished]
+    return sorted(number for number in finished if number < head + window)

@@ -181,12 +181,15 @@ class RunState:
             tell(f"groups that were open are made anew: {why}")
         return why is None
 
-    def admit(self, prompt: Prompt) -> int:
+    def admit(self, prompt: Prompt) -> int | None:
         """Admit a group for ``prompt``, counted against the inequality. Returns its number, which one that was open at
-        the checkpoint has.
+        the checkpoint has; None where the journal says that it was not trained on: it is ended at once.
         """
-        if (known := self.reopened.pop(prompt.group_id, None)) is not None:
-            return known[0]
+        known = self.reopened.pop(prompt.group_id, None)
+        number = self._admit(prompt) if known is None else known[0]
+        return None if self._ended_before(number, prompt.group_id) else number
+
+    def _admit(self, prompt: Prompt) -> int:
         number = self.ledger.admit(prompt)
         limit = self.staleness.limit
         self.staleness.admit()
@@ -217,11 +220,11 @@ class RunState:
         self._unrewarded.discard(number)
         self._wake()
 
-    def ended_before(self, number: int, prompt: Prompt) -> bool:
+    def _ended_before(self, number: int, group: tuple[int, int, int]) -> bool:
         """End a group at once which the journal says was not trained on; False where it does not say so. Those that
         were filtered are scored and filtered again.
         """
-        end = None if self.journal is None else self.journal.end(number, prompt)
+        end = None if self.journal is None else self.journal.end(number, group)
         if end is None:
             return False
         fate, reason, failed = end
@@ -238,7 +241,7 @@ class RunState:
         """
         if self.journal is not None and fate is not Fate.FILTERED:
             group = self.ledger.open[number]
-            self.journal.ended(number, group.prompt, fate, reason, group.failed)
+            self.journal.ended(number, group.prompt.group_id, fate, reason, group.failed)
         self._end_early(number, fate, reason)
         self._scored |= fate is Fate.FILTERED
         self._discarded_in_row[fate, reason] += 1

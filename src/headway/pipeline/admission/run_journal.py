@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ import xxhash
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group, Scores
 from headway.data.journal import SETTINGS, JournalWriter, Record, block_of, give_up, segments, settings_in, written
-from headway.data.types import Prompt
 from headway.events import CheckpointSaved, EpisodeWorkerLost, Event
 from headway.pipeline.admission.ledger import Fate
 
@@ -120,35 +119,33 @@ class RunJournal:
 
     # ------------------------------------------------------------------------------------- groups
 
-    def scores(self, group: Group) -> Scores | None:
-        """Return the scores that the group was given before, for the same answers; None where there are none."""
-        record = self._scores.pop(group.number, None)
-        if record is None or record.values["answers"] != _answers(group):
-            return None
-        return Scores(np.frombuffer(record.data, np.float32).copy(), record.values["parts"])
-
-    def scored(self, group: Group, scores: Scores) -> None:
-        values = {"kind": "scored", "at": group.number, "answers": _answers(group), "parts": dict(scores.parts)}
+    async def scores(self, group: Group, score: Callable[[], Awaitable[Scores]]) -> Scores:
+        """Return the scores that the group was given before, for the same answers, or else what ``score`` returns."""
+        record, answers = self._scores.pop(group.number, None), _answers(group)
+        if record is not None and record.values["answers"] == answers:
+            return Scores(np.frombuffer(record.data, np.float32).copy(), record.values["parts"])
+        scores = await score()
+        values = {"kind": "scored", "at": group.number, "answers": answers, "parts": dict(scores.parts)}
         self._writer.append(group.number, Record(values, scores.rewards.astype(np.float32).tobytes()))
+        return scores
 
-    def end(self, number: int, prompt: Prompt) -> tuple[Fate, str, int] | None:
-        """Return how the group ended that was admitted under this number for the same prompt, and its failed episodes;
+    def end(self, number: int, group: tuple[int, int, int]) -> tuple[Fate, str, int] | None:
+        """Return how the group ended of this identity that was admitted under this number, and its failed episodes;
         None where it did not end early."""
         record = self._ends.pop(number, None)
-        if record is None or record.values["prompt"] != [*prompt.group_id]:
+        if record is None or record.values["prompt"] != [*group]:
             return None
         return Fate(record.values["fate"]), record.values["reason"], record.values["failed"]
 
-    def ended(self, number: int, prompt: Prompt, fate: Fate, reason: str, failed: int) -> None:
-        values = {"kind": "ended", "at": number, "prompt": prompt.group_id, "fate": fate.value}
+    def ended(self, number: int, group: tuple[int, int, int], fate: Fate, reason: str, failed: int) -> None:
+        values = {"kind": "ended", "at": number, "prompt": group, "fate": fate.value}
         self._writer.append(number, Record({**values, "reason": reason, "failed": failed}))
 
-    def batch(self, taken: int, groups: Sequence[Group]) -> None:
-        """Write that ``groups`` are trained on together, after ``taken`` others."""
+    def batch(self, taken: int, groups: Mapping[int, tuple[int, ...]]) -> None:
+        """Write that ``groups``, number → identity, are trained on together, after ``taken`` others."""
         self._batches.pop(taken, None)
-        numbers = [[group.number, *group.id] for group in groups]
-        oldest = min(group.number for group in groups)
-        self._writer.append(oldest, Record({"kind": "batch", "at": taken, "groups": numbers}))
+        numbers = [[number, *of] for number, of in groups.items()]
+        self._writer.append(min(groups), Record({"kind": "batch", "at": taken, "groups": numbers}))
 
     # ------------------------------------------------------------------------------------- size
 

@@ -101,11 +101,11 @@ class Samples:
             drawn.generated = time
             drawn.episodes = tuple(t for t in group.trajectories if t.id.k < group.n)
 
-    def rewarded(self, group: Group, scores: Scores, time: float) -> None:
-        """Take the scores of a group's trajectories, in order, where it was drawn."""
-        if (drawn := self._open.get(group.number)) is not None:
-            drawn.rewarded, drawn.baseline = time, group.baseline
-            drawn.scores = _by_episode(group.trajectories, scores)
+    def rewarded(self, number: int, scores: Scores, baseline: float | None, time: float) -> None:
+        """Take the scores of a group's episodes that did not fail, in order, where it was drawn."""
+        if (drawn := self._open.get(number)) is not None:
+            drawn.rewarded, drawn.baseline = time, baseline
+            drawn.scores = _by_episode([t for t in drawn.episodes if t.failure is None], scores)
 
     def trained(self, rows: Iterable[TrainedRow]) -> None:
         """Take rows of drawn groups, as an optimizer step saw them."""

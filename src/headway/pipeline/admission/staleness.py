@@ -10,7 +10,7 @@ and never beyond the run's total. This is backpressure and staleness control at 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor
@@ -192,16 +192,3 @@ def wave_size(policy: Admission, *, room: int, unrewarded: int, validation_runs:
             return room
         case Admission.BATCH:
             return 0 if unrewarded or validation_runs else min(room, groups_per_version)
-
-
-def takeable(finished: Collection[int], head: int, window: int | None) -> list[int]:
-    """Return the numbers that may be taken now, first choice first. ``finished`` is in order of completion.
-
-    ``head`` is the oldest group neither taken nor discarded. The window is anchored there: anchored at the newest taken
-    group instead, a slow group could be overtaken for ever.
-    """
-    if window is None:
-        return list(finished)
-    if window < len(finished):
-        return [number for number in range(head, head + window) if number in finished]
-    return sorted(number for number in finished if number < head + window)

@@ -8,15 +8,11 @@ version that the trainer has not reached: there is no such policy yet. Within a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
-
-import numpy as np
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.training import StepContext
-from headway.data.types import AnyColumn, Outcomes, TrainSample
 from headway.events import WAITS_FOR_GROUPS, Note
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.pipeline_state import RunState, now
@@ -44,47 +40,6 @@ class TrainBatch:
     """True once all steps were made."""
     was_handed_on: bool = False
     """True once a critic on ranks of its own was told of the batch."""
-
-    def mini_batches(self, size: int) -> list[list[Group]]:
-        """Return the groups of each optimizer step, ``size`` of them."""
-        return [self.groups[i : i + size] for i in range(0, len(self.groups), size)]
-
-
-def samples_of(
-    groups: Sequence[Group], columns: Collection[str] = (), *, mask_cut_off: bool = False
-) -> list[TrainSample]:
-    """Return a sample for each row of ``groups``, in order. See `Group.samples`."""
-    return [sample for group in groups for sample in group.samples(columns, mask_cut_off=mask_cut_off)]
-
-
-def add_column(groups: Sequence[Group], name: str, columns: Iterable[AnyColumn]) -> None:
-    """Set the column ``name`` of every row of ``groups``, in order."""
-    following = iter(columns)
-    for group in groups:
-        group.columns[name] = tuple(islice(following, group.row_count))
-
-
-def outcomes(groups: Sequence[Group]) -> Outcomes:
-    """Return what advantages are computed from, beside tokens. Every group must have its rewards.
-
-    Episodes that failed are in no statistic: they are left out, and have no samples either.
-    """
-    kept = []
-    for group in groups:
-        assert group.rewards is not None, f"group {group.number} was not rewarded"
-        of_group = zip(group.trajectories, group.rewards, strict=True)
-        kept += [(group, trajectory, reward) for trajectory, reward in of_group if trajectory.failure is None]
-    baselines = [group.baseline for group, _, _ in kept if group.baseline is not None]
-    return Outcomes(
-        ids=tuple(t.id for _, t, _ in kept),
-        rewards=np.array([reward for _, _, reward in kept], dtype=np.float32),
-        groups=np.array([group.number for group, _, _ in kept], dtype=np.int64),
-        episode_of=np.repeat(np.arange(len(kept), dtype=np.int64), [len(t.rows) for _, t, _ in kept]),
-        baselines=np.array(baselines, dtype=np.float32) if baselines else None,
-        turn_rewards=tuple(t.turn_rewards for _, t, _ in kept) if any(t.turn_rewards for _, t, _ in kept) else (),
-        # Each sampled token is trained in one row.
-        lengths=np.array([t.length for _, t, _ in kept], dtype=np.int64),
-    )
 
 
 class TrainBatches:
@@ -137,5 +92,5 @@ class TrainBatches:
             groups = await state.queue.take(self._size, version, drop)
         state.in_training += len(groups)
         if journal is not None and groups:
-            journal.batch(taken, groups)
+            journal.batch(taken, {group.number: group.prompt.group_id for group in groups})
         return groups

@@ -74,9 +74,9 @@ class PromptLoader(Stage[list[Prompt], Wave]):
 
     def _admit(self, prompt: Prompt) -> Group | None:
         """Admit a group; None where it had ended before the run was resumed."""
-        number, samples = self._state.admit(prompt), self._state.samples
-        if self._state.ended_before(number, prompt):
+        if (number := self._state.admit(prompt)) is None:
             return None
+        samples = self._state.samples
         shown = samples is not None and samples.draws(number)
         return Group(number, prompt, self._n, self._sampling, baseline_sampling=self._baseline, shown=shown)
 

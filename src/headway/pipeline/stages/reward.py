@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,13 +174,9 @@ class Reward(Stage[Group, Group]):
         )
 
     async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
-        journal = self._state.journal
+        journal, score = self._state.journal, partial(self._scoring.score, group.prompt, group.trajectories)
         try:
-            scores = None if journal is None else journal.scores(group)
-            if scores is None:
-                scores = await self._scoring.score(group.prompt, group.trajectories)
-                if journal is not None:
-                    journal.scored(group, scores)
+            scores = await (score() if journal is None else journal.scores(group, score))
         except ScoringAbandoned as given_up:
             self._state.drop_unscored(group.number, str(given_up))
             return
@@ -200,7 +197,7 @@ class Reward(Stage[Group, Group]):
             open_group.scored = True
             self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
         if self._state.samples is not None:
-            self._state.samples.rewarded(group, scores, now())
+            self._state.samples.rewarded(group.number, scores, group.baseline, now())
         reason = None if self._filter is None else self._filter(compared)
         if (warning := self._equal.look(shaped, reason)) is not None:
             self._emit(Note(time=now(), level="warning", text=warning))
@@ -213,6 +210,7 @@ class Reward(Stage[Group, Group]):
             for trajectory in group.trajectories:
                 trajectory.text, trajectory.conversation = "", None
         yield group
+        self._state.rewarded(group.number)  # it has been sent
 
     def _compared(
         self, episodes: Sequence[Trajectory], rewards: NDArray[np.float32], shaped: NDArray[np.float32]
@@ -231,7 +229,3 @@ class Reward(Stage[Group, Group]):
             return compared.astype(np.float32)
 
         return shaped - sums, scores(rewards), scores(shaped)
-
-    async def send_output_data(self, group: Group) -> None:
-        await super().send_output_data(group)
-        self._state.rewarded(group.number)
