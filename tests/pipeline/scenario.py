@@ -106,7 +106,7 @@ class Run:
     def join(self, name: str) -> FakeRollout:
         """A late replica, like those that were there at the start."""
         late = self.scenario.replica(name, self.transport)
-        self.pipeline.join(late)
+        self.pipeline._wiring.replica_supervision.join(late)
         self.rollouts.append(late)
         return late
 

@@ -109,14 +109,6 @@ def test_a_name_is_given_once(name: str):
     Scenario("async_partial", script=script, beside=beside).run().assert_completed()
 
 
-def test_nobody_joins_where_all_devices_are_shared():
-    def refused(run: Run) -> None:
-        with pytest.raises(ValueError, match="every device is in use"):
-            run.join("late")
-
-    Scenario("colocate_async", beside=at(1.0, refused)).run().assert_completed()
-
-
 # ---------------------------------------------------------------------------------------------- who gets what
 
 

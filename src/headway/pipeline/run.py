@@ -21,7 +21,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from headway.config.schema import Config
-from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import UpdateFailed, WorkerDied
 from headway.events import Note, Observer, RunFinished, RunStarted
 from headway.pipeline.admission.pipeline_state import now
@@ -93,15 +92,6 @@ class Pipeline:
             reason = f"version {version} was begun and not finished: its other groups did not come, or not in time"
         self._emit_finished(status, reason)
         return status
-
-    def join(self, replica: RolloutEngine) -> None:
-        """Let a late replica join: it receives the next version with the others, and serves from then on.
-
-        Raises `ValueError` when a replica of that name was there before, or devices are shared: those are all taken.
-        """
-        if self.config.cluster.placement == "shared":
-            raise ValueError("cluster.placement=shared: every device is in use, a replica cannot join")
-        self._wiring.replica_supervision.join(replica)
 
     def request_stop(self) -> None:
         """Finish the version that was begun, save, and return from `run` within ``run.stop_timeout_s``.
