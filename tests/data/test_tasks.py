@@ -82,9 +82,9 @@ def test_held_out_problems_are_distinct_and_never_trained_on(seed: int, size: in
     assert held_out.isdisjoint(problem.prompt for problem in split.train)
 
 
-def test_training_problems_are_made_on_demand_and_sliced() -> None:
+def test_training_problems_are_made_on_demand() -> None:
     train = split_task("sort", {}, seed=0, size=10**9, val_size=2).train
-    assert [p.prompt for p in train[5:8]] == [train[i].prompt for i in (5, 6, 7)]
+    assert train[5] == train[5] and train[5] != train[6]
     with pytest.raises(IndexError):
         train[10**9]
 

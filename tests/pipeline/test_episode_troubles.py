@@ -57,7 +57,7 @@ def test_many_failed_episodes_are_a_warning_with_reasons_and_what_to_do():
 def test_limits_that_end_half_of_the_episodes_are_told_once():
     cut = episode(limit="tokens", reason=FinishReason.LENGTH)
     (text,) = told(some(2, cut))
-    assert text.startswith("of the last 64 episodes 32 (50%) were ended by a limit (32 by tokens). ")
+    assert text.startswith("of the last 64 episodes 32 were ended by a limit (32 by tokens). ")
     assert "Raise data.max_response_length" in text
     assert told(some(3, cut)) == []
 

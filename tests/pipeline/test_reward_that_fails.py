@@ -61,7 +61,7 @@ def test_a_first_validation_that_only_times_out_ends_with_its_first_problems():
     assert str(run.error).startswith(
         f"the reward failed for all of the first 8 of 500 held-out problems at version 0 (8× {SLOW}). "
     )
-    assert "Raise reward.timeout_s" in str(run.error)
+    assert "raise reward.timeout_s" in str(run.error)
     assert run.ended < 20.0 * 9
 
 

@@ -138,7 +138,7 @@ def test_in_a_collective_that_waits_for_one_the_others_are_not_blamed():
     """Two wait for the third one: sent to one by one, only that does not answer."""
     run = check_everything(scenario(script=hangs_in_recv).run().assert_completed())
     (retry, rest) = run.of(UpdateRetried)[0], run.of(UpdateRetried)[1:]
-    assert "waited for the trainer to send, rollout-0 to receive, rollout-1 to receive, rollout-2" in retry.reason
+    assert "rollout-0, rollout-1, rollout-2 did not answer within" in retry.reason
     assert rest == [] and lost(run) == ["rollout-1"]
     tried = [names for _, names in run.trainer.reached]
     assert tried[:4] == [("rollout-0", "rollout-1", "rollout-2"), ("rollout-0",), ("rollout-1",), ("rollout-2",)]
