@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from headway.cluster.startup import Launched, Startup
+from headway.cluster.roles.weight_roles import transport_in
+from headway.cluster.startup import Startup
 from headway.cluster.worker_group import Worker, proxy
 from headway.cluster.workers import Cluster, Workers, any_dies
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
-from headway.config.transport_facts import TRANSPORTS, transport_of
+from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.training import SupervisedEngine
 from headway.errors import StallError
 from headway.runtime.user_code import names_user_code, resolve_spec
@@ -44,10 +45,10 @@ async def start_backend(
         ModelError: the model at ``model_path`` cannot be opened.
         StallError: not everything was up within `Timeouts.start_s`; the message says what was waited for.
     """
-    _, startup = _startup(config, model_path, run_dir, total_optimizer_steps, tell)
     undo = AsyncExitStack()
     try:
-        return await _up(startup, run_dir, startup.run, startup.launch(undo), warm)
+        _, startup = _startup(config, undo, model_path, run_dir, total_optimizer_steps, tell)
+        return await _up(startup, run_dir, startup.launch(), startup.run, warm)
     except BaseException:
         await undo.aclose()
         raise
@@ -83,22 +84,30 @@ async def start_trainer(
 
     Raises as `start_backend` does.
     """
-    cluster, startup = _startup(config, model_path, run_dir, total_optimizer_steps, tell)
     async with AsyncExitStack() as stack:
-        ranks = await _up(startup, run_dir, startup.run_trainer, startup.launch(stack, trainer_only=True))
+        cluster, startup = _startup(config, stack, model_path, run_dir, total_optimizer_steps, tell)
+        ranks = await _up(startup, run_dir, startup.launch(trainer_only=True), startup.run_trainer)
         yield TrainerRanks(
             proxy(ranks, SupervisedEngine), cluster.separate_processes, ranks.workers, cluster, startup.timeouts
         )
 
 
 def _startup(
-    config: Config, model_path: str, run_dir: Path, total_optimizer_steps: int, tell: Callable[[str], None]
+    config: Config,
+    undo: AsyncExitStack,
+    model_path: str,
+    run_dir: Path,
+    total_optimizer_steps: int,
+    tell: Callable[[str], None],
 ) -> tuple[Cluster, Startup]:
-    model_path = _for_any_directory(model_path)
+    folder = Path(model_path).expanduser()
+    if folder.is_dir():  # else a name on the hub; workers of a cluster that was joined run in another directory
+        model_path = str(folder.absolute())
     cluster = make_cluster(config, run_dir, model_path)
     startup = Startup(
         _with_absolute_files(config),
         cluster,
+        undo,
         model_path=model_path,
         total_optimizer_steps=total_optimizer_steps,
         run_dir=run_dir,
@@ -110,39 +119,29 @@ def _startup(
 async def _up(
     startup: Startup,
     run_dir: Path,
-    run: Callable[[Launched], Awaitable[T]],
-    launching: Awaitable[Launched],
+    launching: Awaitable[None],
+    run: Callable[[], Awaitable[T]],
     warm: Awaitable[None] | None = None,
 ) -> T:
     """Wait until the workers are launched and run, and say, where that takes too long, what it waited for."""
     start_s = startup.timeouts.start_s
     try:
         async with asyncio.timeout(start_s) as limit:
-            launched = await launching
+            await launching
             left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
             left += startup.timeouts.start_s - start_s  # the device is known now, on which kernels are compiled
             if warm is not None:
                 limit.reschedule(None)
                 await warm
             limit.reschedule(asyncio.get_running_loop().time() + left)
-            return await run(launched)
+            return await run()
     except StallError:  # a TimeoutError that knows more than the next
         raise
     except TimeoutError:
         raise StallError(
-            f"not everything was up within {startup.timeouts.start_limit()}: the driver waited for "
-            f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}; where nothing is wrong there, "
-            "as on a busy machine, raise the limit"
+            f"not everything was up within {startup.timeouts.start_limit()}: the driver waited for {startup.waits}. "
+            f"Worker logs are in {run_dir / 'logs'}; where nothing is wrong there, raise the limit"
         ) from None
-
-
-def _for_any_directory(model_path: str) -> str:
-    """Make a folder's path absolute: workers of a cluster that was joined run in another directory than this process.
-
-    Anything else, such as a model's name on the hub, is returned unchanged.
-    """
-    folder = Path(model_path).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else model_path
 
 
 def _with_absolute_files(config: Config) -> Config:
@@ -160,22 +159,14 @@ def _with_absolute_files(config: Config) -> Config:
     return config.model_copy(update={"algorithm": algorithm.model_copy(update=changes)})
 
 
-def _weights_bytes(config: Config, model_path: str) -> int:
-    """Return the bytes of a version in the object store; 0 where versions go another way, or no folder is there."""
-    shared = config.cluster.placement == "shared"
-    transport = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
-    if TRANSPORTS[transport].leaves != "objects":
-        return 0
-    return model_nbytes(model_path)
-
-
 def make_cluster(config: Config, run_dir: Path, model_path: str) -> Cluster:
     """Return the cluster of ``cluster.backend``. Ray is imported only where it is asked for."""
     match config.cluster.backend:
         case "ray":
             from headway.cluster.on_ray.ray_cluster import RayCluster
 
-            return RayCluster(config, run_dir, _weights_bytes(config, model_path))
+            stored = TRANSPORTS[transport_in(config)].leaves == "objects"
+            return RayCluster(config, run_dir, model_nbytes(model_path) if stored else 0)
         case "inline":
             from headway.cluster.inline_cluster import InlineCluster
 

@@ -2,17 +2,19 @@
 
 launch:  connect ─▶ plan ─▶ reserve ─▶ launch all ─▶ up
 run:     see the same files ─▶ build (models load side by side) ─▶ meet for weights ─▶ serve
+
+Ranks that compute together meet at a store in their rank zero, so that no role depends on the processes of another one.
+Ranks in the places of lost ones start as the first ones did, and are then ready for the next update.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NoReturn, TypeVar
 
 from headway.cluster.machine.token_files import (
     SHARED_MEMORY,
@@ -21,23 +23,16 @@ from headway.cluster.machine.token_files import (
     remove_abandoned,
     token_directory,
 )
-from headway.cluster.rank_starts import (
-    RankStarts,
-    StartWaits,
-    WorkerGroups,
-    add_receiver,
-    build_group,
-    make_groups,
-)
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.cluster.roles.fused_role import FusedRole
 from headway.cluster.roles.role import FileProbe
 from headway.cluster.roles.rollout_role import RolloutRole
-from headway.cluster.shared_filesystem import SharedFiles, SharedFilesystem
+from headway.cluster.roles.weight_roles import transport_in
+from headway.cluster.shared_filesystem import SharedFilesystem
 from headway.cluster.snapshots import Snapshots
 from headway.cluster.weight_sync.host_weights import WithinProcesses
 from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
-from headway.cluster.weight_sync.weight_sync import WeightPaths, WeightSync, exchange_settings
+from headway.cluster.weight_sync.weight_sync import WeightPaths, WeightSync
 from headway.cluster.worker_engines import (
     LogpReceiver,
     RemoteEpisodeWorker,
@@ -48,126 +43,119 @@ from headway.cluster.worker_engines import (
     reference_of,
 )
 from headway.cluster.worker_group import Worker, WorkerGroup, proxy
-from headway.cluster.worker_plan import ClusterPlan, plan_cluster, trainer_alone
-from headway.cluster.workers import Cluster, Replacements, Workers
+from headway.cluster.worker_plan import WorkerGroups, make_groups, plan_cluster, trainer_alone
+from headway.cluster.workers import Cluster, LaunchedWorkers, Replacements, StartWaits, Workers, any_dies
 from headway.config.schema import Config
-from headway.config.sizing.placement import CRITIC, LOGP, REF, concurrent, resolve_placement
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, concurrent, resolve_placement
+from headway.config.sizing.run_memory import restarts_ranks, restarts_trainer
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
-from headway.config.transport_facts import TRANSPORTS, transport_of
+from headway.config.transport_facts import TRANSPORTS
 from headway.data.assignment import Cost
-from headway.data.interfaces.rollout import Capabilities, OnUpdate
+from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.training import ProximalEngine
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.devices import kind_of
 from headway.engines.weights.protocols import Address
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import ConfigError
+from headway.errors import ConfigError, StallError
 from headway.models.model_folder import hidden_size
 from headway.pipeline.admission.pipeline_state import now
+from headway.pipeline.recovery.rank_restarts import RestartableRanks
 from headway.runtime.task_groups import both, concurrently
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """Workers whose processes are up, and which hold nothing yet."""
-
-    device: str
-    plan: ClusterPlan
-    workers: dict[str, Worker]
-    directory: Path | None
-    """Directory where a transport that uses files leaves them."""
-    undo: AsyncExitStack
-
-
 class Startup:
-    """Start of a run's workers. `waiting_for` says at any moment which of them have not answered yet."""
+    """Start of a run's workers: `launch` them, then `run` all engines, or `run_trainer` alone."""
 
     def __init__(
         self,
         config: Config,
         cluster: Cluster,
+        undo: AsyncExitStack,
         *,
         model_path: str,
         total_optimizer_steps: int,
         run_dir: Path,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Prepare a start. ``tell`` is called with what is up, in words, each time that something is."""
+        """Prepare a start. ``undo`` gets what has to be undone, also where the start fails. ``tell`` is called with
+        what is up, in words, each time that something is.
+        """
         self._config = config
         self._cluster = cluster
+        self._undo = undo
         self._model_path = model_path
         self._total_optimizer_steps = total_optimizer_steps
         self._run_dir = run_dir
         self._tell = tell
-        self._waits = StartWaits()
-        self._wait = self._waits.wait
+        self.waits = StartWaits()
+        """Those workers that have not answered yet."""
+        self._wait = self.waits.wait
+        self._workers = LaunchedWorkers(cluster)
+        self._transport = transport_in(config)
         workers = sum(len(devices) for devices in resolve_placement(config).devices.values())
         self.timeouts = Timeouts.of(config, model_nbytes(model_path), workers=workers)
         """Time limits of the run, which follow what is known and measured by now."""
 
-    @property
-    def waiting_for(self) -> str:
-        return str(self._waits)
-
-    async def launch(self, stack: AsyncExitStack, *, trainer_only: bool = False) -> Launched:
-        """Start the workers' processes, all or only the trainer's. What has to be undone is left on ``stack``, also
-        when this raises.
-        """
-        stack.push_async_callback(self._cluster.stop)
-        device = await self._wait("the cluster to answer", self._cluster.connect())
-        self.timeouts.on_gpu = kind_of(device).flex_attention
+    async def launch(self, *, trainer_only: bool = False) -> None:
+        """Start the workers' processes, all or only the trainer's."""
+        config = self._config
+        self._undo.push_async_callback(self._cluster.stop)
+        self._device = await self._wait("the cluster to answer", self._cluster.connect())
+        self.timeouts.on_gpu = kind_of(self._device).flex_attention
+        tokens = None
         if self._cluster.separate_processes:
             self._tell("Ray is up")
+            tokens = TokenPlace(self._cluster.address, self._undo.enter_context(token_directory(config)))
         remove_abandoned(SHARED_MEMORY)  # what killed runs left there, whether this run uses it or not
         plan = plan_cluster(
-            self._config,
-            resolve_placement(self._config),
+            config,
+            resolve_placement(config),
             model_path=self._model_path,
             total_optimizer_steps=self._total_optimizer_steps,
             logs=(self._run_dir / "logs").absolute(),
             journal=(self._run_dir / "journal").absolute(),
-            tokens=self._token_place(stack),
+            tokens=tokens,
         )
-        if trainer_only:
-            plan = trainer_alone(plan)
+        self._plan = plan = trainer_alone(plan) if trainer_only else plan
         await self._wait("devices to be free", self._cluster.reserve(plan))
-        directory = self._directory(stack)  # made before the workers: it is removed when they have ended
-        return Launched(device, plan, await self._launch(stack, plan), directory, stack)
+        self._directory = self._weights_directory()  # made before the workers: it is removed when they have ended
+        self._undo.push_async_callback(self._workers.kill)
+        for spec in plan.workers:
+            self._workers.launch(spec)
+        up: list[str] = []
 
-    async def run_trainer(self, launched: Launched) -> WorkerGroup:
-        """Start the trainer alone; ``launched`` has no other workers."""
-        groups = self._groups(launched)
-        await self._checked(launched)
-        await self._build(groups)
+        async def wait_for(worker: Worker) -> None:
+            await self._wait(f"{worker.name} to start", worker.up())
+            up.append(worker.name)
+            if self._cluster.separate_processes:
+                self._tell(f"{worker.name} is up, {len(up)} of {len(plan.workers)}")
+
+        await concurrently(wait_for(self._workers[spec.name]) for spec in plan.workers)
+        width = hidden_size(self._model_path)
+        cost = Cost() if width is None else Cost(width)
+        self._groups = make_groups(plan, self._workers.by_name, cost, config.actor.parallel.inner)
+
+    async def run_trainer(self) -> WorkerGroup:
+        """Start the trainer alone; there are no other workers."""
+        await self._check_files()
+        await self._build()
         self._tell("the model is loaded")
-        return groups.actor
+        return self._groups.actor
 
-    def _groups(self, launched: Launched) -> WorkerGroups:
-        cost, inner = _cost(self._model_path), self._config.actor.parallel.inner
-        return make_groups(launched.plan, launched.workers, cost, inner)
-
-    async def _checked(self, launched: Launched) -> SharedFilesystem | None:
-        """Check the files that workers see. None within one process."""
-        if not self._cluster.separate_processes:
-            return None
-        sight = self._sight(launched.directory)
-        await self._wait("every worker to say which files it sees", sight.check(launched.plan, launched.workers))
-        return sight
-
-    async def run(self, launched: Launched) -> Workers:
+    async def run(self) -> Workers:
         """Start all engines on the workers, which load the model now."""
-        device, plan, workers, directory = launched.device, launched.plan, launched.workers, launched.directory
-        groups = self._groups(launched)
-        sight = await self._checked(launched)
+        config, plan, groups = self._config, self._plan, self._groups
+        await self._check_files()
         loading = now()
-        store, episode_workers = await both(self._build(groups), self._start_episode_workers(plan, workers))
+        store, episode_workers = await both(self._build(), self._start_episode_workers())
         self.timeouts.first_load_s = now() - loading
         self._tell("the models are loaded")
-        computing = {spec.name: workers[spec.name] for spec in plan.workers if not spec.beside}
+        computing = [spec.name for spec in plan.workers if not spec.beside]
         hardware = await concurrently(
-            self._wait(f"{name} to describe its machine", worker.call("hardware")) for name, worker in computing.items()
+            self._wait(f"{name} to describe its machine", self._workers[name].call("hardware")) for name in computing
         )
         dtype = await self._wait("rollout-0 to say its dtype", groups.rollouts[0].served_dtype())
         computed = await self._wait("actor-0 to say its dtype", groups.actor.compute_dtype())
@@ -181,51 +169,61 @@ class Startup:
         nbytes = [manifest.nbytes for manifest in manifests.values()]
         self.timeouts.weights_nbytes = max(self.timeouts.weights_nbytes, *nbytes)
         paths: WeightPaths
-        start: Callable[[Worker], Awaitable[RolloutReplica]] | None = None
         if plan.shared:
-            await self._join_within(plan, workers, dtype)
+            timeout_s = self.timeouts.transport_s
+            await concurrently(
+                self._wait(
+                    f"{rank.name} to meet {rank.worker}",
+                    self._workers[rank.worker].call("connect_within", dtype, timeout_s),
+                )
+                for rank in plan.rollout
+            )
             replicas = {name: ranks[0] for name, (ranks, _) in holders.items()}
-            paths = WithinProcesses(groups.actor, replicas, dtype, verify=self._config.param_update.verify)
+            paths = WithinProcesses(groups.actor, replicas, dtype, verify=config.param_update.verify)
         else:
-            settings = exchange_settings(self._config, store, device, directory, self.timeouts)
-            exchange = WeightSync(groups.actor, settings, manifests)
+            paths = exchange = WeightSync(
+                groups.actor,
+                config,
+                manifests,
+                address=store,
+                device=self._device,
+                directory=self._directory,
+                timeouts=self.timeouts,
+            )
             for name, (ranks, of) in holders.items():
-                await add_receiver(exchange, name, ranks, of, self._config)
+                await exchange.add(name, ranks, of)
             # Meet now and not at the first update: ends that cannot must be known before anything is generated.
             await self._wait(
                 f"{', '.join(holders)} to meet {groups.actor.name} for weights", exchange.reach([*holders])
             )
-            paths = exchange
-            start = partial(self._replace, manifest=manifests[dtype], exchange=exchange, sight=sight)
         rollouts = await concurrently(self._serve(group, manifests[dtype], paths) for group in groups.rollouts)
+        apart = []
         if groups.logp is not None:
             await self._wait(f"{groups.logp.name} to be ready", groups.logp.serve(manifests[computed]))
-        apart = () if groups.logp is None else (LogpReceiver(groups.logp, paths, self._config.param_update.verify),)
-        rounding = await self._measured(groups.actor, [*rollouts, *apart], (dtype, computed))
+            apart.append(LogpReceiver(groups.logp, paths, config.param_update.verify))
+        rounding = await self._measured([*rollouts, *apart], (dtype, computed))
+        restartable = {}
         replicas_replaced = episode_workers_replaced = None
-        alone: set[str] = set()
-        if start is not None:
+        replaced: list[type] = []
+        if isinstance(paths, WeightSync):
+            restartable = self._restartable(paths, manifests, computed)
+            start = partial(self._replace, manifest=manifests[dtype], exchange=paths)
             replicas_replaced = Replacements(
-                self._cluster, start, rollouts, launched.undo, timeouts=self.timeouts, measure=rounding.measure
+                self._workers, start, rollouts, timeouts=self.timeouts, measure=rounding.measure
             )
-            alone |= self._registered(replicas_replaced, RolloutRole, launched)
+            replaced.append(RolloutRole)
         if self._cluster.separate_processes:
             episode_workers_replaced = Replacements(
-                self._cluster,
-                partial(self._replace_episode_worker, sight=sight),
+                self._workers,
+                self._replace_episode_worker,
                 episode_workers,
-                launched.undo,
                 timeouts=self.timeouts,
                 others=[spec.device for spec in plan.workers if spec.role in (RolloutRole, FusedRole)],
             )
-            alone |= self._registered(episode_workers_replaced, EpisodeWorkerRole, launched)
-        restarted = {}
-        if isinstance(paths, WeightSync):
-            starts = RankStarts(self._config, self._cluster, self.timeouts, launched.undo)
-            restarted = starts.restartable(groups, plan, paths, manifests, computed)
-            alone |= {worker.name for role in restarted for worker in groups.by_role[role].workers}
+            replaced.append(EpisodeWorkerRole)
+        restarted = {worker.name for role in restartable for worker in groups.by_role[role].workers}
         snapshots = None
-        if self._config.trainer.snapshot is not None:
+        if config.trainer.snapshot is not None:
             snapshots = Snapshots(groups.actor, lambda: [keeper.worker for keeper in episode_workers])
         critic = groups.actor if CRITIC in plan.on_trainer_ranks else groups.critic
         reference = groups.actor if REF in plan.on_trainer_ranks else groups.ref
@@ -240,10 +238,14 @@ class Startup:
             critic=None if critic is None else critic_of(critic),
             receivers=apart,
             on_trainer_ranks=plan.on_trainer_ranks,
-            restartable=restarted,
+            restartable=restartable,
             snapshots=snapshots,
-            ranks=lambda: [worker for role in restarted for worker in groups.by_role[role].workers],
-            needed=[worker for name, worker in workers.items() if name not in alone],
+            ranks=lambda: [worker for role in restartable for worker in groups.by_role[role].workers],
+            needed=[
+                self._workers[spec.name]
+                for spec in plan.workers
+                if spec.role not in replaced and spec.name not in restarted
+            ],
             cluster=self._cluster,
             timeouts=self.timeouts,
             rounding=rounding,
@@ -251,15 +253,19 @@ class Startup:
             padded=await self._padded(groups),
             replicas_replaced=replicas_replaced,
             episode_workers_replaced=episode_workers_replaced,
-            undo=launched.undo,
+            undo=self._undo,
         )
 
-    def _registered(self, replacements: Replacements[Any], role: type, launched: Launched) -> set[str]:
-        """Make the launched workers of ``role`` known to ``replacements``. Returns their names."""
-        specs = [spec for spec in launched.plan.workers if spec.role is role]
-        for spec in specs:
-            replacements.know(spec, launched.workers[spec.name])
-        return {spec.name for spec in specs}
+    async def _check_files(self) -> None:
+        """Check that workers see the files of the run, where they are processes of their own."""
+        self._files = None
+        if self._cluster.separate_processes:
+            self._files = SharedFilesystem(
+                self._config, self._run_dir, self._model_path, self._directory, FileProbe(self._cluster.address)
+            )
+            await self._wait(
+                "every worker to say which files it sees", self._files.check(self._plan, self._workers.by_name)
+            )
 
     async def _padded(self, groups: WorkerGroups) -> str | None:
         """Return why rows of the policy are padded, on the trainer's ranks or on those that recompute log-probs."""
@@ -270,143 +276,142 @@ class Startup:
                     return reason
         return None
 
-    async def _measured(
-        self, actor: WorkerGroup, receivers: Sequence[PolicyReceiver], dtypes: tuple[str, str]
-    ) -> ProbeTolerance:
+    async def _measured(self, receivers: Sequence[PolicyReceiver], dtypes: tuple[str, str]) -> ProbeTolerance:
         """Measure the receivers' rounding before any update. Raises `ModelError` for more than rounding."""
         if not self._config.param_update.verify:
             return ProbeTolerance(dtypes, None)
-        expected = await self._wait("the trainer to compute the log-probs of the probe", actor.probe())
+        expected = await self._wait("the trainer to compute the log-probs of the probe", self._groups.actor.probe())
         rounding = ProbeTolerance(dtypes, expected)
         probing = now()
         await self._wait("receivers to compute the log-probs of the probe", rounding.measure(receivers))
         self.timeouts.first_probe_s = now() - probing
         return rounding
 
-    async def _launch(self, stack: AsyncExitStack, plan: ClusterPlan) -> dict[str, Worker]:
-        started: dict[str, Worker] = {}
-
-        async def kill_all() -> None:
-            """Kill all workers, even if one of them fails to end."""
-            ends = await asyncio.gather(*(worker.kill() for worker in started.values()), return_exceptions=True)
-            for end in ends:
-                if isinstance(end, BaseException):
-                    raise end
-
-        stack.push_async_callback(kill_all)
-        for spec in plan.workers:
-            started[spec.name] = self._cluster.launch(spec)
-        up: list[str] = []
-
-        async def wait_for(name: str, worker: Worker) -> None:
-            await self._wait(f"{name} to start", worker.up())
-            up.append(name)
-            if self._cluster.separate_processes:
-                self._tell(f"{name} is up, {len(up)} of {len(started)}")
-
-        await concurrently(wait_for(name, worker) for name, worker in started.items())
-        return started
-
-    async def _build(self, groups: WorkerGroups) -> Address | None:
+    async def _build(self) -> Address | None:
         """Let all workers load their models side by side. Returns the address of the trainer's store."""
-        separate = self._cluster.separate_processes
+        separate, groups = self._cluster.separate_processes, self._groups
         stores = await concurrently(
-            build_group(group, self._waits, meet=separate and group not in groups.rollouts) for group in groups.all
+            _build(group, self.waits, meet=separate and group not in groups.rollouts) for group in groups.all
         )
         return stores[0]
 
-    async def _start_episode_workers(self, plan: ClusterPlan, workers: dict[str, Worker]) -> list[RemoteEpisodeWorker]:
-        """Start the episode workers of ``plan``."""
-        episode_workers = [workers[rank.worker] for rank in plan.episode_workers]
+    async def _start_episode_workers(self) -> list[RemoteEpisodeWorker]:
+        workers = [self._workers[spec.name] for spec in self._plan.workers if spec.role is EpisodeWorkerRole]
         await concurrently(
-            self._wait(f"{worker.name} to load the tokenizer", worker.call("build")) for worker in episode_workers
+            self._wait(f"{worker.name} to load the tokenizer", worker.call("build")) for worker in workers
         )
-        await concurrently(worker.call("serve") for worker in episode_workers)
-        return [RemoteEpisodeWorker(worker) for worker in episode_workers]
+        await concurrently(worker.call("serve") for worker in workers)
+        return [RemoteEpisodeWorker(worker) for worker in workers]
 
-    async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str) -> None:
-        """Connect each replica to the training rank that shares its process, from which it gets weights."""
-        timeout_s = self.timeouts.transport_s
-        await concurrently(
-            self._wait(
-                f"{rank.name} to meet {rank.worker}", workers[rank.worker].call("connect_within", dtype, timeout_s)
-            )
-            for rank in plan.rollout
-        )
-
-    def _directory(self, stack: AsyncExitStack) -> Path | None:
+    def _weights_directory(self) -> Path | None:
         """Return the directory where a transport that uses files leaves them. One in memory is removed at the end."""
-        update, shared = self._config.param_update, self._config.cluster.placement == "shared"
-        transport = transport_of(update.transport, backend=self._config.cluster.backend, shared=shared)
-        match TRANSPORTS[transport].leaves:
+        match TRANSPORTS[self._transport].leaves:
             case "files":
-                return (update.directory or self._run_dir / "weights").absolute()
+                return (self._config.param_update.directory or self._run_dir / "weights").absolute()
             case "memory":
                 if not SHARED_MEMORY.is_dir():
                     raise ConfigError(
-                        f"param_update.transport={transport}: this system has no {SHARED_MEMORY}; choose another"
+                        f"param_update.transport={self._transport}: this system has no {SHARED_MEMORY}; choose another"
                     )
-                return stack.enter_context(directory_in_memory(SHARED_MEMORY))
+                return self._undo.enter_context(directory_in_memory(SHARED_MEMORY))
             case _:
                 return None
 
-    def _token_place(self, stack: AsyncExitStack) -> TokenPlace | None:
-        """Make the directory of the driver's machine for tokens of finished groups, until ``stack`` closes."""
-        if not self._cluster.separate_processes:
-            return None
-        return TokenPlace(self._cluster.address, stack.enter_context(token_directory(self._config)))
-
-    def _sight(self, directory: Path | None) -> SharedFilesystem:
-        update, shared = self._config.param_update, self._config.cluster.placement == "shared"
-        transport = transport_of(update.transport, backend=self._config.cluster.backend, shared=shared)
-        chosen = self._config.run.storage
-        storage = None if chosen is None or "://" in chosen else Path(chosen).absolute()
-        files = SharedFiles(self._run_dir, self._model_path, transport, directory, storage)
-        return SharedFilesystem(files, FileProbe(self._cluster.address))
-
     async def _serve(self, group: WorkerGroup, manifest: Manifest, paths: WeightPaths) -> RolloutReplica:
-        (worker,) = group.workers
+        """Start the engine of a replica. Raises `ConfigError` where it lacks what the run asks of it."""
+        (worker,), config = group.workers, self._config
         offset = await clock_offset(worker)
-        capabilities = await self._wait(f"{worker.name} to start its engine", group.serve(manifest, offset))
-        self._check_can(worker.name, capabilities)
-        return RolloutReplica(worker, capabilities, concurrent(self._config), paths, self._config.param_update.verify)
+        able = await self._wait(f"{worker.name} to start its engine", group.serve(manifest, offset))
+        asked = OnUpdate(config.async_training.on_update)
+        if asked not in able.on_update:
+            known = " or ".join(sorted(able.on_update)) or "no updates at all"
+            raise ConfigError(
+                f"async_training.on_update={asked}: the rollout engine of {worker.name} cannot do that; it can do "
+                f"{known}. Set async_training.on_update (or mode) to one that it can do"
+            )
+        if config.cluster.placement == "shared" and not able.sleep:
+            raise ConfigError(
+                f"cluster.placement=shared: the rollout engine of {worker.name} cannot give its device back to the "
+                "trainer; set cluster.placement=split (or another mode)"
+            )
+        return RolloutReplica(worker, able, concurrent(config), paths, config.param_update.verify)
 
-    async def _replace(
-        self, worker: Worker, manifest: Manifest, exchange: WeightSync, sight: SharedFilesystem | None
-    ) -> RolloutReplica:
+    # ------------------------------------------------------------------------------------------ in place of lost ones
+
+    async def _replace(self, worker: Worker, manifest: Manifest, exchange: WeightSync) -> RolloutReplica:
         """Start a launched replica that takes the place of another."""
         await worker.up()
-        if sight is not None:
-            await sight.check_replica(worker)
+        if self._files is not None:
+            await self._files.check_later(worker, receives=True)
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
-        await add_receiver(exchange, worker.name, [worker], await group.served_dtype(), self._config)
+        await exchange.add(worker.name, [worker], await group.served_dtype())
         return await self._serve(group, manifest, exchange)
 
-    async def _replace_episode_worker(self, worker: Worker, sight: SharedFilesystem | None) -> RemoteEpisodeWorker:
+    async def _replace_episode_worker(self, worker: Worker) -> RemoteEpisodeWorker:
         """Start a launched episode worker that takes the place of another."""
         await worker.up()
-        if sight is not None:
-            await sight.check_episode_worker(worker)
+        if self._files is not None:
+            await self._files.check_later(worker, receives=False)
         await worker.call("build")
         await worker.call("serve")
         return RemoteEpisodeWorker(worker)
 
-    def _check_can(self, name: str, capabilities: Capabilities) -> None:
-        asked = OnUpdate(self._config.async_training.on_update)
-        if asked not in capabilities.on_update:
-            known = " or ".join(sorted(capabilities.on_update)) or "no updates at all"
-            raise ConfigError(
-                f"async_training.on_update={asked}: the rollout engine of {name} cannot do that; it can do {known}. "
-                "Set async_training.on_update (or mode) to one that it can do"
-            )
-        if self._config.cluster.placement == "shared" and not capabilities.sleep:
-            raise ConfigError(
-                f"cluster.placement=shared: the rollout engine of {name} cannot give its device back to the trainer; "
-                "set cluster.placement=split (or another mode)"
-            )
+    def _restartable(
+        self, exchange: WeightSync, manifests: Mapping[str, Manifest], computed: str
+    ) -> dict[str, RestartableRanks]:
+        """Return the ranks that may be started again, by role. ``computed``: dtype in which log-probs are recomputed,
+        ``manifests``: layouts of the weights by dtype.
+        """
+
+        async def watch(group: WorkerGroup) -> NoReturn:
+            await any_dies(self._cluster, group.workers)
+
+        async def restart(role: str, group: WorkerGroup) -> None:
+            """Start other ranks, with the initial model, and prepare them for updates, at the next of which they meet
+            their receivers or the trainer.
+            """
+            waits = StartWaits()
+            try:
+                async with asyncio.timeout(self.timeouts.start_s):
+                    store = await self._restart(group, waits)
+                    if role == ACTOR:
+                        for dtype in manifests:
+                            await waits.wait(f"{group.name} to prepare updates", group.open_route(dtype))
+                        exchange.trainer_restarted(store)
+                    elif role == LOGP:
+                        await exchange.add(LOGP, group.workers, computed)
+                        await waits.wait(f"{group.name} to be ready", group.serve(manifests[computed]))
+            except TimeoutError:
+                raise StallError(
+                    f"{group.name}: not up again within {self.timeouts.start_limit()}: the driver waited for {waits}"
+                ) from None
+
+        found = {}
+        for role, group in self._groups.by_role.items():
+            able = restarts_trainer if role in (ACTOR, CRITIC) else restarts_ranks  # the former redo batches
+            if able(self._config):
+                ranks = partial(getattr, group, "workers")
+                found[role] = RestartableRanks(ranks, partial(watch, group), partial(restart, role, group))
+        return found
+
+    async def _restart(self, group: WorkerGroup, waits: StartWaits) -> Address | None:
+        """End the ranks of ``group``, and let others in their places load the model. Returns the address of their
+        store.
+        """
+        await waits.wait(f"{group.name} to end", concurrently(worker.kill() for worker in group.workers))
+        workers = [await self._workers.launch_again(worker.name, waits) for worker in group.workers]
+        group.consist_of(workers)
+        await concurrently(waits.wait(f"{worker.name} to start", worker.up()) for worker in workers)
+        return await _build(group, waits)
 
 
-def _cost(model_path: str) -> Cost:
-    width = hidden_size(model_path)
-    return Cost() if width is None else Cost(width)
+async def _build(group: WorkerGroup, waits: StartWaits, *, meet: bool = True) -> Address | None:
+    """Let the ranks of ``group`` load their model; those that compute together ``meet`` at a store of their own.
+    Returns its address; None without one.
+    """
+    store: Address | None = None
+    if meet:
+        store = await waits.wait(f"{group.workers[0].name} to open a store", group.open_store())
+    await waits.wait(f"{group.name} to load the model", group.build(store))
+    return store

@@ -5,6 +5,7 @@ A worker is a process and has one role, or, on a device that actor and rollout s
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.cluster.roles.fused_role import FusedRole
 from headway.cluster.roles.logprob_role import LogpRole, RefRole
 from headway.cluster.roles.rollout_role import RolloutRole
+from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, DeviceGroup, NodeShare, Placement
+from headway.data.assignment import Cost
 
 EPISODE_WORKER = "episode-worker"
 """The role's name, in the names of its workers."""
@@ -67,8 +70,6 @@ class ClusterPlan:
     workers: tuple[WorkerSpec, ...]
     actor: tuple[Rank, ...]
     rollout: tuple[Rank, ...]
-    episode_workers: tuple[Rank, ...]
-    """Episode workers, one for each node of the rollout role."""
     ref: tuple[Rank, ...]
     """Ranks of the reference; empty without one, or where it shares the trainer's ranks."""
     logp: tuple[Rank, ...]
@@ -143,7 +144,7 @@ def plan_cluster(
         for rank, device in enumerate(own[role]):
             arguments = {**common, **further, "rank": rank, "world_size": len(own[role])}
             workers.append(WorkerSpec(f"{role}-{rank}", kind, device, train_threads, arguments, modules=TRAINING))
-    episode_workers = [
+    workers += [
         WorkerSpec(
             f"{EPISODE_WORKER}-{index}",
             EpisodeWorkerRole,
@@ -154,7 +155,6 @@ def plan_cluster(
         )
         for index, share in enumerate(placement.on_nodes(ROLLOUT))
     ]
-    workers += episode_workers
     used = {device for spec in workers for device in spec.group.devices}
     hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
 
@@ -171,7 +171,6 @@ def plan_cluster(
             Rank(name, hosts.get(devices[0], name), "rollout" if devices[0] in hosts else None)
             for name, devices in replicas
         ),
-        episode_workers=tuple(Rank(spec.name, spec.name) for spec in episode_workers),
         ref=ranks(REF),
         logp=ranks(LOGP),
         critic=ranks(CRITIC),
@@ -186,4 +185,45 @@ def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
     workers = tuple(spec for spec in plan.workers if spec.role is ActorRole)
     used = {device for spec in workers for device in spec.group.devices}
     shares = tuple(part for share in plan.shares if (part := share.only(used)).devices)
-    return replace(plan, workers=workers, rollout=(), episode_workers=(), ref=(), logp=(), critic=(), shares=shares)
+    return replace(plan, workers=workers, rollout=(), ref=(), logp=(), critic=(), shares=shares)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroups:
+    """Worker groups of a run, one for each role; None for a role without ranks of its own."""
+
+    actor: WorkerGroup
+    rollouts: tuple[WorkerGroup, ...]
+    ref: WorkerGroup | None
+    logp: WorkerGroup | None
+    critic: WorkerGroup | None
+
+    @property
+    def all(self) -> list[WorkerGroup]:
+        actor, *others = self.by_role.values()
+        return [actor, *self.rollouts, *others]
+
+    @property
+    def by_role(self) -> dict[str, WorkerGroup]:
+        """Groups whose ranks compute together, by role, the trainer's first."""
+        roles = {ACTOR: self.actor, REF: self.ref, LOGP: self.logp, CRITIC: self.critic}
+        return {role: group for role, group in roles.items() if group is not None}
+
+
+def make_groups(plan: ClusterPlan, workers: Mapping[str, Worker], cost: Cost, inner: int) -> WorkerGroups:
+    """Make the groups of ``plan``. ``inner``: number of ranks of an inner mesh, for roles on the trainer's mesh."""
+
+    def worker(rank: Rank) -> Worker:
+        hosting = workers[rank.worker]
+        return hosting if rank.part is None else PartOf(hosting, rank.part, rank.name)
+
+    def group(role: type, ranks: Sequence[Rank], inner: int = 1) -> WorkerGroup:
+        return WorkerGroup(role, [worker(rank) for rank in ranks], cost, inner=inner)
+
+    return WorkerGroups(
+        actor=group(ActorRole, plan.actor, inner),
+        rollouts=tuple(group(RolloutRole, [rank]) for rank in plan.rollout),
+        ref=group(RefRole, plan.ref, inner) if plan.ref else None,
+        logp=group(LogpRole, plan.logp, inner) if plan.logp else None,
+        critic=group(CriticRole, plan.critic, inner) if plan.critic else None,
+    )

@@ -1,4 +1,4 @@
-"""Workers of a run, and the replacement of lost replicas and episode workers.
+"""Workers of a run, and the replacement of lost ones.
 
     find a place ─▶ kill what is left ─▶ launch ─▶ up ─▶ sees the files ─▶ build ─▶ serve ─▶ joins the pipeline
 
@@ -10,6 +10,7 @@ there is room for it. An episode worker has no device, and is beside whichever r
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
@@ -64,16 +65,74 @@ class Cluster(Protocol):
         """Release everything, also after a failed `connect`. The workers must have been killed before."""
 
 
+R = TypeVar("R")
 T = TypeVar("T", bound=Living)
 
 
-@dataclass(slots=True)
-class _ReplaceableWorker:
-    """Place of a worker: its spec, its current worker, and how often it was replaced."""
+class StartWaits:
+    """Answers that a start waits for, in words.
 
-    spec: WorkerSpec
-    worker: Worker
-    restarts: int = 0
+    Example:
+        >>> async def start(waits):
+        ...     waiting = asyncio.ensure_future(waits.wait("rollout-0 to start", asyncio.sleep(0.01)))
+        ...     await asyncio.sleep(0)
+        ...     before = str(waits)
+        ...     await waiting
+        ...     return before, str(waits)
+        >>> asyncio.run(start(StartWaits()))
+        ('rollout-0 to start', 'nothing')
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, None] = {}
+
+    def __str__(self) -> str:
+        return "; ".join(self._pending) or "nothing"
+
+    async def wait(self, what: str, answer: Awaitable[R]) -> R:
+        """Return the ``answer``, for which the start waits meanwhile. ``what``: who has to do what."""
+        self._pending[what] = None
+        result = await answer
+        del self._pending[what]
+        return result
+
+
+class LaunchedWorkers:
+    """Workers that a run has now, by their first names: ``rollout-1+2`` is the second one in the place of ``rollout-1``."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.by_name: dict[str, Worker] = {}
+        self._specs: dict[str, WorkerSpec] = {}
+        self._launches: Counter[str] = Counter()
+
+    def __getitem__(self, name: str) -> Worker:
+        return self.by_name[name]
+
+    def launch(self, spec: WorkerSpec) -> None:
+        """Begin to start a worker, without waiting for it."""
+        self._specs[spec.name] = spec
+        self.by_name[spec.name] = self._cluster.launch(spec)
+
+    async def launch_again(self, name: str, waits: StartWaits, others: Sequence[int] = ()) -> Worker:
+        """Begin to start a worker in the place of the one ``name``, on its device or, where that is on no machine that
+        answers, beside the first of ``others`` that is. One that was fenced off may still hold the device: it is ended.
+        """
+        first = name.partition("+")[0]
+        self._launches[first] += 1
+        name = f"{first}+{self._launches[first]}"
+        where = f"the device of {name} to be on a machine that is alive; no other may have room for it"
+        device = await waits.wait(where, self._cluster.find_place(self._specs[first], others))
+        await waits.wait(f"{first} to end", self.by_name[first].kill())
+        worker = self.by_name[first] = self._cluster.launch(replace(self._specs[first], name=name, device=device))
+        return worker
+
+    async def kill(self) -> None:
+        """Kill all workers, even if one of them fails to end."""
+        ends = await asyncio.gather(*(worker.kill() for worker in self.by_name.values()), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
 
 
 class Replacements(Generic[T]):
@@ -81,10 +140,9 @@ class Replacements(Generic[T]):
 
     def __init__(
         self,
-        cluster: Cluster,
+        workers: LaunchedWorkers,
         start: Callable[[Worker], Awaitable[T]],
         current: list[T],
-        undo: AsyncExitStack,
         *,
         timeouts: Timeouts,
         others: Sequence[int] = (),
@@ -95,23 +153,16 @@ class Replacements(Generic[T]):
         Args:
             start: brings a launched worker up.
             current: the workers so far; a replacement takes the place of the lost one there.
-            undo: kills, when it closes, the workers that were started as replacements.
             others: devices beside which a worker may be as well, where that of its own place is on no machine that
                 answers.
             measure: measures how far the probe of a new replica is from the trainer's, as the last step of a start.
         """
-        self._cluster = cluster
+        self._workers = workers
         self._start = start
         self.current = current
         self._others = others
         self._timeouts = timeouts
         self._measure = measure
-        self._places: dict[str, _ReplaceableWorker] = {}
-        undo.push_async_callback(self._kill)
-
-    def know(self, spec: WorkerSpec, worker: Worker) -> None:
-        """Register ``worker``, which may have to be replaced."""
-        self._places[spec.name] = _ReplaceableWorker(spec, worker)
 
     async def start(self, lost: str) -> T:
         """Start a worker in the place of ``lost``, under its own name. A replica serves nothing before it has received
@@ -119,49 +170,26 @@ class Replacements(Generic[T]):
 
         Raises `StallError` if it is not up in time, and what ``measure`` raises. The new worker is killed then.
         """
-        place = self._places[lost]
-        place.restarts += 1
-        first = place.spec.name.partition("+")[0]
         worker: Worker | None = None
-        name = f"{first}+{place.restarts}"
-        waiting_for = "its device to be on a machine that is alive; no other may have room for it"
+        waits = StartWaits()
         try:
             async with asyncio.timeout(self._timeouts.start_s) as limit:
-                device = await self._cluster.find_place(place.spec, self._others)
-                spec = replace(place.spec, name=name, device=device)
-                waiting_for = "it to start"
-                await place.worker.kill()  # one that was fenced off may still be there, and hold the device
-                place.worker = worker = self._cluster.launch(spec)
-                started = await self._start(worker)
+                worker = await self._workers.launch_again(lost, waits, self._others)
+                started = await waits.wait(f"{worker.name} to start", self._start(worker))
                 if self._measure is not None:
-                    waiting_for = "it to compute the log-probs of the probe"
-                    await self._measure([started])
-        except TimeoutError:
-            await _end(worker)
+                    await waits.wait("it to compute the log-probs of the probe", self._measure([started]))
+        except (TimeoutError, HeadwayError):
+            if worker is not None:  # it would hold its device to the end of the run
+                with suppress(HeadwayError):
+                    await worker.kill()
             if not limit.expired():
                 raise
             raise StallError(
-                f"{name}, which is to replace {lost}, was not up within {self._timeouts.start_limit()}: the "
-                f"driver waited for {waiting_for}"
+                f"the worker in the place of {lost} was not up within {self._timeouts.start_limit()}: the driver "
+                f"waited for {waits}"
             ) from None
-        except HeadwayError:
-            await _end(worker)
-            raise
-        del self._places[lost]
-        self._places[name] = _ReplaceableWorker(spec, worker, place.restarts)
         self.current[:] = [*(one for one in self.current if one.name != lost), started]
         return started
-
-    async def _kill(self) -> None:
-        """Kill the workers that were started as replacements."""
-        await concurrently(place.worker.kill() for place in self._places.values() if place.restarts)
-
-
-async def _end(worker: Worker | None) -> None:
-    """Kill ``worker``, if there is one: it did not start in full, and would hold its device to the end of the run."""
-    if worker is not None:
-        with suppress(HeadwayError):
-            await worker.kill()
 
 
 @dataclass(slots=True)

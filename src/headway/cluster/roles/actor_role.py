@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.roles.critic_role import WithCritic
-from headway.cluster.roles.weight_roles import Send, Sent, SentWeights, WeightSendRole
+from headway.cluster.roles.weight_roles import Send, Sent, SentWeights, WeightSendRole, transport_in
 from headway.cluster.snapshots import RankSnapshot
 from headway.cluster.worker_group import Collect, Dispatch, register
-from headway.config.transport_facts import TRANSPORTS, transport_of
+from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.training import StepContext, StepReport, TokenLoss
 from headway.data.interfaces.weights import GatherReport
 from headway.data.types import ColumnName, Outcomes, TrainSample
@@ -78,12 +78,9 @@ class ActorRole(WithCritic):
         """Return the manifest of the weights as receivers in ``dtype`` get them."""
         import torch
 
-        config = self._config
-        shared = config.cluster.placement == "shared"
-        transport = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
         # Kernels of several communicators, beside those that decode, would wait for each other on a receiver's device.
-        between_devices = through_devices(config, self._device)
-        most = 1 if between_devices else TRANSPORTS[transport].most_senders
+        between_devices = through_devices(self._config, self._device)
+        most = 1 if between_devices else TRANSPORTS[transport_in(self._config)].most_senders
         return self._engine.manifest(getattr(torch, dtype), most_senders=most)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -42,15 +43,29 @@ class FileProbe:
 
     async def leave_mark(self, mark: Path, text: str, make_directory: bool = False) -> str | None:
         """Write ``text`` to the file ``mark``. Returns why that failed, or None."""
-        return await asyncio.to_thread(_write, mark, text, make_directory)
+
+        def write() -> None:
+            if make_directory:
+                mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text(text, encoding="utf-8")
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
 
     async def sees_mark(self, mark: Path, text: str) -> bool:
         """Tell whether the file ``mark`` is there, and holds ``text``."""
-        return await asyncio.to_thread(_holds, mark, text)
+        try:
+            return await asyncio.to_thread(mark.read_text, encoding="utf-8") == text
+        except (OSError, UnicodeDecodeError):
+            return False
 
     async def remove_mark(self, mark: Path) -> None:
         """Remove the file ``mark``, if it is there and can be removed."""
-        await asyncio.to_thread(_remove, mark)
+        with suppress(OSError):  # some bytes under a hidden name are in nobody's way
+            await asyncio.to_thread(mark.unlink, missing_ok=True)
 
     async def model_files(self, path: str) -> dict[str, str] | None:
         """Return the `fingerprint` of the model's folder at ``path``; None where there is none."""
@@ -60,30 +75,6 @@ class FileProbe:
 def place(host: str) -> str:
     """Name this machine for messages: its own name, and its address ``host``."""
     return f"{socket.gethostname()} ({host})"
-
-
-def _write(mark: Path, text: str, make_directory: bool) -> str | None:
-    try:
-        if make_directory:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text(text, encoding="utf-8")
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
-
-
-def _holds(mark: Path, text: str) -> bool:
-    try:
-        return mark.read_text(encoding="utf-8") == text
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _remove(mark: Path) -> None:
-    try:
-        mark.unlink(missing_ok=True)
-    except OSError:
-        return  # some bytes under a hidden name are in nobody's way
 
 
 class Role:

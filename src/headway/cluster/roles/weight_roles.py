@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config.schema import Config
+from headway.config.transport_facts import transport_of
 from headway.data.interfaces.weights import GatherReport, SendReport, changed_of_all
 from headway.engines.weights.protocols import (
     EndContext,
@@ -45,6 +46,12 @@ if TYPE_CHECKING:
 
 Left = tuple[StoredVersion | None, ...] | HostCopy
 """What a receiver is given: the parcel of each sender, with a stored transport, or another process's copy."""
+
+
+def transport_in(config: Config) -> str:
+    """Return the transport of a run, where ``param_update.transport`` may be ``auto``."""
+    shared = config.cluster.placement == "shared"
+    return transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
 
 
 class WeightInbox:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from headway.cluster.roles.weight_roles import Send, Sent, SentWeights
+from headway.cluster.roles.weight_roles import Send, Sent, SentWeights, transport_in
 from headway.cluster.weight_sync.host_weights import HostWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
+from headway.config.sizing.placement import LOGP
 from headway.config.sizing.timeouts import Timeouts
-from headway.config.transport_facts import TRANSPORTS, transport_of
+from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.devices import CPU
 from headway.engines.weights.protocols import Address, Link, TransportAddress, make_link, through_devices
@@ -53,50 +54,10 @@ class WeightPaths(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeSettings:
-    transport: str
-    streamed: bool
-    """True where sender and receivers run at the same time."""
-    apart: bool
-    """True where each receiver gets weights by itself, from a copy."""
-    with_delta: bool
-    verify: bool
-    """True where the trainer's log-probs of the probe come with each version."""
-    timeouts: Timeouts
-    address: Address | None
-    device: str
-    directory: Path | None
-
-
-def exchange_settings(
-    config: Config, address: Address | None, device: str, directory: Path | None, timeouts: Timeouts
-) -> ExchangeSettings:
-    """Return the settings for ``param_update.*``. ``address``: the trainer's store; ``device``: that of the workers."""
-    update = config.param_update
-    transport = transport_of(update.transport, backend=config.cluster.backend, shared=False)
-    apart = update.schedule == "overlapped"
-    return ExchangeSettings(
-        transport=transport,
-        streamed=TRANSPORTS[transport].streamed,
-        apart=apart,
-        with_delta=update.encoding == "delta",
-        verify=update.verify,
-        timeouts=timeouts,
-        address=address,
-        device=device if through_devices(config, device) else CPU.name,
-        directory=directory,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _ReceiverState:
-    name: str
-    members: tuple[tuple[Worker, HostWeights], ...]
+class _Receiver:
+    dtype: str
+    members: list[tuple[Worker, HostWeights]]
     """Its workers, each with the copy that it loads from: several hold the policy together."""
-
-    @property
-    def dtype(self) -> str:
-        return self.members[0][1].dtype
 
 
 @dataclass(slots=True)
@@ -125,12 +86,38 @@ class _PublishedCopy:
 class WeightSync:
     """Transfers from the trainer's ranks to every receiver, by transports to other processes (and ``local``)."""
 
-    def __init__(self, actor: WorkerGroup, settings: ExchangeSettings, manifests: Mapping[str, Manifest]) -> None:
-        """Create the exchange, without receivers. ``manifests``: layout of the weights by served dtype."""
+    def __init__(
+        self,
+        actor: WorkerGroup,
+        config: Config,
+        manifests: Mapping[str, Manifest],
+        *,
+        address: Address | None,
+        device: str,
+        directory: Path | None,
+        timeouts: Timeouts,
+    ) -> None:
+        """Create the exchange, without receivers.
+
+        Args:
+            manifests: layout of the weights by served dtype.
+            address: the trainer's store.
+            device: that of the workers.
+            directory: place where a transport that uses files leaves them.
+        """
+        update = config.param_update
         self._actor = actor
-        self._settings = settings
+        self._config = config
         self._manifests = manifests
-        self._receivers: dict[str, _ReceiverState] = {}
+        self._address, self._directory, self._timeouts = address, directory, timeouts
+        self._transport = transport_in(config)
+        self._streamed = TRANSPORTS[self._transport].streamed
+        """True where sender and receivers run at the same time."""
+        self._apart = update.schedule == "overlapped"
+        """True where each receiver gets weights by itself, from a copy."""
+        self._device = device if through_devices(config, device) else CPU.name
+        """Device between which buckets go; then a replica of the native engine has them there for itself."""
+        self._receivers: dict[str, _Receiver] = {}
         self._copies: dict[str, HostWeights] = {}
         self._connections: dict[str, _TransportConnection] = {}
         self._published: dict[str, _PublishedCopy] = {}
@@ -139,29 +126,31 @@ class WeightSync:
         """Locks by link key, held while a link is opened, or used to send where several copies share it."""
         self._generation = 0
 
-    def add(self, name: str, workers: Sequence[Worker], dtype: str, copies: Sequence[str]) -> None:
+    async def add(self, name: str, workers: Sequence[Worker], dtype: str) -> None:
         """Add a receiver that may be reached from now on, with weights in ``dtype``: one worker, or several that hold a
-        copy of the policy together.
-
-        ``copies``: name of the copy that each worker loads from; workers of a machine share one by giving it one name.
+        copy of the policy together. A replacement takes the place of the receiver before it.
         """
-        keys = [f"{dtype}/{copy}" for copy in copies]
-        self._receivers[name] = _ReceiverState(
-            name,
-            tuple(
-                (worker, self._copies.setdefault(key, self._copy(key, dtype)))
-                for worker, key in zip(workers, keys, strict=True)
-            ),
+        keys = [f"{dtype}/{copy}" for copy in await concurrently(self._copy_name(name, worker) for worker in workers)]
+        self._receivers[name] = _Receiver(
+            dtype, [(worker, self._copy(key, dtype)) for worker, key in zip(workers, keys, strict=True)]
         )
 
-    def _copy(self, key: str, dtype: str) -> HostWeights:
-        streamed, mapping_s = self._settings.streamed, self._settings.timeouts.mapping_s
-        return HostWeights(key, dtype, streamed=streamed, mapping_s=mapping_s, on_failure=self._broke)
+    async def _copy_name(self, receiver: str, worker: Worker) -> str:
+        """Return the name of the copy of the weights that ``worker`` loads from: one for its machine, or its own."""
+        rollout = self._config.rollout
+        alone = self._device != CPU.name or not rollout.enable_dual_buffer
+        if receiver != LOGP and rollout.name == "native" and alone:
+            return worker.name.partition("+")[0]  # a replacement takes over the links of the one that is gone
+        domain: str = await worker.call("memory_domain")
+        return f"{domain}/{LOGP}" if receiver == LOGP else domain
 
-    @property
-    def between_devices(self) -> bool:
-        """True where buckets go from device to device, and a replica of the native engine has them there for itself."""
-        return self._settings.device != CPU.name
+    def _copy(self, key: str, dtype: str) -> HostWeights:
+        if key not in self._copies:
+            mapping_s = self._timeouts.mapping_s
+            self._copies[key] = HostWeights(
+                key, dtype, streamed=self._streamed, mapping_s=mapping_s, on_failure=self._broke
+            )
+        return self._copies[key]
 
     def copy_of(self, name: str) -> str:
         """Return what `PolicyReceiver.copy` of a receiver is."""
@@ -169,7 +158,7 @@ class WeightSync:
 
     def trainer_restarted(self, address: Address | None) -> None:
         """Meet other ranks from now on, whose store is at ``address``. They know nothing of what was sent before."""
-        self._settings = replace(self._settings, address=address)
+        self._address = address
         self._connections.clear()
         self._published.clear()
         for copy in self._copies.values():
@@ -195,7 +184,7 @@ class WeightSync:
         """Return the copies by key of their link: one per copy with a stream to itself, else one for all of a dtype."""
         found: dict[str, list[HostWeights]] = {}
         for copy in self._copies_of(names):
-            key = copy.key if self._settings.streamed and self._settings.apart else copy.dtype
+            key = copy.key if self._streamed and self._apart else copy.dtype
             found.setdefault(key, []).append(copy)
         return found
 
@@ -203,7 +192,7 @@ class WeightSync:
         async with self._turn(key):
             connection = self._connections.get(key)
             owners = [copy.owner for copy in copies if copy.owner is not None]
-            if self._settings.streamed:
+            if self._streamed:
                 if connection is None or connection.broken or connection.owners != owners:
                     await self._meet(key, copies, owners)
             elif connection is None:
@@ -240,21 +229,20 @@ class WeightSync:
 
     def _links(self, dtype: str, owners: Sequence[Worker]) -> list[Link]:
         """Make a link for each rank that sends a share."""
-        settings = self._settings
         links = []
         for rank, share in zip(self._actor.workers, self._manifests[dtype].shares(), strict=False):
             self._generation += 1
             meeting = TransportAddress(
                 manifest=share,
                 receivers=tuple(worker.name for worker in owners),
-                timeout_s=settings.timeouts.transport_s,
+                timeout_s=self._timeouts.transport_s,
                 sender=rank.name,
-                address=settings.address,
+                address=self._address,
                 generation=self._generation,
-                device=settings.device,
-                directory=settings.directory,
+                device=self._device,
+                directory=self._directory,
             )
-            links.append(make_link(settings.transport, meeting))
+            links.append(make_link(self._transport, meeting))
         return links
 
     # ------------------------------------------------------------------------------------------ sending
@@ -264,7 +252,9 @@ class WeightSync:
         by_link = self._by_link(names)
         sends = [Send(copies[0].dtype, key, self._base(copies)) for key, copies in by_link.items()]
         with self._failing([copy for copies in by_link.values() for copy in copies]):
-            weights: SentWeights = await self._actor.send_weights(version, sends, False, self._settings.verify)
+            weights: SentWeights = await self._actor.send_weights(
+                version, sends, False, self._config.param_update.verify
+            )
         results = [sent for sent in weights.sent if sent is not None]
         for sent, copies in zip(results, by_link.values(), strict=True):
             _tell(copies, sent)
@@ -274,7 +264,7 @@ class WeightSync:
 
     async def gather(self, version: int) -> GatherReport:
         """Gather a version into the ranks' copies, as `OverlappingTrainEngine.gather_weights` does."""
-        report: GatherReport = await self._actor.gather_weights(version, self._settings.verify)
+        report: GatherReport = await self._actor.gather_weights(version, self._config.param_update.verify)
         self._published.clear()
         return report
 
@@ -282,7 +272,7 @@ class WeightSync:
         """Send the ranks' copies, as `OverlappingTrainEngine.send_gathered` does."""
         copies = self._copies_of(names)
         with self._failing(copies):
-            if self._settings.streamed:
+            if self._streamed:
                 by_link = self._by_link(names).items()
                 sent = await concurrently(self._send_copies(version, key, of_link) for key, of_link in by_link)
             else:
@@ -335,7 +325,7 @@ class WeightSync:
     def _base(self, copies: Sequence[HostWeights]) -> int | None:
         """Return the version that all ``copies`` hold, where a delta may be sent to them; None otherwise."""
         held = {copy.holds for copy in copies}
-        return held.pop() if self._settings.with_delta and len(held) == 1 else None
+        return held.pop() if self._config.param_update.encoding == "delta" and len(held) == 1 else None
 
     @contextmanager
     def _failing(self, copies: Sequence[HostWeights]) -> Iterator[None]:
@@ -357,7 +347,7 @@ class WeightSync:
 
     def _broke(self, owner: Worker) -> None:
         """Have links at which ``owner`` failed made anew, where the ends depend on each other."""
-        if self._settings.streamed:
+        if self._streamed:
             for connection in self._connections.values():
                 connection.broken |= owner in connection.owners
 
