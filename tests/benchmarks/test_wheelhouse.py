@@ -128,7 +128,7 @@ def test_the_inline_path_imports_nothing_that_is_left_out() -> None:
 import sys
 sys.modules.update(dict.fromkeys({left_out!r}))  # importing one of them raises ImportError
 import headway.api.run, headway.cli, headway.cluster.backend, headway.cluster.inline_cluster, headway.cluster.startup
-import headway.cluster.roles.actor_role, headway.cluster.roles.rollout_role, headway.engines.rollout.native.engine
+import headway.cluster.roles.training_roles, headway.cluster.roles.rollout_role, headway.engines.rollout.native.engine
 import headway.engines.train.fsdp.engine, headway.agents.rewards.mathematics, headway.agents.rewards.scorers
 import headway.api.sft.warmup, headway.runtime.workers.worker_main
 from pathlib import Path

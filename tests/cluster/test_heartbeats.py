@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from headway.cluster.role_host import RoleHost
-from headway.cluster.roles.logprob_role import RefRole
+from headway.cluster.roles.training_roles import RefRole
 from headway.config.schema import Config
 from headway.engines.weights.transports import process_group
 from headway.runtime.progress import Heartbeat, advance

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.cluster.roles.actor_role import ActorRole
-from headway.cluster.roles.critic_role import CriticRole
-from headway.cluster.roles.logprob_role import LogpRole, RefRole
+from headway.cluster.roles.training_roles import ActorRole, CriticRole, LogpRole, RefRole
 from headway.cluster.worker_engines import TrainGroup, critic_of, reference_of
 from headway.cluster.worker_group import WorkerGroup, proxy, registered
 from headway.data.interfaces.rollout import OnUpdate, RolloutEngine

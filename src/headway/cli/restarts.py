@@ -20,7 +20,7 @@ from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.run_directory import RunDirectory
 from headway.runtime.process_tree import IMPORTS_AS_HERE, adopt_orphans, end_children, python_command
 from headway.runtime.signals import Repeats, handled, interrupting_signals
-from headway.runtime.workers.worker_process import end_text
+from headway.runtime.workers.user_code_worker import end_text
 
 HEADWAY = (
     f"{IMPORTS_AS_HERE}import signal; from headway.runtime.process_tree import die_with; "

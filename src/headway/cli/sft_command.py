@@ -41,7 +41,7 @@ def sft(
             check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
         else:
             loaded = load_checked(config, given, supervised=True)
-        from headway.api.run.run_execution import set_math_environment
+        from headway.api.run.new_run import set_math_environment
         from headway.cluster.machine.worker_setup import importing
 
         set_math_environment(loaded.config)

@@ -55,8 +55,8 @@ class SnapshotMemory:
 class RankSnapshot:
     """Rank's end: sends the copy of its state to a keeper, and brings it back. Raises `RunError` where that fails."""
 
-    def __init__(self, learners: Callable[[], Sequence[Learner]]) -> None:
-        self._learners = learners
+    def __init__(self) -> None:
+        self.learners: list[Learner] = []
 
     async def send(self, rank: int, version: int, keeper: Peer) -> None:
         """Send the copy."""
@@ -71,19 +71,19 @@ class RankSnapshot:
                 raise RunError("its keeper does not have it")
             chunk[:] = data
 
-        for learner in self._learners():
+        for learner in self.learners:
             await asyncio.to_thread(learner.copy_state)
         await self._each(keeper, get)
 
     def restore(self) -> None:
         """Set the state to the copy."""
-        for learner in self._learners():
+        for learner in self.learners:
             learner.restore_copy()
 
     async def _each(self, keeper: Peer, do: Callable[[int, memoryview], Awaitable[object]]) -> None:
         try:
             with ExitStack() as copies:
-                views = [view for one in self._learners() for view in copies.enter_context(one.copy_bytes())]
+                views = [view for one in self.learners for view in copies.enter_context(one.copy_bytes())]
                 chunks = (view[start : start + CHUNK] for view in views for start in range(0, len(view), CHUNK))
                 for index, chunk in enumerate(chunks):
                     async with asyncio.timeout(SNAPSHOT_S):

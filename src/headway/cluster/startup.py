@@ -24,9 +24,8 @@ from headway.cluster.machine.token_files import (
     token_directory,
 )
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
-from headway.cluster.roles.fused_role import FusedRole
 from headway.cluster.roles.role import FileProbe
-from headway.cluster.roles.rollout_role import RolloutRole
+from headway.cluster.roles.rollout_role import FusedRole, RolloutRole
 from headway.cluster.roles.weight_roles import transport_in
 from headway.cluster.shared_filesystem import SharedFilesystem
 from headway.cluster.snapshots import Snapshots

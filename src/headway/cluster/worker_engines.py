@@ -21,7 +21,7 @@ from headway.config.sizing.placement import LOGP
 from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, Group
 from headway.data.interfaces.rollout import Capabilities, RolloutEngine
 from headway.data.interfaces.training import CriticEngine, LogProbEngine, TrainEngine
-from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
+from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import AnyColumn, ColumnName, Outcomes, TrainSample
 from headway.errors import HeadwayError
 from headway.runtime.task_groups import concurrently
@@ -38,7 +38,8 @@ class TrainGroup:
         self.train_step, self.copy_state = engine.train_step, engine.copy_state
         self.save, self.load = engine.save, engine.load
         self.begin_batch, self.end_batch = engine.begin_batch, engine.end_batch
-        self._paths = paths
+        self.reach, self.send_weights = paths.reach, paths.send
+        self.gather_weights, self.send_gathered = paths.gather, paths.send_gathered
         self._with_returns = with_returns
 
     async def advantages(self, samples: Sequence[TrainSample], outcomes: Outcomes) -> dict[str, Sequence[AnyColumn]]:
@@ -52,18 +53,6 @@ class TrainGroup:
         if numbers is None:
             return {ColumnName.ADVANTAGES: await self._ranks.advantages(samples, outcomes)}
         return {ColumnName.ADVANTAGES: numbers[outcomes.episode_of].tolist()}
-
-    async def reach(self, receivers: Sequence[str]) -> None:
-        await self._paths.reach(receivers)
-
-    async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
-        return await self._paths.send(version, receivers)
-
-    async def gather_weights(self, version: int) -> GatherReport:
-        return await self._paths.gather(version)
-
-    async def send_gathered(self, version: int, receivers: Sequence[str]) -> SendReport:
-        return await self._paths.send_gathered(version, receivers)
 
     async def export(self, path: Path) -> None:
         await self._engine.export(path)

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.cluster.machine.token_files import TokenPlace
-from headway.cluster.roles.actor_role import ActorRole
-from headway.cluster.roles.critic_role import CriticRole
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
-from headway.cluster.roles.fused_role import FusedRole
-from headway.cluster.roles.logprob_role import LogpRole, RefRole
-from headway.cluster.roles.rollout_role import RolloutRole
+from headway.cluster.roles.rollout_role import FusedRole, RolloutRole
+from headway.cluster.roles.training_roles import ActorRole, CriticRole, LogpRole, RefRole
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, DeviceGroup, NodeShare, Placement

@@ -98,7 +98,7 @@ class StartWaits:
 
 
 class LaunchedWorkers:
-    """Workers that a run has now, by their first names: ``rollout-1+2`` is the second one in the place of ``rollout-1``."""
+    """Workers that a run has now, by their first names: ``rollout-1+2`` is the second in the place of ``rollout-1``."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future as ConcurrentFuture
+from threading import Thread
 from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -32,6 +34,21 @@ async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs:
 def failure_ignored(future: asyncio.Future[T]) -> asyncio.Future[T]:
     """Mark the failure of ``future`` as seen, so that asyncio never logs it as unretrieved. Returns it."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
+    return future
+
+
+def in_daemon_thread(name: str, function: Callable[[], T]) -> ConcurrentFuture[T]:
+    """Call ``function`` in a new thread, for which the end of the process does not wait. Returns its future result."""
+    future: ConcurrentFuture[T] = ConcurrentFuture()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as failure:
+            future.set_exception(failure)
+
+    Thread(target=work, name=name, daemon=True).start()
     return future
 
 

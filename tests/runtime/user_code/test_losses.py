@@ -13,7 +13,7 @@ import pytest
 
 from headway.errors import RunnerLost
 from headway.runtime.process_tree import descendants
-from headway.runtime.workers import worker_process as process
+from headway.runtime.workers import user_code_worker as process
 from headway.runtime.workers.worker_pool import WorkerPool
 from tests.runtime.user_code.test_workers import ended, workers_of
 

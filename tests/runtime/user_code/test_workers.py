@@ -17,7 +17,7 @@ import pytest
 from headway.errors import ConfigError, RunError, RunnerLost, UserCodeError, UserCodeFailed, WorkerDied
 from headway.runtime import frames
 from headway.runtime.process_tree import descendants
-from headway.runtime.workers import worker_process as process_module
+from headway.runtime.workers import user_code_worker as process_module
 from headway.runtime.workers.worker_pool import WorkerPool
 from tests.runtime.user_code.code import CodeSpec
 

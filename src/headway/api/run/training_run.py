@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil
@@ -40,7 +39,7 @@ from headway.reports.checkpoint_folders import Checkpoints, Retention, version_o
 from headway.reports.report_manager import Reports
 from headway.reports.run_directory import RunDirectory
 from headway.runtime.signals import signals_handled
-from headway.runtime.task_groups import end, failure_ignored
+from headway.runtime.task_groups import end, failure_ignored, in_daemon_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,14 +111,6 @@ LEAVING_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeStart:
-    """Start of a resumed run: what it resumes from."""
-
-    version: int
-    """Version of the checkpoint that the run resumes from."""
-
-
-@dataclass(frozen=True, slots=True)
 class StartingModel:
     """Model that a run starts from."""
 
@@ -151,8 +142,7 @@ async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float,
     Raises:
         StallError: for ``stall_s`` seconds there was neither a step nor an answer.
     """
-    loop, moved, left = asyncio.get_running_loop(), time.monotonic(), False
-    ended: asyncio.Future[None] = failure_ignored(loop.create_future())
+    moved, left = time.monotonic(), False
 
     def go_on() -> None:
         nonlocal moved
@@ -160,18 +150,9 @@ async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float,
         if left:
             raise asyncio.InvalidStateError("the run ended while its model was warmed up")
 
-    def work() -> None:
-        try:
-            warm_up(go_on)
-        except BaseException as failure:
-            tell = partial(ended.set_exception, failure)
-        else:
-            tell = partial(ended.set_result, None)
-        with suppress(RuntimeError):  # nobody waits any more, and the loop is closed
-            loop.call_soon_threadsafe(tell)
-
     # User code may hang in it: a thread of the loop's executor would be waited for when the process ends.
-    threading.Thread(target=work, name="headway-warm-up", daemon=True).start()
+    warming = in_daemon_thread("headway-warm-up", partial(warm_up, go_on))
+    ended = failure_ignored(asyncio.wrap_future(warming))
     try:
         while not ended.done():
             if (patience := moved + stall_s - time.monotonic()) <= 0:
@@ -184,6 +165,7 @@ async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float,
     finally:
         left = True
         if not (await asyncio.wait([ended], timeout=LEAVING_S))[0]:
+            ended.cancel()  # nothing of it comes to the loop any more
             text = f"the warm-up did not end within {LEAVING_S:g} s, and was left: its task, or a step, takes longer"
             reports.emit(Note(time=time.monotonic(), level="warning", text=text))
 
@@ -197,10 +179,12 @@ class TrainingRun:
         rows: Rows,
         model: StartingModel,
         reports: Reports,
-        start: ResumeStart | None = None,
+        start: int | None = None,
         uploader: StorageUploader | None = None,
     ) -> None:
-        """Prepare a run. ``start``: None for a run that begins anew. ``uploader``: None for a run without storage."""
+        """Prepare a run. ``start``: version of the checkpoint that it resumes from; None for one that begins anew.
+        ``uploader``: None for a run without storage.
+        """
         self._config = config
         self._rows = rows
         self._model = model
@@ -360,7 +344,7 @@ class TrainingRun:
             reports.directory.profiles,
             reports.emit,
             reports.since_first,
-            version=0 if self._start is None else self._start.version,
+            version=self._start or 0,
             remark=None if ours else f"replicas are not profiled: {engine} computes in processes of its own",
         )
 
@@ -392,13 +376,13 @@ class TrainingRun:
                 )
                 self._reports.emit(event)
 
-    async def _load(self, workers: Workers, start: ResumeStart) -> Taken:
+    async def _load(self, workers: Workers, version: int) -> Taken:
         """Load the checkpoint into trainer and critic. Returns the driver's part of it."""
-        self._reports.phase("loading the checkpoint", f"version {start.version}")
+        self._reports.phase("loading the checkpoint", f"version {version}")
         checkpoints = Checkpoints(self._reports.directory.checkpoints)
-        taken = await workers.train.load(checkpoints.actor(start.version))
+        taken = await workers.train.load(checkpoints.actor(version))
         if workers.critic is not None:
-            await workers.critic.load(checkpoints.critic(start.version))
+            await workers.critic.load(checkpoints.critic(version))
         return taken
 
 

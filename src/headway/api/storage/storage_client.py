@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 from headway.errors import ConfigError, said_by
+from headway.runtime.task_groups import in_daemon_thread
 
 OPERATION_S = 60.0
 """Seconds that an operation may take, apart from its bytes."""
@@ -50,14 +50,10 @@ class StorageClient:
             self._fs, self._root = fsspec.url_to_fs(
                 self.url, use_listings_cache=False, skip_instance_cache=True, **options
             )
-        except ImportError as cause:
-            todo = "install it with pip install 'headway[storage]'" if options else "install it"
+        except (ImportError, ValueError) as cause:
             raise ConfigError(
-                f"run.storage={url} needs a package that is not installed here ({cause}); {todo}"
-            ) from None
-        except ValueError as cause:
-            raise ConfigError(
-                f"run.storage={url}: {cause}; expected the path of a directory, or a URL like s3://bucket/run"
+                f"run.storage={url} cannot be used here: {cause}; expected the path of a directory, or a URL like "
+                "s3://bucket/run, which needs pip install 'headway[storage]'"
             ) from None
         self.directory = Path(self._root) if is_directory else None
         """The directory; None for an object store."""
@@ -121,24 +117,11 @@ class StorageClient:
 
     def _within(self, limit_s: float, operation: Callable[[], R]) -> R:
         """Return what ``operation`` returns. Raises `TimeoutError` after ``limit_s``: its thread is then left alone."""
-        before, future = self._last, Future[R]()
-
-        def work() -> None:
-            try:
-                future.set_result(operation())
-            except BaseException as failure:
-                future.set_exception(failure)
-
-        try:
-            if before is not None:
-                before.exception(limit_s)
-            self._last = future
-            Thread(target=work, name="headway-storage-operation", daemon=True).start()
-            return future.result(limit_s)
-        except TimeoutError:
-            if future.done():
-                raise
-            raise TimeoutError(f"the storage did not answer for {limit_s:.0f} s") from None
+        if self._last is None or wait([self._last], limit_s).done:
+            self._last = future = in_daemon_thread("headway-storage-operation", operation)
+            if wait([future], limit_s).done:
+                return future.result()
+        raise TimeoutError(f"the storage did not answer for {limit_s:.0f} s")
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else str(self._root)

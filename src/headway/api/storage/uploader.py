@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread
 
@@ -163,13 +164,15 @@ class StorageUploader:
         """Tell what is new: a checkpoint that is there, or a ``reason`` why something is not."""
         if version is None and reason == self._reason:
             return
-        if (reason is None) != (self._reason is None):
-            has = "has everything again" if reason is None else f"lacks what was closed last: {reason}"
-            text = f"run.storage={self._store.url} {has}"
-            level = "info" if reason is None else "warning"
-            self._reports.emit(Note(time=time.monotonic(), level=level, text=text))
+        changed = (reason is None) != (self._reason is None)
         self._reason, self._version = reason, self._version if version is None else version
-        self._reports.emit(StorageReached(time=time.monotonic(), version=self._version, reason=reason))
+        with suppress(ValueError):  # the record is closed already
+            if changed:
+                has = "has everything again" if reason is None else f"lacks what was closed last: {reason}"
+                level = "info" if reason is None else "warning"
+                text = f"run.storage={self._store.url} {has}"
+                self._reports.emit(Note(time=time.monotonic(), level=level, text=text))
+            self._reports.emit(StorageReached(time=time.monotonic(), version=self._version, reason=reason))
 
     def send_changes(self) -> None:
         """Make one pass. Raises what the storage raises, and `UserError` where it is not this process's any more."""
@@ -218,8 +221,8 @@ class StorageUploader:
             there = sum(nbytes for _, nbytes in pieces or ())
             if pieces is None or there > size or (not grows and self._marks.get(name) != mark):
                 self._obsolete += [piece for piece, _ in pieces or ()]
-                pieces, there = self._files.setdefault(name, []), 0
-                pieces.clear()
+                pieces = self._files[name] = []
+                there = 0
             with path.open("rb") as file:
                 while there < size:
                     end = min(there + PIECE, size)

@@ -49,7 +49,8 @@ class RayCluster:
         """Context that redirects what Ray reports to a log of the run, until it is closed."""
         self._node: RayNode | None = None
         """Ray node that this run started; None where the run joined a cluster."""
-        self._launched: list[RayWorker] = []
+        self._launched: dict[str, RayWorker] = {}
+        """Workers by their first names: those of now."""
         self._deadline: float | None = None
         """Time on the event loop's clock by which the whole start has to be over."""
         self._pool: ResourcePool | None = None
@@ -76,10 +77,8 @@ class RayCluster:
         return self._device
 
     async def reserve(self, plan: ClusterPlan) -> None:
-        self._check_enough_gpus(plan)
         self._check_enough_memory(plan)
-        if self._deadline is None:
-            raise RunError("devices can be reserved only after the cluster has answered")
+        assert self._deadline is not None, "devices are reserved after the cluster has answered"
         left = max(0.0, self._deadline - asyncio.get_running_loop().time())
         self._pool = await ResourcePool.reserve(
             plan.shares,
@@ -91,18 +90,16 @@ class RayCluster:
 
     async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
         """Wait as `Cluster.find_place` does. A device of a lost machine moves to another that has room."""
-        if self._pool is None:
-            return spec.device
+        assert self._pool is not None, "a worker is replaced on devices that were reserved"
         return await self._pool.find_place(spec.device, others, move=not spec.beside)
 
     def launch(self, spec: WorkerSpec) -> RayWorker:
-        if self._pool is None:
-            raise RunError("workers can be launched only after devices were reserved for them")
+        assert self._pool is not None, "workers are launched after devices were reserved for them"
         log_file = (self._run_dir / "logs" / f"{spec.name}.log").absolute()
         settings = ProcessSettings(spec.name, spec.threads, log_file, sharing=self._pool.sharing(spec.device))
         options = self._pool.options(spec.device, beside=spec.beside)
         worker = RayWorker(settings, spec, self._device, options, self._node)
-        self._launched.append(worker)
+        self._launched[spec.name.partition("+")[0]] = worker
         return worker
 
     async def died(self) -> NoReturn:
@@ -130,9 +127,9 @@ class RayCluster:
             if node is None:
                 ray.shutdown()
                 return
-            if any(worker.pid is None for worker in self._launched):  # one process did not start
+            if any(worker.pid is None for worker in self._launched.values()):  # one process did not start
                 node.keep_logs()
-            node.leave(max((worker.killed_s for worker in self._launched), default=KILLED_S))
+            node.leave(max((worker.killed_s for worker in self._launched.values()), default=KILLED_S))
         finally:
             self._messages.close()
 
@@ -159,16 +156,6 @@ class RayCluster:
             )
         self._node = RayNode(Path(context.address_info["session_dir"]), self._run_dir.absolute() / "logs" / "ray")
 
-    def _check_enough_gpus(self, plan: ClusterPlan) -> None:
-        """Raise `ConfigError` if this machine has too few GPUs for ``plan``. A joined cluster may grow: not checked."""
-        needed, there = sum(len(share.devices) for share in plan.shares), _gpus()
-        if kind_of(self._device).ray_resource and self._config.cluster.address is None and needed > there:
-            raise ConfigError(
-                f"the run needs {needed} GPUs, for {', '.join(spec.name for spec in plan.workers)}, and this machine "
-                f"has {there:g}. Set cluster.device=cpu, or ask for fewer "
-                "(trainer.n_gpus_per_node, rollout.n_gpus_per_node)"
-            )
-
     def _check_enough_memory(self, plan: ClusterPlan) -> None:
         """Check that memory is enough: nothing else bounds processes on the CPU, and a full machine is silent."""
         there = _resource("memory")
@@ -187,10 +174,6 @@ class RayCluster:
         )
 
 
-def _gpus() -> float:
-    return _resource("GPU")
-
-
 def _resource(name: str) -> float:
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return resources.get(name, 0)
@@ -206,7 +189,7 @@ async def check_answers(address: str, timeout_s: float) -> None:
     of its own first.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
-    listens = await check_listens(address, timeout_s)
+    await check_listens(address, timeout_s)
     probe = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _PROBE, address, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
@@ -214,9 +197,8 @@ async def check_answers(address: str, timeout_s: float) -> None:
         async with asyncio.timeout_at(deadline):
             _, errors = await probe.communicate()
     except TimeoutError:
-        but = "something listens there, but " if listens else ""
         raise ConfigError(
-            f"cluster.address={address}: {but}no Ray cluster answered within {timeout_s:g} s "
+            f"cluster.address={address}: no Ray cluster answered within {timeout_s:g} s "
             "(cluster.start_timeout_s). Give the address that `ray start --head` printed"
         ) from None
     finally:

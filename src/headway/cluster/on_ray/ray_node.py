@@ -22,11 +22,11 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import ray
 import ray._private.services as starting
@@ -123,10 +123,19 @@ def remove_session(session: Path) -> None:
             latest.unlink()
 
 
-TAKES = "set_sigterm_handler"
-"""Name of the function with which `ray.init` replaces SIGTERM's handler: ``(handler)``."""
-STARTS = "ConsolePopen"
-"""Name in Ray of the `subprocess.Popen` with which each of Ray's processes on this machine is started."""
+@contextmanager
+def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Have what ``make`` makes of a function of Ray's in its place until the block ends. Does nothing where this
+    version of Ray has none of that name.
+    """
+    before = getattr(module, name, None)
+    if before is not None:
+        setattr(module, name, make(before))
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(module, name, before)
 
 
 @contextmanager
@@ -136,27 +145,15 @@ def sigterm_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
-    takes = getattr(taking, TAKES, None)
-    if takes is not None:
-        setattr(taking, TAKES, lambda handler: None)
     try:
-        yield
+        with replaced(taking, "set_sigterm_handler", lambda takes: lambda handler: None):
+            yield
     finally:
-        if takes is not None:
-            setattr(taking, TAKES, takes)
         signal.signal(signal.SIGTERM, before)  # above all for the system, which would call the core's handler
         signal.siginterrupt(signal.SIGTERM, False)  # the same as an event loop's
 
 
-@contextmanager
-def sessions_of_their_own() -> Iterator[None]:
+def sessions_of_their_own() -> AbstractContextManager[None]:
     """Let the processes that Ray starts in the block lead sessions, which no signal to this process's group reaches."""
-    starts = getattr(starting, STARTS, None)
-    if starts is None:
-        yield
-        return
-    setattr(starting, STARTS, partial(starts, start_new_session=True))
-    try:
-        yield
-    finally:
-        setattr(starting, STARTS, starts)
+    # A `subprocess.Popen`, with which each of Ray's processes on this machine is started.
+    return replaced(starting, "ConsolePopen", lambda starts: partial(starts, start_new_session=True))

@@ -23,7 +23,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,7 +44,7 @@ from headway.cluster.calls.worker_connections import (
 from headway.cluster.machine.child_processes import Watched
 from headway.cluster.machine.token_files import TokenPart, read_rows
 from headway.cluster.machine.worker_setup import ProcessSettings, importing, set_up_process
-from headway.cluster.on_ray.ray_node import RayNode
+from headway.cluster.on_ray.ray_node import RayNode, replaced
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.role import place
 from headway.cluster.worker_plan import WorkerSpec
@@ -435,17 +435,8 @@ def _described(node: str) -> dict[str, Any] | None:
     return next((known for known in nodes if known["NodeID"] == node), None)
 
 
-PRINTS = "print_to_stdstream"
-"""Name of Ray's printing function: ``(data, ignore_prefix)``, in a thread of Ray's; ``data["lines"]`` is printed."""
-
-
-@contextmanager
-def messages_in(log_file: Path) -> Iterator[None]:
+def messages_in(log_file: Path) -> AbstractContextManager[None]:
     """Append Ray's messages to ``log_file`` until the block ends. The file is made with the first one."""
-    if not hasattr(printing, PRINTS):
-        yield
-        return
-    before = getattr(printing, PRINTS)
 
     def keep(data: Mapping[str, Any], *_: object, **__: object) -> None:
         with suppress(OSError):  # a full disk would end Ray's thread, with a message on the terminal
@@ -453,8 +444,4 @@ def messages_in(log_file: Path) -> Iterator[None]:
             with log_file.open("a", encoding="utf-8") as file:
                 file.writelines(f"{time.strftime('%H:%M:%S')}  {line}\n" for line in data["lines"])
 
-    setattr(printing, PRINTS, keep)
-    try:
-        yield
-    finally:
-        setattr(printing, PRINTS, before)
+    return replaced(printing, "print_to_stdstream", lambda prints: keep)

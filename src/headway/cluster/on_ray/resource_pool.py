@@ -17,9 +17,10 @@ shares: trainer 0, trainer 1, rollout 0       nodes: a (8 free), b (4 free)
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import floor
 from typing import Any
 
@@ -56,83 +57,67 @@ def assign_nodes(shares: Sequence[NodeShare], nodes: Sequence[Node]) -> dict[int
     and tokens stay near; among those that suit, the first ones, each with the shares of like index.
     """
     largest_first = sorted(shares, key=lambda share: -len(share.devices))
-    needed = sum(len(share.devices) for share in shares)
     least = max(Counter(share.owner for share in shares).values(), default=0)
     for most in range(least, min(len(nodes), len(shares)) + 1):
-        if sum(sorted((node.free for node in nodes), reverse=True)[:most]) < needed:
-            continue
-        if (found := _Search(largest_first, nodes, most).run()) is not None:
-            return {device: node for share, node in found for device in share.devices}
+        if (found := _search(largest_first, nodes, most)) is not None:
+            return {device: node for node, there in found.items() for share in there for device in share.devices}
     return None
 
 
-class _Search:
-    """Depth-first search for nodes, at most ``most`` of them, for shares in their order."""
+def _search(shares: Sequence[NodeShare], nodes: Sequence[Node], most: int) -> dict[str, list[NodeShare]] | None:
+    """Search depth-first for nodes, at most ``most`` of them, for shares in their order. Returns the shares of each
+    node that is used, in the order in which nodes came into use.
+    """
+    free = {node.id: node.free for node in nodes}
+    if sum(sorted(free.values())[-most:]) < sum(len(share.devices) for share in shares):
+        return None
+    found: dict[str, list[NodeShare]] = {}
+    steps = count(1)
 
-    def __init__(self, shares: Sequence[NodeShare], nodes: Sequence[Node], most: int) -> None:
-        self._shares = shares
-        self._nodes = nodes
-        self._most = most
-        self._free = {node.id: node.free for node in nodes}
-        self._there: dict[str, list[NodeShare]] = {}
-        """Shares on each node that is used, in the order in which nodes came into use."""
-        self._steps = 0
+    def candidates(share: NodeShare) -> Iterator[str]:
+        """Nodes with room for ``share``: used ones first. Of nodes that are alike, the first alone."""
+        seen = set()
+        unused = [node for node in free if node not in found] if len(found) < most else []
+        for node in [*found, *unused]:
+            owners = frozenset(other.owner for other in found.get(node, ()))
+            alike = (free[node], owners)
+            if share.owner not in owners and free[node] >= len(share.devices) and alike not in seen:
+                seen.add(alike)
+                yield node
 
-    def run(self) -> list[tuple[NodeShare, str]] | None:
-        if not self._lay(0):
-            return None
-        return [(share, node) for node, there in self._there.items() for share in there]
-
-    def _lay(self, at: int) -> bool:
+    def lay(at: int) -> bool:
         """Lay share ``at`` and those after it. Leaves everything as it was where that cannot be."""
-        if at == len(self._shares):
+        if at == len(shares):
             return True
-        share = self._shares[at]
-        for node in self._candidates(share):
-            self._steps += 1
-            if self._steps > MOST_STEPS:
+        for node in candidates(shares[at]):
+            if next(steps) > MOST_STEPS:
                 return False
-            self._there.setdefault(node, []).append(share)
-            self._free[node] -= len(share.devices)
-            if self._lay(at + 1):
+            found.setdefault(node, []).append(shares[at])
+            free[node] -= len(shares[at].devices)
+            if lay(at + 1):
                 return True
-            self._free[node] += len(share.devices)
-            self._there[node].pop()
-            if not self._there[node]:
-                del self._there[node]
+            free[node] += len(shares[at].devices)
+            found[node].pop()
+            if not found[node]:
+                del found[node]
         return False
 
-    def _candidates(self, share: NodeShare) -> Iterator[str]:
-        """Nodes with room for ``share``: used ones first. Of nodes that are alike, the first alone."""
-        unused = [node.id for node in self._nodes if node.id not in self._there]
-        seen = set()
-        for node in [*self._there, *(unused if len(self._there) < self._most else ())]:
-            owners = frozenset(other.owner for other in self._there.get(node, ()))
-            alike = (self._free[node], owners)
-            if share.owner in owners or self._free[node] < len(share.devices) or alike in seen:
-                continue
-            seen.add(alike)
-            yield node
+    return found if lay(0) else None
 
 
 def lacking(shares: Sequence[NodeShare], nodes: Sequence[Node], *, on_gpus: bool) -> str:
     """Describe what is asked of a cluster, and what it has, for a message."""
-    one, several = ("GPU", "GPUs") if on_gpus else ("process", "processes")
-
-    def of(count: int, devices: int) -> str:
-        each = f"{devices} {one if devices == 1 else several}"
-        return f"1 node with {each}" if count == 1 else f"{count} nodes with {each} each"
-
-    asked = []
-    for owner in dict.fromkeys(share.owner for share in shares):
-        sizes = [len(share.devices) for share in shares if share.owner == owner]
-        asked.append(f"{owner} asks for {of(len(sizes), max(sizes))} ({owner}.nnodes={len(sizes)})")
+    unit = "GPUs" if on_gpus else "processes"
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for share in shares:
+        sizes[share.owner].append(len(share.devices))
+    asked = [f"{owner} asks for {len(of)} × {max(of)} {unit} ({owner}.nnodes={len(of)})" for owner, of in sizes.items()]
     alike = Counter((node.total, node.free) for node in nodes)
     has = [
-        of(count, total) + ("" if on_gpus else " at most") + (f", {free} free" if free < total else "")
-        for (total, free), count in sorted(alike.items(), reverse=True)
+        f"{number} × {total} {unit}" + (f", {free} free" if free < total else "")
+        for (total, free), number in sorted(alike.items(), reverse=True)
     ]
-    return f"{', '.join(asked)}, and Ray has {' and '.join(has) or 'no node'}"
+    return f"{', '.join(asked)}, and Ray's nodes have {' and '.join(has) or 'none'}"
 
 
 CPU_SHARE = 0.01

@@ -105,9 +105,8 @@ class Role:
         self.name = name
         self._device = device
         self._threads = threads
-        self._fetch = fetch
-        self._put = put
         self._host = host
+        self._here = EndContext(host, put, fetch)
         self.lookout = FileProbe(host)
         self.profile = ProcessProfile(name)
         self.batch = BatchCache(fetch)
@@ -132,24 +131,13 @@ class Role:
 
         return memory_domain()
 
-    def _computed_dtype(self) -> str:
-        """Dtype of the model's matrix products, as torch spells it without the prefix."""
-        import torch
-
-        from headway.models.pretrained import compute_dtype
-
-        return str(compute_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
-
-    def _set_threads(self) -> None:
-        import torch
-
-        torch.set_num_threads(self._threads)
-
     def _join_ranks(self, store: Address | None, role: str) -> None:
         """Set the thread count, and make torch.distributed's default group of this role's ranks, which meet at
         ``store``; without one the process has a group already.
         """
-        self._set_threads()
+        import torch
+
+        torch.set_num_threads(self._threads)
         if store is None:
             return
         import torch.distributed as dist
@@ -179,9 +167,6 @@ class Role:
 
         within = timedelta(seconds=self._timeouts.ranks_s)
         return TrainMesh.make(self._config.actor.parallel, torch.device(self._device), within)
-
-    def _here(self) -> EndContext:
-        return EndContext(self._host, self._put, self._fetch)
 
     def close(self) -> None:
         """Release what would outlive the process or the role."""

@@ -1,21 +1,31 @@
-"""Role of one replica: the engine that generates, and the receiver of its weights."""
+"""Role of one replica: the engine that generates, and the receiver of its weights; alone, or with a training rank.
+
+FusedRole ──▶ actor: a training rank       its methods are called as ``actor.train_step``, …
+          └─▶ rollout: a replica           … and ``rollout.engine.pause``
+
+Both use one device, in turns. Weights stay in the process.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from headway.cluster.roles.engine_registry import ReplicaSpec, start_engine
 from headway.cluster.roles.role import Role
+from headway.cluster.roles.training_roles import ActorRole
 from headway.cluster.roles.weight_roles import Left, WeightInbox
 from headway.cluster.worker_group import Dispatch, register
+from headway.config.transport_facts import WITHIN_PROCESS
 from headway.data.interfaces.rollout import Capabilities, RolloutEngine
 from headway.data.interfaces.weights import ReceiveReport
 from headway.devices import kind_of
-from headway.engines.weights.protocols import Address, Link
+from headway.engines.weights.protocols import Address, TransportAddress, make_link
 from headway.engines.weights.weight_layout import Manifest
 from headway.models.tokenizer import text_of
+
+WITHIN = "within"
+"""Key of the link between actor and replica in one process."""
 
 
 class RolloutRole(Role):
@@ -26,7 +36,7 @@ class RolloutRole(Role):
         super().__init__(**common)
         self._shares_device = shares_device
         self._offset = 0.0
-        self._inbox = WeightInbox(self.name)
+        self.inbox = WeightInbox(self.name, self._here)
 
     @register(Dispatch.RANK_ZERO)
     def build(self, store: Address | None) -> None:
@@ -36,7 +46,7 @@ class RolloutRole(Role):
         from headway.models.pretrained import served_dtype
         from headway.models.tokenizer import load_tokenizer
 
-        self._set_threads()
+        torch.set_num_threads(self._threads)
         self._dtype = str(served_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
         self._tokenizer = load_tokenizer(self._model_path, trust_remote_code=self._config.model.trust_remote_code)
 
@@ -44,15 +54,6 @@ class RolloutRole(Role):
     def served_dtype(self) -> str:
         """Dtype in which the replica receives weights, as torch spells it without the prefix."""
         return self._dtype
-
-    @register(Dispatch.RANK_ZERO)
-    async def connect(self, links: Sequence[Link]) -> None:
-        """Open the receiver's end of ``links``, in place of the previous ones. May wait for senders and receivers."""
-        await self._inbox.connect(links, self._here())
-
-    def open_link(self, link: Link) -> None:
-        """Open the receiver's end of ``link`` directly, for a link within this process."""
-        self._inbox.open([link], self._here())
 
     @register(Dispatch.RANK_ZERO)
     async def serve(self, manifest: Manifest, clock_offset: float) -> Capabilities:
@@ -68,7 +69,7 @@ class RolloutRole(Role):
             device=self._device,
             decode=text_of(self._tokenizer),
             dtype=self._dtype,
-            receive=self._inbox.receive,
+            receive=self.inbox.receive,
             manifest=manifest,
             clock=self.clock,
         )
@@ -78,7 +79,7 @@ class RolloutRole(Role):
 
     async def stage_weights(self, version: int, left: Left) -> ReceiveReport:
         """Stage ``version`` in the engine. ``left``: what senders left, or where another process has the version."""
-        with self._inbox.holding(version, left):
+        with self.inbox.holding(version, left):
             return await self.engine.stage_weights(version)
 
     async def sleep(self, keep_weights: bool) -> None:
@@ -113,6 +114,30 @@ class RolloutRole(Role):
 
     async def close(self) -> None:  # type: ignore[override]
         """Stop the engine's thread and leave the receivers' group."""
-        self._inbox.close()  # first: the engine may be waiting for a bucket
+        self.inbox.close()  # first: the engine may be waiting for a bucket
         if hasattr(self, "engine"):
             await self.engine.close()
+
+
+class FusedRole:
+    """Role of an actor and a replica: ``actor`` and ``rollout`` hold their arguments; ``common`` is for both."""
+
+    def __init__(self, *, actor: dict[str, Any], rollout: dict[str, Any], name: str, **common: Any) -> None:
+        self.actor = ActorRole(**actor, name=name, **common)
+        self.rollout = RolloutRole(**rollout, **common, shares_device=True)
+        # What is asked of a process, and not of a role in it.
+        self.lookout, self.profile, self.hardware = self.actor.lookout, self.actor.profile, self.actor.hardware
+
+    def connect_within(self, dtype: str, timeout_s: float) -> None:
+        """Connect the replica to this process's training rank, so that it gets the weights that the rank gathers."""
+        receiver = self.rollout.name
+        link = make_link(WITHIN_PROCESS, TransportAddress(self.actor.layout(dtype), (receiver,), timeout_s))
+        self.actor.outbox.open_link(WITHIN, link)
+        self.rollout.inbox.open([link])
+
+    async def close(self) -> None:
+        """Close both roles, the engine first: it computes with what the rank shares with it."""
+        try:
+            await self.rollout.close()
+        finally:
+            self.actor.close()

@@ -55,14 +55,14 @@ def transport_in(config: Config) -> str:
 
 
 class WeightInbox:
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, here: EndContext) -> None:
+        self._name, self._here = name, here
         self._receivers: list[WeightReceiver] = []
         """The end of each sender's link."""
         self._openings = 0
         self._left: dict[int, Left] = {}
 
-    def open(self, links: Sequence[Link], here: EndContext) -> None:
+    def open(self, links: Sequence[Link]) -> None:
         """Open this end of ``links``, in place of the previous ones. May wait for senders and receivers."""
         self.close()
         self._openings += 1
@@ -70,15 +70,15 @@ class WeightInbox:
         with ExitStack() as opened:
             receivers = []
             for link in links:  # one after the other, as the other receivers do
-                receivers.append(open_receiver(link, self._name, here))
+                receivers.append(open_receiver(link, self._name, self._here))
                 opened.callback(receivers[-1].close)
             if opening == self._openings:  # else all met anew, while this one waited for somebody who never came
                 opened.pop_all()
                 self._receivers = receivers
 
-    async def connect(self, links: Sequence[Link], here: EndContext) -> None:
+    async def connect(self, links: Sequence[Link]) -> None:
         """Open links as `open` does, on a new thread: one that never comes about must not hold up the next one."""
-        await asyncio.to_thread(self.open, links, here)
+        await asyncio.to_thread(self.open, links)
 
     @contextmanager
     def holding(self, version: int, left: Left) -> Iterator[None]:
@@ -193,9 +193,9 @@ class _Route:
 class WeightSendRole:
     """Outbox of one rank. Ranks without a share take part in gathering and send nothing."""
 
-    def __init__(self, config: Config, *, rank: int) -> None:
+    def __init__(self, config: Config, rank: int, here: EndContext) -> None:
         """Create the outbox of rank number ``rank``, which sends the share of that number, if there is one."""
-        self._rank = rank
+        self._rank, self._here = rank, here
         self._bucket_bytes = bucket_bytes(config.rollout.param_update_preduce_bucket_size_mb)
         self._with_delta = config.param_update.encoding == "delta"
         self._copies = self._with_delta or config.param_update.schedule == "overlapped"
@@ -214,15 +214,15 @@ class WeightSendRole:
             staged = Staged(share, self._bucket_bytes, with_delta=self._with_delta, pinned=pinned)
         self._routes[dtype] = _Route(manifest, share, staged)
 
-    async def connect(self, key: str, link: Link, here: EndContext) -> None:
-        """Open a link as `open_link` does, on another thread than the caller's."""
-        await asyncio.get_running_loop().run_in_executor(self._beside_training, self.open_link, key, link, here)
+    async def connect(self, key: str, link: Link) -> None:
+        """Open a link as `open_link` does, on another thread, also while the rank trains. May wait for receivers."""
+        await asyncio.get_running_loop().run_in_executor(self._beside_training, self.open_link, key, link)
 
-    def open_link(self, key: str, link: Link, here: EndContext) -> None:
+    def open_link(self, key: str, link: Link) -> None:
         """Open the sender's end of ``link``, in place of the previous one under ``key``."""
         if (old := self._senders.pop(key, None)) is not None:
             old.close()
-        self._senders[key] = open_sender(link, here)
+        self._senders[key] = open_sender(link, self._here)
 
     def send(self, version: int, send: Send, gather: Gather) -> Sent | None:
         """Gather the weights and send this rank's share. Returns None on a rank without a share or a receiver.
@@ -270,7 +270,7 @@ class WeightSendRole:
         return total
 
     async def send_gathered(self, version: int, send: Send) -> Sent:
-        """Send the copy of this rank's share, on another thread than the caller's."""
+        """Send the copy of this rank's share on another thread, so that the rank can train meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(
             self._beside_training, self._send_gathered, version, send
         )

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from headway.cluster.roles.fused_role import WITHIN
+from headway.cluster.roles.rollout_role import WITHIN
 from headway.cluster.roles.weight_roles import Send, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport

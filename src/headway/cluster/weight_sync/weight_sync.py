@@ -208,7 +208,7 @@ class WeightSync:
         )  # until all have met
         senders = zip(self._actor.workers, links, strict=False)
         await both(
-            concurrently(rank.call("connect", key, link) for rank, link in senders),
+            concurrently(rank.call("outbox.connect", key, link) for rank, link in senders),
             self._open_owners(key, links, copies),
         )
         connection.broken = False
@@ -220,7 +220,7 @@ class WeightSync:
 
     async def _open_owner(self, worker: Worker, links: Sequence[Link]) -> None:
         try:
-            await worker.call("connect", links)
+            await worker.call("inbox.connect", links)
         except WorkerDied as death:  # the others are met without a receiver that failed
             raise UpdateFailed(f"{worker.name} died before it met the trainer: {death}") from death
 
@@ -286,7 +286,7 @@ class WeightSync:
 
     async def _from_all_ranks(self, version: int, send: Send) -> Sent:
         ranks = zip(self._actor.workers, self._manifests[send.dtype].shares(), strict=False)
-        sending = [asyncio.ensure_future(rank.call("send_gathered", version, send)) for rank, _ in ranks]
+        sending = [asyncio.ensure_future(rank.call("outbox.send_gathered", version, send)) for rank, _ in ranks]
         try:
             await asyncio.wait(sending)  # all of them, also after a failure: the next version is gathered over theirs
         finally:

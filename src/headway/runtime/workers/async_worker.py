@@ -17,8 +17,14 @@ from typing import Any
 from headway.errors import HeadwayError, RunError, said_by
 from headway.runtime.frames import Frame, FrameChannel
 from headway.runtime.workers.redaction import Redaction
-from headway.runtime.workers.user_code_boundary import Hosted, closed, print_traceback
-from headway.runtime.workers.wire import FrameKind, pickled_error, unpickled
+from headway.runtime.workers.user_code_boundary import (
+    FrameKind,
+    Hosted,
+    answer_in,
+    closed,
+    pickled_error,
+    print_traceback,
+)
 
 MOST_THREADS = 256
 """Most threads for `asyncio.to_thread`: episodes wait in them for a network, more than for a processor."""
@@ -116,9 +122,7 @@ class _Shared:
             raise
         finally:
             del self._asks[key]
-        if answer.kind == FrameKind.REFUSAL:
-            raise pickle.loads(answer.payload)
-        return unpickled(answer.payload, "the answer")
+        return answer_in(answer)
 
     def _task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, *, context: Context | None = None, **others: Any

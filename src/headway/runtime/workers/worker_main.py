@@ -1,4 +1,10 @@
-"""The inside of a worker process: where it starts, and how it is set apart from its host.
+"""The inside of a worker process: where it starts, and how it serves one job at a time.
+
+That needs no event loop: synchronous user code may run one. `async_worker` serves many jobs at once.
+
+A fork server may have forked the process: one that has loaded the user's code once, so that the workers it forks have
+it loaded. It has one thread and no event loop, and runs no more of the user's code. It reaps an ended worker only when
+the host asks how that one ended: until then the system gives its process id to no other process.
 
 Everything imported here is imported in each worker: keep it light.
 """
@@ -6,6 +12,7 @@ Everything imported here is imported in each worker: keep it light.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import mmap
 import os
@@ -13,21 +20,30 @@ import pickle
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from typing import Any
 
-from headway.errors import HeadwayError, UserCodeError, cut, said_by
-from headway.runtime.frames import Frame
-from headway.runtime.process_tree import guarded
+from headway.errors import HeadwayError, UserCodeError, UserCodeFailed, cut, said_by
+from headway.runtime.frames import HEADER, Frame
+from headway.runtime.process_tree import adopt_orphans, children, descendants, die_with, end_children, guarded
 from headway.runtime.workers.redaction import Redaction
 from headway.runtime.workers.user_code_boundary import (
+    MOST_SAID,
+    BlockingChannel,
+    FrameKind,
     Hosted,
     HostedSpec,
+    answer_in,
+    closed,
     nothing_returns_but_this_process,
+    pickled_error,
     print_traceback,
 )
-from headway.runtime.workers.wire import MOST_SAID, BlockingChannel, FrameKind, pickled_error
 
 HELD_BACK = {signal.SIGINT, signal.SIGHUP}
 """Signals of a terminal, of which workers do not hear while they start."""
@@ -74,8 +90,6 @@ def main(descriptor: int, note: int) -> None:
     hosted = _loaded(start, channel, redaction)
     if hosted is None:
         return
-    if start.alone:
-        from headway.runtime.workers.sync_worker import close_alone, fork_workers, serve_alone
     if start.forks:
         channel = fork_workers(channel.sock, partial(close_alone, hosted))  # goes on in each of the forked processes
     if start.alone:
@@ -115,3 +129,91 @@ def _leave_signals_to_the_host() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)  # held back while the process started
     signal.signal(signal.SIGHUP, before)
+
+
+def serve_alone(channel: BlockingChannel, hosted: Hosted, redaction: Redaction) -> None:
+    """Serve jobs, one at a time, until the host closes the connection."""
+    while (frame := channel.receive()) is not None:
+        with nothing_returns_but_this_process():
+            try:
+                ended = Frame(FrameKind.RESULT, frame.number, 0, pickle.dumps(_done(channel, hosted, frame)))
+            except BaseException as error:  # an interrupt, too: workers ignore Ctrl-C, so that user code raised it
+                if not isinstance(error, HeadwayError):
+                    print_traceback()
+                ended = Frame(FrameKind.ERROR, frame.number, 0, pickled_error(error, redaction))
+        channel.send(ended)
+    close_alone(hosted)
+
+
+def _done(channel: BlockingChannel, hosted: Hosted, frame: Frame) -> Any:
+    """Run a job's coroutine, which waits for nothing but the host, in one step."""
+    pid, asks = os.getpid(), count(1)
+
+    async def ask(message: Any) -> Any:
+        payload = pickle.dumps(message)
+        if os.getpid() != pid:  # a child that user code has forked, at the worker's connection
+            os._exit(0)
+        channel.send(Frame(FrameKind.ASK, frame.number, next(asks), payload))
+        answer = channel.receive()
+        if answer is None:  # the host is gone
+            os._exit(1)
+        return answer_in(answer)
+
+    coroutine: Any = hosted.serve(pickle.loads(frame.payload), ask)
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    coroutine.close()
+    raise UserCodeFailed(
+        "synchronous code has awaited something; it runs without an event loop: make it async, or use asyncio.run"
+    )
+
+
+def close_alone(hosted: Hosted) -> None:
+    """Have the user's code close what it holds, in one step."""
+    with suppress(StopIteration):
+        closed(hosted).send(None)
+
+
+def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingChannel:
+    """Fork workers as the host orders on ``sock``. Returns only in the workers, with the worker's connection.
+
+    ``close`` is called before the fork server ends.
+    """
+    if threading.active_count() > 1:
+        print("the user's code started threads when it was imported; forked processes lack them", file=sys.stderr)
+    fork_server = os.getpid()
+    adopt_orphans()
+    kept = set(descendants(os.getpid()))  # workers, and what the user's code started when it was imported
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()  # else each worker would print it again
+    gc.collect()
+    gc.freeze()  # pages that the collector does not write to stay shared
+    sock.setblocking(True)
+    while True:
+        data, descriptors, *_ = socket.recv_fds(sock, HEADER.size, 1)
+        if not data:
+            close()
+            os._exit(0)
+        _, kind, order, detail = HEADER.unpack(data)
+        if kind == FrameKind.REAP:
+            end = os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])
+            kept.discard(detail)
+            if not kept.issuperset(children()):  # an ended worker's: a live one adopts what it started
+                end_children(kept)
+            sock.sendall(Frame(FrameKind.REAPED, order, end).packed())
+            continue
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory or process id is free now; other workers go on
+            pid = -(error.errno or 1)
+        if pid == 0:
+            os.setsid()
+            die_with(fork_server)
+            adopt_orphans()
+            os.close(sock.detach())
+            return BlockingChannel(socket.socket(fileno=descriptors[0]))
+        os.close(descriptors[0])
+        kept.add(pid)
+        sock.sendall(Frame(FrameKind.FORKED, order, pid).packed())

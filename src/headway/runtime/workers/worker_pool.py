@@ -20,12 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import RunnerLost, WorkerDied, said_by
+from headway.runtime.frames import Frame
 from headway.runtime.process_tree import END_S
 from headway.runtime.workers.redaction import RedactedLog, Redaction, passed_on, secrets_of
 from headway.runtime.workers.user_code_boundary import HostedSpec
-from headway.runtime.workers.user_code_worker import TICKS, OnAsk, UserCodeWorker, WorkerJob
+from headway.runtime.workers.user_code_worker import (
+    TICKS,
+    ForkServer,
+    OnAsk,
+    StepNote,
+    UserCodeWorker,
+    WorkerJob,
+    WorkerProcess,
+    spawn,
+)
 from headway.runtime.workers.worker_main import WorkerStart
-from headway.runtime.workers.worker_process import ForkServer, Launch, StepNote, WorkerProcess
 
 START_TIMEOUT_S = 120.0
 """Seconds for a process to start and to load the user's code, which holds no model of the run's."""
@@ -252,7 +261,7 @@ class WorkerPool:
                 described = await self._fork(worker)
                 self._watch(worker.process, worker)
             else:
-                worker.process = self._launch().spawn(worker.on_frame, note)
+                worker.process = self._spawn(worker.on_frame, note)
                 self._watch(worker.process, worker)
                 described = await self._loaded(worker.process)
         except OSError as cause:
@@ -266,7 +275,7 @@ class WorkerPool:
         """Give ``worker`` a process that the fork server forks. Returns what the code describes itself as."""
         for tries_left in (1, 0):  # a fork server that has ended costs no job; one that does not come up does
             if self._fork_server is None or self._fork_server.lost:
-                self._fork_server = ForkServer(self._launch())
+                self._fork_server = ForkServer(self._spawn)
                 self._watch(self._fork_server.process)
             fork_server = self._fork_server
             described = await self._loaded(fork_server.process)
@@ -305,8 +314,8 @@ class WorkerPool:
             self._begin_launch()  # the next job finds it loaded
         self._give_room()
 
-    def _launch(self) -> Launch:
-        """Return how processes are started; the first time, open what they print to."""
+    def _spawn(self, on_frame: Callable[[Frame], object], note: StepNote | None = None) -> WorkerProcess:
+        """Start a process; the first time, open what processes print to."""
         if self._log is None:
             redaction = Redaction([*self._env.values(), *secrets_of(os.environ)])
             self._log = RedactedLog(self._log_path, redaction, begins=f"{self._name} runs {self._spec.shown}")
@@ -318,7 +327,8 @@ class WorkerPool:
             secrets=tuple(self._env.values()),
             prints=self._log_path is not None,
         )
-        return Launch(self._name, start, {**passed_on(os.environ), **self._env}, self._log.writer)
+        environment = {**passed_on(os.environ), **self._env}
+        return spawn(self._name, start, environment, self._log.writer, on_frame, note)
 
     def _see_log(self) -> str:
         return f"; see {self._log_path}" if self._log_path is not None else ""

@@ -1,8 +1,13 @@
-"""Role of one training rank: the policy that learns, and the sender of its weights."""
+"""Roles of ranks that compute with samples: the trainer's, and those of critic, reference and log-probs.
+
+The trainer's ranks send weights, those that recompute log-probs (log π_prox) receive them. Registered methods that
+compute are collective over the ranks of a role.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,22 +16,56 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.roles.critic_role import WithCritic
-from headway.cluster.roles.weight_roles import Send, Sent, SentWeights, WeightSendRole, transport_in
+from headway.cluster.roles.role import Role
+from headway.cluster.roles.weight_roles import Left, Send, SentWeights, WeightInbox, WeightSendRole, transport_in
 from headway.cluster.snapshots import RankSnapshot
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.training import StepContext, StepReport, TokenLoss
-from headway.data.interfaces.weights import GatherReport
+from headway.data.interfaces.weights import GatherReport, ReceiveReport
 from headway.data.types import ColumnName, Outcomes, TrainSample
 from headway.devices import kind_of
-from headway.engines.weights.protocols import Address, Link, through_devices
+from headway.engines.weights.protocols import Address, through_devices
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import RunError
 
 if TYPE_CHECKING:
-    from headway.engines.train.fsdp.column_engines import ReferenceEngine
+    from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy, ReferenceEngine
     from headway.engines.train.fsdp.engine import FsdpEngine
+
+
+class WithCritic(Role):
+    """Base of roles whose ranks hold the critic, once it is built. Registered methods are collective over the ranks."""
+
+    def _build_critic(self, total_optimizer_steps: int) -> None:
+        from headway.engines.train.fsdp.column_engines import FsdpCritic
+
+        self._critic: FsdpCritic = FsdpCritic(
+            model_path=self._model_path,
+            config=self._config,
+            total_optimizer_steps=total_optimizer_steps,
+            mesh=self._mesh,
+        )
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def forward_values(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
+        return self._critic.forward_values(self.batch.rows(samples))
+
+    @register(Dispatch.SPLIT)
+    def critic_step(self, samples: Sequence[TrainSample]) -> StepReport:
+        return self._critic.train_step(self.batch.rows(samples))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def copy_critic(self) -> None:
+        self._critic.copy_state()
+
+    @register(Dispatch.ONE_TO_ALL, files="saving the critic's checkpoint")
+    async def save_critic(self, path: Path) -> None:
+        """Write the copy in a thread, so that the rank can train meanwhile."""
+        await asyncio.to_thread(self._critic.save, path)
+
+    @register(Dispatch.ONE_TO_ALL, files="loading the critic's checkpoint")
+    def load_critic(self, path: Path) -> None:
+        self._critic.load(path)
 
 
 class ActorRole(WithCritic):
@@ -45,10 +84,8 @@ class ActorRole(WithCritic):
         self._total_optimizer_steps = total_optimizer_steps
         self._with_reference = with_reference
         self._total_critic_steps = total_critic_steps
-        self._outbox = WeightSendRole(self._config, rank=self._rank)
-        self.snapshot = RankSnapshot(
-            lambda: [self._engine.learner, *(() if self._critic is None else (self._critic.learner,))]
-        )
+        self.outbox = WeightSendRole(self._config, self._rank, self._here)
+        self.snapshot = RankSnapshot()
         self._returns: list[NDArray[np.float32]] = []
         """Returns of a batch, from `advantages` until `returns` takes them."""
 
@@ -66,11 +103,12 @@ class ActorRole(WithCritic):
             total_optimizer_steps=self._total_optimizer_steps,
             mesh=self._mesh,
         )
-        self._reference: ReferenceEngine | None = None
+        self.snapshot.learners = [self._engine.learner]
         if self._with_reference:
             self._reference = ReferenceEngine(model_path=self._model_path, config=self._config, mesh=self._mesh)
         if self._total_critic_steps is not None:
             self._build_critic(self._total_critic_steps)
+            self.snapshot.learners.append(self._critic.learner)
         self._advantages = BatchAdvantages(self._config.algorithm)
 
     @register(Dispatch.RANK_ZERO)
@@ -86,18 +124,7 @@ class ActorRole(WithCritic):
     @register(Dispatch.ONE_TO_ALL)
     def open_route(self, dtype: str) -> None:
         """Prepare for sending weights to receivers that hold them in ``dtype``."""
-        self._outbox.open_route(dtype, self.layout(dtype), pinned=self._on_gpu)
-
-    async def connect(self, key: str, link: Link) -> None:
-        """Open this rank's end of ``link``, in place of the previous one under ``key``, also while the rank trains.
-
-        May wait for receivers.
-        """
-        await self._outbox.connect(key, link, self._here())
-
-    def open_link(self, key: str, link: Link) -> None:
-        """Open the sender's end of ``link`` directly, for a link within this process."""
-        self._outbox.open_link(key, link, self._here())
+        self.outbox.open_route(dtype, self.layout(dtype), pinned=kind_of(self._device).pins_host_memory)
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def forward_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
@@ -105,8 +132,6 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
-        if self._reference is None:
-            raise RunError("this run has no reference policy: nothing in its algorithm asks for one")
         return self._reference.forward_logprobs(self.batch.rows(samples))
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
@@ -150,7 +175,7 @@ class ActorRole(WithCritic):
         sent, failures = [], []
         for send in sends:
             try:
-                sent.append(self._outbox.send(version, send, gather))
+                sent.append(self.outbox.send(version, send, gather))
             except Exception as failure:  # raised after the last one: the other ranks gather for each
                 failures.append(failure)
         probe = self.probe() if verify else None  # also after a failure: the other ranks compute it, too
@@ -163,12 +188,8 @@ class ActorRole(WithCritic):
     @register(Dispatch.ONE_TO_ALL, Collect.JOINED)
     def gather_weights(self, version: int, verify: bool) -> GatherReport:
         """Gather this rank's share of the weights into its copies."""
-        gathered = self._outbox.gather(version, self._engine.gather)
+        gathered = self.outbox.gather(version, self._engine.gather)
         return replace(gathered, probe=self.probe()) if verify else gathered
-
-    async def send_gathered(self, version: int, send: Send) -> Sent:
-        """Send the copy of this rank's share in a thread, so that the rank can train meanwhile."""
-        return await self._outbox.send_gathered(version, send)
 
     @register(Dispatch.ONE_TO_ALL)
     def probe(self) -> NDArray[np.float32]:
@@ -185,7 +206,11 @@ class ActorRole(WithCritic):
     @register(Dispatch.RANK_ZERO)
     def compute_dtype(self) -> str:
         """Dtype of the model's matrix products, as torch spells it without the prefix."""
-        return self._computed_dtype()
+        import torch
+
+        from headway.models.pretrained import compute_dtype
+
+        return str(compute_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
 
     @register(Dispatch.ONE_TO_ALL)
     def copy_state(self) -> None:
@@ -206,8 +231,94 @@ class ActorRole(WithCritic):
 
     def close(self) -> None:
         """Leave the groups that carry weights, and remove the files that they left."""
-        self._outbox.close()
+        self.outbox.close()
 
-    @property
-    def _on_gpu(self) -> bool:
-        return kind_of(self._device).pins_host_memory
+
+class CriticRole(WithCritic):
+    """Role of one rank of a critic on separate ranks."""
+
+    def __init__(self, *, total_critic_steps: int, **common: Any) -> None:
+        super().__init__(**common)
+        self._total_critic_steps = total_critic_steps
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build(self, store: Address | None) -> None:
+        """Join the ranks that meet at ``store``, and load the critic's model."""
+        self._join_ranks(store, "critic")
+        self._build_critic(self._total_critic_steps)
+
+
+class LogpRole(Role):
+    """Role of one rank that recomputes log-probs. Methods that compute are collective over these ranks; each takes its
+    part of new weights from its machine's copy.
+    """
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__(**common)
+        self.inbox = WeightInbox(self.name, self._here)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build(self, store: Address | None) -> None:
+        """Join the ranks that meet at ``store``."""
+        self._join_ranks(store, "logp")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def serve(self, manifest: Manifest) -> None:
+        """Open the model, for updates in the layout ``manifest``."""
+        from headway.engines.train.fsdp.column_engines import LogProbCopy
+
+        self._copy: LogProbCopy = LogProbCopy(
+            model_path=self._model_path,
+            config=self._config,
+            mesh=self._mesh,
+            name=self.name,
+            manifest=manifest,
+            receive=self.inbox.receive,
+        )
+
+    @register(Dispatch.RANK_ZERO)
+    def padded(self) -> str | None:
+        """Return why the model's rows are padded and not packed; None where they are packed."""
+        return self._copy.padded
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[NDArray[np.float32]]:
+        return self._copy.proximal_logprobs(self.batch.rows(samples), version)
+
+    async def stage_weights(self, version: int, left: Left) -> ReceiveReport:
+        """Stage ``version``. ``left``: what senders left, or where another process has the version."""
+        with self.inbox.holding(version, left):
+            return await self._copy.stage_weights(version)
+
+    def activate(self, version: int) -> float:
+        """Serve the staged ``version``. Returns the seconds it took."""
+        started = time.perf_counter()
+        self._copy.activate(version)
+        return time.perf_counter() - started
+
+    def probe(self) -> NDArray[np.float32]:
+        return self._copy.probe()
+
+    def close(self) -> None:
+        """Close the receiver's end of the link to the trainer."""
+        self.inbox.close()  # first: a thread may be waiting for a bucket
+        if hasattr(self, "_copy"):
+            self._copy.close()
+
+
+class RefRole(Role):
+    """Role of one rank of the frozen reference policy. Every registered method is collective over these ranks."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build(self, store: Address | None) -> None:
+        """Join the ranks that meet at ``store``, and load the reference's model."""
+        from headway.engines.train.fsdp.column_engines import ReferenceEngine
+
+        self._join_ranks(store, "ref")
+        self._engine: ReferenceEngine = ReferenceEngine(
+            model_path=self._model_path, config=self._config, mesh=self._mesh
+        )
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
+        return self._engine.forward_logprobs(self.batch.rows(samples))
