@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from headway.cluster.calls.network_interface import check_listens
+from headway.cluster.on_ray.network_interface import check_listens
 from headway.errors import ConfigError
 from tests.cli.test_commands import python
 
@@ -58,5 +58,5 @@ async def test_silence_ends_with_the_time_that_there_is(monkeypatch: pytest.Monk
 
 
 def test_asking_imports_no_ray() -> None:
-    done = python("-c", "import sys, headway.cluster.calls.network_interface; sys.exit('ray' in sys.modules)")
+    done = python("-c", "import sys, headway.cluster.on_ray.network_interface; sys.exit('ray' in sys.modules)")
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headway.cluster.calls import worker_connections
-from headway.cluster.calls.worker_connections import (
+from headway.cluster.on_ray import worker_connections
+from headway.cluster.on_ray.worker_connections import (
     CallAddress,
     CallFailed,
     CallServer,

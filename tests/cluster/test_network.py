@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from headway.cluster.calls import network_interface
-from headway.cluster.calls.network_interface import card_of, network_environment
+from headway.cluster.on_ray import network_interface
+from headway.cluster.on_ray.network_interface import card_of, network_environment
 
 
 def test_the_card_of_an_address_is_found() -> None:

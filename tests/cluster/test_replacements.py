@@ -11,9 +11,8 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from headway.cluster.calls import network_interface
-from headway.cluster.calls.network_interface import answers, stops_answering
-from headway.cluster.on_ray import resource_pool
+from headway.cluster.on_ray import network_interface, resource_pool
+from headway.cluster.on_ray.network_interface import answers, stops_answering
 from headway.cluster.on_ray.resource_pool import Node, ResourcePool
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.worker_engines import RolloutReplica

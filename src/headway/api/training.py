@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headway.api.function_files import Functions
 from headway.api.python_settings import layer, load_checked, load_resumed, settings_given
 from headway.api.run_handle import LEFT_AT_ONCE, Run, load
-from headway.api.storage.bring_back import located
+from headway.api.storage.stored_run import located
 from headway.api.subprocess_client import carry_out_apart
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config

@@ -295,7 +295,7 @@ def _train(
 
 def _resume(given: str, overrides: list[str], dry_run: bool, static: bool, restarts: int, debug: bool) -> None:
     from headway.api.python_settings import load_resumed
-    from headway.api.storage.bring_back import located
+    from headway.api.storage.stored_run import located
     from headway.config.loading import check_changes
     from headway.config.schema_keys import spelled
 

@@ -48,23 +48,18 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in SAID)
 
 
-@contextmanager
-def memory_errors_told(who: str, doing: str) -> Iterator[None]:
-    """Turn a memory error in the block into a `RunError` that says who ran out of it, doing what, and what needs less.
+def explained(error: Exception, who: str, doing: str) -> Exception:
+    """Return the error to raise for ``error``: of one of memory who ran out of it, doing what, and what needs less.
 
     An error of Headway's own that a memory error has caused keeps its text, to which the advice is added.
     """
-    try:
-        yield
-    except HeadwayError as error:
+    if isinstance(error, HeadwayError):
         if error.__cause__ is None or not ran_out_of_memory(error.__cause__):
-            raise
-        raise type(error)(f"{str(error).rstrip('.')}. {ADVICE}") from error.__cause__
-    except Exception as cause:
-        if not ran_out_of_memory(cause):
-            raise
-        said = said_by(cause).rstrip(".")
-        raise RunError(f"worker {who} ran out of memory in {doing!r}: {said}. {ADVICE}") from cause
+            return error
+        return type(error)(f"{str(error).rstrip('.')}. {ADVICE}")
+    if not ran_out_of_memory(error):
+        return error
+    return RunError(f"worker {who} ran out of memory in {doing!r}: {said_by(error).rstrip('.')}. {ADVICE}")
 
 
 logger = logging.getLogger(__name__)
@@ -95,7 +90,7 @@ class RoleHost:
         Raises what the method raises, and `RunError` where its memory was not enough.
         """
         function = attrgetter(method)(self._role)
-        with self._failures_logged(method), memory_errors_told(self.name, method):
+        with self._failures_told(method):
             if inspect.iscoroutinefunction(function):
                 with self._call(method) as call, counting(self._beside.setdefault(call, Progress()), method):
                     return await function(*args)
@@ -107,7 +102,7 @@ class RoleHost:
         """Yield what the role's asynchronous generator yields, at once: ``apart_s`` is for other processes. Raises as
         `call` does.
         """
-        with self._failures_logged(method), memory_errors_told(self.name, method), self._call(method):
+        with self._failures_told(method), self._call(method):
             async with aclosing(attrgetter(method)(self._role)(*args)) as items:
                 async for item in items:
                     yield item
@@ -135,13 +130,15 @@ class RoleHost:
         return result
 
     @contextmanager
-    def _failures_logged(self, method: str) -> Iterator[None]:
+    def _failures_told(self, method: str) -> Iterator[None]:
         """Log a failure of a call with its traceback: who called gets the message alone."""
         try:
             yield
-        except Exception:
+        except Exception as failure:
             self._log.exception("%s failed", method)
-            raise
+            if (told := explained(failure, self.name, method)) is failure:
+                raise
+            raise told from failure.__cause__ if isinstance(failure, HeadwayError) else failure
 
     @contextmanager
     def _call(self, method: str) -> Iterator[object]:

@@ -81,10 +81,6 @@ def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files:
     ``files`` describes a method's work with files, of which it gets the path. The call of such a method fails when
     bytes no longer move (see `machine.file_work.while_bytes_move`).
     """
-    if collect is Collect.COLUMNS and dispatch is Dispatch.ONE_TO_ALL:
-        raise ValueError(f"columns are collected once for each sample, not with dispatch {dispatch!r}")
-    if collect is Collect.JOINED and dispatch is Dispatch.RANK_ZERO:
-        raise ValueError(f"results of ranks are joined where there are several, not with {dispatch!r}")
 
     def mark(method: F) -> F:
         setattr(method, _REGISTRATION, Registration(dispatch, collect, files))
@@ -214,13 +210,7 @@ class ReplicaCalls:
         await self._peer.call("engine.release", list(trajectories))
 
 
-class Callee(Protocol):
-    """Object with a ``call`` method: a `Worker`, or a `WorkerGroup`."""
-
-    def call(self, method: str, *args: Any) -> Awaitable[Any]: ...
-
-
-def proxy(callee: Callee, protocol: type[P], *, part: str | None = None, **names: str) -> P:
+def proxy(callee: Worker | Peer | WorkerGroup, protocol: type[P], *, part: str | None = None, **names: str) -> P:
     """Return ``callee`` as a ``protocol``, a class or a Protocol: each of its coroutine methods is a call, by position.
 
         engine = proxy(worker, RolloutEngine, part="engine")

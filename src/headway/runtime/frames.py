@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 HEADER = struct.Struct("!QBIq")
@@ -31,29 +31,6 @@ class Frame(NamedTuple):
         return HEADER.pack(len(self.payload), self.kind, self.number, self.detail) + self.payload
 
 
-class Frames:
-    """Decoder of a stream of frames."""
-
-    def __init__(self) -> None:
-        self._unread = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """Add ``data``, and yield the frames that are complete."""
-        self._unread += data
-        begin = 0
-        try:
-            while len(self._unread) - begin >= HEADER.size:
-                size, kind, number, detail = HEADER.unpack_from(self._unread, begin)
-                end = begin + HEADER.size + size
-                if len(self._unread) < end:
-                    break
-                payload = bytes(self._unread[begin + HEADER.size : end])
-                begin = end
-                yield Frame(kind, number, detail, payload)
-        finally:
-            del self._unread[:begin]
-
-
 class FrameChannel:
     """One end of a connection, on the running event loop."""
 
@@ -63,7 +40,7 @@ class FrameChannel:
         self._sock = sock
         self._on_frame, self._on_end = on_frame, on_end
         self._loop = asyncio.get_running_loop()
-        self._frames = Frames()
+        self._unread = bytearray()
         self._gathered: list[bytes] = []
         """Frames that are sent together at the end of this turn of the loop."""
         self._unsent = bytearray()
@@ -122,11 +99,22 @@ class FrameChannel:
             self.close()
             self._on_end()
             return False
-        for frame in self._frames.feed(data):
+        self._unread += data
+        while self._open and (frame := self._next()) is not None:
             self._on_frame(frame)
-            if not self._open:
-                break
         return True
+
+    def _next(self) -> Frame | None:
+        """Take a complete frame from what was read; None where there is none."""
+        if len(self._unread) < HEADER.size:
+            return None
+        size, kind, number, detail = HEADER.unpack_from(self._unread)
+        end = HEADER.size + size
+        if len(self._unread) < end:
+            return None
+        frame = Frame(kind, number, detail, bytes(self._unread[HEADER.size : end]))
+        del self._unread[:end]
+        return frame
 
     def _send_gathered(self) -> None:
         gathered, self._gathered = self._gathered, []

@@ -11,9 +11,8 @@ from threading import Event
 
 import pytest
 
-from headway.api.storage.bring_back import brought_back, located
-from headway.api.storage.ownership import check_storage, complete_versions
 from headway.api.storage.storage_client import StorageClient
+from headway.api.storage.stored_run import brought_back, check_storage, complete_versions, located
 from headway.config.schema import Config
 from headway.errors import ConfigError, DataError, UserError
 from headway.events import Note, RunStarted, StorageReached

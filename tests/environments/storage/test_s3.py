@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from headway.api.storage.ownership import complete_versions
 from headway.api.storage.storage_client import StorageClient
+from headway.api.storage.stored_run import complete_versions
 from tests.environments.storage.s3_server import Fault, Proxy, s3_server
 from tests.integration.support import finish, make_job, start, summary, wait_for
 from tests.integration.test_on_policy import weights

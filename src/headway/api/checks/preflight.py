@@ -38,7 +38,7 @@ from headway.api.checks.model_checks import (
     check_unknown_family,
     check_vocabulary,
 )
-from headway.cluster.calls.network_interface import check_listens
+from headway.cluster.on_ray.network_interface import check_listens
 from headway.config.doctor import check_vllm_installed
 from headway.config.schema import Config
 from headway.config.sections.agent_section import CODE

@@ -17,7 +17,7 @@ from headway.agents.adapters.program_loader import load_toolbox
 from headway.agents.episodes.program_workers import chats_of, program_spec
 from headway.api.checks.preflight import check_inputs, check_model
 from headway.api.run.training_run import WARMING, StartingModel, TrainingRun, is_of_the_end, note
-from headway.api.storage.ownership import check_storage, store_of
+from headway.api.storage.stored_run import check_storage, store_of
 from headway.api.storage.uploader import StorageUploader
 from headway.cluster.machine.worker_setup import available_cores, importing, math_environment
 from headway.config.loading import LoadedConfig, check_changes

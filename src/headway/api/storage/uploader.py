@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread
 
-from headway.api.storage.ownership import RUN_FILE, Files, Ownership, claim, complete_versions, left_over
 from headway.api.storage.storage_client import SLOWEST, StorageClient
+from headway.api.storage.stored_run import RUN_FILE, Files, Ownership, claim, complete_versions, left_over
 from headway.config.schema import Config
 from headway.config.sizing.placement import needs_critic
 from headway.engines.train.state_file import STATE_FILE

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import ray
 
-from headway.cluster.calls.network_interface import check_listens
 from headway.cluster.machine.worker_setup import ProcessSettings, available_cores
+from headway.cluster.on_ray.network_interface import check_listens
 from headway.cluster.on_ray.ray_node import RayNode, sessions_of_their_own, sigterm_kept
 from headway.cluster.on_ray.ray_worker import RayWorker, messages_in
 from headway.cluster.on_ray.resource_pool import ResourcePool

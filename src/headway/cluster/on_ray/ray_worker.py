@@ -32,8 +32,13 @@ import ray
 import ray._private.worker as printing
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from headway.cluster.calls.network_interface import ANSWER_S, ATTEMPTS, network_environment, stops_answering
-from headway.cluster.calls.worker_connections import (
+from headway.cluster.machine.child_processes import Watched
+from headway.cluster.machine.token_files import TokenPart, read_rows
+from headway.cluster.machine.worker_setup import ProcessSettings, importing, set_up_process
+from headway.cluster.on_ray.network_interface import ANSWER_S, ATTEMPTS, network_environment, stops_answering
+from headway.cluster.on_ray.ray_node import RayNode, replaced
+from headway.cluster.on_ray.resource_pool import described
+from headway.cluster.on_ray.worker_connections import (
     CallAddress,
     CallFailed,
     CallServer,
@@ -41,16 +46,12 @@ from headway.cluster.calls.worker_connections import (
     WorkerConnection,
     connected,
 )
-from headway.cluster.machine.child_processes import Watched
-from headway.cluster.machine.token_files import TokenPart, read_rows
-from headway.cluster.machine.worker_setup import ProcessSettings, importing, set_up_process
-from headway.cluster.on_ray.ray_node import RayNode, replaced
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.role import place
 from headway.cluster.worker_plan import WorkerSpec
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle, RowTokens
-from headway.errors import HeadwayError, RunError, StallError, TokensLost, WorkerDied, said_by
+from headway.errors import HeadwayError, RunError, StallError, TokensLost, WorkerDied
 from headway.pipeline.recovery.liveness import ProcessLook, given_up, look_at
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import concurrently
@@ -98,12 +99,8 @@ class RayPeer:
             if self._connection is None:
                 try:
                     self._connection = await connected(await self._actor.address.remote())
-                except RayTaskError as error:
-                    raise RunError(
-                        f"worker {self.name} takes no calls: {said_by(error.cause)}. Its log: {self._log}"
-                    ) from error
                 except RayError as error:
-                    raise death(self.name, self._pid, self._log, doing, error) from error
+                    raise failure(self.name, self._pid, self._log, doing, error) from error
             return self._connection
 
     async def _translated(self, doing: str, error: ConnectionEnded | CallFailed) -> HeadwayError:
@@ -112,7 +109,7 @@ class RayPeer:
         try:
             await self._actor.process.remote()
         except RayError as why:
-            return death(self.name, self._pid, self._log, doing, why)
+            return failure(self.name, self._pid, self._log, doing, why)
         return WorkerDied(f"worker {self.name} is out of reach during {doing!r}: {error}. Its log: {self._log}")
 
 
@@ -121,28 +118,25 @@ _VANISHED = "Worker unexpectedly exits with a connection error"
 """Text in Ray's error for a process of which only a closed connection is left: SIGKILL ended it, or a crash."""
 
 
-def death(name: str, pid: int | None, log: str, doing: str, error: RayError) -> WorkerDied:
-    """Make the error for a worker whose process ended while it was asked for ``doing``. ``log``: path of its log."""
-    process = "its process" if pid is None else f"its process (pid {pid})"
-    return WorkerDied(f"worker {name} died: {process} ended during {doing!r}. Its log: {log}. {why_it_died(error)}")
-
-
-def why_it_died(error: RayError) -> str:
-    """Describe for the user why a process ended. If somebody else killed it, Ray lists only possible causes."""
-    ray_says = str(error)
-    if isinstance(error, OutOfMemoryError):
-        return (
-            f"Ray ended it because its machine's memory had almost run out: {ray_says.splitlines()[0]}. Fewer "
-            "workers or smaller batches need less; RAY_memory_usage_threshold says how full is too full"
-        )
-    if _VANISHED in ray_says:
-        return (
+def failure(name: str, pid: int | None, log: str, doing: str, error: RayError) -> HeadwayError:
+    """Return the error to raise for Ray's, of a worker that was asked for ``doing``. ``log``: where its log is."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, HeadwayError):
+            return cause
+        return RunError(f"worker {name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {log}")
+    if not isinstance(error, RayActorError | OutOfMemoryError):
+        return RunError(f"worker {name}, {doing!r}: {type(error).__name__}: {error}")
+    if _VANISHED in str(error):  # where somebody else killed it, Ray lists only possible causes
+        why = (
             "If the log does not tell why, the process was killed from outside: most often by the kernel, because "
             "memory had run out (`dmesg` tells; fewer workers or smaller batches need less)"
         )
-    # The first lines, without their colours and the list of ids.
-    lines = (_COLOUR.sub("", line).strip() for line in ray_says.splitlines() if line.strip() and line[0] != "\t")
-    return f"Ray says: {' '.join(lines)[:300]}"
+    else:  # the first lines, without their colours and the list of ids
+        lines = (_COLOUR.sub("", line).strip() for line in str(error).splitlines() if line.strip() and line[0] != "\t")
+        why = f"Ray says: {' '.join(lines)[:300]}"
+    process = "its process" if pid is None else f"its process (pid {pid})"
+    return WorkerDied(f"worker {name} died: {process} ended during {doing!r}. Its log: {log}. {why}")
 
 
 MAX_CALLS = 100_000
@@ -213,7 +207,9 @@ class WorkerActor:
         references = [handle for handle in handles if handle not in objects]
         if elsewhere:
             _check_alive(elsewhere)
-        references += [_read_on(host, parts) for host, parts in elsewhere.items()]
+        references += [
+            _read.options(resources={f"node:{host}": 0.001}).remote(parts) for host, parts in elsewhere.items()
+        ]
         brought = iter(self._awaited(references) if references else ())
         objects |= {handle: next(brought) for handle in handles if handle not in objects}
         for parts in elsewhere.values():
@@ -282,7 +278,7 @@ class RayWorker:
             self._process = Watched(self.pid)
         else:
             self._elsewhere = place
-            self._node = await asyncio.to_thread(_described, node)
+            self._node = await asyncio.to_thread(described, node)
 
     async def call(self, method: str, *args: Any) -> Any:
         with self._failures(method):
@@ -311,13 +307,14 @@ class RayWorker:
 
     async def lost(self) -> NoReturn:
         """Wait for a loss as `Worker.lost` does. Ray takes a minute or more to notice that a machine is silent."""
-        silent = [] if self._node is None else [self._machine_lost(self._node)]
-        await concurrently([self.died(), self._given_up(), *silent])
-        raise AssertionError("unreachable: died() never returns")
 
-    async def _given_up(self) -> NoReturn:
-        why = await given_up(self.heartbeat, self._look, self._unanswered_s)
-        raise WorkerDied(f"worker {self.name} (pid {self.pid}) {why}. Its log: {self._log}")
+        async def is_given_up() -> NoReturn:
+            why = await given_up(self.heartbeat, self._look, self._unanswered_s)
+            raise WorkerDied(f"worker {self.name} (pid {self.pid}) {why}. Its log: {self._log}")
+
+        silent = [] if self._node is None else [self._machine_lost(self._node)]
+        await concurrently([self.died(), is_given_up(), *silent])
+        raise AssertionError("unreachable: died() never returns")
 
     async def _look(self) -> ProcessLook | None:
         """Return the state of the process, as a process of its machine sees it; None where none tells."""
@@ -347,16 +344,12 @@ class RayWorker:
             return  # nobody could tell when it is gone
         try:
             async with asyncio.timeout(self.killed_s):
-                await self._gone()
+                with suppress(WorkerDied):
+                    await self.died()
+                if self._process is not None:
+                    await self._process.ended()  # Ray reports some ends early
         except TimeoutError:
             raise RunError(f"worker {self.name} was killed and is still there after {self.killed_s:.0f} s") from None
-
-    async def _gone(self) -> None:
-        """Wait until Ray reports the process's end, and then for the end itself: Ray reports some ends early."""
-        with suppress(WorkerDied):
-            await self.died()
-        if self._process is not None:
-            await self._process.ended()
 
     @property
     def _log(self) -> str:
@@ -378,23 +371,9 @@ class RayWorker:
         ray_here = None if self._killed else self._ray
         if ray_here is not None and (lost := ray_here.lost) is not None:
             return WorkerDied(f"worker {self.name} died during {doing!r}: {lost}")
-        if isinstance(error, RayTaskError):
-            cause = error.cause
-            if isinstance(cause, HeadwayError):
-                return cause
-            return RunError(
-                f"worker {self.name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {self._log}"
-            )
-        if isinstance(error, RayActorError | OutOfMemoryError):
-            if ray_here is not None:
-                ray_here.keep_logs()
-            return death(self.name, self.pid, self._log, doing, error)
-        return RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}")
-
-
-def _read_on(host: str, parts: Sequence[TokenPart]) -> Handle[list[Mapping[int, RowTokens]]]:
-    """Start reading ``parts`` on the machine ``host``, which has their files."""
-    return _read.options(resources={f"node:{host}": 0.001}).remote(parts)
+        if ray_here is not None and isinstance(error, RayActorError | OutOfMemoryError):
+            ray_here.keep_logs()
+        return failure(self.name, self.pid, self._log, doing, error)
 
 
 def _check_alive(elsewhere: Mapping[str, Sequence[TokenPart]]) -> None:
@@ -428,11 +407,6 @@ def _look_there(pid: int) -> ProcessLook | None:
 def _node() -> str:
     node: str = ray.get_runtime_context().get_node_id()
     return node
-
-
-def _described(node: str) -> dict[str, Any] | None:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return next((known for known in nodes if known["NodeID"] == node), None)
 
 
 def messages_in(log_file: Path) -> AbstractContextManager[None]:

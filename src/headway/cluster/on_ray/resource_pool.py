@@ -33,7 +33,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from headway.cluster.calls.network_interface import ATTEMPTS, answers
+from headway.cluster.on_ray.network_interface import ATTEMPTS, answers
 from headway.config.sizing.placement import DeviceGroup, NodeShare
 from headway.errors import ConfigError, StallError
 
@@ -216,7 +216,7 @@ class ResourcePool:
         failed = 0
         while True:
             for one in (device, *others):
-                alive = await asyncio.to_thread(_described, self._places[one].node)
+                alive = await asyncio.to_thread(described, self._places[one].node)
                 if await self._answers(alive):
                     return one
                 if one == device:
@@ -230,7 +230,7 @@ class ResourcePool:
         devices = self._places[device].devices
         for node in await asyncio.to_thread(_nodes, self._on_gpus):
             has_room = node.free >= len(devices)
-            if has_room and await self._answers(await asyncio.to_thread(_described, node.id)):
+            if has_room and await self._answers(await asyncio.to_thread(described, node.id)):
                 group = await _reserved([node.id], [len(devices)], self._on_gpus)
                 if group is not None:
                     self._give_up(devices)
@@ -287,7 +287,7 @@ def _nodes(on_gpus: bool) -> list[Node]:
     """Return the living nodes and their devices, the driver's first."""
     free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
     here: str = ray.get_runtime_context().get_node_id()
-    alive = sorted((node for node in _described_nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
+    alive = sorted((node for node in _all_nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
     return [
         Node(node["NodeID"], _devices(node["Resources"], on_gpus), _devices(free.get(node["NodeID"], {}), on_gpus))
         for node in alive
@@ -300,11 +300,11 @@ def _devices(resources: dict[str, float], on_gpus: bool) -> int:
     return min(cpus, floor(resources.get("GPU", 0.0))) if on_gpus else cpus
 
 
-def _described(node: str) -> dict[str, Any] | None:
+def described(node: str) -> dict[str, Any] | None:
     """Return the living node of this id, as `ray.nodes` describes it; None where Ray has none."""
-    return next((one for one in _described_nodes() if one["NodeID"] == node and one["Alive"]), None)
+    return next((one for one in _all_nodes() if one["NodeID"] == node and one["Alive"]), None)
 
 
-def _described_nodes() -> list[dict[str, Any]]:
+def _all_nodes() -> list[dict[str, Any]]:
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return nodes

@@ -6,5 +6,5 @@
 
 `sandbox_limits` says what a call may take, and measures what it takes. `bubblewrap` makes a room, `interpreter` finds
 the files of the one that runs in there and opens the way to them, `seccomp` says what the kernel refuses;
-`process_limits` does without. `sandbox_call` sees one call through, `sandbox` is the door, `python_tool` the tool.
+`sandbox_call` sees one call through, `sandbox` is the door, and does without a room, `python_tool` is the tool.
 """

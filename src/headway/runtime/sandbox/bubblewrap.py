@@ -1,4 +1,4 @@
-"""The room that ``bwrap`` makes for one call: `Bubblewrap` builds its command, `BubblewrapRoom` starts and ends it.
+"""The room that ``bwrap`` makes for one call: `Bubblewrap` builds its command, `BubblewrapCall` starts and ends it.
 
     [setpriv ─▶] bwrap ─▶ sh, the room's first process ─▶ prlimit ─▶ the program
      where we     the      waits until it is let go, so that nothing starts of a
@@ -28,7 +28,7 @@ from typing import IO
 
 from headway.errors import ConfigError, SandboxFailed, cut
 from headway.runtime.sandbox.interpreter import Interpreter, base_python, interpreter, open_way_to
-from headway.runtime.sandbox.sandbox_call import CHUNK, ENDS_S, sealed
+from headway.runtime.sandbox.sandbox_call import CHUNK, ENDS_S, SandboxCall, sealed
 from headway.runtime.sandbox.sandbox_limits import Limit, SandboxLimits, exceeded, processes_in
 
 UID_INSIDE = 1000
@@ -131,7 +131,9 @@ class Bubblewrap:
             stdin: descriptor of what the program reads.
             files: names in the scratch space → descriptors of contents.
         """
-        first = [*FIRST, HOSTNAME, *self._limited(limits), *program]
+        # In the room: processes are counted within it.
+        limited = [self.prlimit, *rlimits(limits, counts_processes=self.counts_processes), "--"]
+        first = [*FIRST, HOSTNAME, *limited, *program]
         room = [*self._room(limits, status, seccomp, stdin, files), *first]
         return room if uid is None else [*self._become(uid), *room]
 
@@ -193,10 +195,6 @@ class Bubblewrap:
         for packages in self.interpreter.hidden:
             yield from ("--tmpfs", str(packages), "--remount-ro", str(packages))
 
-    def _limited(self, limits: SandboxLimits) -> list[str]:
-        """The command's beginning that sets limits of each process. In the room: processes are counted within it."""
-        return [self.prlimit, *rlimits(limits, counts_processes=self.counts_processes), "--"]
-
 
 def rlimits(limits: SandboxLimits, *, counts_processes: bool) -> Iterator[str]:
     """Arguments of prlimit(1) for each process of a call."""
@@ -235,19 +233,13 @@ def own_uid() -> Iterator[int | None]:
         raise SandboxFailed(f"{UIDS} sandboxes are open on this machine, and there is a user for no more")
 
 
-class BubblewrapRoom:
-    """Surroundings of bubblewrap's making."""
+class BubblewrapCall(SandboxCall):
+    """One call in a room of bubblewrap's making."""
 
-    def __init__(self, found: Bubblewrap, refused: bytes, files: Mapping[str, bytes]) -> None:
-        """
-        Args:
-            found: the programs that make it.
-            refused: the filter of system calls.
-            files: names in the scratch space → contents.
-        """
-        self._found, self._refused, self._files = found, refused, files
-        self._limits = SandboxLimits()
-        self._status = -1
+    def __init__(self, limits: SandboxLimits, files: Mapping[str, bytes], found: Bubblewrap, refused: bytes) -> None:
+        """Prepare a call. ``found``: the programs that make the room; ``refused``: the filter of system calls."""
+        super().__init__(limits, files)
+        self._found, self._refused = found, refused
         self._told = b""
         self._first: int | None = None
         """Descriptor of the room's first process, with which the kernel ends all others."""
@@ -256,12 +248,10 @@ class BubblewrapRoom:
         """Here the first process says that it is there. It starts the program when it is told a line, and does not
         where this process ends before."""
 
-    def start(
-        self, program: Sequence[str], limits: SandboxLimits, stdin: bytes, held: ExitStack
-    ) -> subprocess.Popen[bytes]:
-        self._limits = limits
+    def start(self, program: Sequence[str], stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
         uid = held.enter_context(own_uid())
         self._status, told_here = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.tells = self._status
         held.callback(os.close, self._status)
         with ExitStack() as ours:
             ours.callback(os.close, told_here)
@@ -271,7 +261,7 @@ class BubblewrapRoom:
             self._door, inside = (held.enter_context(end) for end in socket.socketpair())
             ours.callback(inside.close)
             command = self._found.command(
-                program, limits, uid=uid, status=told_here, seccomp=refused, stdin=given, files=files
+                program, self._limits, uid=uid, status=told_here, seccomp=refused, stdin=given, files=files
             )
             return subprocess.Popen(
                 command,
@@ -282,10 +272,6 @@ class BubblewrapRoom:
                 cwd="/",
                 pass_fds=(told_here, refused, given, *files.values()),
             )
-
-    @property
-    def tells(self) -> int | None:
-        return self._status
 
     def hear(self) -> bool:
         goes_on = self._hear()

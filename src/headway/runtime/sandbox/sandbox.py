@@ -5,17 +5,32 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from headway.errors import ConfigError, SandboxFailed
-from headway.runtime.sandbox.bubblewrap import Bubblewrap, BubblewrapRoom
+from headway.runtime.sandbox.bubblewrap import Bubblewrap, BubblewrapCall, rlimits
 from headway.runtime.sandbox.interpreter import ISOLATED, base_python
-from headway.runtime.sandbox.process_limits import ProcessLimits, prlimit
-from headway.runtime.sandbox.sandbox_call import KILLED, Room, SandboxCall
-from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult, SandboxSpec
+from headway.runtime.sandbox.sandbox_call import ENDS_S, KILLED, SandboxCall, sealed
+from headway.runtime.sandbox.sandbox_limits import (
+    Limit,
+    ProcEntry,
+    SandboxLimits,
+    SandboxResult,
+    SandboxSpec,
+    exceeded,
+    processes_in,
+    used_by_directory,
+)
 from headway.runtime.sandbox.seccomp import seccomp_filter
 
 AT_ONCE = max(32, 2 * (os.cpu_count() or 1))
@@ -127,9 +142,9 @@ class Sandbox:
         if isinstance(program, str):
             contents[CODE] = _encoded(program)
             program = self.python(CODE)
-        room: Room
-        room = ProcessLimits(contents) if self._found is None else BubblewrapRoom(self._found, self._refused, contents)
-        return SandboxCall(room, limits), program
+        if self._found is None:
+            return ProcessLimitsCall(limits, contents), program
+        return BubblewrapCall(limits, contents, self._found, self._refused), program
 
     def python(self, *arguments: str) -> list[str]:
         """The command that runs the room's Python with ``arguments``."""
@@ -148,3 +163,75 @@ def _threads(process: int) -> ThreadPoolExecutor:
 
 def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
+
+
+TELLS = (
+    "sandbox=process_limits: what the model writes runs as this user, without a sandbox. It can read this user's "
+    "files, reach the network, and signal this user's processes; only its time, memory and output are bounded"
+)
+"""What the user of `process_limits` is told at the start."""
+PAUSE_S = 0.005
+
+
+def prlimit() -> str:
+    """The path of prlimit(1). Raises `ConfigError` where there is none."""
+    found = shutil.which("prlimit")
+    if found is None:
+        raise ConfigError("sandbox=process_limits: there is no prlimit here; install util-linux")
+    return found
+
+
+class ProcessLimitsCall(SandboxCall):
+    """One call without bubblewrap: only limits, a new session and a new directory.
+
+    What runs so has the user's rights: it reads the user's files, reaches the network, signals the user's processes. A
+    process that leaves its session outlives the call.
+    """
+
+    _directory = Path()
+    _session = -1
+
+    def start(self, program: Sequence[str], stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
+        self._directory = Path(tempfile.mkdtemp(prefix="headway-sandbox-"))
+        held.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        for name, content in self._files.items():
+            (self._directory / name).write_bytes(content)
+        here = str(self._directory)
+        process = subprocess.Popen(
+            [prlimit(), *rlimits(self._limits, counts_processes=False), "--", *program],
+            stdin=sealed(stdin, held),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={"PATH": "/usr/bin:/bin", "HOME": here, "TMPDIR": here, "LANG": "C.UTF-8"},
+            cwd=here,
+            start_new_session=True,
+        )
+        self._session = process.pid
+        return process
+
+    def exceeded(self) -> Limit | None:
+        if used_by_directory(self._directory) > self._limits.scratch_mib << 20:
+            return "scratch"
+        return exceeded(self._members(), "", self._limits)
+
+    def end(self) -> bool:
+        if self._session < 0:
+            return True
+        until = time.monotonic() + ENDS_S
+        while True:
+            with suppress(ProcessLookupError):
+                os.killpg(self._session, signal.SIGKILL)
+            left = [one for one in self._members() if not one.is_zombie]
+            if not left:
+                break
+            for one in left:  # of the session, but not of its first group
+                with suppress(ProcessLookupError):
+                    os.kill(one.pid, signal.SIGKILL)
+            if time.monotonic() > until:
+                break
+            time.sleep(PAUSE_S)
+        self._session = -1
+        return not left
+
+    def _members(self) -> list[ProcEntry]:
+        return [one for one in processes_in("/proc") if one.session == self._session]

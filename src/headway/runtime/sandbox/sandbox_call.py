@@ -13,9 +13,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
 from headway.errors import SandboxFailed
 from headway.runtime.sandbox.sandbox_limits import Limit, SandboxLimits, SandboxResult
@@ -42,27 +41,33 @@ def sealed(content: bytes, held: ExitStack) -> int:
     return file
 
 
-class Room(Protocol):
-    """The surroundings of one call: how its program is started, watched and ended."""
+class SandboxCall:
+    """One call: `run` in any thread, `stop` from any other. Subclasses say how its program is started and ended."""
 
-    def start(
-        self, program: Sequence[str], limits: SandboxLimits, stdin: bytes, held: ExitStack
-    ) -> subprocess.Popen[bytes]:
+    tells: int | None = None
+    """Descriptor that can be read where `hear` is to be called."""
+
+    def __init__(self, limits: SandboxLimits, files: Mapping[str, bytes]) -> None:
+        """Prepare a call. ``files``: names in the scratch space → contents."""
+        self._limits, self._files = limits, files
+        self._lock = threading.Lock()
+        self._was_stopped = False
+        self._stopped: int | None = None
+        """Descriptor that can be read once the call is to end; None while it does not run."""
+        self._texts: dict[int, bytearray] = {}
+        self._printed = 0
+
+    def start(self, program: Sequence[str], stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
         """Start ``program``; what it needs until its end is entered into ``held``. Raises `OSError`."""
-        ...
-
-    @property
-    def tells(self) -> int | None:
-        """A descriptor that can be read where `hear` is to be called, or None."""
-        ...
+        raise NotImplementedError
 
     def hear(self) -> bool:
         """Take what the surroundings tell. Returns False where they will tell no more."""
-        ...
+        return False
 
     def exceeded(self) -> Limit | None:
-        """The limit that was gone beyond, or None."""
-        ...
+        """Return the limit that was gone beyond, or None."""
+        return None
 
     def end(self) -> bool:
         """End all processes of the call that are left, and wait until they are gone.
@@ -73,25 +78,13 @@ class Room(Protocol):
         Raises:
             SandboxFailed: the program was never started, and what was to start it does not end.
         """
-        ...
+        raise NotImplementedError
 
     def code(self, returned: int, said: str) -> int:
-        """The program's exit code, from what the first process ``returned``. Raises `SandboxFailed` where no program
-        was started; ``said`` is its standard error."""
-        ...
-
-
-class SandboxCall:
-    """One call: `run` in any thread, `stop` from any other."""
-
-    def __init__(self, room: Room, limits: SandboxLimits) -> None:
-        self._room, self._limits = room, limits
-        self._lock = threading.Lock()
-        self._was_stopped = False
-        self._stopped: int | None = None
-        """Descriptor that can be read once the call is to end; None while it does not run."""
-        self._texts: dict[int, bytearray] = {}
-        self._printed = 0
+        """Return the program's exit code, from what the first process ``returned``. Raises `SandboxFailed` where no
+        program was started; ``said`` is its standard error.
+        """
+        return returned if returned >= 0 else 128 - returned
 
     def stop(self) -> None:
         """End the call, now or when it begins, as if its program had been killed."""
@@ -114,12 +107,12 @@ class SandboxCall:
             held.callback(self._forget_stop)
             try:
                 started = time.monotonic()
-                process = self._room.start(program, self._limits, stdin, held)
+                process = self.start(program, stdin, held)
             except OSError as cause:
                 raise SandboxFailed(f"a call in the sandbox could not be started: {cause}") from cause
             held.callback(process.wait, ENDS_S)
             held.callback(process.kill)
-            held.callback(self._room.end)  # runs first, whatever happens
+            held.callback(self.end)  # runs first, whatever happens
             assert process.stdout is not None and process.stderr is not None
             held.enter_context(process.stdout)
             held.enter_context(process.stderr)
@@ -128,22 +121,26 @@ class SandboxCall:
             for output in outputs:
                 os.set_blocking(output, False)
             limit = self._watch(process, started)
-            if not self._room.end():
+            if not self.end():
                 process.kill()  # it would wait for them, too
                 limit = limit or "wall"  # of its own making: to fail would be a way out of a bad result
-            returned = _reaped(process)
+            try:
+                returned = process.wait(ENDS_S)
+            except subprocess.TimeoutExpired as cause:
+                text = f"a call's processes are gone, and what started them has not ended in {ENDS_S:g} s"
+                raise SandboxFailed(text) from cause
             for output in outputs:
                 self._read(output)
             limit = limit or self._over_output()
             stdout, stderr = (bytes(self._texts[output]).decode(errors="replace") for output in outputs)
             if limit is not None or self._was_stopped:
                 return SandboxResult(stdout, stderr, KILLED, limit)
-            code = self._room.code(returned, stderr)
+            code = self.code(returned, stderr)
             return SandboxResult(stdout, stderr, code, "cpu" if code == 128 + signal.SIGXCPU else None)
 
     def _watch(self, process: subprocess.Popen[bytes], started: float) -> Limit | None:
         """Read output and keep limits until the first process has ended, or is to."""
-        ended, tells, stopped = os.pidfd_open(process.pid), self._room.tells, self._stopped
+        ended, tells, stopped = os.pidfd_open(process.pid), self.tells, self._stopped
         poll = select.poll()
         for descriptor in (*self._texts, ended, stopped, tells):
             if descriptor is not None:
@@ -157,13 +154,13 @@ class SandboxCall:
                     return "wall"
                 if now - last_look >= LOOKS_S:
                     last_look = now
-                    if (limit := self._room.exceeded()) is not None:
+                    if (limit := self.exceeded()) is not None:
                         return limit
                 wait = min(left, max(0.0, last_look + LOOKS_S - now))
                 for descriptor, _ in poll.poll(wait * 1000 + 1):
                     if descriptor in (ended, stopped):
                         return None
-                    goes_on = self._room.hear() if descriptor == tells else self._read(descriptor)
+                    goes_on = self.hear() if descriptor == tells else self._read(descriptor)
                     if not goes_on:
                         poll.unregister(descriptor)
                     if self._over_output():
@@ -193,13 +190,3 @@ class SandboxCall:
             if self._stopped is not None:
                 os.close(self._stopped)
             self._stopped = None
-
-
-def _reaped(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a call's first process, all of whose others are gone."""
-    try:
-        return process.wait(ENDS_S)
-    except subprocess.TimeoutExpired as cause:
-        raise SandboxFailed(
-            f"a call's processes are gone, and what started them has not ended in {ENDS_S:g} s"
-        ) from cause

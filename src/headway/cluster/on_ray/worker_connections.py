@@ -69,20 +69,26 @@ KEPT_BYTES = 1 << 26
 class FrameSession:
     """One end of a session: numbered, acknowledged frames over one TCP connection after another."""
 
-    def __init__(self, on_frame: Callable[[Frame], object], on_break: Callable[[], object]) -> None:
-        """``on_break`` is called when the connection has broken."""
+    def __init__(self) -> None:
         self.received = 0
         """Number of frames received so far."""
         self.has_room = asyncio.Event()
         """Set while at most `KEPT_BYTES` are kept."""
         self.has_room.set()
-        self._on_frame, self._on_break = on_frame, on_break
         self._channel: FrameChannel | None = None
         self._kept: deque[Frame] = deque()
         self._kept_nbytes = 0
         self._acknowledged = 0
         self._told = 0
         self._untold_nbytes = 0
+
+    def _on_frame(self, frame: Frame) -> None:
+        """Handle a frame that has come."""
+        raise NotImplementedError
+
+    def _on_break(self) -> None:
+        """Go on after the connection has broken."""
+        raise NotImplementedError
 
     def attach(self, sock: socket.socket, received: int) -> None:
         """Go on over ``sock``, whose other end has ``received`` so many frames. Close the connection before it."""
@@ -201,16 +207,16 @@ class CallServer:
         return caller
 
 
-class _Caller:
+class _Caller(FrameSession):
     """One caller, as the worker sees it. Its open calls are cancelled when its session ends."""
 
     def __init__(self, host: RoleHost, on_end: Callable[[], object]) -> None:
+        super().__init__()
         self.connection = 0
         """Number of the caller's newest connection."""
         self._host = host
         self._on_end = on_end
         self._open: dict[int, asyncio.Task[None]] = {}
-        self._session = FrameSession(self._on_frame, self._on_break)
         self._ending: asyncio.TimerHandle | None = None
 
     def attach(self, sock: socket.socket, received: int) -> None:
@@ -218,10 +224,10 @@ class _Caller:
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
-        self._session.detach()
+        self.detach()
         with suppress(OSError):  # an empty socket takes so few bytes; a broken one is noticed by the session
-            sock.send(Frame(CallFrameKind.RECEIVED, detail=self._session.received).packed())
-        self._session.attach(sock, received)
+            sock.send(Frame(CallFrameKind.RECEIVED, detail=self.received).packed())
+        super().attach(sock, received)
 
     def _on_break(self) -> None:
         if self._ending is None:
@@ -230,7 +236,7 @@ class _Caller:
     def _end(self) -> None:
         if self._ending is not None:
             self._ending.cancel()
-        self._session.detach()
+        self.detach()
         self._on_end()
         for task in list(self._open.values()):
             task.cancel()
@@ -257,26 +263,26 @@ class _Caller:
             async with aclosing(self._host.each(method, *args)) as items:
                 async for item in items:
                     self._send(CallFrameKind.ITEM, frame.number, item)
-                    await self._session.has_room.wait()
+                    await self.has_room.wait()
                     if frame.detail:
                         await asyncio.sleep(frame.detail / 1e6)
             self._send(CallFrameKind.END, frame.number, None)
         except BaseException as error:  # whatever it is: the caller would wait for ever
-            self._session.send(Frame(CallFrameKind.ERROR, frame.number, 0, _told(error)), soon=False)
+            self.send(Frame(CallFrameKind.ERROR, frame.number, 0, _told(error)), soon=False)
             if not isinstance(error, Exception):
                 raise
 
     def _send(self, kind: CallFrameKind, number: int, what: Any) -> None:
-        self._session.send(Frame(kind, number, 0, pickle.dumps(what, pickle.HIGHEST_PROTOCOL)))
+        self.send(Frame(kind, number, 0, pickle.dumps(what, pickle.HIGHEST_PROTOCOL)))
 
 
-class WorkerConnection:
+class WorkerConnection(FrameSession):
     """The caller's end, on the running event loop. Make it with `connected`."""
 
     def __init__(self, address: CallAddress) -> None:
+        super().__init__()
         self._address = address
         self._id = secrets.token_bytes(16)
-        self._session = FrameSession(self._on_frame, self._on_break)
         self._connections = itertools.count(1)
         self._opening: asyncio.Task[None] | None = None
         self._open: dict[int, asyncio.Queue[Frame]] = {}
@@ -305,7 +311,7 @@ class WorkerConnection:
         """Leave the worker, which cancels the open calls."""
         if self._opening is not None:
             self._opening.cancel()
-        self._session.send(Frame(CallFrameKind.GONE), soon=False)
+        self.send(Frame(CallFrameKind.GONE), soon=False)
         self._end("this end was closed")
 
     async def open(self) -> None:
@@ -317,7 +323,7 @@ class WorkerConnection:
         sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
-        greeting = GREETING.pack(address.key, self._id, next(self._connections), self._session.received)
+        greeting = GREETING.pack(address.key, self._id, next(self._connections), self.received)
         try:
             async with asyncio.timeout(GREETING_S):
                 await loop.sock_connect(sock, (address.host, address.port))
@@ -329,7 +335,7 @@ class WorkerConnection:
             sock.close()
             raise
         _set_up(sock)
-        self._session.attach(sock, received)
+        self.attach(sock, received)
 
     async def _open_again(self) -> None:
         """Try to open the broken connection again, until the worker is known to be gone or `RECONNECT_S` are over."""
@@ -362,7 +368,7 @@ class WorkerConnection:
         self._last += 1
         number = self._last
         frames = self._open[number] = asyncio.Queue()
-        self._session.send(Frame(kind, number, detail, asked))
+        self.send(Frame(kind, number, detail, asked))
         over = False
         try:
             while True:
@@ -382,7 +388,7 @@ class WorkerConnection:
         finally:
             del self._open[number]
             if not over and not self.ended:
-                self._session.send(Frame(CallFrameKind.LEAVE, number), soon=False)
+                self.send(Frame(CallFrameKind.LEAVE, number), soon=False)
 
     def _on_frame(self, frame: Frame) -> None:
         if (frames := self._open.get(frame.number)) is not None:  # else it was left
@@ -393,7 +399,7 @@ class WorkerConnection:
 
     def _end(self, why: str) -> None:
         self.ended, self._why = True, why
-        self._session.detach()
+        self.detach()
         for frames in self._open.values():
             frames.put_nowait(Frame(CallFrameKind.GONE))
 
@@ -413,9 +419,7 @@ async def connected(address: CallAddress) -> WorkerConnection:
         await connection.open()
     except (OSError, EOFError) as error:  # a time-out, too
         number = getattr(error, "errno", None)
-        why = os.strerror(number) if number else said_by(error) or f"no answer within {GREETING_S:g} s"
-        if isinstance(error, TimeoutError) and not number:
-            why = f"no answer within {GREETING_S:g} s"
+        why = os.strerror(number) if number else str(error) or f"no answer within {GREETING_S:g} s"
         raise ConnectionEnded(
             f"no connection to {_place(address)}: {why}. The run's processes call each other on ports that the system "
             "chooses; a firewall between its machines must let them through"
@@ -448,9 +452,8 @@ def _set_up(sock: socket.socket) -> None:
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # not everywhere
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _told(error: BaseException) -> bytes:

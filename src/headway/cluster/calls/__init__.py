@@ -1,1 +1,0 @@
-"""Calls between workers over sockets."""
