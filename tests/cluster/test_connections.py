@@ -246,7 +246,7 @@ async def test_a_worker_where_nothing_listens_any_more_is_gone_at_once() -> None
     waiting = asyncio.create_task(connection.call("wait"))
     await connection.call("note", 0)
     server.close()
-    connection._session._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    connection._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
     with pytest.raises(ConnectionEnded, match="nothing listens there any more"):
         await waiting
     with pytest.raises(ConnectionEnded, match="nothing listens there any more"):
@@ -259,7 +259,7 @@ async def test_a_server_that_does_not_know_the_session_is_another_process(served
     server._callers.clear()
     waiting = asyncio.create_task(connection.call("wait"))
     await connection.call("note", 0)
-    connection._session._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    connection._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
     with pytest.raises(ConnectionEnded, match="does not know this caller"):
         await waiting
 
@@ -297,7 +297,7 @@ async def test_the_calls_of_a_caller_that_does_not_come_back_are_cancelled_in_a_
     killed = await connected(server.address)
     waiting = asyncio.create_task(killed.call("wait"))
     await killed.call("note", 0)
-    killed._session.detach()  # as the end of its process does
+    killed.detach()  # as the end of its process does
     (caller,) = (caller for caller in server._callers.values() if caller._open)
     await turns(lambda: caller._ending is not None)
     await clock.advance(SESSION_S - 1)
@@ -317,7 +317,7 @@ async def test_a_broken_connection_that_cannot_be_opened_again_has_ended(served:
     connection._address = replace(server.address, port=refusing.sockets[0].getsockname()[1])
     waiting = asyncio.create_task(connection.call("wait"))
     await connection.call("note", 0)
-    connection._session._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    connection._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
     await turns()
     await clock.advance(RECONNECT_S - 1)
     assert not waiting.done()
@@ -341,10 +341,10 @@ async def test_an_iteration_waits_for_a_caller_that_does_not_read(
 
     reading = asyncio.create_task(items())
     await connection.call("note", 0)
-    channel = connection._session._channel
+    channel = connection._channel
     assert channel is not None
     if broken:
-        connection._session.detach()
+        connection.detach()
     else:
         asyncio.get_running_loop().remove_reader(channel._sock)
     await turns()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from headway.cluster.roles.weight_roles import Left, Send, Sent, SentWeights
-from headway.cluster.weight_sync.weight_sync import ExchangeSettings, WeightSync, exchange_settings
+from headway.cluster.weight_sync.weight_sync import WeightSync
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts
@@ -20,18 +20,9 @@ from headway.engines.weights.weight_layout import Manifest, TensorSlot, combined
 from headway.errors import UpdateFailed, UpdateMissed, WorkerDied
 
 LIMITS = Timeouts(60, 10, 300)
-SETTINGS = ExchangeSettings(
-    transport="broadcast",
-    streamed=True,
-    apart=False,
-    with_delta=True,
-    verify=True,
-    timeouts=LIMITS,
-    address=("127.0.0.1", 1),
-    device="cpu",
-    directory=None,
-)
-STORED = replace(SETTINGS, transport="object_store", streamed=False)
+SETTINGS = {"transport": "broadcast", "encoding": "delta"}
+STORED = {**SETTINGS, "transport": "object_store"}
+APART = {"schedule": "overlapped"}
 
 
 class NotedRank:
@@ -47,9 +38,9 @@ class NotedRank:
         """To send, for the first time."""
 
     async def call(self, method: str, *args: Any) -> Any:
-        if method == "connect":
+        if method == "outbox.connect":
             return self.links.append(cast(Any, args))
-        assert method == "send_gathered"
+        assert method == "outbox.send_gathered"
         return await self.send(*args)
 
     async def send(self, version: int, send: Send) -> Sent:
@@ -97,8 +88,9 @@ class NotedTrainer:
 
 
 class NotedReceiver:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, machine: str | None = None) -> None:
         self.name = name
+        self.machine = machine or name
         self.links: list[Sequence[Link]] = []
         self.staged: list[tuple[int, Left]] = []
         self.failure: Exception | None = None
@@ -107,7 +99,9 @@ class NotedReceiver:
         """To stage, for the first time."""
 
     async def call(self, method: str, *args: Any) -> Any:
-        if method == "connect":
+        if method == "memory_domain":
+            return self.machine
+        if method == "inbox.connect":
             if isinstance(self.failure, WorkerDied):
                 raise self.failure
             return self.links.append(*args)
@@ -125,20 +119,39 @@ class NotedReceiver:
         return [left for _, left in self.staged]
 
 
-def exchange(
-    settings: ExchangeSettings,
+def made(
+    trainer: NotedTrainer,
+    settings: dict[str, str],
+    manifests: dict[str, Manifest],
+    device: str = "cpu",
+    timeouts: Timeouts = LIMITS,
+) -> WeightSync:
+    config = Config.model_validate({"param_update": settings})
+    return WeightSync(
+        cast(WorkerGroup, trainer),
+        config,
+        manifests,
+        address=("127.0.0.1", 1),
+        device=device,
+        directory=None,
+        timeouts=timeouts,
+    )
+
+
+async def exchange(
+    settings: dict[str, str],
     dtypes: dict[str, str],
     copies: dict[str, str] | None = None,
     manifest: Manifest = Manifest(()),  # noqa: B008
     ranks: int = 1,
+    timeouts: Timeouts = LIMITS,
 ) -> tuple[WeightSync, NotedTrainer, list[NotedReceiver]]:
-    """``copies``: from which one each receiver loads; without, each from its own."""
+    """``copies``: machine of each receiver; without, each is on its own."""
     trainer = NotedTrainer(manifest.shares(), ranks)
-    between = WeightSync(cast(WorkerGroup, trainer), settings, dict.fromkeys(dtypes.values(), manifest))
-    receivers = [NotedReceiver(name) for name in dtypes]
+    between = made(trainer, settings, dict.fromkeys(dtypes.values(), manifest), timeouts=timeouts)
+    receivers = [NotedReceiver(name, copies[name] if copies else None) for name in dtypes]
     for receiver, dtype in zip(receivers, dtypes.values(), strict=True):
-        of = copies[receiver.name] if copies else receiver.name
-        between.add(receiver.name, [cast(Worker, receiver)], dtype, [of])
+        await between.add(receiver.name, [cast(Worker, receiver)], dtype)
     return between, trainer, receivers
 
 
@@ -165,7 +178,7 @@ async def apart(between: WeightSync, version: int, *names: str) -> SendReport:
 
 
 async def test_a_link_serves_as_long_as_its_members_are_the_same_and_nothing_failed() -> None:
-    between, trainer, (a, b) = exchange(SETTINGS, TWO)
+    between, trainer, (a, b) = await exchange(SETTINGS, TWO)
     for version in (1, 2):
         await together(between, version, ["a", "b"])
     assert len(trainer.links) == len(a.links) == len(b.links) == 1
@@ -177,7 +190,7 @@ async def test_a_link_serves_as_long_as_its_members_are_the_same_and_nothing_fai
 
 
 async def test_a_receiver_that_dies_at_a_meeting_fails_the_meeting_and_not_the_run() -> None:
-    between, _, (_, b) = exchange(SETTINGS, TWO)
+    between, _, (_, b) = await exchange(SETTINGS, TWO)
     b.failure = WorkerDied("its process ended")
     with pytest.raises(UpdateFailed, match="b died before it met the trainer: its process ended"):
         await between.reach(["a", "b"])
@@ -185,7 +198,7 @@ async def test_a_receiver_that_dies_at_a_meeting_fails_the_meeting_and_not_the_r
 
 
 async def test_after_a_failure_everybody_meets_anew_and_all_bytes_are_sent() -> None:
-    between, trainer, (a, b) = exchange(SETTINGS, TWO)
+    between, trainer, (a, b) = await exchange(SETTINGS, TWO)
     await together(between, 1, ["a", "b"])
     await together(between, 2, ["a", "b"])
     assert [send.base for _, send in trainer.sends] == [None, 1]
@@ -201,7 +214,7 @@ async def test_after_a_failure_everybody_meets_anew_and_all_bytes_are_sent() -> 
 
 
 async def test_receivers_that_hold_different_versions_get_all_bytes() -> None:
-    between, trainer, _ = exchange(SETTINGS, TWO)
+    between, trainer, _ = await exchange(SETTINGS, TWO)
     await together(between, 1, ["a", "b"])
     await together(between, 2, ["a"])
     await together(between, 3, ["a", "b"])
@@ -209,7 +222,7 @@ async def test_receivers_that_hold_different_versions_get_all_bytes() -> None:
 
 
 async def test_each_dtype_is_a_route_of_its_own_with_a_checksum_of_its_own() -> None:
-    between, trainer, _ = exchange(SETTINGS, {"a": "float32", "b": "bfloat16"})
+    between, trainer, _ = await exchange(SETTINGS, {"a": "float32", "b": "bfloat16"})
     report = await together(between, 1, ["a", "b"])
     assert [send.dtype for _, send in trainer.sends] == ["float32", "bfloat16"]
     assert report.checksums == {"a": combined([len("float32")]), "b": combined([len("bfloat16")])}
@@ -217,7 +230,7 @@ async def test_each_dtype_is_a_route_of_its_own_with_a_checksum_of_its_own() -> 
 
 
 async def test_apart_a_stream_has_a_group_for_each_receiver() -> None:
-    between, trainer, _ = exchange(replace(SETTINGS, apart=True), TWO)
+    between, trainer, _ = await exchange({**SETTINGS, **APART}, TWO)
     await asyncio.gather(apart(between, 1, "a"), apart(between, 1, "b"))
     await apart(between, 2, "a")
     assert {key: link.data.receivers for key, link in trainer.links} == {"float32/a": ("a",), "float32/b": ("b",)}
@@ -225,7 +238,7 @@ async def test_apart_a_stream_has_a_group_for_each_receiver() -> None:
 
 
 async def test_what_is_stored_is_sent_once_for_all_and_its_parcel_goes_to_each() -> None:
-    between, trainer, (a, b) = exchange(replace(STORED, apart=True), TWO)
+    between, trainer, (a, b) = await exchange({**STORED, **APART}, TWO)
     await between.gather(1)
     reports = await asyncio.gather(apart(between, 1, "a"), apart(between, 1, "b"))
     assert len(trainer.sends) == 1
@@ -234,7 +247,7 @@ async def test_what_is_stored_is_sent_once_for_all_and_its_parcel_goes_to_each()
 
 
 async def test_one_that_missed_a_stored_version_has_the_next_sent_whole_once_more() -> None:
-    between, trainer, _ = exchange(replace(STORED, apart=True), TWO)
+    between, trainer, _ = await exchange({**STORED, **APART}, TWO)
     for version, names in ((1, "ab"), (2, "a"), (3, "ab")):
         await between.gather(version)
         for name in names:
@@ -243,7 +256,7 @@ async def test_one_that_missed_a_stored_version_has_the_next_sent_whole_once_mor
 
 
 async def test_when_sending_fails_who_waits_for_the_parcel_is_told_at_once() -> None:
-    between, trainer, (a, _) = exchange(STORED, TWO)
+    between, trainer, (a, _) = await exchange(STORED, TWO)
     trainer.workers[0].failure = UpdateFailed("no space left")
     await between.reach(["a", "b"])
     results = await asyncio.gather(
@@ -256,7 +269,7 @@ async def test_when_sending_fails_who_waits_for_the_parcel_is_told_at_once() -> 
 
 
 async def test_who_asked_first_for_a_stored_version_may_be_left_out_before_it_is_there() -> None:
-    between, trainer, (_, b) = exchange(replace(STORED, apart=True), TWO)
+    between, trainer, (_, b) = await exchange({**STORED, **APART}, TWO)
     await between.gather(1)
     await between.reach(["a", "b"])
     first = asyncio.create_task(between.send_gathered(1, ["a"]))
@@ -267,7 +280,7 @@ async def test_who_asked_first_for_a_stored_version_may_be_left_out_before_it_is
 
 
 async def test_one_that_could_not_use_what_was_stored_gets_it_anew_and_others_keep_theirs() -> None:
-    between, trainer, (a, _) = exchange(replace(STORED, apart=True), TWO)
+    between, trainer, (a, _) = await exchange({**STORED, **APART}, TWO)
     await between.gather(1)
     a.failure = UpdateFailed("a bucket is corrupted")
     with pytest.raises(UpdateFailed, match="corrupted"):
@@ -280,7 +293,7 @@ async def test_one_that_could_not_use_what_was_stored_gets_it_anew_and_others_ke
 
 
 async def test_a_late_receiver_of_what_is_stored_opens_its_own_end_only() -> None:
-    between, trainer, (a, b) = exchange(replace(STORED, apart=True), TWO)
+    between, trainer, (a, b) = await exchange({**STORED, **APART}, TWO)
     await between.gather(1)
     await apart(between, 1, "a")
     await apart(between, 1, "b")
@@ -299,40 +312,40 @@ def found(version: int, owner: NotedReceiver) -> tuple[int, HostCopy]:
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, STORED], ids=["streamed", "stored"])
-async def test_of_a_machine_one_worker_receives_and_the_others_map_its_copy(settings: ExchangeSettings) -> None:
-    between, trainer, (a, b, c) = exchange(settings, THREE, ONE_MACHINE)
+async def test_of_a_machine_one_worker_receives_and_the_others_map_its_copy(settings: dict[str, str]) -> None:
+    between, trainer, (a, b, c) = await exchange(settings, THREE, ONE_MACHINE)
     for version in (1, 2):
         report = await together(between, version, ["a", "b", "c"])
         assert set(report.checksums or {}) == {"a", "b", "c"} and report.nbytes == 8
     assert [send.base for _, send in trainer.sends] == [None, 1]
-    assert trainer.links[0][1].data.receivers == ("a",) if settings.streamed else True
+    assert trainer.links[0][1].data.receivers == ("a",) if settings is SETTINGS else True
     assert (len(a.links), len(b.links), len(c.links)) == (1, 0, 0)
-    assert a.lefts == ([(), ()] if settings.streamed else [(PARCEL,), (replace(PARCEL, version=2),)])
+    assert a.lefts == ([(), ()] if settings is SETTINGS else [(PARCEL,), (replace(PARCEL, version=2),)])
     assert b.staged == c.staged == [found(1, a), found(2, a)]
     assert {between.copy_of(name) for name in THREE} == {"float32/here"}
 
 
 async def test_workers_of_one_receiver_on_two_machines_have_a_copy_on_each() -> None:
-    between, trainer, _ = exchange(SETTINGS, {})
+    between, trainer, _ = await exchange(SETTINGS, {})
     between._manifests = {"float32": Manifest(())}
-    ranks = [NotedReceiver(f"logp-{number}") for number in range(3)]
-    between.add("logp", cast(Any, ranks), "float32", ["here", "here", "there"])
+    ranks = [NotedReceiver(f"logp-{number}", machine) for number, machine in enumerate(["here", "here", "there"])]
+    await between.add("logp", cast(Any, ranks), "float32")
     await together(between, 1, ["logp"])
     assert trainer.links[0][1].data.receivers == ("logp-0", "logp-2")
     assert [rank.staged for rank in ranks] == [[(1, ())], [found(1, ranks[0])], [(1, ())]]
-    assert between.copy_of("logp") == "float32/here, float32/there"
+    assert between.copy_of("logp") == "float32/here/logp, float32/there/logp"
 
 
 async def test_who_shares_with_nobody_receives_by_itself() -> None:
     """Such as those that receive in place."""
-    between, trainer, receivers = exchange(SETTINGS, THREE)
+    between, trainer, receivers = await exchange(SETTINGS, THREE)
     await together(between, 1, ["a", "b", "c"])
     assert trainer.links[0][1].data.receivers == ("a", "b", "c")
     assert all(receiver.staged == [(1, ())] for receiver in receivers)
 
 
 async def test_when_the_owner_dies_the_others_say_so_and_the_next_one_to_receive_is_another() -> None:
-    between, trainer, (a, b, c) = exchange(SETTINGS, THREE, ONE_MACHINE)
+    between, trainer, (a, b, c) = await exchange(SETTINGS, THREE, ONE_MACHINE)
     await together(between, 1, ["a", "b", "c"])
     a.failure = WorkerDied("its process ended")
     await between.reach(["a", "b", "c"])
@@ -351,7 +364,7 @@ async def test_when_the_owner_dies_the_others_say_so_and_the_next_one_to_receive
 
 
 async def test_a_failure_of_the_owner_is_its_own_and_the_others_miss_the_version_and_go_on_without_it() -> None:
-    between, trainer, (a, b, c) = exchange(SETTINGS, THREE, ONE_MACHINE)
+    between, trainer, (a, b, c) = await exchange(SETTINGS, THREE, ONE_MACHINE)
     a.failure = UpdateFailed("a bucket came twice")
     await between.reach(["a", "b", "c"])
     answers = await asyncio.gather(*(between.stage(name, 1) for name in "abc"), return_exceptions=True)
@@ -361,7 +374,7 @@ async def test_a_failure_of_the_owner_is_its_own_and_the_others_miss_the_version
 
 
 async def test_one_that_cannot_map_the_copy_leaves_it_as_it_is() -> None:
-    between, trainer, (a, b, c) = exchange(SETTINGS, THREE, ONE_MACHINE)
+    between, trainer, (a, b, c) = await exchange(SETTINGS, THREE, ONE_MACHINE)
     await together(between, 1, ["a", "b", "c"])
     b.failure = UpdateFailed("cannot be mapped")
     with pytest.raises(UpdateFailed, match="cannot be mapped"):
@@ -373,7 +386,7 @@ async def test_one_that_cannot_map_the_copy_leaves_it_as_it_is() -> None:
 
 
 async def test_while_the_owner_is_silent_the_others_answer_before_the_attempt_is_over() -> None:
-    between, trainer, (a, b, c) = exchange(replace(SETTINGS, timeouts=Timeouts(60, 0.1, 300)), THREE, ONE_MACHINE)
+    between, trainer, (a, b, c) = await exchange(SETTINGS, THREE, ONE_MACHINE, timeouts=Timeouts(60, 0.1, 300))
     a.silent = True
     await between.reach(["a", "b", "c"])
     silent = asyncio.create_task(between.stage("a", 1))
@@ -391,7 +404,7 @@ async def test_while_the_owner_is_silent_the_others_answer_before_the_attempt_is
 
 
 async def test_an_owner_that_is_left_out_is_said_to_be() -> None:
-    between, _, (a, *_) = exchange(SETTINGS, THREE, ONE_MACHINE)
+    between, _, (a, *_) = await exchange(SETTINGS, THREE, ONE_MACHINE)
     a.silent = True
     await between.reach(["a", "b"])
     owner, other = (asyncio.create_task(between.stage(name, 1)) for name in "ab")
@@ -403,7 +416,7 @@ async def test_an_owner_that_is_left_out_is_said_to_be() -> None:
 
 async def test_a_failure_that_comes_after_another_took_its_place_is_not_the_others() -> None:
     """The next version begins while the last one's owner still has not answered."""
-    between, trainer, (a, b, c) = exchange(SETTINGS, THREE, ONE_MACHINE)
+    between, trainer, (a, b, c) = await exchange(SETTINGS, THREE, ONE_MACHINE)
     a.silent = True
     await between.reach(["a", "b", "c"])
     silent = asyncio.create_task(between.stage("a", 1))
@@ -416,16 +429,14 @@ async def test_a_failure_that_comes_after_another_took_its_place_is_not_the_othe
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, STORED], ids=["streamed", "stored"])
-async def test_apart_a_machine_is_sent_a_version_once(settings: ExchangeSettings) -> None:
-    between, trainer, (a, b, c) = exchange(
-        replace(settings, apart=True), THREE, {"a": "here", "b": "here", "c": "there"}
-    )
+async def test_apart_a_machine_is_sent_a_version_once(settings: dict[str, str]) -> None:
+    between, trainer, (a, b, c) = await exchange({**settings, **APART}, THREE, {"a": "here", "b": "here", "c": "there"})
     await between.gather(1)
     here, there = await asyncio.gather(apart(between, 1, "a", "b"), apart(between, 1, "c"))
-    assert len(trainer.sends) == (2 if settings.streamed else 1)
+    assert len(trainer.sends) == (2 if settings is SETTINGS else 1)
     assert here.nbytes + there.nbytes == 8 * len(trainer.sends)
     assert b.staged == [found(1, a)] and len(a.staged) == len(c.staged) == 1
-    if settings.streamed:
+    if settings is SETTINGS:
         assert {key: link.data.receivers for key, link in trainer.links} == {
             "float32/here": ("a",),
             "float32/there": ("c",),
@@ -433,10 +444,10 @@ async def test_apart_a_machine_is_sent_a_version_once(settings: ExchangeSettings
 
 
 async def test_a_replacement_under_the_same_name_takes_the_place_of_one_that_is_gone() -> None:
-    between, trainer, (a, b) = exchange(SETTINGS, TWO, dict.fromkeys(TWO, "here"))
+    between, trainer, (a, b) = await exchange(SETTINGS, TWO, dict.fromkeys(TWO, "here"))
     await together(between, 1, ["a", "b"])
-    again = NotedReceiver("a")
-    between.add("a", [cast(Worker, again)], "float32", ["here"])
+    again = NotedReceiver("a", "here")
+    await between.add("a", [cast(Worker, again)], "float32")
     await together(between, 2, ["a", "b"])
     assert len(a.staged) == 1 and again.lefts == [()] and b.staged[-1] == found(2, again)
     assert [send.base for _, send in trainer.sends] == [None, None]
@@ -450,12 +461,13 @@ LAYOUT = Manifest(tuple(TensorSlot("w" * (k + 1), (10,), "float32", 40 * k, 40) 
 @pytest.mark.parametrize("apart_", [False, True])
 @pytest.mark.parametrize("settings", [SETTINGS, STORED], ids=["streamed", "stored"])
 async def test_each_rank_that_sends_has_a_link_of_its_own_and_their_results_are_joined(
-    settings: ExchangeSettings, apart_: bool
+    settings: dict[str, str], apart_: bool
 ) -> None:
     checksums = []
     for senders in (1, 2):
         manifest = replace(LAYOUT, senders=senders)
-        between, trainer, (a,) = exchange(replace(settings, apart=apart_), {"a": "float32"}, None, manifest, ranks=3)
+        chosen = {**settings, **(APART if apart_ else {})}
+        between, trainer, (a,) = await exchange(chosen, {"a": "float32"}, None, manifest, ranks=3)
         if apart_:
             await between.gather(1)
         report = await (apart(between, 1, "a") if apart_ else together(between, 1, ["a"]))
@@ -465,14 +477,14 @@ async def test_each_rank_that_sends_has_a_link_of_its_own_and_their_results_are_
         assert a.links == [[rank.links[0][1] for rank in trainer.senders]]
         assert [len(rank.sends) for rank in trainer.senders] == [1] * senders
         parcels = tuple(StoredVersion(1, (), (), (f"actor-{number}",)) for number in range(senders))
-        assert a.staged == [(1, () if settings.streamed else parcels)]
-        if settings.streamed:
+        assert a.staged == [(1, () if settings is SETTINGS else parcels)]
+        if settings is SETTINGS:
             assert len({link.data.generation for link in a.links[0]}) == senders
     assert checksums[0] == checksums[1] == combined([digest_of(slot.name) for slot in LAYOUT.slots])
 
 
 async def test_when_one_of_several_senders_fails_nobody_counts_as_having_the_version() -> None:
-    between, trainer, (a,) = exchange(SETTINGS, {"a": "float32"}, None, replace(LAYOUT, senders=2), ranks=2)
+    between, trainer, (a,) = await exchange(SETTINGS, {"a": "float32"}, None, replace(LAYOUT, senders=2), ranks=2)
     await together(between, 1, ["a"])
     trainer.workers[1].failure = UpdateFailed("no memory")
     a.failure = UpdateFailed("a share ended early")
@@ -496,5 +508,5 @@ async def test_when_one_of_several_senders_fails_nobody_counts_as_having_the_ver
 def test_buckets_go_from_gpu_to_gpu_only_while_nobody_trains(
     update: dict[str, Any], device: str, expected: tuple[str, str, bool]
 ) -> None:
-    settings = exchange_settings(Config.model_validate({"param_update": update}), None, device, None, LIMITS)
-    assert (settings.transport, settings.device, settings.apart) == expected
+    between = made(NotedTrainer((), 1), update, {}, device)
+    assert (between._transport, between._device, between._apart) == expected

@@ -45,10 +45,10 @@ async def test_a_meeting_that_hangs_holds_no_later_one_up_and_takes_no_place_whe
         return ends[link.transport]
 
     monkeypatch.setattr(weight_roles, "open_receiver", open_receiver)
-    box = WeightInbox("rollout-0")
-    first = asyncio.create_task(box.connect([Link("first", Path())], EndContext()))
+    box = WeightInbox("rollout-0", EndContext())
+    first = asyncio.create_task(box.connect([Link("first", Path())]))
     assert await asyncio.to_thread(began.wait, 10)
-    await asyncio.wait_for(box.connect([Link("second", Path())], EndContext()), 60)
+    await asyncio.wait_for(box.connect([Link("second", Path())]), 60)
     goes_on.set()
     await first
     assert ends["first"].closed and not ends["second"].closed
@@ -95,8 +95,8 @@ async def opened(
         return ends[-1]
 
     monkeypatch.setattr(weight_roles, "open_receiver", open_receiver)
-    box = WeightInbox("rollout-0")
-    await box.connect([Link(str(number), Path()) for number in range(3)], EndContext())
+    box = WeightInbox("rollout-0", EndContext())
+    await box.connect([Link(str(number), Path()) for number in range(3)])
     return box, ends
 
 
@@ -128,7 +128,7 @@ async def test_what_another_process_has_is_mapped_and_not_received(monkeypatch: 
     owner, back = BackBuffer(LAYOUT), BackBuffer(LAYOUT)
     report = owner.fill(1, hand_over(*(Stream(share, windows(VALUES, share)) for share in LAYOUT.shares())))
     assert report.path is not None
-    never_connected = WeightInbox("rollout-1")
+    never_connected = WeightInbox("rollout-1", EndContext())
     for number, each in enumerate((box, never_connected)):
         with each.holding(1 + number, HostCopy(1, report.path, report.checksum)):
             if number:
@@ -153,5 +153,5 @@ async def test_of_links_one_of_which_cannot_be_opened_none_stays_open(monkeypatc
 
     monkeypatch.setattr(weight_roles, "open_receiver", open_receiver)
     with pytest.raises(UpdateFailed, match="nobody came"):
-        await WeightInbox("rollout-0").connect([Link(str(number), Path()) for number in range(3)], EndContext())
+        await WeightInbox("rollout-0", EndContext()).connect([Link(str(number), Path()) for number in range(3)])
     assert [end.closed for end in ends] == [True, True]

@@ -95,9 +95,6 @@ def test_an_episode_worker_is_beside_the_first_replica_of_each_node_that_has_som
     assert [(s.name, s.device) for s in planned.workers if s.beside] == [
         (f"episode-worker-{index}", device) for index, device in enumerate(devices)
     ]
-    assert [rank.name for rank in planned.episode_workers] == [
-        f"episode-worker-{index}" for index in range(len(devices))
-    ]
 
 
 def test_what_is_reserved_by_node_are_the_devices_that_have_a_worker() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from headway.cluster.roles.training_roles import ActorRole, CriticRole, LogpRole, RefRole
+from headway.cluster.weight_sync.weight_sync import WeightPaths
 from headway.cluster.worker_engines import TrainGroup, critic_of, reference_of
 from headway.cluster.worker_group import WorkerGroup, proxy, registered
 from headway.data.interfaces.rollout import OnUpdate, RolloutEngine
@@ -65,7 +67,7 @@ def test_ranks_register_all_that_they_are_asked(made: Any, role: type) -> None:
 
 
 def test_the_trainers_ranks_register_what_is_taken_from_them_as_it_is() -> None:
-    group = TrainGroup(ranks(ActorRole), None)  # type: ignore[arg-type]
+    group = TrainGroup(ranks(ActorRole), cast(WeightPaths, Mock()))
     taken = asked_by(group._engine) & set(dir(group)) - set(dir(TrainGroup))
     assert taken == {"forward_logprobs", "proximal_logprobs", "train_step", "copy_state", "save", "load"} | OF_THE_GROUP
     assert taken | {"export"} <= registered(ActorRole).keys() | OF_THE_GROUP

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import WorkerSpec
-from headway.cluster.workers import Replacements
+from headway.cluster.workers import LaunchedWorkers, Replacements
 from headway.config.sizing.timeouts import Timeouts
 from headway.errors import ModelError, StallError
 
@@ -62,10 +61,11 @@ def replacements(
             raise failure
         return worker
 
-    old = place.worker("rollout-1")
-    made = Replacements(place, start, [old], AsyncExitStack(), timeouts=Timeouts(timeout_s, 5, 300))  # type: ignore[arg-type]
-    made.know(SPEC, old)
-    return made
+    workers = LaunchedWorkers(cast(Any, place))
+    workers.launch(SPEC)
+    place.log.clear()
+    old = cast(RolloutReplica, workers["rollout-1"])
+    return Replacements(workers, start, [old], timeouts=Timeouts(timeout_s, 5, 300))
 
 
 async def test_a_place_is_found_before_anything_is_started_there() -> None:
@@ -79,7 +79,7 @@ async def test_a_place_is_found_before_anything_is_started_there() -> None:
 async def test_where_no_machine_has_room_the_wait_is_bounded_and_says_so() -> None:
     place = Place(found=False)
     with pytest.raises(
-        StallError, match=r"rollout-1\+1, which is to replace .* = 0.05 s: the driver waited for its dev"
+        StallError, match=r"in the place of rollout-1 was .* = 0.05 s: the driver waited for the device of rollout-1\+1"
     ):
         await replacements(place, timeout_s=0.05).start("rollout-1")
     assert place.log == ["find a place for rollout-1"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,7 +38,7 @@ async def test_the_trainers_cache_is_emptied_before_weights_are_loaded_and_befor
 
 def test_only_a_replica_in_the_process_of_a_training_rank_shares_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr("headway.cluster.roles.rollout_role.ActorRole", lambda **common: SimpleNamespace(lookout=None))
+    monkeypatch.setattr("headway.cluster.roles.rollout_role.ActorRole", lambda **common: Mock())
     monkeypatch.setattr("headway.cluster.roles.rollout_role.RolloutRole", lambda **common: made.append(common))
     FusedRole(actor={}, rollout={"name": "rollout-0"}, name="actor-0")
     assert made == [{"name": "rollout-0", "shares_device": True}]

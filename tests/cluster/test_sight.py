@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 
 from headway.cluster.roles.role import FileProbe
-from headway.cluster.shared_filesystem import SharedFiles, SharedFilesystem
+from headway.cluster.shared_filesystem import SharedFilesystem
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import ClusterPlan, Rank
+from headway.config.schema import Config
 from headway.errors import ConfigError, ModelError
 
 RUN, MODEL, WEIGHTS = Path("/runs/one"), "/models/tiny", Path("/weights")
@@ -86,7 +87,6 @@ def look(
         workers=(),
         actor=tuple(ranks("actor")),
         rollout=tuple(ranks("rollout")),
-        episode_workers=(),
         ref=(),
         logp=tuple(ranks("logp")),
         critic=tuple(ranks("critic")),
@@ -95,7 +95,8 @@ def look(
         shares=(),
     )
     directory = WEIGHTS if transport in ("disk", "shared_memory") else None
-    sight = SharedFilesystem(SharedFiles(RUN, model_path, transport, directory), driver)
+    config = Config.model_validate({"param_update": {"transport": transport}})
+    sight = SharedFilesystem(config, RUN, model_path, directory, driver)
     return sight.check(plan, {name: cast(Worker, Looking(name, on)) for name, on in workers.items()})
 
 
@@ -116,8 +117,7 @@ async def test_a_writer_that_does_not_see_the_runs_directory_is_named_with_its_m
     with pytest.raises(ConfigError) as raised:
         await look(here, {"actor-0": here, writer: there, "rollout-0": here})
     message = str(raised.value)
-    assert f"the driver, on node-1 ({HERE}), sees it, and so do actor-0 on node-1 ({HERE});" in message
-    assert f"but not {writer} on node-2 ({THERE})" in message
+    assert f"the driver, on node-1 ({HERE}), sees it; but not {writer} on node-2 ({THERE})" in message
     assert "Set run.dir to a path on a file system that these machines share" in message
     assert list(here.at(RUN).iterdir()) == list(there.at(RUN).iterdir()) == []
 
@@ -149,8 +149,8 @@ async def test_workers_without_the_models_folder_are_named_with_their_machine(he
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("config.json", '{"a": 1}', "config.json is another file"),
-        ("model.safetensors", "w", "model.safetensors is there, too"),
+        ("config.json", '{"a": 1}', "config.json is missing, or another file"),
+        ("model.safetensors", "w", "model.safetensors is missing, or another file"),
     ],
 )
 async def test_another_model_at_the_same_path_is_told(
@@ -179,14 +179,15 @@ async def test_shared_memory_between_machines_is_refused_with_who_is_where(here:
 async def test_a_directory_of_weights_that_a_receiver_does_not_see_is_refused(here: Machine, there: Machine) -> None:
     there.at(WEIGHTS).mkdir()
     with pytest.raises(
-        ConfigError, match=r"disk: what actor-0 on node-1 .* writes to /weights is not there for rollou"
+        ConfigError,
+        match=r"disk: /weights, to which actor-0 on node-1 .* does not show that to rollout-0 on node-2",
     ):
         await look(here, {"actor-0": here, "rollout-0": there, "rollout-1": here}, "disk")
 
 
 async def test_a_replica_that_came_later_is_looked_at_alone(here: Machine, there: Machine) -> None:
-    sight = SharedFilesystem(SharedFiles(RUN, MODEL, "broadcast", None), here)
-    await asyncio.wait_for(sight.check_replica(cast(Worker, Looking("rollout-0+1", there))), 60)
+    sight = SharedFilesystem(Config(), RUN, MODEL, None, here)
+    await asyncio.wait_for(sight.check_later(cast(Worker, Looking("rollout-0+1", there)), receives=True), 60)
     there.has("config.json", "[]")
     with pytest.raises(ModelError, match="rollout-0\\+1 on node-2"):
-        await sight.check_replica(cast(Worker, Looking("rollout-0+1", there)))
+        await sight.check_later(cast(Worker, Looking("rollout-0+1", there)), receives=True)

@@ -13,7 +13,6 @@ import pytest
 from headway.cluster import backend, startup
 from headway.cluster.backend import start_backend
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
-from headway.data.assignment import Cost
 from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, ModelError, StallError, WorkerDied
@@ -136,7 +135,7 @@ async def start(
     [
         ({"rollout-0.up"}, "rollout-0 to start"),
         ({"actor-0.build"}, "actor-0 to load the model"),
-        ({"actor-0.connect", "rollout-0.connect"}, "rollout-0 to meet actor-0 for weights"),
+        ({"actor-0.outbox.connect", "rollout-0.inbox.connect"}, "rollout-0 to meet actor-0 for weights"),
         ({"rollout-0.serve"}, "rollout-0 to start its engine"),
     ],
 )
@@ -175,11 +174,17 @@ def test_what_is_left_of_the_limit_counts_again_after_a_warm_up(monkeypatch: pyt
 async def test_a_start_says_who_is_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cluster, told = PlannedCluster(), list[str]()
     cluster.separate_processes, cluster.address = True, "127.0.0.1"
-    beginning = startup.Startup(
-        tiny_config("ray"), cluster, model_path="m", total_optimizer_steps=1, run_dir=tmp_path, tell=told.append
-    )
     async with AsyncExitStack() as stack:
-        await beginning.launch(stack)
+        beginning = startup.Startup(
+            tiny_config("ray"),
+            cluster,
+            stack,
+            model_path="m",
+            total_optimizer_steps=1,
+            run_dir=tmp_path,
+            tell=told.append,
+        )
+        await beginning.launch()
     assert told == [
         "Ray is up",
         "actor-0 is up, 1 of 3",
@@ -196,7 +201,7 @@ async def test_the_first_worker_that_fails_ends_the_start_and_everything_else(mo
 
 
 async def test_a_wait_that_runs_out_during_a_start_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = PlannedCluster(failures={"actor-0.connect": StallError("actor-0 waited for rollout-0")})
+    cluster = PlannedCluster(failures={"actor-0.outbox.connect": StallError("actor-0 waited for rollout-0")})
     with pytest.raises(StallError, match=r"^actor-0 waited for rollout-0$"):
         await start(cluster, monkeypatch)
 
@@ -211,25 +216,6 @@ async def test_watching_raises_when_a_worker_dies_that_is_needed_and_replicas_te
             await workers.watch()
         with pytest.raises(WorkerDied, match="worker rollout-0 died"):
             await workers.rollouts[0].died()
-
-
-@pytest.mark.parametrize(
-    ("config", "width"),
-    [
-        ('{"hidden_size": 64}', 64),
-        ('{"n_embd": 48}', 48),
-        ('{"hidden_size": 7, "text_config": {"hidden_size": 96}}', 96),
-        ('{"text_config": null}', 1024),
-        (None, 1024),
-    ],
-)
-def test_samples_are_balanced_by_the_width_that_the_models_configuration_tells(
-    tmp_path: Path, config: str | None, width: int
-) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
-    assert startup._cost(str(tmp_path)) == Cost(width)
-    assert startup._cost("owner/model") == Cost()
 
 
 async def test_an_engine_that_cannot_sleep_cannot_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

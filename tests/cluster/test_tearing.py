@@ -69,7 +69,8 @@ class Trainer:
                     "rollout": {"param_update_preduce_bucket_size_mb": BUCKET_MB},
                 }
             ),
-            rank=0,
+            0,
+            EndContext("127.0.0.1", fetch=list),
         )
         self._outbox.open_route("float32", manifest, pinned=False)
         self._store, port = open_store("127.0.0.1", WAIT_S)
@@ -78,7 +79,7 @@ class Trainer:
         here = EndContext("127.0.0.1", fetch=list)
         with ThreadPoolExecutor(1) as pool:
             opening = pool.submit(open_receiver, link, "replica", here)
-            self._outbox.open_link("all", link, here)
+            self._outbox.open_link("all", link)
             self._receiver: WeightReceiver = opening.result(WAIT_S)
         self._sent: asyncio.Future[Sent | None] | None = None
         self._loop = asyncio.get_running_loop()

@@ -239,11 +239,6 @@ def test_only_registered_methods_are_there() -> None:
         group(Scripted(0)).private()
 
 
-def test_columns_are_not_collected_from_all_ranks() -> None:
-    with pytest.raises(ValueError, match="once for each sample"):
-        register(Dispatch.ONE_TO_ALL, Collect.COLUMNS)
-
-
 def test_a_group_without_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one worker"):
         group()

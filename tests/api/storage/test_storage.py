@@ -318,7 +318,10 @@ def test_a_checkpoint_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("storage", "message"),
     [
-        ("nosuch://bucket/run", r"run\.storage=nosuch://bucket/run: Protocol not known: nosuch.*expected the path of"),
+        (
+            "nosuch://bucket/run",
+            r"storage=nosuch://bucket/run cannot be used here: Protocol not known: nosuch.*expected",
+        ),
         ("DIR/run/storage", r"run\.storage=.*/run/storage and run\.dir=.*/run are inside each other"),
         ("DIR", r"are inside each other, and would be lost together; give"),
         ("DIR/full", r"is not empty: it has notes\.txt, and holds no run"),
@@ -359,7 +362,7 @@ def test_a_protocol_whose_package_is_missing_names_the_extra(monkeypatch: pytest
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(ConfigError, match=r"is not installed here .*with pip install 'headway\[storage\]'"):
+    with pytest.raises(ConfigError, match=r"Install s3fs to access S3.*which needs pip install 'headway\[storage\]'"):
         StorageClient("s3://bucket/run")
 
 

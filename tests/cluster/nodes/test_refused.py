@@ -13,7 +13,7 @@ pytestmark = pytest.mark.nodes
 def test_a_directory_that_the_ranks_do_not_share(one_each: Machines) -> None:
     """Takes long: the workers of two machines must start before they can look at the directory."""
     said = refused(one_each, "trainer.nnodes=2", "run.dir=/tmp/alone")
-    assert "run.dir=/tmp/alone is not one directory for all that write to it" in said
+    assert "run.dir=/tmp/alone is not one directory for all that need it" in said
     assert "the driver, on nodeA (10.77.0.1), sees it" in said
     assert any(f"but not {rank} on node" in said for rank in ("actor-0", "actor-1"))
 

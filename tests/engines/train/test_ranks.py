@@ -21,7 +21,7 @@ from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.weights.protocols import OutgoingWeights
+from headway.engines.weights.protocols import EndContext, OutgoingWeights
 from headway.errors import ModelError, UpdateFailed
 from tests.engines.train.rows import random_rows, with_columns
 
@@ -167,7 +167,7 @@ def fail_and_send_again(path: str, encoding: str, senders: int) -> bytes:
     config = Config.model_validate(
         {"param_update": {"encoding": encoding}, "rollout": {"param_update_preduce_bucket_size_mb": 0.004}}
     )
-    outbox = WeightSendRole(config, rank=dist.get_rank())
+    outbox = WeightSendRole(config, dist.get_rank(), EndContext())
     outbox.open_route("float32", trainer.manifest(torch.float32, most_senders=senders), pinned=False)
     sender = Interrupted(fails=dist.get_rank() == 0)
     if dist.get_rank() < senders:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import pytest
 
 from headway.errors import ConfigError, SandboxFailed
 from headway.runtime.process_tree import guarded, python_command
-from headway.runtime.sandbox import bubblewrap, process_limits, seccomp
+from headway.runtime.sandbox import bubblewrap, seccomp
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
 from headway.runtime.sandbox.sandbox import Sandbox
@@ -106,30 +107,19 @@ async def test_calls_that_sleep_do_not_hold_up_others(sandbox: Sandbox) -> None:
     assert not any(ended)
 
 
-class SlowToEnd:
-    """Surroundings whose processes are killed, and not gone for long."""
+class SlowToEnd(SandboxCall):
+    """A call whose processes are killed, and not gone for long."""
 
-    tells = None
-
-    def start(self, program: Sequence[str], *_: object) -> subprocess.Popen[bytes]:
+    def start(self, program: Sequence[str], stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
         return subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    def hear(self) -> bool:
-        return False
-
-    def exceeded(self) -> None:
-        return None
 
     def end(self) -> bool:
         return False
 
-    def code(self, returned: int, said: str) -> int:
-        return returned
-
 
 def test_a_call_whose_processes_do_not_end_has_gone_beyond_its_time_and_is_no_failure_of_the_sandbox() -> None:
     """Else a model could choose to have its episode or its score tried again, instead of a bad one."""
-    ran = SandboxCall(SlowToEnd(), SMALL).run(["/bin/echo", "done"], b"")
+    ran = SlowToEnd(SMALL, {}).run(["/bin/echo", "done"], b"")
     assert (ran.stdout, ran.code, ran.limit) == ("done\n", 137, "wall")
 
 
@@ -293,7 +283,7 @@ def test_without_the_option_against_new_namespaces_the_filter_still_refuses_them
 def test_a_machine_where_nothing_can_be_measured_is_refused(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    for module in (bubblewrap, process_limits):
+    for module in (bubblewrap, door):
         monkeypatch.setattr(module, "exceeded", lambda *_: None)
     with pytest.raises(ConfigError, match=r"what a call takes cannot be measured here.*SYS_PTRACE"):
         Sandbox(SandboxSpec(kind)).probe()

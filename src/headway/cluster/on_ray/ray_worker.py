@@ -133,7 +133,8 @@ def failure(name: str, pid: int | None, log: str, doing: str, error: RayError) -
             "memory had run out (`dmesg` tells; fewer workers or smaller batches need less)"
         )
     else:  # the first lines, without their colours and the list of ids
-        lines = (_COLOUR.sub("", line).strip() for line in str(error).splitlines() if line.strip() and line[0] != "\t")
+        said = str(error).splitlines()[: 1 if isinstance(error, OutOfMemoryError) else None]
+        lines = (_COLOUR.sub("", line).strip() for line in said if line.strip() and line[0] != "\t")
         why = f"Ray says: {' '.join(lines)[:300]}"
     process = "its process" if pid is None else f"its process (pid {pid})"
     return WorkerDied(f"worker {name} died: {process} ended during {doing!r}. Its log: {log}. {why}")
