@@ -59,8 +59,8 @@ def test_a_function_from_a_file_may_import_its_neighbour_and_define_dataclasses(
     ("content", "name", "message"),
     [
         (None, "f", "there is no file"),
-        ("def g(): pass", "f", "has no function 'f'"),
-        ("f = 3", "f", "it is not a function"),
+        ("def g(): pass", "f", "has no 'f'"),
+        ("f = 3", "f", "is not a function"),
         ("def f(:", "f", "does not import: SyntaxError"),
         ("import sys; sys.exit(3)", "f", "does not import: SystemExit"),
         ("raise KeyError('x')", "f", "does not import: KeyError"),
@@ -121,8 +121,8 @@ def test_a_function_of_an_importable_module_is_named_by_it(package: str, colours
     [
         ("away:score", r"module \S+\.away cannot be imported: ModuleNotFoundError: .*install its package"),
         ("broken:score", r"module \S+\.broken cannot be imported: KeyError"),
-        ("text:scare", r"text has no function 'scare'; name one that it defines, as package\.module:function"),
-        ("text:MOST", r"text has 'MOST', but it is not a function"),
+        ("text:scare", r"text has no 'scare'; name what it defines, as package\.module:name"),
+        ("text:MOST", r"'MOST' is not a function"),
     ],
 )
 def test_a_module_that_cannot_be_used_is_the_users_error(package: str, given: str, message: str) -> None:

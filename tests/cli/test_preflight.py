@@ -200,7 +200,7 @@ def test_held_out_rows_without_answers_are_taken_where_the_reward_needs_none(
     [
         ("exact", ConfigError, "unknown reward 'exact'"),
         ("nowhere.py:score", UserCodeError, "there is no file"),
-        ("FOLDER/reward.py:scores", UserCodeError, "has no function 'scores'"),
+        ("FOLDER/reward.py:scores", UserCodeError, "has no 'scores'"),
         ("FOLDER/reward.py:unusable", UserCodeError, r"takes \(text\)"),
         ("FOLDER/reward.py:levelled", UserCodeError, "levelled needs 'level', but the rows have nothing beside"),
     ],

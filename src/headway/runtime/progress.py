@@ -44,14 +44,6 @@ class Living(Protocol):
         """Return the worker's heartbeat at once, even while busy. Raises `WorkerDied`."""
 
 
-@dataclass(slots=True)
-class Files:
-    """Files that are being written or read."""
-
-    nbytes: int
-    """Number of bytes in the files, as far as that is known."""
-
-
 class OpenWork:
     """Silence of a worker that has work open, by what it has done so far: an answer alone is no sign of life.
 
@@ -100,8 +92,8 @@ class Progress:
         self._work: str | None = None
         self._place = ""
         self._began = self._moved = clock()
-        self._files: Files | None = None
-        """Files that are being written or read; None: no files."""
+        self._file_nbytes: int | None = None
+        """Bytes of the files that are being written or read, as far as that is known; None: no files."""
 
     def advance(self, place: str = "") -> None:
         """Count one more step as done. ``place`` says which one, of how many; without it the last place is kept."""
@@ -123,21 +115,20 @@ class Progress:
         work, place, moved = self._work, self._place, self._moved
         if work is None:
             return Heartbeat("")
-        now, files = self._clock(), self._files
+        now = self._clock()
         where = f" ({place})" if place else ""
         doing = f"{work} for {now - self._began:.0f} s{where}, no progress for {now - moved:.0f} s"
-        return Heartbeat(doing, now - moved, None if files is None else files.nbytes)
+        return Heartbeat(doing, now - moved, self._file_nbytes)
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
         """Count the files of ``folder`` as being read until the block ends; all of their bytes are known."""
-        nbytes, _ = _sizes(folder)
-        self._files = Files(nbytes)
-        self.advance(f"reading {folder}, {_amount(nbytes)}")
+        self._file_nbytes, _ = _sizes(folder)
+        self.advance(f"reading {folder}, {_amount(self._file_nbytes)}")
         try:
             yield
         finally:
-            self._files = None
+            self._file_nbytes = None
             self.advance()
 
     @contextmanager
@@ -148,26 +139,26 @@ class Progress:
         Another thread looks, so that libraries that write a file in one call are seen at work, and a file system that
         does not answer does not delay a heartbeat.
         """
-        closed, files = Event(), Files(0)
-        looking = Thread(target=self._look, args=(folder, files, closed), name="headway-file-growth", daemon=True)
-        self._files = files
+        closed = Event()
+        looking = Thread(target=self._look, args=(folder, closed), name="headway-file-growth", daemon=True)
+        self._file_nbytes = 0
         self.advance(f"writing {folder}")
         looking.start()
         try:
             yield
         finally:
             closed.set()
-            self._files = None
+            self._file_nbytes = None
             self.advance()
 
-    def _look(self, folder: Path, files: Files, closed: Event) -> None:
-        """Keep ``files`` up to date with ``folder`` until ``closed``, and not after."""
+    def _look(self, folder: Path, closed: Event) -> None:
+        """Keep the files' bytes up to date with ``folder`` until ``closed``, and not after."""
         seen = _sizes(folder)
         while not closed.wait(LOOK_S):
             sizes = _sizes(folder)
             if sizes != seen and not closed.is_set():
-                seen, files.nbytes = sizes, sizes[0]
-                nbytes, on_disk = sizes
+                seen = nbytes, on_disk = sizes
+                self._file_nbytes = nbytes
                 self.advance(f"writing {folder}, {_amount(min(on_disk, nbytes))} of {_amount(nbytes)} on the disk")
 
 

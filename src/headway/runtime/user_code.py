@@ -55,12 +55,9 @@ def load_function(spec: str) -> Callable[..., Any]:
     Raises:
         UserCodeError: the file or module is missing or does not import, or has no callable of that name.
     """
-    where, function = _load(spec)
+    function = load_object(spec)
     if not callable(function):
-        what = (
-            f"has no function {_name(spec)!r}" if function is None else f"has {_name(spec)!r}, but it is not a function"
-        )
-        raise UserCodeError(f"{spec}: {where} {what}; name one that it defines, as {_form(spec, 'function')}")
+        raise UserCodeError(f"{spec}: {_name(spec)!r} is not a function; name one, as {_form(spec, 'function')}")
     return function  # type: ignore[no-any-return]  # getattr is Any; callable() was checked
 
 

@@ -570,7 +570,7 @@ async def test_a_killed_idle_worker_is_replaced(user_file: Path) -> None:
     ("content", "function", "message"),
     [
         ("def score(:", "score", "does not import: SyntaxError"),
-        ("def other(response): return 1", "score", "has no function 'score'"),
+        ("def other(response): return 1", "score", "has no 'score'"),
         ("def score(text): return 1", "score", "a reward has a parameter response"),
     ],
 )

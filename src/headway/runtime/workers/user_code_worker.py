@@ -399,42 +399,35 @@ class UserCodeWorker:
 
     async def _answer(self, job: WorkerJob, ask: Frame) -> None:
         try:
-            reply = await self._reply(job, ask)
+            if job.on_ask is None:
+                raise RunError("there is nobody to ask for this job")
+            answer = await job.on_ask(unpickled(ask.payload, "what was asked"))
+            reply = Frame(FrameKind.ANSWER, job.number, ask.detail, pickle.dumps(answer))
+        except HeadwayError as error:
+            reply = Frame(FrameKind.REFUSAL, job.number, ask.detail, pickle.dumps(error))
         except (Exception, asyncio.CancelledError) as error:
             # A defect of the host's, which is no affair of the job's; unless the ask was withdrawn, or its job is over.
             if job.asks.pop(ask.detail, None) is not None:
                 job.end(error=error if isinstance(error, Exception) else RunError("an answer to the job was cancelled"))
-        else:
-            if job.asks.pop(ask.detail, None) is not None:
-                self.process.channel.send(reply)
-
-    async def _reply(self, job: WorkerJob, ask: Frame) -> Frame:
-        try:
-            if job.on_ask is None:
-                raise RunError("there is nobody to ask for this job")
-            answer = await job.on_ask(unpickled(ask.payload, "what was asked"))
-            return Frame(FrameKind.ANSWER, job.number, ask.detail, pickle.dumps(answer))
-        except HeadwayError as error:
-            return Frame(FrameKind.REFUSAL, job.number, ask.detail, pickle.dumps(error))
+            return
+        if job.asks.pop(ask.detail, None) is not None:
+            self.process.channel.send(reply)
 
     # ------------------------------------------------------------------------------------------ ends
 
     def on_end(self, end: str) -> None:
         """Fail what it had when its process has ended."""
-        whose = self._note.whose if self._note is not None else None
-        self.lose(lambda number: self._ended(end, self._blame(number, whose, end)))
+        whose = self._note.whose if self._note is not None else 0
+
+        def error_of(number: int) -> RunnerLost:
+            culprit = end != WITH_FORK_SERVER if self._alone else number == whose if whose else None
+            text = f"its {self._name} {'was lost: it ' if culprit is False else ''}ended with {end}"
+            timed_out = culprit is True and end == signal.SIGALRM.name
+            return RunnerLost(text, end=end, culprit=culprit, timed_out=timed_out)
+
+        self.lose(error_of)
         if self._note is not None:
             self._note.close()
-
-    def _blame(self, number: int, whose: int | None, end: str) -> bool | None:
-        if self._alone:
-            return end != WITH_FORK_SERVER
-        return number == whose if whose else None
-
-    def _ended(self, end: str, culprit: bool | None) -> RunnerLost:
-        text = f"ended with {end}" if culprit is not False else f"was lost: it ended with {end}"
-        timed_out = end == signal.SIGALRM.name and culprit is True
-        return RunnerLost(f"its {self._name} {text}", end=end, culprit=culprit, timed_out=timed_out)
 
     def tick(self, stall_s: float) -> None:
         """Look for a sign of life. After `TICKS` looks in a row without one, end the process.
@@ -455,15 +448,12 @@ class UserCodeWorker:
 
     def _stall(self, stall_s: float) -> None:
         whose = self._note.whose if self._note is not None else 0
-        held = f"event loop for more than {stall_s:g} s (agent.stall_s)"
+        held = f"its {self._name}'s event loop was held for more than {stall_s:g} s (agent.stall_s)"
 
         def error_of(number: int) -> RunnerLost:
             culprit = number == whose if whose else None
-            if culprit:
-                text = f"held its {self._name}'s {held}; import at the top of the file, and do what blocks in a thread"
-            else:
-                text = f"its {self._name} was lost: {'another job' if whose else 'something'} held its {held}"
-            return RunnerLost(text, end="SIGKILL", culprit=culprit, timed_out=bool(culprit))
+            by = "; import at the top of the file, and do what blocks in a thread" if culprit else " by another job"
+            return RunnerLost(held + (by if whose else ""), end="SIGKILL", culprit=culprit, timed_out=bool(culprit))
 
         self.lose(error_of)
         self.process.kill(shown_first=True)
