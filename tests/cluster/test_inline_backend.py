@@ -61,8 +61,8 @@ async def test_where_a_replica_was_replaced_everybody_is_closed_at_the_end(tiny_
     before = set(threading.enumerate())
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
     try:
-        assert workers.replicas_replaced is not None
-        replica = await workers.replicas_replaced.start("rollout-1")
+        assert workers.replace_replica is not None
+        replica = await workers.replace_replica("rollout-1")
         assert replica.name == "rollout-1+1"
         measured = {receiver.name: workers.rounding.tolerance(receiver.name) for receiver in workers.rollouts}
         assert measured == dict.fromkeys(["rollout-0", "rollout-1+1"], FLOOR["float32"])

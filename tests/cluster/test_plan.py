@@ -11,7 +11,7 @@ import pytest
 from headway.cluster.backend import start_backend
 from headway.cluster.inline_cluster import InlineCluster
 from headway.cluster.machine import worker_setup
-from headway.cluster.machine.worker_setup import ProcessSettings, threads_of
+from headway.cluster.machine.worker_setup import threads_of
 from headway.cluster.on_ray.ray_cluster import MIN_OBJECT_STORE, check_answers, object_store_bytes
 from headway.cluster.worker_engines import clock_offset
 from headway.cluster.worker_group import Worker
@@ -63,8 +63,6 @@ def test_threads_divide_the_cores_of_the_node_that_a_worker_lands_on_and_are_nev
     monkeypatch.setattr(worker_setup, "available_cores", lambda: 12)
     assert [threads_of(0, sharing) for sharing in (1, 2, 5, 200)] == [12, 6, 2, 1]
     assert threads_of(3, 2) == 3
-    settings = ProcessSettings("rollout-0", 0, Path("log"), sharing=4)
-    assert settings.environment()["OMP_NUM_THREADS"] == "3"
 
 
 def test_threads_that_the_user_sets_are_kept() -> None:

@@ -125,8 +125,8 @@ async def another_episode_worker_makes_the_same_groups(workers: Workers, expecte
         while await calls_at(replica):  # noqa: ASYNC110 - another process ends
             await asyncio.sleep(0.02)
         await replica.resume()
-        assert workers.episode_workers_replaced is not None
-        assert (await workers.episode_workers_replaced.start("episode-worker-0")).name == "episode-worker-0+1"
+        assert workers.replace_episode_worker is not None
+        assert (await workers.replace_episode_worker("episode-worker-0")).name == "episode-worker-0+1"
         again = await generate(workers, range(2, 4))
     assert [t.text for group in again for t in group.trajectories] == expected
 

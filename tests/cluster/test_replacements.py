@@ -17,7 +17,7 @@ from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import WorkerSpec
-from headway.cluster.workers import LaunchedWorkers, Replacements
+from headway.cluster.workers import LaunchedWorkers
 from headway.config.sizing.timeouts import Timeouts
 from headway.errors import ModelError, StallError
 
@@ -52,28 +52,30 @@ class Place:
         return cast(Worker, SimpleNamespace(name=name, kill=noted("kill")))
 
 
-def replacements(
+async def replace(
     place: Place, failure: Exception | None = None, timeout_s: float = 5.0
-) -> Replacements[RolloutReplica]:
+) -> tuple[Any, list[RolloutReplica]]:
+    """The worker that takes the place of ``rollout-1``, and the replicas that there are then."""
+
     async def start(worker: Worker) -> Any:
         place.log.append(f"start {worker.name}")
         if failure is not None:
             raise failure
         return worker
 
-    workers = LaunchedWorkers(cast(Any, place))
+    workers = LaunchedWorkers(cast(Any, place), Timeouts(timeout_s, 5, 300))
     workers.launch(SPEC)
     place.log.clear()
-    old = cast(RolloutReplica, workers["rollout-1"])
-    return Replacements(workers, start, [old], timeouts=Timeouts(timeout_s, 5, 300))
+    current = [cast(RolloutReplica, workers["rollout-1"])]
+    return await workers.replace("rollout-1", start=start, current=current), current
 
 
 async def test_a_place_is_found_before_anything_is_started_there() -> None:
     place = Place()
-    made = replacements(place)
-    assert (await made.start("rollout-1")).name == "rollout-1+1"
+    made, current = await replace(place)
+    assert made.name == "rollout-1+1"
     assert place.log == ["find a place for rollout-1", "kill rollout-1", "launch rollout-1+1", "start rollout-1+1"]
-    assert [one.name for one in made.current] == ["rollout-1+1"]
+    assert [one.name for one in current] == ["rollout-1+1"]
 
 
 async def test_where_no_machine_has_room_the_wait_is_bounded_and_says_so() -> None:
@@ -81,14 +83,14 @@ async def test_where_no_machine_has_room_the_wait_is_bounded_and_says_so() -> No
     with pytest.raises(
         StallError, match=r"in the place of rollout-1 was .* = 0.05 s: the driver waited for the device of rollout-1\+1"
     ):
-        await replacements(place, timeout_s=0.05).start("rollout-1")
+        await replace(place, timeout_s=0.05)
     assert place.log == ["find a place for rollout-1"]
 
 
 async def test_a_machine_without_the_model_gets_no_replica() -> None:
     place = Place()
     with pytest.raises(ModelError, match="no such folder"):
-        await replacements(place, ModelError("m: no such folder")).start("rollout-1")
+        await replace(place, ModelError("m: no such folder"))
     assert place.log[-2:] == ["start rollout-1+1", "kill rollout-1+1"], "it would hold its device"
 
 

@@ -43,7 +43,7 @@ from headway.cluster.worker_engines import (
 )
 from headway.cluster.worker_group import Worker, WorkerGroup, proxy
 from headway.cluster.worker_plan import WorkerGroups, make_groups, plan_cluster, trainer_alone
-from headway.cluster.workers import Cluster, LaunchedWorkers, Replacements, StartWaits, Workers, any_dies
+from headway.cluster.workers import Cluster, LaunchedWorkers, StartWaits, Workers, any_dies
 from headway.config.schema import Config
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, concurrent, resolve_placement
 from headway.config.sizing.run_memory import restarts_ranks, restarts_trainer
@@ -92,11 +92,11 @@ class Startup:
         self.waits = StartWaits()
         """Those workers that have not answered yet."""
         self._wait = self.waits.wait
-        self._workers = LaunchedWorkers(cluster)
         self._transport = transport_in(config)
         workers = sum(len(devices) for devices in resolve_placement(config).devices.values())
         self.timeouts = Timeouts.of(config, model_nbytes(model_path), workers=workers)
         """Time limits of the run, which follow what is known and measured by now."""
+        self._workers = LaunchedWorkers(cluster, self.timeouts)
 
     async def launch(self, *, trainer_only: bool = False) -> None:
         """Start the workers' processes, all or only the trainer's."""
@@ -202,22 +202,17 @@ class Startup:
             apart.append(LogpReceiver(groups.logp, paths, config.param_update.verify))
         rounding = await self._measured([*rollouts, *apart], (dtype, computed))
         restartable = {}
-        replicas_replaced = episode_workers_replaced = None
+        replace_replica = replace_episode_worker = None
         replaced: list[type] = []
         if isinstance(paths, WeightSync):
             restartable = self._restartable(paths, manifests, computed)
             start = partial(self._replace, manifest=manifests[dtype], exchange=paths)
-            replicas_replaced = Replacements(
-                self._workers, start, rollouts, timeouts=self.timeouts, measure=rounding.measure
-            )
+            replace_replica = partial(self._workers.replace, start=start, current=rollouts, measure=rounding.measure)
             replaced.append(RolloutRole)
         if self._cluster.separate_processes:
-            episode_workers_replaced = Replacements(
-                self._workers,
-                self._replace_episode_worker,
-                episode_workers,
-                timeouts=self.timeouts,
-                others=[spec.device for spec in plan.workers if spec.role in (RolloutRole, FusedRole)],
+            others = [spec.device for spec in plan.workers if spec.role in (RolloutRole, FusedRole)]
+            replace_episode_worker = partial(
+                self._workers.replace, start=self._replace_episode_worker, current=episode_workers, others=others
             )
             replaced.append(EpisodeWorkerRole)
         restarted = {worker.name for role in restartable for worker in groups.by_role[role].workers}
@@ -250,8 +245,8 @@ class Startup:
             rounding=rounding,
             hardware=dict(zip(computing, hardware, strict=True)),
             padded=await self._padded(groups),
-            replicas_replaced=replicas_replaced,
-            episode_workers_replaced=episode_workers_replaced,
+            replace_replica=replace_replica,
+            replace_episode_worker=replace_episode_worker,
             undo=self._undo,
         )
 

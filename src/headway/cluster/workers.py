@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from headway.cluster.machine.worker_setup import Hardware
 from headway.cluster.profiled_processes import ProfiledProcess, profiled
@@ -100,8 +100,8 @@ class StartWaits:
 class LaunchedWorkers:
     """Workers that a run has now, by their first names: ``rollout-1+2`` is the second in the place of ``rollout-1``."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, timeouts: Timeouts) -> None:
+        self._cluster, self._timeouts = cluster, timeouts
         self.by_name: dict[str, Worker] = {}
         self._specs: dict[str, WorkerSpec] = {}
         self._launches: Counter[str] = Counter()
@@ -127,46 +127,23 @@ class LaunchedWorkers:
         worker = self.by_name[first] = self._cluster.launch(replace(self._specs[first], name=name, device=device))
         return worker
 
-    async def kill(self) -> None:
-        """Kill all workers, even if one of them fails to end."""
-        ends = await asyncio.gather(*(worker.kill() for worker in self.by_name.values()), return_exceptions=True)
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-
-
-class Replacements(Generic[T]):
-    """Replacements of one run's replicas, or of its episode workers."""
-
-    def __init__(
+    async def replace(
         self,
-        workers: LaunchedWorkers,
+        lost: str,
+        *,
         start: Callable[[Worker], Awaitable[T]],
         current: list[T],
-        *,
-        timeouts: Timeouts,
         others: Sequence[int] = (),
         measure: Callable[[Sequence[T]], Awaitable[object]] | None = None,
-    ) -> None:
-        """Set up replacements.
+    ) -> T:
+        """Start a worker in the place of ``lost``, under its own name. A replica serves nothing before it has received
+        a version; an episode worker knows no replica yet.
 
         Args:
             start: brings a launched worker up.
-            current: the workers so far; a replacement takes the place of the lost one there.
-            others: devices beside which a worker may be as well, where that of its own place is on no machine that
-                answers.
+            current: the workers so far; the new one takes the place of the lost one there.
+            others: devices beside which it may be as well, where that of its own place is on no machine that answers.
             measure: measures how far the probe of a new replica is from the trainer's, as the last step of a start.
-        """
-        self._workers = workers
-        self._start = start
-        self.current = current
-        self._others = others
-        self._timeouts = timeouts
-        self._measure = measure
-
-    async def start(self, lost: str) -> T:
-        """Start a worker in the place of ``lost``, under its own name. A replica serves nothing before it has received
-        a version; an episode worker knows no replica yet.
 
         Raises `StallError` if it is not up in time, and what ``measure`` raises. The new worker is killed then.
         """
@@ -174,10 +151,10 @@ class Replacements(Generic[T]):
         waits = StartWaits()
         try:
             async with asyncio.timeout(self._timeouts.start_s) as limit:
-                worker = await self._workers.launch_again(lost, waits, self._others)
-                started = await waits.wait(f"{worker.name} to start", self._start(worker))
-                if self._measure is not None:
-                    await waits.wait("it to compute the log-probs of the probe", self._measure([started]))
+                worker = await self.launch_again(lost, waits, others)
+                started = await waits.wait(f"{worker.name} to start", start(worker))
+                if measure is not None:
+                    await waits.wait("it to compute the log-probs of the probe", measure([started]))
         except (TimeoutError, HeadwayError):
             if worker is not None:  # it would hold its device to the end of the run
                 with suppress(HeadwayError):
@@ -188,8 +165,15 @@ class Replacements(Generic[T]):
                 f"the worker in the place of {lost} was not up within {self._timeouts.start_limit()}: the driver "
                 f"waited for {waits}"
             ) from None
-        self.current[:] = [*(one for one in self.current if one.name != lost), started]
+        current[:] = [*(one for one in current if one.name != lost), started]
         return started
+
+    async def kill(self) -> None:
+        """Kill all workers, even if one of them fails to end."""
+        ends = await asyncio.gather(*(worker.kill() for worker in self.by_name.values()), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
 
 
 @dataclass(slots=True)
@@ -228,10 +212,10 @@ class Workers:
     """Hardware that each worker computes on, by the worker's name."""
     padded: str | None
     """Reason why the policy's rows are padded and not packed; None where they are packed."""
-    replicas_replaced: Replacements[RolloutReplica] | None
-    """Replacements of lost replicas; None where replicas share their processes with training ranks."""
-    episode_workers_replaced: Replacements[RemoteEpisodeWorker] | None
-    """Replacements of lost episode workers; None where these are in the driver's process."""
+    replace_replica: Callable[[str], Coroutine[Any, Any, RolloutReplica]] | None
+    """Function that replaces a lost replica; None where replicas share their processes with training ranks."""
+    replace_episode_worker: Callable[[str], Coroutine[Any, Any, RemoteEpisodeWorker]] | None
+    """Function that replaces a lost episode worker; None where these are in the driver's process."""
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:
@@ -240,11 +224,11 @@ class Workers:
 
     def living(self) -> list[Living]:
         """Return every worker once, for heartbeats. A replica in the process of a training rank counts as that rank."""
-        replicas = self.rollouts if self.replicas_replaced is not None else ()
+        replicas = self.rollouts if self.replace_replica is not None else ()
         return [
             *self._computing,
             *replicas,
-            *(self.episode_workers if self.episode_workers_replaced is not None else ()),
+            *(self.episode_workers if self.replace_episode_worker is not None else ()),
         ]
 
     def profiled(self, *, replicas: bool) -> list[ProfiledProcess]:

@@ -45,7 +45,7 @@ async def test_a_job_that_holds_its_event_loop_is_named_and_the_others_of_its_wo
             await workers.run((job, 60))
         assert STALL_S <= time.monotonic() - began < 30
         assert (lost.value.culprit, lost.value.timed_out) == (True, True)
-        with pytest.raises(RunnerLost, match="event loop was held for more than .* by another job") as lost:
+        with pytest.raises(RunnerLost, match=r"event loop was held for more than .* by another job") as lost:
             await other
         assert (lost.value.culprit, lost.value.timed_out) == (False, False)
         assert await workers.run(("pid",)) != before

@@ -280,11 +280,9 @@ class TrainingRun:
             restartable=workers.restartable,
             snapshots=workers.snapshots,
             watch_replica=replaceable_dies,
-            replace_replica=None if workers.replicas_replaced is None else workers.replicas_replaced.start,
+            replace_replica=workers.replace_replica,
             watch_episode_worker=replaceable_dies,
-            replace_episode_worker=None
-            if workers.episode_workers_replaced is None
-            else workers.episode_workers_replaced.start,
+            replace_episode_worker=workers.replace_episode_worker,
             timeouts=workers.timeouts,
             workers=workers.living,
             journal=journal,

@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.cluster.machine.token_files import TokenFile, TokenPart
 from headway.data.packing import CollatedRow, row_of, with_columns
-from headway.data.types import AnyColumn, Handle, TrainSample
+from headway.data.types import Handle, TrainSample
 
 Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]
 """Function that returns the objects of handles, side by side."""
@@ -32,17 +32,14 @@ class BatchShare(list[TrainSample]):
     def __reduce__(self) -> tuple[Callable[..., BatchShare], tuple[Any, int]]:
         """Pickle all samples at once, where Ray need not see what they refer to: its pickler is slow for each."""
         samples = list(self)
-        if all(isinstance(one.tokens, TokenFile) and _are_numbers(one.columns.values()) for one in samples):
+        columns = [column for one in samples for column in one.columns.values()]
+        if all(isinstance(one.tokens, TokenFile) for one in samples) and all(isinstance(one, float) for one in columns):
             return _unpickled, (pickle.dumps(samples, pickle.HIGHEST_PROTOCOL), self.batch)
         return BatchShare, (samples, self.batch)
 
 
 def _unpickled(samples: bytes, batch: int) -> BatchShare:
     return BatchShare(pickle.loads(samples), batch)
-
-
-def _are_numbers(columns: Iterable[AnyColumn]) -> bool:
-    return all(isinstance(column, float) for column in columns)
 
 
 class BatchCache:

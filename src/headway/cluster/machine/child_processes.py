@@ -133,7 +133,9 @@ class ChildProcesses:
         left = self.left_after(orderly_s)
         for number, within_s in ((signal.SIGTERM, terminated_s), (signal.SIGKILL, killed_s)):
             if left:
-                self._signal(number)
+                for descriptor in self._descriptors.values():
+                    with suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(descriptor, number)
                 left = self.left_after(within_s)
         for pid in left:
             self._close(pid)
@@ -142,13 +144,6 @@ class ChildProcesses:
     def _find(self) -> set[int]:
         titled = {pid for pid in descendants(os.getpid()) if self._title in _command_line(pid)}
         return titled | set(descendants(*titled))
-
-    def _signal(self, number: signal.Signals) -> None:
-        for descriptor in self._descriptors.values():
-            try:
-                signal.pidfd_send_signal(descriptor, number)
-            except ProcessLookupError:
-                continue
 
     def _close(self, pid: int) -> None:
         if (descriptor := self._descriptors.pop(pid, None)) is not None:

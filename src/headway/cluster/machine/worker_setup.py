@@ -59,27 +59,6 @@ def cpu_model(info: Path = CPU_INFO) -> str:
     return next(models, "") or platform.processor() or platform.machine()
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSettings:
-    """Settings of one worker process."""
-
-    name: str
-    """Name of the worker, ``<role>-<rank>``, in messages; also the stem of its log file."""
-    threads: int
-    """Number of threads for torch, OpenMP and MKL each; 0: this process's share of the machine's cores."""
-    log_file: Path
-    sharing: int = 1
-    """Number of the run's devices on the machine, which divide its cores, this process's included."""
-
-    def threads_here(self) -> int:
-        """Return the number of threads on the machine that this runs on: what is set, or a share of its cores."""
-        return threads_of(self.threads, self.sharing)
-
-    def environment(self) -> dict[str, str]:
-        """Environment variables that the math libraries read once, when they are loaded or first called."""
-        return math_environment(self.threads_here())
-
-
 def threads_of(threads: int, sharing: int) -> int:
     """Return ``threads``, or where that is 0 this machine's cores divided by the ``sharing`` processes; at least 1."""
     return threads or max(1, available_cores() // sharing)
@@ -104,12 +83,19 @@ def math_environment(threads: int) -> dict[str, str]:
     }
 
 
-def set_up_process(settings: ProcessSettings) -> None:
-    """Set up environment, log file and signals of a worker process. Runs before torch is imported."""
-    os.environ.update(settings.environment())
-    redirect_output(settings.log_file)
-    log_to(logging.StreamHandler(sys.stderr), settings.log_file.parent.parent.name, settings.name)
-    leave_interrupts_to_the_driver()
+def set_up_process(name: str, threads: int, log_file: Path) -> None:
+    """Set up environment, log file and signals of the process of worker ``name``. Runs before torch is imported.
+
+    ``threads``: number of threads for torch, OpenMP and MKL each.
+    """
+    os.environ.update(math_environment(threads))
+    redirect_output(log_file)
+    log_to(logging.StreamHandler(sys.stderr), log_file.parent.parent.name, name)
+    # Ctrl-C reaches every process of the terminal: only the driver decides what it means.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 @contextmanager
@@ -154,11 +140,3 @@ def redirect_output(log_file: Path) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
-
-
-def leave_interrupts_to_the_driver() -> None:
-    """Ignore Ctrl-C, which reaches every process of the terminal: only the driver decides what it means."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    else:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import ray
 
-from headway.cluster.machine.worker_setup import ProcessSettings, available_cores
+from headway.cluster.machine.worker_setup import available_cores
 from headway.cluster.on_ray.network_interface import check_listens
 from headway.cluster.on_ray.ray_node import RayNode, sessions_of_their_own, sigterm_kept
 from headway.cluster.on_ray.ray_worker import RayWorker, messages_in
@@ -96,9 +96,9 @@ class RayCluster:
     def launch(self, spec: WorkerSpec) -> RayWorker:
         assert self._pool is not None, "workers are launched after devices were reserved for them"
         log_file = (self._run_dir / "logs" / f"{spec.name}.log").absolute()
-        settings = ProcessSettings(spec.name, spec.threads, log_file, sharing=self._pool.sharing(spec.device))
+        sharing = self._pool.sharing(spec.device)
         options = self._pool.options(spec.device, beside=spec.beside)
-        worker = RayWorker(settings, spec, self._device, options, self._node)
+        worker = RayWorker(spec, self._device, log_file, sharing, options, self._node)
         self._launched[spec.name.partition("+")[0]] = worker
         return worker
 

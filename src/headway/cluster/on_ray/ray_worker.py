@@ -34,7 +34,7 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, Ray
 
 from headway.cluster.machine.child_processes import Watched
 from headway.cluster.machine.token_files import TokenPart, read_rows
-from headway.cluster.machine.worker_setup import ProcessSettings, importing, set_up_process
+from headway.cluster.machine.worker_setup import importing, set_up_process, threads_of
 from headway.cluster.on_ray.network_interface import ANSWER_S, ATTEMPTS, network_environment, stops_answering
 from headway.cluster.on_ray.ray_node import RayNode, replaced
 from headway.cluster.on_ray.resource_pool import described
@@ -147,8 +147,10 @@ MAX_CALLS = 100_000
 class WorkerActor:
     """The actor that runs in the worker's process, which is set up before the role's own modules are imported."""
 
-    def __init__(self, settings: ProcessSettings, spec: WorkerSpec, device: str) -> None:
-        set_up_process(settings)
+    def __init__(self, spec: WorkerSpec, device: str, log_file: Path, sharing: int) -> None:
+        """Set up. ``sharing``: number of the run's devices on the machine, which divide its cores."""
+        threads = threads_of(spec.threads, sharing)
+        set_up_process(spec.name, threads, log_file)
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         os.environ.update(network_environment(host, os.environ))
         with importing():
@@ -158,7 +160,7 @@ class WorkerActor:
             **spec.arguments,
             name=spec.name,
             device=device,
-            threads=settings.threads_here(),
+            threads=threads,
             fetch=self._fetch,
             put=ray.put,
             host=host,
@@ -241,9 +243,10 @@ class RayWorker:
 
     def __init__(
         self,
-        settings: ProcessSettings,
         spec: WorkerSpec,
         device: str,
+        log_file: Path,
+        sharing: int,
         options: dict[str, Any],
         ray_here: RayNode | None = None,
     ) -> None:
@@ -251,7 +254,7 @@ class RayWorker:
         self.name = spec.name
         self._ray = ray_here
         self._killed = False
-        self.log_file = settings.log_file
+        self.log_file = log_file
         self.pid: int | None = None
         """Id of the worker's process, once it is up."""
         weights = model_nbytes(spec.arguments.get("model_path", ""))
@@ -268,9 +271,9 @@ class RayWorker:
         self._unreachable = False
         """True once the worker's machine, another one, no longer answers."""
         # Ray calls a process by its actor's class, in ps and in the dashboard: each worker is of one that has its name.
-        named = type(f"{spec.name} {settings.log_file.parent.parent.name}", (WorkerActor,), {})
+        named = type(f"{spec.name} {log_file.parent.parent.name}", (WorkerActor,), {})
         actor: Any = ray.remote(named).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
-        self._actor: Any = actor.remote(settings, spec, device)
+        self._actor: Any = actor.remote(spec, device, log_file, sharing)
 
     async def up(self) -> None:
         with self._failures("starting"):
