@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from headway.cluster.roles.engine_registry import ReplicaSpec, start_vllm
+from headway.cluster.roles.rollout_role import ReplicaSpec, start_vllm
 from headway.config.schema import Config
 from headway.devices import Cuda
 from headway.errors import ConfigError

@@ -76,10 +76,9 @@ class RoleHost:
         self._progress = Progress()
         """Progress of the role's thread, where a rank computes. An engine reports its own in `RolloutEngine.stats`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=count_for, initargs=(self._progress,))
-        self._open: dict[object, tuple[str, float]] = {}
-        """Open calls of coroutines: the method, and when it was called."""
-        self._beside: dict[object, Progress] = {}
-        """Progress of open calls of coroutines: of those that work with files beside the role's thread it is told."""
+        self._open: dict[Progress, tuple[str, float]] = {}
+        """Open calls of coroutines: the method, and when it was called. Of those that work with files beside the role's
+        thread the progress is told."""
         self._closing = False
         self._log = of_worker(logger, name)
         self._log.info("started in process %d", os.getpid())
@@ -92,7 +91,7 @@ class RoleHost:
         function = attrgetter(method)(self._role)
         with self._failures_told(method):
             if inspect.iscoroutinefunction(function):
-                with self._call(method) as call, counting(self._beside.setdefault(call, Progress()), method):
+                with self._call(method) as progress, counting(progress, method):
                     return await function(*args)
             return await asyncio.get_running_loop().run_in_executor(
                 self._thread, partial(self._run, method, function, args)
@@ -115,7 +114,7 @@ class RoleHost:
         now = time.monotonic()
         calls = [f"{n} × {method} for {now - first[method]:.0f} s" for method, n in counts.items()]
         beat = replace(beat, doing="; ".join(filter(None, [beat.doing, *calls])))
-        for other in [progress.heartbeat() for progress in self._beside.values()]:
+        for other in [progress.heartbeat() for progress in self._open]:
             if other.file_nbytes is not None:
                 quiet_s, doing = min(beat.quiet_s, other.quiet_s), f"{beat.doing}; {other.doing}"
                 beat = Heartbeat(doing, quiet_s, max(beat.file_nbytes or 0, other.file_nbytes))
@@ -141,14 +140,13 @@ class RoleHost:
             raise told from failure.__cause__ if isinstance(failure, HeadwayError) else failure
 
     @contextmanager
-    def _call(self, method: str) -> Iterator[object]:
-        call = object()
-        self._open[call] = method, time.monotonic()
+    def _call(self, method: str) -> Iterator[Progress]:
+        progress = Progress()
+        self._open[progress] = method, time.monotonic()
         try:
-            yield call
+            yield progress
         finally:
-            del self._open[call]
-            self._beside.pop(call, None)
+            del self._open[progress]
 
     async def end(self) -> None:
         """Close the role once its current work is done, and end its thread. A second call does nothing."""

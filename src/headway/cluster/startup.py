@@ -42,7 +42,7 @@ from headway.cluster.worker_engines import (
     reference_of,
 )
 from headway.cluster.worker_group import Worker, WorkerGroup, proxy
-from headway.cluster.worker_plan import WorkerGroups, make_groups, plan_cluster, trainer_alone
+from headway.cluster.worker_plan import make_groups, plan_cluster, trainer_alone
 from headway.cluster.workers import Cluster, LaunchedWorkers, StartWaits, Workers, any_dies
 from headway.config.schema import Config
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, concurrent, resolve_placement
@@ -244,7 +244,7 @@ class Startup:
             timeouts=self.timeouts,
             rounding=rounding,
             hardware=dict(zip(computing, hardware, strict=True)),
-            padded=await self._padded(groups),
+            padded=await self._wait("actor-0 to say how it packs rows", groups.actor.padded()),
             replace_replica=replace_replica,
             replace_episode_worker=replace_episode_worker,
             undo=self._undo,
@@ -260,15 +260,6 @@ class Startup:
             await self._wait(
                 "every worker to say which files it sees", self._files.check(self._plan, self._workers.by_name)
             )
-
-    async def _padded(self, groups: WorkerGroups) -> str | None:
-        """Return why rows of the policy are padded, on the trainer's ranks or on those that recompute log-probs."""
-        for group in (groups.actor, groups.logp):
-            if group is not None:
-                reason: str | None = await self._wait(f"{group.name} to say how it packs rows", group.padded())
-                if reason is not None:
-                    return reason
-        return None
 
     async def _measured(self, receivers: Sequence[PolicyReceiver], dtypes: tuple[str, str]) -> ProbeTolerance:
         """Measure the receivers' rounding before any update. Raises `ModelError` for more than rounding."""

@@ -151,7 +151,7 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
     import torch
 
     from headway.cluster.inline_cluster import InlineCluster
-    from headway.cluster.roles.engine_registry import ReplicaSpec, start_engine
+    from headway.cluster.roles.rollout_role import ReplicaSpec, start_engine
     from headway.models.pretrained import served_dtype
     from headway.models.tokenizer import text_of
 

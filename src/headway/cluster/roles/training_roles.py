@@ -276,11 +276,6 @@ class LogpRole(Role):
             receive=self.inbox.receive,
         )
 
-    @register(Dispatch.RANK_ZERO)
-    def padded(self) -> str | None:
-        """Return why the model's rows are padded and not packed; None where they are packed."""
-        return self._copy.padded
-
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[NDArray[np.float32]]:
         return self._copy.proximal_logprobs(self.batch.rows(samples), version)

@@ -162,11 +162,6 @@ class LogProbCopy:
         window = bucket_bytes(config.rollout.param_update_consume_bucket_size_mb)
         self._updates = self._weights.updates(manifest, receive, window)
 
-    @property
-    def padded(self) -> str | None:
-        """Reason why rows are padded and not packed; None where they are packed."""
-        return self._policy.padded
-
     def proximal_logprobs(self, rows: Sequence[CollatedRow], version: int) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each row (nats) under ``version``. Raises `RunError` when it serves another."""
         state = self._weights.state
