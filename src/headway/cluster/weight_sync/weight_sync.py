@@ -10,6 +10,7 @@ A delta is sent to copies that are all known to hold the version before; one tha
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -65,7 +66,8 @@ class _TransportConnection:
     links: list[Link]
     """Link of each rank that sends."""
     owners: list[Worker]
-    broken: bool
+    broken: bool = True
+    """True until all have met, and when one has failed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,11 @@ class _PublishedCopy:
     base: int | None
     sending: asyncio.Task[Sent]
 
-    @property
-    def failed(self) -> bool:
-        return self.sending.done() and (self.sending.cancelled() or self.sending.exception() is not None)
-
-    def is_of_no_use_to(self, copies: Sequence[HostWeights]) -> bool:
-        return self.base is not None and any(copy.holds != self.base for copy in copies)
+    def serves(self, copies: Sequence[HostWeights]) -> bool:
+        """Tell whether ``copies`` can use it, as far as is known."""
+        done = self.sending.done()
+        failed = done and (self.sending.cancelled() or self.sending.exception() is not None)
+        return not failed and all(copy.trusted and self.base in (None, copy.holds) for copy in copies)
 
 
 class WeightSync:
@@ -122,7 +123,7 @@ class WeightSync:
         self._connections: dict[str, _TransportConnection] = {}
         self._published: dict[str, _PublishedCopy] = {}
         """Published versions by dtype: a stored version is sent once for all copies."""
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Locks by link key, held while a link is opened, or used to send where several copies share it."""
         self._generation = 0
 
@@ -169,10 +170,10 @@ class WeightSync:
 
     async def reach(self, names: Sequence[str]) -> None:
         """Connect to the receivers, as `TrainEngine.reach` does."""
-        there: dict[str, list[Worker]] = {}
+        there: dict[str, list[Worker]] = defaultdict(list)
         for name in names:
             for worker, copy in self._receivers[name].members:
-                there.setdefault(copy.key, []).append(worker)
+                there[copy.key].append(worker)
         for key, workers in there.items():
             self._copies[key].begin(workers)
         await concurrently(self._connect(key, members) for key, members in self._by_link(names).items())
@@ -182,30 +183,24 @@ class WeightSync:
 
     def _by_link(self, names: Sequence[str]) -> dict[str, list[HostWeights]]:
         """Return the copies by key of their link: one per copy with a stream to itself, else one for all of a dtype."""
-        found: dict[str, list[HostWeights]] = {}
+        found: dict[str, list[HostWeights]] = defaultdict(list)
         for copy in self._copies_of(names):
-            key = copy.key if self._streamed and self._apart else copy.dtype
-            found.setdefault(key, []).append(copy)
+            found[copy.key if self._streamed and self._apart else copy.dtype].append(copy)
         return found
 
     async def _connect(self, key: str, copies: Sequence[HostWeights]) -> None:
-        async with self._turn(key):
+        async with self._turns[key]:
             connection = self._connections.get(key)
             owners = [copy.owner for copy in copies if copy.owner is not None]
-            if self._streamed:
-                if connection is None or connection.broken or connection.owners != owners:
-                    await self._meet(key, copies, owners)
-            elif connection is None:
+            if connection is None or (self._streamed and (connection.broken or connection.owners != owners)):
                 await self._meet(key, copies, owners)
-            else:  # a stored version's place does not depend on who receives
+            elif not self._streamed:  # a stored version's place does not depend on who receives
                 await self._open_owners(key, connection.links, [copy for copy in copies if copy.link != key])
 
     async def _meet(self, key: str, copies: Sequence[HostWeights], owners: Sequence[Worker]) -> None:
         """Open all ends of new links side by side, as those of some transports wait for each other."""
         links = self._links(copies[0].dtype, owners)
-        self._connections[key] = connection = _TransportConnection(
-            links, list(owners), broken=True
-        )  # until all have met
+        connection = self._connections[key] = _TransportConnection(links, list(owners))
         senders = zip(self._actor.workers, links, strict=False)
         await both(
             concurrently(rank.call("outbox.connect", key, link) for rank, link in senders),
@@ -223,9 +218,6 @@ class WeightSync:
             await worker.call("inbox.connect", links)
         except WorkerDied as death:  # the others are met without a receiver that failed
             raise UpdateFailed(f"{worker.name} died before it met the trainer: {death}") from death
-
-    def _turn(self, key: str) -> asyncio.Lock:
-        return self._turns.setdefault(key, asyncio.Lock())
 
     def _links(self, dtype: str, owners: Sequence[Worker]) -> list[Link]:
         """Make a link for each rank that sends a share."""
@@ -299,14 +291,9 @@ class WeightSync:
     async def _publish(self, version: int, copies: Sequence[HostWeights]) -> Sent:
         """Send a version once for all copies of a dtype; once more, whole, for those that cannot use what was sent."""
         dtype = copies[0].dtype
-        async with self._turn(dtype):
+        async with self._turns[dtype]:
             published = self._published.get(dtype)
-            first = (
-                published is None
-                or published.failed
-                or not all(copy.trusted for copy in copies)
-                or published.is_of_no_use_to(copies)
-            )
+            first = published is None or not published.serves(copies)
             if first:
                 if published is not None:
                     await asyncio.wait([published.sending])  # one sending at a time
@@ -343,7 +330,9 @@ class WeightSync:
         """Let a receiver stage a version, as `PolicyReceiver.stage_weights` does."""
         members = self._receivers[name].members
         reports = await concurrently(copy.stage(worker, version) for worker, copy in members)
-        return _slowest(reports)
+        if len({report.checksum for report in reports}) > 1:
+            raise UpdateFailed("ranks that hold a copy of the policy together have received different weights")
+        return max(reports, key=lambda report: report.recv_s)
 
     def _broke(self, owner: Worker) -> None:
         """Have links at which ``owner`` failed made anew, where the ends depend on each other."""
@@ -355,14 +344,6 @@ class WeightSync:
 def _tell(copies: Sequence[HostWeights], sent: Sent) -> None:
     for copy in copies:
         copy.sent(sent.parcels)
-
-
-def _slowest(reports: Sequence[ReceiveReport]) -> ReceiveReport:
-    """Combine the reports of ranks that hold a copy together, and have all received the same. Raises `UpdateFailed`."""
-    first = max(reports, key=lambda report: report.recv_s)
-    if len({report.checksum for report in reports}) > 1:
-        raise UpdateFailed("ranks that hold a copy of the policy together have received different weights")
-    return first
 
 
 def _together(reports: Sequence[SendReport], checksums: Mapping[str, int]) -> SendReport:
