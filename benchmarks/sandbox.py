@@ -15,7 +15,7 @@ from benchmarks.runner import parser, timed, turns
 from benchmarks.table import report
 from headway.runtime.sandbox.interpreter import base_python
 from headway.runtime.sandbox.sandbox import ISOLATED, Sandbox
-from headway.runtime.sandbox.sandbox_limits import SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxSpec
 
 BARE = "bare: python -I -c pass"
 

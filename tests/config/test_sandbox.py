@@ -10,7 +10,7 @@ from headway.agents.rewards.scorers import RewardSpec
 from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.errors import ConfigError
-from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxSpec
 
 PYTHON = "agent.tools=[python]"
 

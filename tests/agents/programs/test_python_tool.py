@@ -12,7 +12,7 @@ from headway.agents.adapters.program_loader import ProgramSpec, Tool, load_tools
 from headway.errors import ConfigError, SandboxFailed, Unavailable, UserCodeError
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.python_tool import MOST_SHOWN, told
-from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult, SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxResult, SandboxSpec
 from tests.agents.programs.scripted import Script, calling, play
 
 SPEC = SandboxSpec("bubblewrap", SandboxLimits(wall_s=20.0, memory_mib=256, processes=16, output_kib=32, scratch_mib=8))

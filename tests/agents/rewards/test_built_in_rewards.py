@@ -13,7 +13,7 @@ from headway.agents.rewards.built_in import make_rule
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.data.types import Conversation
 from headway.errors import ConfigError, ScoringFailed
-from headway.runtime.sandbox.sandbox_limits import SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxSpec
 
 GSM8K_ANSWER = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 1,072"
 AFTER_HASHES = r"####\s*(\S+)"

@@ -27,8 +27,7 @@ from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.scorers import RewardPart, RewardSpec, make_scorer
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed
 from headway.runtime.sandbox import sandbox as door
-from headway.runtime.sandbox.sandbox_call import ENDS_S
-from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult, SandboxSpec
+from headway.runtime.sandbox.sandbox_call import ENDS_S, SandboxLimits, SandboxResult, SandboxSpec
 from tests.tiers import mostly_slow
 
 SPEC = SandboxSpec("bubblewrap", SandboxLimits(memory_mib=256, processes=16, output_kib=32, scratch_mib=8))

@@ -16,7 +16,7 @@ import pytest
 
 import headway
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult, SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxResult, SandboxSpec
 
 SMALL = SandboxLimits(wall_s=30.0, cpu_s=10.0, memory_mib=256, processes=16, output_kib=16, scratch_mib=8)
 """Limits of calls that are to end by themselves, even on a busy machine."""
@@ -26,7 +26,7 @@ SOURCES = str(Path(headway.__file__).parent.parent)
 ONE_CALL = """
 import json, sys
 from dataclasses import asdict
-from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxSpec
 from headway.runtime.sandbox.sandbox import Sandbox
 job = json.load(sys.stdin)
 ran = Sandbox(SandboxSpec()).run_blocking(job["code"], stdin=job["stdin"], limits=SandboxLimits(**job["limits"]))

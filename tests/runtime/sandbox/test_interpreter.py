@@ -15,7 +15,7 @@ import pytest
 from headway.errors import ConfigError
 from headway.runtime.sandbox.interpreter import base_python, interpreter
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxSpec
 from tests.runtime.sandbox.conftest import SMALL
 
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -11,7 +11,7 @@ import pytest
 
 from headway.runtime.sandbox.bubblewrap import MOST_SIGNALS
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import MOST_FILES, Limit, exceeded
+from headway.runtime.sandbox.sandbox_call import MOST_FILES, Limit, exceeded
 from tests.runtime.sandbox.conftest import SMALL, Run
 
 SHORT = replace(SMALL, wall_s=1.0)

@@ -25,8 +25,7 @@ from headway.runtime.sandbox import bubblewrap, seccomp
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_call import SandboxCall
-from headway.runtime.sandbox.sandbox_limits import Kind, SandboxSpec
+from headway.runtime.sandbox.sandbox_call import Kind, SandboxCall, SandboxSpec
 from tests.runtime.sandbox.conftest import SMALL, SOURCES, running
 
 WITHOUT = SandboxSpec("process_limits", SMALL)
@@ -143,7 +142,7 @@ def killed_when(there: Callable[[str], bool], mark: str, *, by_guard: bool = Fal
     """Ask for a call in another process, and kill that when the call is so far, or have its guard end it."""
     code = (
         "from headway.runtime.sandbox.sandbox import Sandbox\n"
-        "from headway.runtime.sandbox.sandbox_limits import SandboxSpec\n"
+        "from headway.runtime.sandbox.sandbox_call import SandboxSpec\n"
         f"Sandbox(SandboxSpec()).run_blocking(['/usr/bin/sleep', '{mark}'])"
     )
     command = python_command(guarded() + code) if by_guard else [sys.executable, "-c", code]
@@ -169,7 +168,7 @@ def test_a_call_that_was_being_set_up_ends_with_the_guard_of_who_asked_for_it(sa
 
 ASK_AND_BE_KILLED = """
 import os, random, sys, time
-from headway.runtime.sandbox.sandbox_limits import SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxSpec
 from headway.runtime.sandbox.sandbox import Sandbox
 runs, times = Sandbox(SandboxSpec()), random.Random(0)
 runs.run_blocking("pass")
@@ -425,7 +424,7 @@ def test_a_call_is_given_what_is_its_own_whatever_descriptors_are_free(sandbox: 
     code = "import sys; print(sys.stdin.read(), *(open(str(n)).read() for n in range(8)))"
     code = (
         "from headway.runtime.sandbox.sandbox import Sandbox\n"
-        "from headway.runtime.sandbox.sandbox_limits import SandboxSpec\n"
+        "from headway.runtime.sandbox.sandbox_call import SandboxSpec\n"
         f"files = {{str(n): str(n) for n in range(8)}}\n"
         f"print(Sandbox(SandboxSpec()).run_blocking({code!r}, stdin='in', files=files).stdout)"
     )

@@ -45,7 +45,7 @@ from headway.agents.tools.mcp_servers import McpServer
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, UserCodeError, cut, shown
 from headway.runtime.sandbox.python_tool import PYTHON, python_tool
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxSpec
 from headway.runtime.user_code import Parameters, check_call, load_object, names_a_server, resolve_spec
 
 

@@ -25,7 +25,7 @@ from headway.agents.rewards.score_request import ScoreRequest
 from headway.data.thoughts import end_of_thought
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed, shown
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxSpec
 
 BLOCK = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE

@@ -30,7 +30,7 @@ from headway.agents.rewards.user_function import FurtherNumbers, UserFunction, p
 from headway.data.interfaces.episode_groups import Scores
 from headway.data.tasks import TASKS, make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
-from headway.runtime.sandbox.sandbox_limits import SandboxSpec
+from headway.runtime.sandbox.sandbox_call import SandboxSpec
 from headway.runtime.user_code import load_function, names_user_code, resolve_spec
 from headway.runtime.workers.user_code_boundary import Ask, killed_after
 

@@ -91,25 +91,20 @@ async def check_listens(address: str, timeout_s: float) -> bool:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return False
-    try:
-        async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(host.removeprefix("[").removesuffix("]"), int(port))
-    except (OSError, OverflowError, UnicodeError) as error:  # the latter two: of a bad port and a bad host
-        why = str(error) or f"no answer within {timeout_s:g} s"
+    if not await answers(host.removeprefix("[").removesuffix("]"), int(port), timeout_s):
         raise ConfigError(
-            f"cluster.address={address}: nothing answers there ({why}). Start Ray with `ray start --head`, give its "
-            "address, or leave cluster.address out to start Ray here"
-        ) from None
-    writer.close()
+            f"cluster.address={address}: nothing answers there within {timeout_s:g} s. Start Ray with `ray start "
+            "--head`, give its address, or leave cluster.address out to start Ray here"
+        )
     return True
 
 
-async def answers(host: str, port: int) -> bool:
-    """Tell whether something at ``host`` accepts a connection within ``ANSWER_S`` seconds."""
+async def answers(host: str, port: int, timeout_s: float = ANSWER_S) -> bool:
+    """Tell whether something at ``host`` accepts a connection within ``timeout_s``."""
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port)
-    except (OSError, TimeoutError):
+    except (OSError, OverflowError, UnicodeError):  # the latter two: of a bad port and a bad host
         return False
     writer.close()
     return True

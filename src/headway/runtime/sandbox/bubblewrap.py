@@ -28,8 +28,16 @@ from typing import IO
 
 from headway.errors import ConfigError, SandboxFailed, cut
 from headway.runtime.sandbox.interpreter import Interpreter, base_python, interpreter, open_way_to
-from headway.runtime.sandbox.sandbox_call import CHUNK, ENDS_S, SandboxCall, sealed
-from headway.runtime.sandbox.sandbox_limits import Limit, SandboxLimits, exceeded, processes_in
+from headway.runtime.sandbox.sandbox_call import (
+    CHUNK,
+    ENDS_S,
+    Limit,
+    SandboxCall,
+    SandboxLimits,
+    exceeded,
+    processes_in,
+    sealed,
+)
 
 UID_INSIDE = 1000
 HOSTNAME = "headway-sandbox"

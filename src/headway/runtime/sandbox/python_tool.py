@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from headway.errors import SandboxFailed, Unavailable
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult
+from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxResult
 
 PYTHON = "python"
 """Name of the tool in ``agent.tools``, and to the model."""

@@ -20,15 +20,18 @@ from pathlib import Path
 from headway.errors import ConfigError, SandboxFailed
 from headway.runtime.sandbox.bubblewrap import Bubblewrap, BubblewrapCall, rlimits
 from headway.runtime.sandbox.interpreter import ISOLATED, base_python
-from headway.runtime.sandbox.sandbox_call import ENDS_S, KILLED, SandboxCall, sealed
-from headway.runtime.sandbox.sandbox_limits import (
+from headway.runtime.sandbox.sandbox_call import (
+    ENDS_S,
+    KILLED,
     Limit,
     ProcEntry,
+    SandboxCall,
     SandboxLimits,
     SandboxResult,
     SandboxSpec,
     exceeded,
     processes_in,
+    sealed,
     used_by_directory,
 )
 from headway.runtime.sandbox.seccomp import seccomp_filter
