@@ -79,7 +79,7 @@ def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files:
     """Make a role's method callable through its `WorkerGroup`. The method may be a coroutine function.
 
     ``files`` describes a method's work with files, of which it gets the path. The call of such a method fails when
-    bytes no longer move (see `machine.file_work.while_bytes_move`).
+    bytes no longer move (see `while_bytes_move`).
     """
 
     def mark(method: F) -> F:

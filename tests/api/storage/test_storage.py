@@ -225,6 +225,7 @@ def test_an_outage_is_told_once_and_so_is_its_end_and_the_summary_has_both(url: 
     uploader.finish()
     assert reports.summary()["storage"] == {"version": 1, "outages": 1, "missing": None}
     reports.close()
+    uploader._tell("what is told after the record is closed ends no thread")
     told = list(read_events(reports.directory.events))
     notes = [event.text for event in told if isinstance(event, Note)]
     assert [text.split(" ", 2)[1] for text in notes] == ["lacks", "has"]
