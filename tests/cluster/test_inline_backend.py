@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from headway.cluster.backend import start_backend
-from headway.cluster.weight_sync.probe_tolerance import FLOOR
+from headway.cluster.worker_engines import FLOOR
 from headway.errors import ModelError
 from tests.cluster.one_version import one_version, tiny_config
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.cluster.weight_sync.probe_tolerance import CEILING, FLOOR, SAFETY, ProbeTolerance
+from headway.cluster.worker_engines import CEILING, FLOOR, SAFETY, ProbeTolerance
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.errors import ModelError
 

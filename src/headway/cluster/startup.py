@@ -30,10 +30,10 @@ from headway.cluster.roles.weight_roles import transport_in
 from headway.cluster.shared_filesystem import SharedFilesystem
 from headway.cluster.snapshots import Snapshots
 from headway.cluster.weight_sync.host_weights import WithinProcesses
-from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
 from headway.cluster.weight_sync.weight_sync import WeightPaths, WeightSync
 from headway.cluster.worker_engines import (
     LogpReceiver,
+    ProbeTolerance,
     RemoteEpisodeWorker,
     RolloutReplica,
     TrainGroup,

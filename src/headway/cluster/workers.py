@@ -19,8 +19,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from headway.cluster.machine.worker_setup import Hardware
 from headway.cluster.profiled_processes import ProfiledProcess, profiled
 from headway.cluster.snapshots import Snapshots
-from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
-from headway.cluster.worker_engines import RemoteEpisodeWorker, RolloutReplica, TrainGroup
+from headway.cluster.worker_engines import ProbeTolerance, RemoteEpisodeWorker, RolloutReplica, TrainGroup
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.sizing.timeouts import Timeouts
