@@ -85,6 +85,6 @@ def test_a_rank_waits_for_another_longer_than_any_step_whatever_the_stall_detect
     config = Config.model_validate({"cluster": {"stall_timeout_s": 5}})
     here: dict[str, Any] = {"fetch": list, "put": id, "threads": 1, "device": "cpu", "name": "ref-0"}
     role = RefRole(rank=0, world_size=2, config=config, model_path="m", **here)
-    monkeypatch.setattr(role, "_set_threads", lambda: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda threads: None)
     role._join_ranks(("127.0.0.1", 1), "ref")
     assert joined[0]["timeout"] > timedelta(days=1)

@@ -111,7 +111,7 @@ class Reserved:
             places.append(resource_pool._WorkerBundle(cast(Any, group), 3, "a", (3, 4)))
         self.pool = ResourcePool(places, on_gpus=True)
         monkeypatch.setattr(resource_pool, "LOOK_AGAIN_S", 0.0)
-        monkeypatch.setattr(resource_pool, "_described", self._described)
+        monkeypatch.setattr(resource_pool, "described", self._described)
         monkeypatch.setattr(resource_pool, "_nodes", lambda on_gpus: [Node(n, 4, self.free[n]) for n in self.alive])
         monkeypatch.setattr(resource_pool, "_reserved", self._reserved)
         monkeypatch.setattr(resource_pool, "remove_placement_group", lambda group: self.removed.append(group.id))
