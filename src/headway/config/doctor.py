@@ -24,8 +24,8 @@ from headway.config.sizing.placement import (
 )
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.errors import ConfigError
-from headway.runtime.sandbox.process_limits import TELLS
 from headway.runtime.sandbox.python_tool import PYTHON
+from headway.runtime.sandbox.sandbox import TELLS
 from headway.runtime.user_code import names_user_code
 
 OF_DEVICES = frozenset(

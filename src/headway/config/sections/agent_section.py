@@ -10,7 +10,6 @@ from pydantic import Discriminator, Field, Tag
 
 from headway.config.sections.section import NonNegative, Positive, Section, text_or
 from headway.runtime.sandbox.python_tool import PYTHON
-from headway.runtime.sandbox.sandbox import TELLS
 from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxSpec
 from headway.runtime.user_code import names_a_server, names_user_code
 
