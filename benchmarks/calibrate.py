@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from benchmarks.runner import parser
 from benchmarks.table import Share, report
 from headway.events import Event, LeaseChanged, TrainerBusy
 from headway.planner import planner
-from headway.planner.grid import PlanSetting, mean_length, setting_of, split_of
+from headway.planner.grid import DeviceSplit, PlanSetting, setting_of
 from headway.planner.plan_rows import PlanRow
 from headway.planner.profiles.job_profile import (
     BatchProfile,
@@ -194,6 +194,13 @@ def _train_point(assumptions: Assumptions, lengths: Lengths, devices: int) -> Tr
     parts = assumptions.train[devices]
     update_s, forward_s = _rounded(parts.update / tokens), _rounded(parts.old_log_prob / tokens)
     return TrainPoint(devices=devices, token_s=update_s, forward_token_s=forward_s)
+
+
+def mean_length(lengths: LognormalLengths) -> float:
+    """Mean tokens of answers: E[min(X, max)] of a log-normal X."""
+    normal, mu = NormalDist(), math.log(lengths.mean) - lengths.sigma**2 / 2
+    cut = (math.log(lengths.max) - mu) / lengths.sigma
+    return lengths.mean * normal.cdf(cut - lengths.sigma) + lengths.max * (1 - normal.cdf(cut))
 
 
 def _rounded(value: float) -> float:
@@ -363,10 +370,17 @@ def predict(profile: Profile) -> None:
     rows = []
     for devices, published in PUBLISHED.items():
         job = profile.model_copy(update={"devices": devices})
-        baseline = setting_of(job, BASELINE, split_of(job, BASELINE, devices, devices))
+        baseline = setting_of(job, BASELINE, _split(job, devices, shared=True))
         ahead = [_halved(job, mode, eta) for mode in RUNS_AHEAD for eta in ETAS]
         for row in _planned(job, [baseline, _halved(job, STREAMS), *ahead]):
-            figures = ("trainer_idle", "rollouter_idle", "slot_utilization", "trainer_waited_s", "lag_mean", "lag_max")
+            figures = (
+                "trainer_idle_ratio",
+                "rollouter_idle_ratio",
+                "slot_utilization",
+                "trainer_waited_s",
+                "lag_mean",
+                "lag_max",
+            )
             rows.append(
                 {
                     "preset": row.setting.preset,
@@ -385,8 +399,11 @@ def _planned(job: Profile, settings: list[PlanSetting]) -> Sequence[PlanRow]:
 
 
 def _halved(job: Profile, mode: str, eta: float | None = None) -> PlanSetting:
-    half = job.devices // 2
-    return setting_of(job, mode, split_of(job, mode, half, half), eta=eta)
+    return setting_of(job, mode, _split(job, job.devices // 2, shared=False), eta=eta)
+
+
+def _split(job: Profile, each: int, *, shared: bool) -> DeviceSplit:
+    return DeviceSplit(each, each, each // job.rollout.devices, shared=shared)
 
 
 def sensitivity() -> None:

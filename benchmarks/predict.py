@@ -148,7 +148,11 @@ def table(found: dict[str, list[Pair]]) -> Rows:
     for name, same in found.items():
         errors = [Share(predicted.step_s / measured.step_s - 1) for measured, predicted in same]
         row = {"mode": name}
-        for title, figure in (("s", "step_s"), ("train idle", "trainer_idle"), ("rollout idle", "rollouter_idle")):
+        for title, figure in (
+            ("s", "step_s"),
+            ("train idle", "trainer_idle_ratio"),
+            ("rollout idle", "rollouter_idle_ratio"),
+        ):
             row |= _both(title, figure, same)
         row |= {"error": Share(median(errors)), "least error": min(errors), "largest error": max(errors)}
         rows.append(row | _both("lag", "lag_mean", same))

@@ -31,7 +31,7 @@ class Doing:
     what: str
     folder: str = ""
 
-    def carry_out(self, console: Console | None) -> object:
+    def __call__(self, console: Console | None) -> object:
         match self.what:
             case "shows":
                 assert console is not None

@@ -74,7 +74,7 @@ def test_functions_of_one_name_have_files_of_their_own_and_leave_those_of_the_ru
     assert [load_function(f"{tmp_path}/{name}.py:{name}")("") for name in ("score", "score_2", "score_3")] == [1, 2, 3]
 
 
-def test_what_cannot_be_pickled_is_named_by_the_way_to_it(tmp_path: Path) -> None:
+def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def helper() -> object:
@@ -86,7 +86,7 @@ def test_what_cannot_be_pickled_is_named_by_the_way_to_it(tmp_path: Path) -> Non
     with pytest.raises(UserCodeError) as refused:
         Functions({"reward.function": score}).write(tmp_path / "code")
     assert str(refused.value) == (
-        "score uses helper (function), which uses lock (lock), and that cannot be sent to the processes "
+        "score uses helper (function), and that cannot be sent to the processes "
         "that call it (TypeError: cannot pickle '_thread.lock' object). Make it inside the function, or put both "
         "into a file and give file.py:name"
     )

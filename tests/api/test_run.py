@@ -49,7 +49,6 @@ def test_a_run_says_how_far_it_came(directory: RunDirectory) -> None:
     directory.model.mkdir()
     assert run.model == directory.model
     assert "status completed, version 2, validation reward 0.250 → 0.500" in repr(run)
-    assert "0.250 → 0.500" in run._repr_html_()
     directory.summary.write_text("{")
     with pytest.raises(DataError, match=r"summary\.json cannot be read"):
         _ = run.status
@@ -91,8 +90,7 @@ def test_without_pandas_a_table_reads_alike(monkeypatch: pytest.MonkeyPatch) -> 
     assert (list(small), len(small)) == (list(frame), len(frame)) == (["version", "a<b", "x"], 2)
     assert list(small["version"]) == list(frame["version"])
     assert small["x"] == [None, "two"]
-    assert "<th>a&lt;b</th>" in small._repr_html_()
-    assert repr(Table([{"n": i} for i in range(100)])).splitlines()[30:33] == ["29", "…", "70"]
+    assert repr(Table([{"n": i} for i in range(100)])).splitlines()[-2:] == ["59", "… 40 more rows"]
     with pytest.raises(KeyError):
         small["nothing"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ def score(response: str) -> float:
 def test_a_start_that_fails_leaves_what_was_there_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(job: training.Beginning, show: object) -> None:
-        assert Path(str(job.loaded.config.reward.function).partition(":")[0]).is_file()
+    def refuse(job: partial[int], show: object) -> None:
+        assert Path(str(job.args[0].config.reward.function).partition(":")[0]).is_file()
         raise UserCodeError("no")
 
     monkeypatch.setattr(training, "carry_out_apart", refuse)

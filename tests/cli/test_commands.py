@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 import headway
-from headway.cli import cli, common, main, output_files
+from headway.cli import cli, common, main
 from headway.cli.common import replace_stdout
 from headway.cli.train_command import device_range, summary
 from headway.config.loading import LoadedConfig, load
@@ -405,7 +405,7 @@ def test_an_error_keeps_its_exit_code_where_nobody_reads_it(monkeypatch: pytest.
 def test_a_file_that_cannot_be_written_is_the_users_mistake(tmp_path: Path, name: str, why: str) -> None:
     (tmp_path / "a_file").touch()
     with pytest.raises(ConfigError) as refused:
-        output_files.check_writable("--output", tmp_path / name)
+        common.check_writable("--output", tmp_path / name)
     assert str(refused.value).startswith(f"--output {tmp_path / name} cannot be written ({why}); give a file")
 
 
@@ -420,15 +420,15 @@ def test_an_output_is_no_input_by_whatever_name(tmp_path: Path) -> None:
     inputs = (tmp_path / "not there", Path("x" * 300), file, folder)
     for name in ("file", "hard", "folder/deep/file", "way/deep/file", "folder/link", "target"):
         with pytest.raises(ConfigError, match="would overwrite"):
-            output_files.check_writable("--output", tmp_path / name, inputs)
+            common.check_writable("--output", tmp_path / name, inputs)
     for name in ("not there", "new", "folder/new", "folder/deep/new"):
-        output_files.check_writable("--output", tmp_path / name, inputs)
+        common.check_writable("--output", tmp_path / name, inputs)
     (tmp_path / "another").touch()
-    output_files.check_writable("--output", tmp_path / "another", inputs)
+    common.check_writable("--output", tmp_path / "another", inputs)
 
 
 def test_outputs_that_go_nowhere_may_go_there_together() -> None:
-    output_files.check_outputs({"--json": Path("/dev/null"), "--html": Path("/dev/null"), "--output": None})
+    common.check_outputs({"--json": Path("/dev/null"), "--html": Path("/dev/null"), "--output": None})
 
 
 def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         for path in (there, link, pipe, tmp_path / "new", Path("/dev/null")):
-            output_files.check_writable("--output", path)
+            common.check_writable("--output", path)
         poll = select.poll()
         poll.register(reader)
         assert poll.poll(0) == [], "the pipe's reader was told that its writer left"

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.api.eval.figures import figures
 from headway.api.eval.scored_answers import progress
-from headway.cli.eval_command import _print_by_source
-from headway.cli.output_files import AnswersFile
+from headway.cli.eval_command import AnswersFile, _print_by_source
 from headway.cluster.machine.child_processes import descendants
 from headway.cluster.machine.worker_setup import math_environment
 from tests.api.evaluation.test_figures import solved
@@ -189,9 +188,9 @@ assert not heavy, heavy
 )
 def test_without_a_terminal_a_line_tells_of_each_tenth_and_never_of_a_few(total: int, told: list[int]) -> None:
     shown = io.StringIO()
-    with progress(Console(file=shown), total) as show:
-        for done in range(total + 1):
-            show(done)
+    show = progress(Console(file=shown), total)
+    for done in range(total + 1):
+        show(done)
     lines = [f"answering {total} problems", *(f"{done} of {total} problems" for done in told)]
     assert shown.getvalue().splitlines() == lines
 

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from headway.cli import cli
 from headway.cli.common import complete_config, complete_key, complete_setting
-from headway.cli.config_command import checks_of
 from headway.config.recipes import home, recipes
 from headway.config.schema_keys import tables
 from headway.errors import ConfigError
@@ -45,7 +44,6 @@ def test_config_tells_all_about_a_key(key: str) -> None:
     shown = " ".join(said("config", key).split())
     assert "value integer > 0 or B or null default null" in shown
     assert "B async_stale, async_partial, overlapped, colocate_async" in shown  # modes that set it
-    assert "async_training.window has no effect: async_training.order is …, not window" in shown  # the doctor
     assert shown.endswith("See also: async_training.order")
 
 
@@ -63,16 +61,6 @@ def test_a_key_that_is_gone_is_answered_with_what_holds() -> None:
     outcome = CliRunner().invoke(cli, ["config", "reports.run_name"])
     assert outcome.exit_code == ConfigError.exit_code
     assert outcome.stderr.startswith("error: reports.run_name is no setting any more: trackers call the run as its")
-
-
-def test_the_doctors_texts_are_those_of_its_source() -> None:
-    both = "model: model.path and model.make are both given; set one of them to null"
-    assert both in checks_of("model.path")
-    assert both in checks_of("model.make")
-    assert "reward.overlong_buffer.len has no effect: reward.overlong_buffer.enable is off" in checks_of(
-        "reward.overlong_buffer.len"
-    )  # a name of a loop, written out
-    assert both not in checks_of("model.pat")
 
 
 def test_recipes_are_listed_with_what_they_are_about() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from headway.cli import cli
@@ -42,41 +39,3 @@ def test_an_evaluation_answers_so_too_and_its_own_options_are_options() -> None:
     assert done.stderr.splitlines()[-1].endswith("Settings have no dashes: data.max_response_length=8")
     done = CliRunner().invoke(cli, ["eval", "model", "test.jsonl", "--n", "0"])
     assert "Invalid value for '--n'" in done.stderr
-
-
-def parsed(*typed: str) -> dict[str, Any]:
-    name, *words = typed
-    command = typer.main.get_command(cli).commands[name]  # type: ignore[attr-defined]
-    given: dict[str, Any] = command.make_context(name, list(words)).params
-    return given
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        (["eval", "MODEL", "n=8"], ["eval", "MODEL", "--n", "8"]),
-        (
-            ["eval", "MODEL", "DATA", "rollout.stop=x", "limit=3"],
-            ["eval", "MODEL", "DATA", "rollout.stop=x", "--limit", "3"],
-        ),
-        (["eval", "MODEL", "k=1,4", "DATA", "-o", "k=1"], ["eval", "MODEL", "DATA", "--k", "1,4", "--output", "k=1"]),
-        (["eval", "MODEL", "--n", "2", "n=8"], ["eval", "MODEL", "--n", "8"]),
-        (["eval", "MODEL", "n=8", "debug=false", "--", "config=a"], ["eval", "MODEL", "--n", "8", "--config", "a"]),
-        (["train", "recipe.yaml", "dry_run=true", "rollout.n=3"], ["train", "recipe.yaml", "rollout.n=3", "--dry-run"]),
-    ],
-)
-def test_an_option_may_be_typed_as_a_setting(typed: list[str], meant: list[str]) -> None:
-    assert parsed(*typed) == parsed(*meant)
-
-
-@pytest.mark.parametrize(
-    ("typed", "answer"),
-    [
-        (["eval", "MODEL", "n=0"], "Invalid value for '--n': Input should be greater than or equal to 1"),
-        (["train", "recipe.yaml", "dry_run=3"], "got dry_run=3, expected dry_run=true or dry_run=false"),
-    ],
-)
-def test_an_option_that_is_typed_as_a_setting_has_its_options_values(typed: list[str], answer: str) -> None:
-    done = CliRunner().invoke(cli, typed)
-    assert done.exit_code == 2
-    assert done.stderr.splitlines()[-1].endswith(answer)

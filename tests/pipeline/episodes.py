@@ -24,10 +24,10 @@ from headway.config.schema import Config
 from headway.data.interfaces.rollout import Completion, GenerateRequest
 from headway.data.types import FinishReason, RowTokens, SampledTokens, TrajectoryId
 from headway.planner.profiles.job_profile import ProgramProfile, RecordedNumber
-from headway.planner.simulation.simulated_programs import NO_TROUBLES, SimulatedPrograms, Troubles
 from tests.pipeline.cases import Case, cases, faulty
 from tests.pipeline.fakes import FakeRollout
 from tests.pipeline.scenario import Scenario
+from tests.planner.troubled_programs import NO_TROUBLES, TroubledPrograms, Troubles
 
 FIRST_SAID = 1 << 30
 """Ids of tokens that nobody sampled begin here."""
@@ -127,7 +127,7 @@ class Try:
         return [id for _, ids in self.answers for id in ids]
 
 
-class WatchedPrograms(SimulatedPrograms):
+class WatchedPrograms(TroubledPrograms):
     """Simulated programs that remember each try of each episode."""
 
     def __init__(self, told: list[Token], *arguments: Any, **named: Any) -> None:

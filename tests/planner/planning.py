@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from headway.planner.grid import PlanSetting, setting_of, split_of
+from headway.planner.grid import DeviceSplit, PlanSetting, setting_of
 from headway.planner.measure import Measurement
 from headway.planner.plan_rows import PlanRow
 from headway.planner.profiles.job_profile import Profile
@@ -14,8 +14,8 @@ MEASURED = Measurement(
     step_s=10.0,
     half_width=0.05,
     versions=8,
-    trainer_idle=0.5,
-    rollouter_idle=0.5,
+    trainer_idle_ratio=0.5,
+    rollouter_idle_ratio=0.5,
     slot_utilization=0.25,
     trainer_waited_s=5.0,
     update_stall_s=0.1,
@@ -47,8 +47,8 @@ def profile_of(**changes: Any) -> Profile:
 
 def setting(preset: str, train: int = 4, rollout: int = 4, **how: Any) -> PlanSetting:
     """On `profile_of`'s devices."""
-    profile = profile_of()
-    return setting_of(profile, preset, split_of(profile, preset, train, rollout), **how)
+    split = DeviceSplit(train, rollout, rollout, shared=preset.startswith("colocate"))
+    return setting_of(profile_of(), preset, split, **how)
 
 
 def row(

@@ -80,20 +80,21 @@ def samples_of(curve: dict[int, float], kv_token_s: float, caches: list[float]) 
 
 def test_the_curve_and_the_price_of_the_cache_are_told_apart() -> None:
     curve = {1: 0.010, 4: 0.016, 8: 0.020}
-    fit = fit_decode(samples_of(curve, 1e-6, [100.0, 700.0, 400.0]))
-    assert fit.kv_token_s == pytest.approx(1e-6)
-    assert fit.curve == [(active, pytest.approx(seconds)) for active, seconds in curve.items()]
+    fitted, kv_token_s = fit_decode(samples_of(curve, 1e-6, [100.0, 700.0, 400.0]))
+    assert kv_token_s == pytest.approx(1e-6)
+    assert fitted == [(active, pytest.approx(seconds)) for active, seconds in curve.items()]
 
 
 def test_without_any_change_in_the_cache_its_price_stays_in_the_curve() -> None:
-    fit = fit_decode(samples_of({1: 0.01, 8: 0.02}, 1e-6, [500.0] * 5))
-    assert fit.kv_token_s == 0.0
-    assert fit.curve == [(1, pytest.approx(0.0105)), (8, pytest.approx(0.024))]
+    curve, kv_token_s = fit_decode(samples_of({1: 0.01, 8: 0.02}, 1e-6, [500.0] * 5))
+    assert kv_token_s == 0.0
+    assert curve == [(1, pytest.approx(0.0105)), (8, pytest.approx(0.024))]
 
 
 def test_a_price_that_would_leave_nothing_for_the_step_is_an_accident() -> None:
-    fit = fit_decode(samples_of({4: 1e-9}, 1e-5, [10.0, 20.0, 30.0]) + samples_of({8: 1e-9}, 0.0, [1000.0] * 3))
-    assert fit.kv_token_s == 0.0 and all(seconds > 0 for _, seconds in fit.curve)
+    samples = samples_of({4: 1e-9}, 1e-5, [10.0, 20.0, 30.0]) + samples_of({8: 1e-9}, 0.0, [1000.0] * 3)
+    curve, kv_token_s = fit_decode(samples)
+    assert kv_token_s == 0.0 and all(seconds > 0 for _, seconds in curve)
 
 
 def test_a_moment_in_which_the_machine_was_busy_with_something_else_does_not_count() -> None:
@@ -105,10 +106,10 @@ def test_a_moment_in_which_the_machine_was_busy_with_something_else_does_not_cou
     st.lists(st.builds(DecodeSample, st.integers(1, 64), st.integers(1, 50), SECONDS, st.floats(0, 1e6)), min_size=1)
 )
 def test_whatever_was_measured_the_curve_is_positive_and_does_not_fall(samples: list[DecodeSample]) -> None:
-    fit = fit_decode(samples)
-    counts, seconds = zip(*fit.curve, strict=True)
+    curve, kv_token_s = fit_decode(samples)
+    counts, seconds = zip(*curve, strict=True)
     assert list(counts) == sorted(set(counts)) and list(seconds) == sorted(seconds)
-    assert seconds[0] > 0 and fit.kv_token_s >= 0
+    assert seconds[0] > 0 and kv_token_s >= 0
 
 
 def test_a_start_costs_what_its_step_took_longer_than_a_plain_one() -> None:

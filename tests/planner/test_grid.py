@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.config.presets import PRESETS
 from headway.errors import ConfigError
-from headway.planner.grid import around, full, own, setting_of, split_of, splits, triggers
+from headway.planner.grid import around, full, own, setting_of, splits, triggers
 from tests.planner.planning import profile_of
 
 
@@ -56,21 +56,6 @@ def test_a_job_that_fits_no_split_says_how_many_devices_each_side_needs():
         own(profile)
 
 
-@pytest.mark.parametrize(
-    ("train", "rollout", "message"),
-    [
-        (6, 4, "together 10 of 8 devices"),
-        (1, 4, r"1 for training, expected at least 2 \(train.min_devices\)"),
-        (4, 3, r"3 for generation, expected a multiple of 2 \(rollout.devices\)"),
-        (8, 0, "0 for generation"),
-    ],
-)
-def test_an_explicit_split_that_is_impossible_says_why(train, rollout, message):
-    profile = profile_of(rollout={"devices": 2}, train={"min_devices": 2})
-    with pytest.raises(ConfigError, match=message):
-        split_of(profile, "async_partial", train, rollout)
-
-
 def test_a_presets_own_settings_use_its_own_eta_and_the_nearest_trigger_that_divides():
     profile = profile_of(batch={"groups_per_version": 6, "ppo_mini_batch_size": 2})
     settings = {setting.preset: setting for setting in own(profile)}
@@ -85,18 +70,6 @@ def test_every_setting_trains_the_profiles_groups_per_version():
     assert triggers(profile) == [1, 2, 3, 4, 6, 12]
     for setting in full(profile):
         assert setting.trigger * setting.require_batches * 2 == 24
-
-
-def test_a_trigger_that_does_not_divide_is_an_error_that_lists_those_that_do():
-    profile = profile_of()
-    with pytest.raises(ConfigError, match="got trigger 3, but a version is 4 mini-batches: expected one of 1, 2, 4"):
-        setting_of(profile, "async_partial", splits(profile)[0], trigger=3)
-
-
-def test_a_preset_is_refused_on_the_other_kind_of_split():
-    profile = profile_of()
-    with pytest.raises(ConfigError, match=r"cluster\.placement is shared: expected all devices for both"):
-        setting_of(profile, "colocate_sync", splits(profile)[0])
 
 
 def test_eta_and_trigger_are_varied_around_a_setting_but_not_for_whole_waves():

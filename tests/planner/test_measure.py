@@ -117,8 +117,8 @@ def test_every_figure_is_of_the_window_after_the_fill():
     assert measured.step_s == pytest.approx(4.0)
     assert measured.half_width == pytest.approx(0.0)
     assert measured.versions == 4
-    assert measured.trainer_idle == pytest.approx(0.5)
-    assert measured.rollouter_idle == pytest.approx(0.75)  # one is idle for a half, one for the whole
+    assert measured.trainer_idle_ratio == pytest.approx(0.5)
+    assert measured.rollouter_idle_ratio == pytest.approx(0.75)  # one is idle for a half, one for the whole
     assert measured.slot_utilization == pytest.approx(0.125)
     assert measured.trainer_waited_s == pytest.approx(2.0)
     # An update belongs to the version that it delays, so the one after the last measured version does not count.
@@ -181,8 +181,8 @@ def test_a_synchronous_step_is_generation_and_training_and_the_update():
     assert measured.step_s == pytest.approx(1.0 + 4.0 + 0.5)
     assert measured.half_width == pytest.approx(0.0)
     assert measured.versions == FEWEST_VERSIONS
-    assert measured.trainer_idle == pytest.approx(1.5 / 5.5)
-    assert measured.rollouter_idle == pytest.approx(4.5 / 5.5)
+    assert measured.trainer_idle_ratio == pytest.approx(1.5 / 5.5)
+    assert measured.rollouter_idle_ratio == pytest.approx(4.5 / 5.5)
     assert measured.slot_utilization == pytest.approx(16 / 64 * 1.0 / 5.5)
     assert measured.trainer_waited_s == pytest.approx(1.0)
     assert measured.update_stall_s == pytest.approx(0.5)
@@ -193,8 +193,8 @@ def test_a_step_that_is_one_ahead_takes_as_long_as_the_slower_side():
     measured = measure(profile_of(), setting("one_step_off"))
     assert measured is not None
     assert measured.step_s == pytest.approx(4.0)
-    assert measured.trainer_idle == pytest.approx(0.0)
-    assert measured.rollouter_idle == pytest.approx(0.75)
+    assert measured.trainer_idle_ratio == pytest.approx(0.0)
+    assert measured.rollouter_idle_ratio == pytest.approx(0.75)
     assert (measured.lag_mean, measured.lag_max) == (1, 1)
 
 

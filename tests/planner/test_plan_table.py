@@ -7,7 +7,7 @@ from rich.console import Console
 
 from headway.config.presets import PRESETS
 from headway.planner.plan_rows import PlanRow, advise
-from headway.planner.plan_table import LINES_SHOWN, lines_of, print_plan
+from headway.planner.plan_table import ROWS_SHOWN, print_plan
 from headway.planner.planner import PlanResult
 from headway.planner.profiles.job_profile import RolloutProfile
 from tests.planner.planning import profile_of, row, setting
@@ -93,28 +93,19 @@ def test_the_mesh_that_training_was_measured_with_is_said_and_is_among_the_setti
     assert "actor.parallel" not in text
 
 
-def test_rows_that_look_the_same_share_a_line():
-    rows = [row("async_partial", 5.0, eta=eta) for eta in (0.25, 0.5)] + [row("async_partial", 6.0, eta=1)]
-    assert [len(line) for line in lines_of(rows)] == [2, 1]
-    lines = shown(plan_of([*rows, row("colocate_sync", 9.0)]), 100)
-    (both,) = [line for line in lines if "0.25, 0.5" in line]
-    assert both.split()[:2] == ["→1-2", "async_partial"]
-    assert [line.split()[0] for line in lines if " 4:4 " in line or " shared " in line] == ["→1-2", "3", "4"]
-
-
 def test_of_many_rows_the_quickest_are_shown_and_each_presets_best_and_the_rest_counted():
-    many = [row("async_partial", 5.0 + i / 10) for i in range(LINES_SHOWN + 10)]
+    many = [row("async_partial", 5.0 + i / 10) for i in range(ROWS_SHOWN + 10)]
     lines = shown(plan_of([*many, row("on_policy", 50.0), row("colocate_sync", 60.0)]), 100)
-    assert sum("async_partial" in line and ":4" in line and "on 4:4" not in line for line in lines) == LINES_SHOWN
+    assert sum("async_partial" in line and ":4" in line and "on 4:4" not in line for line in lines) == ROWS_SHOWN
     assert any("on_policy" in line for line in lines)
     assert any("colocate_sync" in line for line in lines)
     assert "10 more rows are not shown; --json writes them all." in lines
 
 
 def test_a_rows_number_counts_rows_that_are_not_shown_too():
-    many = [row("async_partial", 5.0 + i / 10) for i in range(LINES_SHOWN + 10)]
+    many = [row("async_partial", 5.0 + i / 10) for i in range(ROWS_SHOWN + 10)]
     (last, *_) = [line for line in shown(plan_of([*many, row("on_policy", 50.0)]), 100) if "on_policy" in line]
-    assert last.split()[0] == str(LINES_SHOWN + 11)
+    assert last.split()[0] == str(ROWS_SHOWN + 11)
 
 
 def test_what_was_not_simulated_or_not_precisely_is_said():

@@ -130,7 +130,7 @@ def test_no_row_begins_that_would_end_after_the_budget():
     # Whatever was not begun is open, and nothing of it was found to be slow.
     begun = {setting.preset for setting in stand.asked}
     assert {setting.preset for setting in found.open} >= set(PRESETS) - begun
-    assert {setting.preset for setting in found.skipped} <= begun
+    assert found.skipped == ()
     missing = found.advice.sentence.partition("Not compared, for want of time (--budget): ")[2].rstrip(".")
     assert set(missing.split(", ")) == set(PRESETS) - begun
 
@@ -228,7 +228,7 @@ def test_even_answers_and_cheap_generation_are_told_that_asynchrony_does_not_hel
     found = small_plan(train={"points": [{"devices": 8, "token_s": 0.01}]}, rollout={"decode": [[1, 0.01]]})
     assert found.advice.helps is False
     assert "does not help here" in found.advice.sentence
-    assert "training takes" in found.advice.sentence
+    assert "which trains " in found.advice.sentence
     assert found.advice.recommended is not None
     assert found.advice.recommended.setting.preset == "colocate_sync"
 

@@ -12,7 +12,7 @@ import pytest
 from headway.config.schema import Config
 from headway.events import Event, OptimizerStepped
 from headway.planner.grid import splits
-from headway.planner.measurement.run_profiler import profile_run, replay_profile
+from headway.planner.measurement.run_profiler import profile_run
 from headway.planner.profiles.costs import decode_cost
 from headway.planner.profiles.job_profile import Profile, TrainProfile
 from headway.planner.profiles.profile_files import dump_profile, load_profile
@@ -136,7 +136,7 @@ def test_the_costs_of_a_simulated_run_are_found_again(tmp_path: Path, mode: str)
 def test_a_replay_of_a_simulated_run_takes_as_long_as_it_did(tmp_path: Path, mode: str) -> None:
     # Without a validation, whose answers are not on record.
     true = seconds_per_version(record(tmp_path / "run", mode, TRUE.model_copy(update={"validation": None})))
-    found = replay_profile(tmp_path / "run")
+    found = profile_run(tmp_path / "run", replay=True)
     assert seconds_per_version(simulate(found, configured(found, mode))) == pytest.approx(true, rel=0.02)
 
 

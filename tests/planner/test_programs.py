@@ -18,7 +18,7 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, SamplingParams
 from headway.data.types import FinishReason, Prompt, RowAt, Trajectory
 from headway.events import ReplicaActivity, TrajectoryFinished
-from headway.planner.grid import setting_of, split_of
+from headway.planner.grid import DeviceSplit, setting_of
 from headway.planner.planner import plan
 from headway.planner.profiles.job_profile import (
     LognormalNumber,
@@ -27,9 +27,7 @@ from headway.planner.profiles.job_profile import (
     RecordedNumber,
     draw,
     largest_of,
-    mean_of,
 )
-from headway.planner.simulation.simulated_programs import NO_TROUBLES, SimulatedPrograms, Troubles
 from headway.planner.simulation.simulated_prompts import SimulatedRecord, said_in_tokens
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.simulated_run import Simulation, config_for
@@ -37,6 +35,7 @@ from headway.planner.simulation.virtual_clock import run_virtual
 from tests.planner.jobs import Recorder, profile
 from tests.planner.planning import profile_of
 from tests.planner.replica import replica
+from tests.planner.troubled_programs import NO_TROUBLES, TroubledPrograms, Troubles
 
 THREE_TURNS = {
     "turns": {"kind": "constant", "value": 3},
@@ -53,7 +52,7 @@ def made(
 
     async def main() -> tuple[Sequence[Trajectory], float, SimulatedRollout]:
         replica_ = engine or replica(lambda row, k: 4, slots=8, decode=[(1, 1.0)])
-        programs = SimulatedPrograms(ProgramProfile.model_validate(program), troubles)
+        programs = TroubledPrograms(ProgramProfile.model_validate(program), troubles)
         prompt = Prompt(0, 0, 0, "", "", np.zeros(10, np.int32), messages=[said_in_tokens("user", "", 10)])
         async with local_episode_worker(replica_, hosting=Hosting(programs, SimulatedRecord, LIMITS, seed=1)) as worker:
             (group,) = [g async for g in worker.generate([Group(0, prompt, n, SamplingParams(1000))])]
@@ -141,7 +140,7 @@ def test_a_program_that_drifts_is_answered_anew_and_trained_on_its_last_try_alon
 
 def test_a_lost_worker_ends_its_programs_which_are_run_again():
     async def main() -> list[Trajectory]:
-        programs = SimulatedPrograms(ProgramProfile.model_validate(THREE_TURNS))
+        programs = TroubledPrograms(ProgramProfile.model_validate(THREE_TURNS))
         prompt = Prompt(0, 0, 0, "", "", np.zeros(10, np.int32), messages=[said_in_tokens("user", "", 10)])
         engine = replica(lambda row, k: 4, slots=8, decode=[(1, 1.0)])
         async with local_episode_worker(engine, hosting=Hosting(programs, SimulatedRecord, LIMITS)) as worker:
@@ -188,14 +187,13 @@ def test_keys_of_calls_tell_contexts_apart_and_are_the_same_at_every_try():
 # ---------------------------------------------------------------------------------------------- numbers
 
 
-def test_means_and_bounds_of_numbers_are_those_of_their_draws():
+def test_bounds_of_numbers_are_those_of_their_draws():
     number = LognormalNumber(kind="lognormal", mean=2.0, sigma=1.2, max=9.0)
     draws = [draw(number, episode=0.5, own=(k + 0.5) / 20_000) for k in range(20_000)]
-    assert np.mean(draws) == pytest.approx(mean_of(number), rel=0.002)
     assert max(draws) == largest_of(number) == 9.0
     recorded = RecordedNumber(kind="recorded", values=[1, 2, 6])
     assert [draw(recorded, episode=e, own=0.9) for e in (0.1, 0.5, 0.99)] == [1, 2, 6]
-    assert (mean_of(recorded), largest_of(recorded)) == (3, 6)
+    assert largest_of(recorded) == 6
 
 
 # ---------------------------------------------------------------------------------------------- plans
@@ -203,7 +201,7 @@ def test_means_and_bounds_of_numbers_are_those_of_their_draws():
 
 def steps_s(job: Profile) -> dict[int, float]:
     """Step time of `on_policy` with so many replicas, one device for training."""
-    settings = [setting_of(job, "on_policy", split_of(job, "on_policy", 1, replicas)) for replicas in (1, 4)]
+    settings = [setting_of(job, "on_policy", DeviceSplit(1, replicas, replicas, shared=False)) for replicas in (1, 4)]
     found = plan(job, settings=settings, budget_s=1000.0)
     return {row.setting.split.replicas: row.step_s for row in found.rows}
 

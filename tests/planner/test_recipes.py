@@ -9,11 +9,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks import calibrate
-from benchmarks.calibrate import PUBLISHED, Assumptions, Lengths, PartsMeter, misfit, pattern_search, profile_of
+from benchmarks.calibrate import (
+    PUBLISHED,
+    Assumptions,
+    Lengths,
+    PartsMeter,
+    mean_length,
+    misfit,
+    pattern_search,
+    profile_of,
+)
 from benchmarks.predict import DEMO, B, trainable_modes
 from headway.config.loading import load
 from headway.config.presets import PRESETS
-from headway.planner.grid import mean_length, own
+from headway.planner.grid import own
 from headway.planner.planner import PlanResult, plan
 from headway.planner.profiles.profile_files import load_profile
 from headway.planner.simulation.simulated_run import Simulation, config_for

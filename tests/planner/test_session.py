@@ -29,7 +29,7 @@ from headway.pipeline.run import Status
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
 
-from .jobs import PLAIN, RICH, Recorder, profile
+from .jobs import RICH, Recorder, profile
 
 UPDATE = {
     "nbytes": 1000,
@@ -347,15 +347,6 @@ Change = Callable[[], Config]
     ("change", "message"),
     [
         (lambda: config(profile(), "asink"), "there is no mode 'asink'"),
-        (lambda: config(profile(RICH), "async_partial", trigger=3), "expected one of 1, 2, 4"),
-        (lambda: config(profile(), "async_partial"), "got 4, but B = 2 groups are 1 mini-batches"),
-        (lambda: config(profile(), "on_policy", train_devices=8), "8 for training and 1 × 1 for generation"),
-        (lambda: config(profile(), "on_policy", train_devices=0), "0 for training, expected at least 1"),
-        (lambda: config(profile(), "on_policy", replicas=0), "0 replicas, expected at least 1"),
-        (
-            lambda: config(profile(train={"points": PLAIN["train"]["points"], "min_devices": 2}), "on_policy"),
-            r"1 for training, expected at least 2 \(train.min_devices\)",
-        ),
         (
             lambda: config(
                 profile(batch={"groups_per_version": 2, "ppo_mini_batch_size": 2, "n": 1}, reward={"filtered": 0.5}),
@@ -368,16 +359,3 @@ Change = Callable[[], Config]
 def test_a_setting_that_does_not_fit_the_job_is_refused(change: Change, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         change()
-
-
-def test_shared_devices_count_once() -> None:
-    config(profile(), "colocate_sync", train_devices=8, replicas=8)
-    with pytest.raises(ConfigError, match="expected at most 8 each"):
-        config(profile(), "colocate_sync", train_devices=9, replicas=8)
-
-
-def test_a_simulation_needs_a_number_of_groups() -> None:
-    c = config(profile(), "on_policy")
-    endless = c.model_copy(update={"rollout": c.rollout.model_copy(update={"total_rollout_steps": None})})
-    with pytest.raises(ConfigError, match=r"rollout.total_rollout_steps: got nothing"):
-        Simulation(profile(), endless)

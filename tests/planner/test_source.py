@@ -16,19 +16,12 @@ def by_row(id: TrajectoryId) -> int:
 
 
 def given(source: SimulatedSource, count: int) -> list[Prompt]:
-    prompts = [source.next() for _ in range(count)]
-    return [prompt for prompt in prompts if prompt is not None]
+    return [source.next() for _ in range(count)]
 
 
-def test_prompts_have_the_length_of_their_row_in_every_epoch() -> None:
-    source = SimulatedSource(by_row, rows=2, epochs=2)
-    prompts = given(source, 4)
-    assert [(p.epoch, p.row, len(p.token_ids)) for p in prompts] == [(0, 0, 10), (0, 1, 11), (1, 0, 10), (1, 1, 11)]
-    assert source.next() is None
-
-
-def test_without_rows_one_epoch_never_ends() -> None:
-    assert [(p.epoch, p.row) for p in given(SimulatedSource(by_row), 1000)] == [(0, row) for row in range(1000)]
+def test_prompts_have_the_length_of_their_row_and_one_epoch_never_ends() -> None:
+    prompts = given(SimulatedSource(by_row), 1000)
+    assert [(p.epoch, p.row, len(p.token_ids)) for p in prompts] == [(0, row, 10 + row) for row in range(1000)]
 
 
 def test_token_ids_take_no_memory_and_cannot_be_written() -> None:
@@ -55,10 +48,10 @@ def test_a_prompt_carries_what_is_known_of_its_group() -> None:
 
 
 def test_a_restored_source_goes_on_where_the_other_stood() -> None:
-    source, other = SimulatedSource(by_row, rows=3), SimulatedSource(by_row, rows=3)
+    source, other = SimulatedSource(by_row), SimulatedSource(by_row)
     source.again(given(source, 4)[0])
     other.restore(source.state())
-    assert [(p.epoch, p.row, len(p.token_ids)) for p in given(other, 2)] == [(1, 1, 11), (1, 2, 12)]
+    assert [(p.epoch, p.row, len(p.token_ids)) for p in given(other, 2)] == [(0, 4, 14), (0, 5, 15)]
 
 
 def test_held_out_prompts_are_rows_of_an_epoch_of_their_own() -> None:

@@ -1,6 +1,5 @@
 import asyncio
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def now() -> float:
 def trained(script: Callable[[SimulatedTrainer, SimulatedTransport], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         transport = SimulatedTransport(UPDATE)
-        await script(SimulatedTrainer(COST, UPDATE, transport, save_s=4.0), transport)
+        await script(SimulatedTrainer(COST, UPDATE, transport), transport)
 
     run_virtual(main())
 
@@ -132,33 +131,3 @@ def test_its_ranks_do_one_thing_at_a_time() -> None:
         await trainer.train_step(SAMPLES, StepContext())
 
     trained(script)
-
-
-def test_a_checkpoint_is_written_beside_a_step_and_copied_between_steps() -> None:
-    async def script(trainer: SimulatedTrainer, _: SimulatedTransport) -> None:
-        saving = asyncio.create_task(trainer.save(Path("x"), {}))
-        await asyncio.sleep(0)
-        with pytest.raises(RunError, match="copied over the one that is being written"):
-            await trainer.copy_state()
-        began = now()
-        await trainer.train_step(SAMPLES, StepContext())
-        alone = now() - began
-        await saving
-        began = now()
-        await trainer.train_step(SAMPLES, StepContext())
-        assert now() - began == alone
-        await trainer.copy_state()
-
-    trained(script)
-
-
-def test_a_checkpoint_takes_time_and_can_be_loaded_and_writes_nothing(tmp_path: Path) -> None:
-    async def script(trainer: SimulatedTrainer, _: SimulatedTransport) -> None:
-        await trainer.save(tmp_path / "version_1", {"version": 1})
-        assert now() == 4.0
-        assert await trainer.load(tmp_path / "version_1") == {"version": 1}
-        with pytest.raises(RunError, match="version_2"):
-            await trainer.load(tmp_path / "version_2")
-
-    trained(script)
-    assert list(tmp_path.iterdir()) == []

@@ -257,7 +257,7 @@ def test_what_cannot_be_shown_is_one_message(run_dir: Path, tmp_path: Path) -> N
     assert refused(run_dir, "--fate", "lost").startswith("--fate: got lost, expected one of trained, filtered, ")
     assert refused(run_dir, "--fate", "failed", "--validation").endswith("held-out problems have no fate")
     assert refused(run_dir, "--source", "x") == "--source: got x, expected one of sums, words"
-    assert refused(run_dir, "--tokens") == "--tokens shows one group; give its number: GROUP"
+    assert refused(run_dir, "--tokens") == "--tokens shows one group that was trained; give its number: GROUP"
     assert refused(run_dir, "3", "--last", "2") == "--last chooses lines of the table; leave GROUP out"
     assert refused(run_dir, "4", "--validation").endswith("the problems that are shown: 2")
     assert "does not exist" in refused(tmp_path / "nowhere")

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,24 +138,17 @@ def evaluate(
         if odd := [one for one in k or () if not 1 <= one <= job.config.rollout.val_n]:
             raise ConfigError(f"k: got {odd[0]}, expected numbers from 1 to n, which is {job.config.rollout.val_n}")
         functions.write(Path(folder))
-        solved, left_out = carry_out_apart(Asking(job, limit), cell_output())
+        solved, left_out = carry_out_apart(partial(_ask, job, limit), cell_output())
     ks = tuple(k) if k is not None else usual_ks(job.config.rollout.val_n)
     sources = {source: figures(problems, ks, threshold) for source, problems in by_source(solved).items()}
     return Evaluation(figures(solved, ks, threshold), sources, tuple(solved), job.data, left_out)
 
 
-@dataclass(frozen=True, slots=True)
-class Asking:
+def _ask(job: EvaluationJob, limit: int | None, console: Console | None) -> tuple[list[Solved], Counts]:
     """Job of an evaluation. Returns the problems with their answers, and counts of rows that are left out."""
+    from rich.console import Console
 
-    job: EvaluationJob
-    limit: int | None
+    from headway.api.eval.scored_answers import carry_out
 
-    def carry_out(self, console: Console | None) -> tuple[list[Solved], Counts]:
-        from rich.console import Console
-
-        from headway.api.eval.scored_answers import carry_out
-
-        shown = console or Console(stderr=True, markup=False, highlight=False)
-        questions, solved = carry_out(self.job, self.limit, shown)
-        return solved, questions.left_out
+    questions, solved = carry_out(job, limit, console or Console(stderr=True, markup=False, highlight=False))
+    return solved, questions.left_out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,26 +91,18 @@ def plan(
     Raises:
         ConfigError: the file is no profile, or no split of the devices fits.
     """
-    from headway.planner.measurement.run_profiler import replay_profile
+    from headway.planner.measurement.run_profiler import profile_run
     from headway.planner.profiles.profile_files import read_profile
 
     if not budget > 0:
         raise ConfigError(f"budget: got {budget}, expected a number of seconds above 0")
     path = profile.path if isinstance(profile, Run) else Path(profile).expanduser()
-    job = replay_profile(path) if (path / "events.jsonl").is_file() else read_profile(path)
-    return Plan(carry_out_apart(Planning(job, gpus, budget, sweep), None))
+    job = profile_run(path, replay=True) if (path / "events.jsonl").is_file() else read_profile(path)
+    # Apart, as the clock of a plan is an event loop, and a notebook has one that runs.
+    return Plan(carry_out_apart(partial(_plan, job, gpus, budget, sweep), None))
 
 
-@dataclass(frozen=True, slots=True)
-class Planning:
-    """Job of a plan. It is carried out apart as its clock is an event loop, and a notebook has one that runs."""
+def _plan(job: Profile, gpus: int | None, budget: float, sweep: bool, _: Console | None) -> planner.PlanResult:
+    from headway.planner import planner
 
-    profile: Profile
-    gpus: int | None
-    budget: float
-    sweep: bool
-
-    def carry_out(self, console: Console | None) -> planner.PlanResult:
-        from headway.planner import planner
-
-        return planner.plan(self.profile, devices=self.gpus, budget_s=self.budget, sweep=self.sweep)
+    return planner.plan(job, devices=gpus, budget_s=budget, sweep=sweep)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import chain, count
 from math import ceil
 from pathlib import Path
@@ -41,17 +40,6 @@ AT_THE_END_S = 120.0
 """Seconds for which a run that ends in order waits until the traces of an open window are written."""
 LEAVING_S = 10.0
 """The same of a run that is left at once, or has failed."""
-
-Write = Callable[[Path, bytes], Awaitable[None]]
-"""Coroutine function that writes a trace to a path, whose folders may not be there yet. Raises `OSError`."""
-
-
-class WindowState(StrEnum):
-    IDLE = "idle"
-    WAITING = "waiting"
-    """A window was asked for, and waits for the boundary of the next version."""
-    OPEN = "open"
-    WRITING = "writing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +79,6 @@ class ProfileWindow:
         *,
         version: int = 0,
         remark: str | None = None,
-        write: Write | None = None,
     ) -> None:
         """Create the window.
 
@@ -102,11 +89,9 @@ class ProfileWindow:
             since_first: seconds of the run's record at a moment on the event loop's clock.
             version: that the run begins with.
             remark: what is not profiled, for whoever asks.
-            write: keeps a trace; None to write it on another thread.
         """
         self._processes = processes
         self._folder = folder
-        self._write = write or write_whole
         self._emit = emit
         self._since_first = since_first
         self._version = version
@@ -116,7 +101,6 @@ class ProfileWindow:
         self._over = False
         """True once the run trains no more."""
         self._changed = Signal()
-        self._state = WindowState.IDLE
         self._task: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------------------------------ the run's side
@@ -159,8 +143,8 @@ class ProfileWindow:
             raise ConfigError(f"--versions: got {versions}, expected 1 to {MAX_VERSIONS}")
         if not 0 < seconds <= MAX_SECONDS:
             raise ConfigError(f"--seconds: got {seconds:g}, expected more than 0 and at most {MAX_SECONDS:g}")
-        if self._state is not WindowState.IDLE:
-            raise UserError(f"this run has a profile under way ({self._state}); ask again when that is written")
+        if self._task is not None and not self._task.done():
+            raise UserError("this run has a profile under way; ask again when that is written")
         first = self._version + 1
         if self._over:
             raise UserError("this run is ending, and trains no more; there is nothing to profile")
@@ -175,7 +159,6 @@ class ProfileWindow:
         if self._remark:
             told.say(self._remark)
         told.say(f"the window opens with version {first}, when version {self._version} is trained")
-        self._state = WindowState.WAITING
         self._task = asyncio.create_task(self._end_told(self._take(first, versions, seconds, told), told))
         return told
 
@@ -193,14 +176,12 @@ class ProfileWindow:
             failure = RunError(f"the profile failed: {said_by(cause)}")
             self._warn(str(failure))
         finally:
-            self._state = WindowState.IDLE
             told.end(failure)
 
     async def _take(self, first: int, versions: int, seconds: float, told: WindowLines) -> None:
         await self._changed.until(lambda: self._over or self._version >= first)
         if self._over:
             raise RunError(f"the run ended before version {first} began: there is no profile")
-        self._state = WindowState.OPEN
         opened_at, asked = now(), self._processes()
         opened = await self._each(asked, "begin", lambda process: process.start(), BEGIN_S)
         first = self._version  # a later one where beginning took longer than a whole version
@@ -209,7 +190,6 @@ class ProfileWindow:
             told.say(f"the window is open, with version {first}: {', '.join(process.name for process in opened)}")
             reason = await self._until(first + versions, seconds)
         trained, closed_at = min(versions, self._version - first), now()
-        self._state = WindowState.WRITING
         if opened:
             told.say(f"the window closes: {reason or f'version {first + trained - 1} is trained'}")
         # All of them: one that did not begin in time may have done so since, and would record until its memory ends.
@@ -260,7 +240,7 @@ class ProfileWindow:
 
         async def write(process: Profiled) -> None:
             path = folder / f"{process.name}.json.gz"
-            await self._write(path, await process.take(origin))
+            await asyncio.to_thread(_write_whole, path, await process.take(origin))
             files.append(path.name)
             told.say(f"wrote {folder.parent.name}/{folder.name}/{path.name}")
 
@@ -308,16 +288,12 @@ class ProfileWindow:
         self._emit(Note(time=now(), level="warning", text=text))
 
 
-async def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all, on another thread. Raises `OSError`."""
-
-    def write() -> None:
-        draft = path.with_name(f"{path.name}.tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.write_bytes(content)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-
-    await asyncio.to_thread(write)
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all. Raises `OSError`."""
+    draft = path.with_name(f"{path.name}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

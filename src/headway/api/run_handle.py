@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SHOWN = 60
-"""Most rows that a table shows of itself: the first half of them and the last."""
+"""Most rows that a table shows of itself, the first ones."""
 
 
 class Table:
@@ -49,22 +48,9 @@ class Table:
         return [row.get(column) for row in self.rows]
 
     def __repr__(self) -> str:
-        return "\n".join(["\t".join(self.columns), *("\t".join(cells) for cells in self._shown())])
-
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in self._shown())
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-    def _shown(self) -> Iterator[list[str]]:
-        half = SHOWN // 2
-        cut = len(self.rows) > SHOWN
-        for row in self.rows[:half] if cut else self.rows:
-            yield [_cell(row.get(name)) for name in self.columns]
-        if cut:
-            yield ["…" for _ in self.columns]
-            for row in self.rows[-half:]:
-                yield [_cell(row.get(name)) for name in self.columns]
+        lines = [self.columns, *([_cell(row.get(name)) for name in self.columns] for row in self.rows[:SHOWN])]
+        more = [f"… {len(self) - SHOWN} more rows"] if len(self) > SHOWN else []
+        return "\n".join(["\t".join(cells) for cells in lines] + more)
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> pd.DataFrame | Table:
@@ -162,14 +148,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {_short(self.path)}: {', '.join(f'{name} {value}' for name, value in self._told().items())}>"
-
-    def _repr_html_(self) -> str:
-        told = {"run": _short(self.path), **self._told()}
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
-            for name, value in told.items()
-        )
-        return f"<table>{rows}</table>"
 
     def _told(self) -> dict[str, str]:
         summary, rows = self.summary, self.rows

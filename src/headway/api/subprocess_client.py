@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from headway.errors import HeadwayError, RunError, WorkerDied, said_by
 from headway.reports.live.live_view import Cell
@@ -45,20 +45,11 @@ BOOT = (
 """What the process runs. Until `serve` has begun, Ctrl-C ends it without a word."""
 
 
-class SubprocessJob(Protocol):
-    """Work for the process. It is pickled, and so is what it returns."""
-
-    def carry_out(self, console: Console | None) -> Any:
-        """Do the work and return its result, showing it on ``console``, or where the process prints."""
+Job = Callable[["Console | None"], Any]
+"""Work for the process, which shows it on a console, or where it prints. It is pickled, and so is what it returns."""
 
 
-class Page(str):
-    """Page of a cell, as HTML."""
-
-    __slots__ = ()
-
-
-def carry_out_apart(job: SubprocessJob, show: Callable[[str], None] | None) -> Any:
+def carry_out_apart(job: Job, show: Callable[[str], None] | None) -> Any:
     """Carry out ``job`` in a subprocess, and return its result.
 
     ``show`` gets pages of HTML, each in the place of the one before; without it the process prints where this one does.
@@ -78,14 +69,14 @@ def carry_out_apart(job: SubprocessJob, show: Callable[[str], None] | None) -> A
             while True:
                 try:
                     message = told.get()
-                    if isinstance(message, Page):
-                        if show is not None:
-                            show(message)
-                        continue
                 except KeyboardInterrupt:
                     if process.poll() is not None:
                         raise
                     process.send_signal(signal.SIGINT)
+                    continue
+                if message is not None and message[0] == "page":
+                    if show is not None:
+                        show(message[1])
                     continue
                 over = True
                 match message:
@@ -170,9 +161,9 @@ def serve(descriptor: int) -> None:
         with terminations_as_interrupts():
             job, in_a_cell = connection.recv()
             _end_with_the_caller(connection)
-            cell = Cell(lambda page: told.send(Page(page))) if in_a_cell else None
+            cell = Cell(lambda page: told.send(("page", page))) if in_a_cell else None
             try:
-                result = job.carry_out(cell)
+                result = job(cell)
             finally:
                 if cell is not None:
                     cell.close()

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,37 +98,25 @@ def train(
     return _begin(path, Functions(values))
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
+def _train(loaded: LoadedConfig, console: Console | None) -> int:
     """Job of a run that begins. Returns the exit code."""
+    from headway.api.run import train
 
-    loaded: LoadedConfig
-
-    def carry_out(self, console: Console | None) -> int:
-        from headway.api.run import train
-
-        return train(self.loaded, console)
+    return train(loaded, console)
 
 
-@dataclass(frozen=True, slots=True)
-class Resumption:
+def _go_on(path: Path, before: Config, loaded: LoadedConfig, console: Console | None) -> int:
     """Job of a resumed run. Returns the exit code."""
+    from headway.api.run import resume
 
-    path: Path
-    before: Config
-    loaded: LoadedConfig
-
-    def carry_out(self, console: Console | None) -> int:
-        from headway.api.run import resume
-
-        return resume(self.path, self.before, self.loaded, console)
+    return resume(path, before, loaded, console)
 
 
 def _begin(path: Path | None, functions: Functions) -> Run:
     checked = load_checked(path, layer(functions.settings(AHEAD))).config.run  # an error leaves no trace
     with _directory(checked.dir, checked.name) as directory, _written(functions, directory) as code:
         own = functions.settings(code) | {"run.dir": str(directory.path)}
-        carry_out_apart(Beginning(load_checked(path, layer(own))), cell_output())
+        carry_out_apart(partial(_train, load_checked(path, layer(own))), cell_output())
     return _ended(Run(directory.path))
 
 
@@ -138,7 +126,7 @@ def _resume(run: Run, functions: Functions) -> Run:
     before, loaded = load_resumed(run.path, layer(functions.settings(code)))
     written = functions.write(code) if functions else []
     try:
-        carry_out_apart(Resumption(run.path, before, loaded), cell_output())
+        carry_out_apart(partial(_go_on, run.path, before, loaded), cell_output())
     finally:
         settled = RunDirectory(run.path).config.read_text(encoding="utf-8")
         for file in written:

@@ -1,4 +1,6 @@
-"""Parts that the commands share: options, completion of recipes and settings, standard output, errors of one message.
+"""Parts that the commands share: options, completion, standard output, files to write, errors of one message.
+
+Files that a command writes are checked before any work: that they can be written, and are none that it reads.
 
 A refused write raises `OutputRefused`, which ends a command as every error does. A pipe whose reader has left is not an
 error: it raises `ReaderLeft`, and the command ends silently.
@@ -12,7 +14,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from headway.errors import EXIT_INTERRUPTED, HeadwayError, OutputRefused
+from headway.errors import EXIT_INTERRUPTED, ConfigError, HeadwayError, OutputRefused, RunError
 from headway.runtime.signals import terminations_as_interrupts
 
 
@@ -125,8 +127,6 @@ A_TYPING_ERROR = 0.8
 
 STATIC = "--static"
 """Option that ``--dry-run=static`` is short for, with ``--dry-run``."""
-FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-"""Values of an option that is there or not, where it is typed as a setting."""
 
 Overrides = Annotated[
     list[str] | None,
@@ -171,10 +171,91 @@ def say(text: str) -> None:
         typer.echo(text, err=True)
 
 
-class TakesSettings(TyperCommand):
-    """Command with ``a.b=c`` arguments: of these ``n=8`` means ``--n 8`` where the command has such an option.
+@contextmanager
+def writing(option: str, path: Path, error: type[HeadwayError] = RunError) -> Iterator[None]:
+    """Raise ``error`` when writing ``path``, which ``option`` gave, fails with an `OSError` in the block."""
+    try:
+        yield
+    except OSError as cause:
+        raise error(
+            f"{option} {path} cannot be written ({cause.strerror or cause}); give a file that you may write to, where "
+            "there is room"
+        ) from cause
 
-    A setting that is typed as an option is answered with how settings are written.
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
+    """Check each option's file by `check_writable`, and that no two options name one file. Raises `ConfigError`."""
+    taken: dict[object, tuple[str, Path]] = {}
+    among = list(inputs)
+    for option, path in outputs.items():
+        check_writable(option, path, among)
+        if path is None or (path.exists() and not path.is_file()):
+            continue
+        other, same = taken.setdefault(_identity(path) or path.resolve(), (option, path))
+        if other != option:
+            raise ConfigError(f"{other} {same} and {option} {path} are one file; give two")
+
+
+def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
+    """Check that ``path`` can be written, before minutes of work that could not be saved. Leaves ``path`` unchanged.
+
+    Raises `ConfigError` when it cannot be opened, and when it is one of the files ``inputs`` or a file already in one
+    of the folders among them. A pipe or a device is not checked: a reader may take that for the end.
+    """
+    if path is None:
+        return
+    if path == Path("-"):
+        raise ConfigError(f"{option} -: expected a file; nothing is written to standard output by this name")
+    with writing(option, path, ConfigError):
+        there = path.exists()
+        if there and not path.is_file() and not path.is_dir():
+            return
+        for one in inputs if there else ():
+            if path.is_file() and _is_of(path, one):
+                named = f"a file of {one}" if one.is_dir() else one
+                raise ConfigError(
+                    f"{option} {path} would overwrite {named}, which belongs to what this command reads; give another "
+                    "file"
+                )
+        path.open("a").close()
+        if not there:
+            path.resolve().unlink()
+
+
+def files_of_run(run: Path) -> tuple[Path, ...]:
+    """Return a run's own files and folders, existing or not, for `check_writable`. Others there are the user's."""
+    from headway.reports.run_directory import RunDirectory
+
+    own = RunDirectory(run)
+    files = (own.config, own.events, own.metrics, own.samples, own.summary, own.lock)
+    return (*files, own.model, own.initial_model, own.checkpoints, own.tensorboard, own.trackers, own.logs)
+
+
+def _is_of(path: Path, one: Path) -> bool:
+    """Tell whether the file ``path`` is the file ``one``, or lies in the folder ``one``, by any name or link."""
+    if (there := _identity(one)) is None:
+        return False
+    if not one.is_dir():
+        return _identity(path) == there
+    # For a link: where it lies and where it leads. The hub's folders hold links, and links lead into folders.
+    if any(_identity(folder) == there for way in (path.absolute(), path.resolve()) for folder in way.parents):
+        return True
+    return any(_identity(path) == _identity(child) for child in one.iterdir())
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return the identity of a file, equal for two names of one file; None where there is no such file."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):  # raised also for what can be no path: too long, or with a zero byte
+        return None
+    return found.st_dev, found.st_ino
+
+
+class TakesSettings(TyperCommand):
+    """Command with ``a.b=c`` arguments. A setting that is typed as an option is answered with how settings are written.
+
+    ``--dry-run=static`` is the one option of two forms.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -182,43 +263,13 @@ class TakesSettings(TyperCommand):
         args = [word for one in args for word in (["--dry-run", STATIC] if one == "--dry-run=static" else [one])]
         typed = list(args)  # a copy: the parser empties its own
         try:
-            rest = super().parse_args(ctx, args)
-            meant = self._with_options(ctx, typed)
-            return rest if meant == typed else super().parse_args(ctx, meant)
-        except typer.BadParameter:
-            raise
+            return super().parse_args(ctx, args)
         except Exception as error:  # typer does not export click's `NoSuchOption`, whose attributes these are
             name, options = getattr(error, "option_name", None), getattr(error, "possibilities", None) or ()
             if name is not None and not difflib.get_close_matches(name, options, n=1, cutoff=A_TYPING_ERROR):
                 error.message = _as_a_setting(name, typed) or error.message  # type: ignore[attr-defined]
                 error.possibilities = None  # type: ignore[attr-defined]
             raise
-
-    def _with_options(self, ctx: Any, typed: list[str]) -> list[str]:
-        """Return the words that were ``typed``, with options in the place of settings that are the command's options.
-
-        The words were parsed before: a value of an option, like a file's name, is no setting.
-        """
-        options = {name.lstrip("-"): one for one in self.params for name in one.opts if name.startswith("--")}
-        given = [ctx.params.get(one.name) for one in self.params if one.param_type_name == "argument"]
-        settings = [str(word) for value in given for word in (value if isinstance(value, list) else [value])]
-        words = list(typed)
-        for text in settings:
-            name, equals, value = text.partition("=")
-            option = options.get(name.replace("_", "-"))
-            if not equals or option is None or Path(text).exists():
-                continue
-            at = len(words) - 1 - words[::-1].index(text)  # the last one: an option's value may be the same text
-            is_flag = getattr(option, "is_flag", False)
-            if is_flag and value.lower() not in FLAGS:
-                raise typer.BadParameter(f"got {text}, expected {name}=true or {name}=false")
-            del words[at]
-            before = words.index("--") if "--" in words[:at] else at  # behind it nothing is an option
-            if not is_flag:
-                words[before:before] = [option.opts[0], value]
-            elif FLAGS[value.lower()]:
-                words.insert(before, option.opts[0])
-        return words
 
 
 def _as_a_setting(option: str, typed: Sequence[str]) -> str:

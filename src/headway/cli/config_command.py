@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,11 +110,7 @@ def _print_key(console: Console, named: Sequence[tuple[KeyTable, Key]], everyone
         console.print("Set by the mode:")
         _print_table(console, [(value, ", ".join(modes)) for value, modes in by_value.items()], indent=2)
         console.print()
-    if texts := checks_of(name):
-        console.print("The doctor may say:")
-        _print_table(console, [("-", text) for text in texts], indent=2)
-        console.print()
-    mentioned = re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", " ".join([key.meaning for _, key in named] + checks_of(name)))
+    mentioned = re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", " ".join(key.meaning for _, key in named))
     known = [one.name for one in everyone if one.name != name]
     mentioning = [one.name for one in everyone if f"`{name}`" in one.meaning]
     related = list(dict.fromkeys(one for one in [*mentioned, *mentioning] if one in known))
@@ -188,37 +181,3 @@ def _list() -> None:
     console.print("\nheadway train NAME [a.b=c ...] runs one, headway recipes NAME prints it;")
     console.print("those of plan/ are profiles: headway plan NAME compares settings by one.")
     console.print(f"The files are in {home() / 'recipes'}", soft_wrap=True)
-
-
-VALUE = "…"
-"""Text that stands for a value of the configuration that is checked."""
-
-
-def checks_of(key: str) -> list[str]:
-    """Return the texts that name the dotted ``key``, in the order of the checks."""
-    named = re.compile(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)")
-    return [text for text in _texts() if named.search(text)]
-
-
-@cache
-def _texts() -> tuple[str, ...]:
-    # The doctor's rules, and the modules whose generators yield what is wrong with a configuration.
-    from headway.config import doctor
-    from headway.config.checks import keys_of, rules
-    from headway.config.sections import agent_section, learning
-
-    found = [rule["says"] for part in rules()["problems"].values() for rule in part]
-    found += [f"{key} has no effect: {rule['why']}" for rule in rules()["idle"]["rules"] for key in keys_of(rule)]
-    texts = [re.sub(r"\$[\w.]*\w", VALUE, text) for text in found]
-    nodes = [node for one in (doctor, agent_section, learning) for node in ast.walk(ast.parse(inspect.getsource(one)))]
-    texts += [_text(node.value) for node in nodes if isinstance(node, ast.Yield) and node.value is not None]
-    return tuple(dict.fromkeys(texts))
-
-
-def _text(node: ast.expr) -> str:
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(map(_text, parts))
-    return VALUE

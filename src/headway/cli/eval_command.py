@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.common import EXIT_FAILED, Debug, Overrides, errors_as_messages
-from headway.cli.output_files import AnswersFile, check_writable, files_of_run
+from headway.cli.common import EXIT_FAILED, Debug, Overrides, check_writable, errors_as_messages, files_of_run, writing
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,25 +93,15 @@ def evaluate(
 
 
 def _inputs(job: EvaluationJob, model: str, recipe: Path | None) -> Iterator[Path]:
-    """Return the files that an evaluation reads, and every file that its settings name, those of the run or recipe
-    included.
-    """
-    from headway.config.layers import read_file
-    from headway.reports.run_directory import RunDirectory
+    """Return the files that an evaluation reads, and every file and folder that its settings name."""
     from headway.runtime.user_code import names_a_file
 
-    run = Path(os.path.expanduser(model))  # noqa: PTH111  # Path's raises where there is no such user
-    yield from files_of_run(run)
-    settings: list[Any] = [job.config.model_dump()]
-    beneath = recipe or RunDirectory(run).config
-    if not job.by_default and beneath.is_file():  # a pipe has been read already, and is no file to be replaced
-        for layer in read_file(beneath):
-            if layer.file is not None:
-                yield layer.file
-            settings.append(layer.values)
+    yield from files_of_run(Path(os.path.expanduser(model)))  # noqa: PTH111  # Path's raises where there is no such user
+    if recipe is not None:
+        yield recipe
     sources = (*job.config.data.train_sources, *job.config.data.held_out_sources)
     folders = {job.config.model.path, *(source.label for source in sources)}
-    for text in _texts(settings):
+    for text in _texts(job.config.model_dump()):
         path = Path(os.path.expanduser(text.rpartition(":")[0] if names_a_file(text) else text))  # noqa: PTH111
         with suppress(OSError):  # a text may be too long for a path
             if text in folders or path.is_file():
@@ -308,3 +298,79 @@ def _estimate(estimate: Estimate) -> str:
 
     error = "" if estimate.error is None else f" ± {human.score(estimate.error)}"
     return human.score(estimate.value) + error
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+class AnswersFile:
+    """File of JSON lines, one for each answer; a problem's are on disk when the next problem's are written.
+
+    A failure to write is reported once. The file then ends with the last problem of which it has all answers.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        """Remember ``path``, which is replaced when the context is entered, and ``tell``, which reports a failure."""
+        self._path, self._tell = path, tell
+        self._problems = self._size = 0
+        """Number of problems, and number of bytes, that were written."""
+        self.whole = True
+        """True until writing fails."""
+
+    def __enter__(self) -> AnswersFile:
+        """Open the file. Raises `RunError` when that fails."""
+        with writing("--output", self._path):
+            self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._file.close()
+        except OSError as cause:  # a network's disk may refuse only now
+            self._give_up(cause)
+
+    def write(self, problem: Solved) -> None:
+        if not self.whole:
+            return
+        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in _rows(problem))
+        text = lines.encode("utf-8", "backslashreplace")  # the spelling of JSON for a lone surrogate, too
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as cause:
+            self._give_up(cause)
+        else:
+            self._problems, self._size = self._problems + 1, self._size + len(text)
+
+    def _give_up(self, cause: OSError) -> None:
+        self.whole = False
+        with suppress(OSError):
+            self._file.close()  # closed before the file is cut: this tries once more to write what was refused
+        with suppress(OSError):
+            os.truncate(self._path, self._size)
+        self._tell(
+            f"warning: --output {self._path} cannot be written any more ({cause.strerror or cause}); it has the "
+            f"answers to the first {self._problems} problems, and the evaluation goes on without it"
+        )
+
+
+def _rows(problem: Solved) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the answers' file, one for each answer."""
+    for answer in problem.answers:
+        failure = answer.failure or problem.failure
+        row = {
+            "row": problem.row,
+            "k": answer.k,
+            "source": problem.source,
+            "prompt": problem.prompt,
+            "answer": problem.truth,
+            "response": answer.text,
+            "reward": None if failure is not None else answer.reward,
+            "tokens": answer.tokens,
+            "finish_reason": answer.finish_reason,
+        }
+        if len(answer.parts) > 1:
+            row["parts"] = answer.parts
+        if failure is not None:
+            row["failure"] = failure
+        yield row

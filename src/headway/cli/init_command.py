@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.common import Debug, Overrides, errors_as_messages
-from headway.cli.output_files import check_writable, writing
+from headway.cli.common import Debug, Overrides, check_writable, errors_as_messages, writing
 from headway.errors import ConfigError, DataError, ModelError, boundary
 
 if TYPE_CHECKING:

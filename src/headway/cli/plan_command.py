@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, errors_as_messages, say
-from headway.cli.output_files import check_outputs, check_writable, files_of_run, writing
+from headway.cli.common import Debug, check_outputs, check_writable, errors_as_messages, files_of_run, say, writing
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,10 +122,10 @@ def _profile(path: Path | None, run: Path | None) -> Profile:
         from headway.planner.profiles.profile_files import read_profile
 
         return read_profile(path)
-    from headway.planner.measurement.run_profiler import replay_profile
+    from headway.planner.measurement.run_profiler import profile_run
 
     assert run is not None
-    return replay_profile(run)
+    return profile_run(run, replay=True)
 
 
 def _progress() -> Progress:

@@ -45,24 +45,19 @@ def show(
 ) -> None:
     """Show what a run said: a table of the groups that were drawn, or one of them token by token."""
     with errors_as_messages(debug):
+        of_table = {"--fate": fate is not None, "--source": source is not None, "--last": last is not None}
+        of_group = {"--tokens": tokens, "--episode": episode is not None, "--color": color != "gap"}
+        wrong = of_group if group is None else of_table | (of_group if validation else {})
+        for option in (option for option, is_given in wrong.items() if is_given):
+            if option in of_table:
+                raise ConfigError(f"{option} chooses lines of the table; leave GROUP out")
+            raise ConfigError(f"{option} shows one group that was trained; give its number: GROUP")
         if group is None:
-            given = {"--tokens": tokens, "--episode": episode is not None, "--color": color != "gap"}
-            _refuse([name for name, is_given in given.items() if is_given], "shows one group; give its number: GROUP")
             _table(run, validation, fate, source, last or LAST, as_json)
-            return
-        given = {"--fate": fate is not None, "--source": source is not None, "--last": last is not None}
-        _refuse([name for name, is_given in given.items() if is_given], "chooses lines of the table; leave GROUP out")
-        if validation:
-            _refuse([n for n, is_given in {"--tokens": tokens, "--episode": episode is not None}.items() if is_given],
-                    "is of groups that were trained; problems of a validation are not")  # fmt: skip
+        elif validation:
             _problem(run, group, as_json)
         else:
             _group(run, group, color, tokens, episode, as_json)
-
-
-def _refuse(options: list[str], why: str) -> None:
-    if options:
-        raise ConfigError(f"{options[0]} {why}")
 
 
 def _table(run: Path, validation: bool, fate: str | None, source: str | None, last: int, as_json: bool) -> None:

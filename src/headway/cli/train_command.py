@@ -355,7 +355,6 @@ def load_checked(path: Path, overrides: list[str]) -> LoadedConfig:
 
 def print_resolved(loaded: LoadedConfig) -> None:
     """Print the configuration as a file that loads again: YAML, then the summary and the notes as comments."""
-    from headway.cli.train_command import memory_in_short
     from headway.config.loading import dump
 
     typer.echo(dump(loaded.config))
@@ -371,8 +370,6 @@ def print_summary(loaded: LoadedConfig) -> None:
     """Print what the settings amount to, as a table, and the notes."""
     from rich.console import Console
     from rich.table import Table
-
-    from headway.cli.train_command import memory_lines
 
     table = Table.grid(padding=(0, 2))
     for name, value in summary(loaded.config).items():
@@ -390,7 +387,6 @@ def print_summary(loaded: LoadedConfig) -> None:
 
 def summary(config: Config) -> dict[str, str]:
     """Return the summary of the settings, line by line: the numbers that follow from them, and who runs where."""
-    from headway.cli.train_command import nodes_drawn
     from headway.config.sizing.placement import ROLLOUT, concurrent, resolve_placement
     from headway.pipeline.admission.staleness import admission_limit, lag_bound
 

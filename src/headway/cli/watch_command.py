@@ -2,7 +2,7 @@
 
     headway ctl RUN COMMAND …  ─▶  RUN/control.sock  ─▶  the process that trains the run
 
-A further command of ``ctl`` is one function here, and one entry in `headway.api.control_socket`.
+A further command of ``ctl`` is one function here, and one answer in `headway.api.control_socket`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headway.cli.common import EXIT_FAILED, Debug, errors_as_messages, say
-from headway.cli.output_files import check_outputs, files_of_run, writing
+from headway.cli.common import EXIT_FAILED, Debug, check_outputs, errors_as_messages, files_of_run, say, writing
 from headway.errors import ConfigError, DataError, said_by
 
 

@@ -1,4 +1,4 @@
-"""The settings that a plan compares: presets × splits of the devices × η × trigger; and a forecast of each.
+"""The settings that a plan compares: presets × splits of the devices × η × trigger.
 
     own    each preset at its own η and trigger, over the splits          around   η and trigger varied at one split
     full   the whole product
@@ -6,49 +6,29 @@
 Everything is read off the presets' values. The work per version is the same everywhere: B is the profile's, so a
 setting's trigger decides ``require_batches = B / (mini-batch · trigger)``.
 
-The forecast of a setting's step time, in closed form, decides what is simulated first, and nothing else.
+Devices go together: those of a mesh, by the dimensions that a profile was measured with, and of a replica.
 
-Training is exact for mean lengths, where loads are even. Generation takes at least
+    0 1 2 3 │ 4 5 6 7          machines of 4 devices; tp = 2, and 2 devices a replica
+    └─┘ └─┘ │ └─┘ └─┘
+    training    two replicas
 
-    its work      all tokens, with as many slots full as groups may exist
-    a latency     until the longest answer of a group is done, over the versions' worth of groups that may exist at once
-    the tail      until the longest answer of all is done, where nothing may be in flight at an update
-    steps         those of an episode, in its latency or its tail, and all of them where environments are few
+Whole meshes train, whole replicas find place on what is left of each machine.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
-from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from headway.config.presets import PRESETS, Values, preset
 from headway.config.schema import Admission
+from headway.config.sections.learning import ParallelConfig
 from headway.config.sections.section import exact_fraction
 from headway.errors import ConfigError
-from headway.planner.profiles.costs import decode_cost, train_cost
-from headway.planner.profiles.job_profile import (
-    ConstantLengths,
-    EmpiricalLengths,
-    LengthsProfile,
-    Profile,
-    ProgramProfile,
-    mean_of,
-    mean_of_cut_lognormal,
-)
-from headway.planner.profiles.profile_mesh import (
-    in_words,
-    least_devices,
-    least_training,
-    most_replicas,
-    replicas_problem,
-    replicas_within,
-    training_problem,
-)
+from headway.planner.profiles.job_profile import Profile
 
 ETAS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
 """Values of η that are tried beside a preset's own where that is above 0."""
@@ -108,45 +88,56 @@ def splits(profile: Profile, *, shared: bool = False) -> list[DeviceSplit]:
         ConfigError: none fits.
     """
     devices, per_replica = profile.devices, profile.rollout.devices
+    parallel = profile.train.parallel
+    unit = parallel.least_ranks
+    least = -(-profile.train.min_devices // unit) * unit
     if shared:
-        training = devices - devices % profile.train.parallel.least_ranks
-        replicas = replicas_within(profile, training)
-        found = {replicas: training} if replicas and training >= least_training(profile) else {}
+        training = devices - devices % unit
+        found = {_replicas(profile, 0, training): training} if training >= least else {}
     else:
-        found = _training_beside(profile)
+        # Of several numbers beside which as many replicas find place, the largest.
+        found = {_replicas(profile, training, devices): training for training in range(least, devices, unit)}
+    found.pop(0, None)
     if not found:
-        raise ConfigError(_too_few(profile, shared=shared))
-    chosen = found if len(found) <= len(TRAIN_SHARES) else _handful(profile, found)
+        why = "train.min_devices" + ("" if parallel.is_plain else f", in whole meshes of {in_words(parallel)}")
+        enough = f"{_enough(profile, least, shared=shared)} or more{' to share' if shared else ''}"
+        raise ConfigError(
+            f"devices: got {devices}, but one rollout replica needs {per_replica} (rollout.devices) and training at "
+            f"least {least} ({why}): expected {enough}; give more devices (--gpus), or a profile in which a replica or "
+            "the trainer needs fewer"
+        )
+    chosen: Collection[int] = found
+    if len(found) > len(TRAIN_SHARES):
+        wanted = [round(devices * (1 - share) / per_replica) for share in TRAIN_SHARES]
+        chosen = {min(found, key=lambda replicas: (abs(replicas - near), replicas)) for near in wanted}
     return [
         DeviceSplit(found[replicas], replicas * per_replica, replicas, shared=shared)
         for replicas in sorted(chosen, reverse=True)
     ]
 
 
-def _training_beside(profile: Profile) -> dict[int, int]:
-    """Number of replicas → the most devices, in whole meshes, that can train beside so many."""
-    unit = profile.train.parallel.least_ranks
-    beside = range(least_training(profile), profile.devices, unit)
-    found = {most_replicas(profile, beside=training): training for training in beside}
-    found.pop(0, None)
-    return found
+def _replicas(profile: Profile, first: int, last: int) -> int:
+    """Number of replicas on the devices ``first`` … ``last`` - 1, none of them on two machines."""
+    size, machine = profile.rollout.devices, profile.devices_per_node or profile.devices
+    if last - first < size:
+        return 0
+    begun = min(-first % machine, last - first)  # what training leaves of its last machine
+    machines, rest = divmod(last - first - begun, machine)
+    return begun // size + machines * (machine // size) + rest // size
 
 
-def _handful(profile: Profile, possible: Collection[int]) -> set[int]:
-    """The ``possible`` replica counts nearest to a few shares of the devices."""
-    wanted = (round(profile.devices * (1 - share) / profile.rollout.devices) for share in TRAIN_SHARES)
-    return {min(possible, key=lambda replicas: (abs(replicas - near), replicas)) for near in wanted}
+def _enough(profile: Profile, least: int, *, shared: bool) -> int:
+    """Fewest devices on which ``least`` train beside one replica, or with one on the same devices."""
+    size, unit = profile.rollout.devices, profile.train.parallel.least_ranks
+    if shared:
+        return max(least, -(-size // unit) * unit)
+    left = size if profile.devices_per_node is None else -least % profile.devices_per_node
+    return least + size + (left if left < size else 0)
 
 
-def _too_few(profile: Profile, *, shared: bool) -> str:
-    parallel = profile.train.parallel
-    why = "train.min_devices" if parallel.is_plain else f"train.min_devices, in whole meshes of {in_words(parallel)}"
-    needed = f"{least_devices(profile, shared=shared)} or more{' to share' if shared else ''}"
-    return (
-        f"devices: got {profile.devices}, but one rollout replica needs {profile.rollout.devices} (rollout.devices) "
-        f"and training at least {least_training(profile)} ({why}): expected {needed}; give more devices (--gpus), or a "
-        "profile in which a replica or the trainer needs fewer"
-    )
+def in_words(parallel: ParallelConfig) -> str:
+    """The dimensions that are not 1, such as ``tp=2 ep=4``."""
+    return " ".join(f"{name}={size}" for name, size in parallel if size > 1) or "replicate, tp, cp and ep of 1"
 
 
 def setting_of(
@@ -160,50 +151,18 @@ def setting_of(
     """Make the setting of ``mode`` on ``split``; η and trigger are the preset's own unless they are given.
 
     The preset's own trigger becomes the largest that divides the mini-batches of a version.
-
-    Raises:
-        ConfigError: there is no such mode, its placement is not the split's, or the trigger does not divide.
     """
     values = preset(mode)
-    if split.shared is not _is_shared(values):
-        raise ConfigError(
-            f"{mode}: got the split {split}, but its cluster.placement is {values['cluster.placement']}: expected "
-            f"{'all devices for both' if _is_shared(values) else 'devices of their own for training and generation'}"
-        )
-    mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
     if trigger is None:
         trigger = max(t for t in triggers(profile) if t <= values["async_training.trigger_parameter_sync_step"])
-    if trigger not in triggers(profile):
-        raise ConfigError(
-            f"{mode}: got trigger {trigger}, but a version is {mini_batches} mini-batches: expected one of "
-            f"{', '.join(map(str, triggers(profile)))}, so that each batch has whole ones"
-        )
     own_eta = values["async_training.staleness_threshold"]
-    return PlanSetting(mode, split, exact_fraction(own_eta if eta is None else eta), trigger, mini_batches // trigger)
-
-
-def split_of(profile: Profile, mode: str, train_devices: int, rollout_devices: int) -> DeviceSplit:
-    """An explicit split for ``mode``. Raises `ConfigError` when it is not made of whole replicas or does not fit."""
-    shared, per_replica = _is_shared(preset(mode)), profile.rollout.devices
-    used = max(train_devices, rollout_devices) if shared else train_devices + rollout_devices
-    problems = []
-    if used > profile.devices:
-        problems.append(f"together {used} of {profile.devices} devices")
-    if (problem := training_problem(profile, train_devices)) is not None:
-        problems.append(problem)
-    replicas, rest = divmod(rollout_devices, per_replica)
-    if not replicas or rest:
-        problems.append(f"{rollout_devices} for generation, expected a multiple of {per_replica} (rollout.devices)")
-    elif used <= profile.devices and (problem := replicas_problem(profile, train_devices, replicas, shared=shared)):
-        problems.append(problem)
-    if problems:
-        raise ConfigError(f"{mode} on {train_devices}:{rollout_devices}: {'; '.join(problems)}")
-    return DeviceSplit(train_devices, rollout_devices, replicas, shared)
+    exact = exact_fraction(own_eta if eta is None else eta)
+    return PlanSetting(mode, split, exact, trigger, profile.batch.mini_batches // trigger)
 
 
 def triggers(profile: Profile) -> list[int]:
     """Numbers of batches per version that leave whole mini-batches in each batch."""
-    mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
+    mini_batches = profile.batch.mini_batches
     return [trigger for trigger in range(1, mini_batches + 1) if mini_batches % trigger == 0]
 
 
@@ -212,12 +171,12 @@ def own(profile: Profile) -> list[PlanSetting]:
 
     Without presets of shared devices where a replica has several: a run refuses these.
     """
-    several = profile.rollout.devices > 1
+    shared = {mode: values["cluster.placement"] == "shared" for mode, values in PRESETS.items()}
     return [
         setting_of(profile, mode, split)
         for mode in PRESETS
-        if not (several and _is_shared(PRESETS[mode]))
-        for split in splits(profile, shared=_is_shared(PRESETS[mode]))
+        if not shared[mode] or profile.rollout.devices == 1
+        for split in splits(profile, shared=shared[mode])
     ]
 
 
@@ -239,114 +198,15 @@ def around(profile: Profile, setting: PlanSetting) -> list[PlanSetting]:
 
 def full(profile: Profile) -> list[PlanSetting]:
     """All combinations of preset, split, η and trigger. Raises `ConfigError` when no split fits."""
-    return list(_product(profile))
-
-
-def _product(profile: Profile) -> Iterator[PlanSetting]:
-    for setting in own(profile):
-        if setting.waves:
-            yield setting
-            continue
-        for eta in _etas(profile, setting):
-            for trigger in triggers(profile):
-                yield setting_of(profile, setting.preset, setting.split, eta=eta, trigger=trigger)
+    return [
+        setting_of(profile, own_one.preset, own_one.split, eta=eta, trigger=trigger)
+        for own_one in own(profile)
+        for eta in ([own_one.eta] if own_one.waves else _etas(profile, own_one))
+        for trigger in ([own_one.trigger] if own_one.waves else triggers(profile))
+    ]
 
 
 def _etas(profile: Profile, setting: PlanSetting) -> list[Fraction]:
     """The setting's η and, unless it is 0, others that let at least one group run ahead."""
     others = [eta for eta in ETAS if floor(eta * profile.batch.groups_per_version) > 0] if setting.eta > 0 else []
     return sorted({setting.eta, *others})
-
-
-def _is_shared(values: Values) -> bool:
-    return bool(values["cluster.placement"] == "shared")
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Seconds per version that each side computes."""
-
-    training: float
-    generation: float
-
-    def step_s(self, setting: PlanSetting) -> float:
-        """Combine both sides into a step time: the slower one's if they work side by side, the sum on shared devices or
-        in turns. With η = 0 the last batch of a version is trained on while nothing is generated."""
-        if setting.synchronous or setting.split.shared:
-            return self.training + self.generation
-        if setting.eta == 0:
-            return max(self.training, self.generation + self.training / setting.trigger)
-        return max(self.training, self.generation)
-
-
-def forecast(profile: Profile, setting: PlanSetting) -> Shares:
-    return Shares(_training(profile, setting), _generation(profile, setting))
-
-
-def _training(profile: Profile, setting: PlanSetting) -> float:
-    batch, train = profile.batch, profile.train
-    cost = train_cost(train, setting.split.train_devices)
-    read = mean_of(profile.program.turns) * mean_of(profile.program.step_tokens) if profile.program else 0.0
-    tokens = batch.groups_per_version * batch.n * (mean_length(profile.prompt) + mean_episode(profile) + read)
-    steps = batch.ppo_epochs * batch.groups_per_version // batch.ppo_mini_batch_size
-    ranks, of_step = train.divided_over(setting.split.train_devices), batch.ppo_mini_batch_size * batch.n
-    uneven = ranks * math.ceil(of_step / ranks) / of_step
-    forwards = train.recomputes_old_log_probs(shared=setting.split.shared) + train.reference
-    return steps * cost.step_s + (batch.ppo_epochs * cost.token_s * uneven + forwards * cost.forward_token_s) * tokens
-
-
-def _generation(profile: Profile, setting: PlanSetting) -> float:
-    batch, rollout, cost = profile.batch, profile.rollout, decode_cost(profile.rollout)
-    prompt, answer = mean_length(profile.prompt), mean_episode(profile)
-    groups = batch.groups_per_version / (1 - profile.reward.filtered)
-    of_one = groups * batch.n / setting.split.replicas
-    active = max(1, round(min(rollout.slots, of_one * float(1 + setting.eta))))
-    step_s = cost.step_s(active, kv=active * (prompt + answer / 2))
-    work = of_one * (answer / active * step_s + (prompt * rollout.prefill_token_s + rollout.prefill_s) / batch.n)
-    if profile.program is not None:
-        return _with_steps(profile.program, setting, work, groups * batch.n, decoding_s=answer * step_s)
-    if setting.eta == 0 or setting.values["async_training.on_update"] == "drain":
-        longest = longest_length(profile.response, draws=math.ceil(groups * batch.n))
-        return work + (longest - answer) * cost.step_s(1)
-    latency = longest_length(profile.response, draws=batch.n) * step_s
-    return max(work, latency / float(1 + setting.eta))
-
-
-def _with_steps(
-    program: ProgramProfile, setting: PlanSetting, work: float, episodes: float, *, decoding_s: float
-) -> float:
-    """Combine the decoding of ``episodes`` with their steps, which take no slots, but perhaps environments."""
-    steps_s = mean_of(program.turns) * mean_of(program.step_s)
-    if program.environments is not None:
-        work = max(work, episodes * (steps_s + decoding_s) / program.environments)
-    if setting.eta == 0 or setting.values["async_training.on_update"] == "drain":
-        return work + steps_s
-    return max(work, (steps_s + decoding_s) / float(1 + setting.eta))
-
-
-def mean_episode(profile: Profile) -> float:
-    """Mean number of sampled tokens of an episode."""
-    answer = mean_length(profile.response, answers=profile.batch.n)
-    return answer if profile.program is None else answer * mean_of(profile.program.turns)
-
-
-def mean_length(lengths: LengthsProfile, *, answers: int = 1) -> float:
-    """Mean number of tokens of the first ``answers`` answers of a group."""
-    match lengths:
-        case ConstantLengths():
-            return lengths.tokens
-        case EmpiricalLengths():
-            return fmean(group[k % len(group)] for group in lengths.groups for k in range(answers))
-    return mean_of_cut_lognormal(lengths.mean, lengths.sigma, lengths.max)
-
-
-def longest_length(lengths: LengthsProfile, draws: int) -> float:
-    """Tokens of the longest of ``draws`` independent answers, roughly."""
-    match lengths:
-        case ConstantLengths():
-            return lengths.tokens
-        case EmpiricalLengths():
-            ordered = sorted(length for group in lengths.groups for length in group)
-            return ordered[math.ceil(len(ordered) * draws / (draws + 1)) - 1]
-    mu = math.log(lengths.mean) - lengths.sigma**2 / 2
-    return min(math.exp(mu + lengths.sigma * NormalDist().inv_cdf(draws / (draws + 1))), lengths.max)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from statistics import fmean, stdev
-from typing import Any
 
 from headway.config.schema import Config
+from headway.data.types import TrajectoryId
 from headway.events import (
     BatchTaken,
     Event,
@@ -30,8 +30,10 @@ from headway.events import (
     TrajectoryFinished,
     UpdateFinished,
 )
-from headway.planner.grid import PlanSetting, forecast
-from headway.planner.profiles.job_profile import Profile
+from headway.planner.grid import PlanSetting
+from headway.planner.profiles.costs import decode_cost, train_cost
+from headway.planner.profiles.job_profile import Profile, draw
+from headway.planner.profiles.lengths import lengths_of
 from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.reports.metrics.occupancy import Occupancy
 
@@ -40,6 +42,8 @@ PRECISION = 0.02
 FEWEST_VERSIONS, MOST_VERSIONS = 4, 30
 REPORTS_PER_VERSION = 4
 """Number of reports of each replica's activity in the time of one version, roughly."""
+DRAWS = 64
+"""Number of answers by which the time of a version is guessed."""
 MOST_BATCHES = 15
 T_QUANTILES = (21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527, 2.491, 2.461, 2.436, 2.415)
 """Quantiles of Student's t, two-sided 97%, for 1 … 14 degrees of freedom. 95% are left of them: looking after each
@@ -56,8 +60,8 @@ class Measurement:
     """Half the width of the 95% confidence interval of ``step_s``, in seconds."""
     versions: int
     """Number of measured versions."""
-    trainer_idle: float
-    rollouter_idle: float
+    trainer_idle_ratio: float
+    rollouter_idle_ratio: float
     slot_utilization: float
     trainer_waited_s: float
     """Seconds per version in which the trainer waited for groups: generation is the bottleneck."""
@@ -111,19 +115,30 @@ class StepMeter:
         self._trainer_waited_s = 0.0
         self._update_stall_s = 0.0
         self._stopped = False
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
-            TrajectoryFinished: self._trajectory,
-            OptimizerStepped: self._step,
-            TrainerBusy: self._occupancy.trainer.report,
-            ReplicaActivity: self._occupancy.replica_active,
-            BatchTaken: self._batch,
-            UpdateFinished: self._update,
-            RunStarted: self._run,
-        }
 
     def on_event(self, event: Event) -> None:
-        if (handler := self._handlers.get(type(event))) is not None:
-            handler(event)
+        measuring = bool(self._ends) and not self._stopped
+        match event:
+            case RunStarted():
+                self._occupancy.declare(event.slots)
+                self._lag_bound = event.lag_bound
+            case TrainerBusy():
+                self._occupancy.trainer.report(event)
+            case ReplicaActivity():
+                self._occupancy.replica_active(event)
+            case TrajectoryFinished():
+                self._trajectories += 1
+                self._counted += measuring
+                self._partial += measuring and len(event.version_spans) > 1
+            case BatchTaken(waited=(start, end)) if measuring:
+                self._trainer_waited_s += end - start
+            case UpdateFinished() if measuring:
+                self._update_stall_s += event.trainer_stall_s
+            case OptimizerStepped() if not self._stopped:
+                self._lags += event.lags if measuring else ()
+                self._steps += 1
+                if self._steps % self._steps_per_version == 0:
+                    self._version_ended(event.time)
 
     def close(self) -> None: ...
 
@@ -139,8 +154,8 @@ class StepMeter:
             step_s=mean,
             half_width=half_width,
             versions=len(times),
-            trainer_idle=self._occupancy.trainer_idle(window) or 0.0,
-            rollouter_idle=self._occupancy.rollouter_idle(window) or 0.0,
+            trainer_idle_ratio=self._occupancy.trainer_idle(window) or 0.0,
+            rollouter_idle_ratio=self._occupancy.rollouter_idle(window) or 0.0,
             slot_utilization=self._occupancy.slot_utilization(window) or 0.0,
             trainer_waited_s=self._trainer_waited_s * per_version,
             update_stall_s=self._update_stall_s * per_version,
@@ -151,40 +166,8 @@ class StepMeter:
             trajectories=self._trajectories,
         )
 
-    @property
-    def _measuring(self) -> bool:
-        return bool(self._ends) and not self._stopped
-
     def _times(self) -> list[float]:
         return [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
-
-    def _run(self, event: RunStarted) -> None:
-        self._occupancy.declare(event.slots)
-        self._lag_bound = event.lag_bound
-
-    def _trajectory(self, event: TrajectoryFinished) -> None:
-        self._trajectories += 1
-        if self._measuring:
-            self._counted += 1
-            self._partial += len(event.version_spans) > 1
-
-    def _batch(self, event: BatchTaken) -> None:
-        if self._measuring:
-            start, end = event.waited
-            self._trainer_waited_s += end - start
-
-    def _update(self, event: UpdateFinished) -> None:
-        if self._measuring:
-            self._update_stall_s += event.trainer_stall_s
-
-    def _step(self, event: OptimizerStepped) -> None:
-        if self._stopped:
-            return
-        if self._measuring:
-            self._lags.extend(event.lags)
-        self._steps += 1
-        if self._steps % self._steps_per_version == 0:
-            self._version_ended(event.time)
 
     def _version_ended(self, time: float) -> None:
         if self._steps // self._steps_per_version >= self._fill:
@@ -224,8 +207,22 @@ def config_of(profile: Profile, setting: PlanSetting, versions: int) -> Config:
         eta=setting.eta,
         trigger=setting.trigger,
         # A report's slot time is spread over it, so reports that straddle the window's edges should be short.
-        activity_interval_s=forecast(profile, setting).step_s(setting) / REPORTS_PER_VERSION,
+        activity_interval_s=_least_step_s(profile, setting) / REPORTS_PER_VERSION,
     )
+
+
+def _least_step_s(profile: Profile, setting: PlanSetting) -> float:
+    """Seconds that a version takes at least, by a few draws: to train on it, or to decode it with all slots filled."""
+    batch, slots = profile.batch, profile.rollout.slots
+    length = lengths_of(profile.response, 0)
+    tokens = fmean(length(TrajectoryId(0, row, 0, 0)) for row in range(DRAWS))
+    if profile.program is not None:
+        places = [(index + 0.5) / DRAWS for index in range(DRAWS)]
+        tokens *= fmean(draw(profile.program.turns, episode=place, own=place) for place in places)
+    answers = batch.groups_per_version * batch.n
+    train, curve = train_cost(profile.train, setting.split.train_devices), decode_cost(profile.rollout).curve
+    training = batch.ppo_epochs * (batch.mini_batches * train.step_s + train.token_s * answers * tokens)
+    return max(training, tokens * curve[1], tokens * answers / (setting.split.replicas * slots) * curve[slots])
 
 
 def measure(
@@ -241,7 +238,7 @@ def measure(
     config = config_of(profile, setting, fill_versions(setting.eta) + MOST_VERSIONS + 1 + ceil(setting.eta))
     meter = StepMeter(
         eta=setting.eta,
-        steps_per_version=batch.ppo_epochs * batch.groups_per_version // batch.ppo_mini_batch_size,
+        steps_per_version=batch.ppo_epochs * batch.mini_batches,
         stop=lambda: simulation.pipeline.request_stop(),  # noqa: PLW0108 - bound below: the meter observes it
         out_of_time=out_of_time,
     )

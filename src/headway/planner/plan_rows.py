@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from headway.config.presets import PRESETS
@@ -50,12 +50,6 @@ class PlanRow:
         """Tell whether the row was simulated as far as any is: until it is precise, or for the most versions."""
         return self.relative_error <= PRECISION or self.measured.versions >= MOST_VERSIONS
 
-    @property
-    def complexity(self) -> int:
-        """Number of values in which the preset differs from colocated synchronous training."""
-        values = self.setting.values
-        return sum(value != values[key] for key, value in PRESETS[baseline_preset()].items())
-
 
 def row_of(profile: Profile, setting: PlanSetting, measured: Measurement) -> PlanRow:
     """Make the row of a measured ``setting``, still without a baseline to compare with."""
@@ -74,20 +68,6 @@ def _tail(profile: Profile, setting: PlanSetting, measured: Measurement) -> floa
     return max(0.0, 1 - used / fillable) if fillable > 0 else 0.0
 
 
-def baseline_preset() -> str:
-    """The preset that trains synchronously on shared devices."""
-    return next(
-        mode
-        for mode, values in PRESETS.items()
-        if (
-            values["cluster.placement"],
-            values["async_training.staleness_threshold"],
-            values["async_training.admission"],
-        )
-        == ("shared", 0, "batch")
-    )
-
-
 def baseline_of(rows: Iterable[PlanRow]) -> PlanRow | None:
     """Colocated synchronous training where it was simulated, else the quickest synchronous row."""
     synchronous = [row for row in rows if row.setting.synchronous]
@@ -100,7 +80,8 @@ def quickest(rows: Iterable[PlanRow]) -> PlanRow | None:
 
 def to_json(row: PlanRow) -> dict[str, Any]:
     """Turn ``row`` into a flat JSON object. ``step_s`` is for B groups; null stands for no lag bound or half-width."""
-    setting, measured = row.setting, row.measured
+    setting, measured = row.setting, asdict(row.measured)
+    half_width_s = measured.pop("half_width")
     return {
         "preset": setting.preset,
         "split": f"{setting.split.train_devices}:{setting.split.rollout_devices}",
@@ -111,32 +92,16 @@ def to_json(row: PlanRow) -> dict[str, Any]:
         "eta": shortest_spelling(setting.eta),
         "trigger": setting.trigger,
         "require_batches": setting.require_batches,
-        "step_s": measured.step_s,
-        "half_width_s": measured.half_width if math.isfinite(measured.half_width) else None,
-        "versions": measured.versions,
+        "half_width_s": half_width_s if math.isfinite(half_width_s) else None,
         "samples_per_s": row.samples_per_s,
         "speedup": row.speedup,
-        "trainer_idle_ratio": measured.trainer_idle,
-        "rollouter_idle_ratio": measured.rollouter_idle,
-        "slot_utilization": measured.slot_utilization,
-        "trainer_waited_s": measured.trainer_waited_s,
-        "update_stall_s": measured.update_stall_s,
-        "lag_mean": measured.lag_mean,
-        "lag_max": measured.lag_max,
-        "lag_bound": measured.lag_bound,
-        "partial_ratio": measured.partial_ratio,
+        **measured,
     }
 
 
 AS_GOOD = 0.02
 """Relative difference of step times up to which a row is as good as the quickest: less lag decides, then simplicity."""
 WORTH_IT = 0.05
-DOMINATES = 0.80
-"""Share of the synchronous step from which one side dominates, so that little can run beside it."""
-TAIL_FROM = 0.20
-"""Share of slots that are empty while generating from which on it is worth a word."""
-UPDATE_FROM = 0.05
-IMBALANCE_FROM = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +131,15 @@ def recommend(rows: Sequence[PlanRow]) -> PlanRow:
     """Choose the quickest row; of those as good, the one with the least lag, then the simplest. See `_at_most`."""
     best = min(map(_at_most, rows))
     as_good = [row for row in rows if _at_most(row) <= best * (1 + AS_GOOD)]
+    simplest = list(PRESETS).index
     return min(
-        as_good, key=lambda row: (round(row.measured.lag_mean, 1), row.measured.lag_max, row.complexity, row.step_s)
+        as_good,
+        key=lambda row: (
+            round(row.measured.lag_mean, 1),
+            row.measured.lag_max,
+            simplest(row.setting.preset),
+            row.step_s,
+        ),
     )
 
 
@@ -212,7 +184,7 @@ def _helps(ahead: PlanRow, synchronous: PlanRow) -> str:
     return (
         f"Asynchrony helps here: {_named(ahead)} trains a version in {number(ahead.step_s)} s, "
         f"{_times(synchronous.step_s / ahead.step_s)} as fast as the best synchronous setting "
-        f"({_named(synchronous)}: {number(synchronous.step_s)} s), which {_what_synchronous_loses(synchronous)}."
+        f"({_named(synchronous)}: {number(synchronous.step_s)} s), which {_spends(synchronous)}."
     )
 
 
@@ -239,36 +211,19 @@ def _does_not_help(ahead: PlanRow, synchronous: PlanRow) -> str:
     return (
         f"Asynchrony does not help here: its best setting ({_named(ahead)}) takes {number(ahead.step_s)} s a version, "
         f"{_compared(ahead, synchronous)} than the best synchronous one ({_named(synchronous)}: "
-        f"{number(synchronous.step_s)} s), because {_why_not(ahead, synchronous)}."
+        f"{number(synchronous.step_s)} s), which {_spends(synchronous)}. Of its own time the trainer idles "
+        f"{share(ahead.measured.trainer_idle_ratio)}, {share(ahead.measured.update_stall_s / ahead.step_s)} for "
+        f"updates, and replicas {share(ahead.measured.rollouter_idle_ratio)}."
     )
 
 
-def _what_synchronous_loses(row: PlanRow) -> str:
-    waits, tail = row.measured.trainer_waited_s / row.step_s, row.tail or 0.0
-    turns = f"waits for generation {share(waits)} of the time and trains {share(1 - row.measured.trainer_idle)}"
-    if tail >= TAIL_FROM:
-        return f"{turns}: while it waits, {share(tail)} of the slots are empty behind the longest answers"
-    return f"{turns}, one after the other, with never more than one batch in flight"
-
-
-def _why_not(ahead: PlanRow, synchronous: PlanRow) -> str:
-    trains, waits = 1 - synchronous.measured.trainer_idle, synchronous.measured.trainer_waited_s / synchronous.step_s
-    stalled, tail = ahead.measured.update_stall_s / ahead.step_s, synchronous.tail or 0.0
-    if trains >= DOMINATES:
-        return f"training takes {share(trains)} of the synchronous step and leaves little generation to run beside it"
-    if stalled >= UPDATE_FROM and _gain(ahead, synchronous) + stalled >= WORTH_IT:
-        return f"waiting for parameter updates takes {share(stalled)} of its time"
-    if tail < TAIL_FROM:
-        dominates = f"generation takes {share(waits)} of the step and " if waits >= DOMINATES else ""
-        return (
-            f"{dominates}answers are even: while synchronous training waits for the longest, only {share(tail)} of the "
-            "slots are empty, and devices that are divided are devices that each side lacks"
-        )
-    idle = max(ahead.measured.trainer_idle, ahead.measured.rollouter_idle)
-    if idle >= IMBALANCE_FROM:
-        side = "training" if ahead.measured.trainer_idle == idle else "generation"
-        return f"no split of the devices balances the two sides: at the best one {side} idles {share(idle)} of the time"
-    return f"dividing the devices costs what filling the {share(tail)} of slots behind the longest answers saves"
+def _spends(synchronous: PlanRow) -> str:
+    measured, step_s = synchronous.measured, synchronous.step_s
+    return (
+        f"trains {share(1 - measured.trainer_idle_ratio)} of the time and waits for generation "
+        f"{share(measured.trainer_waited_s / step_s)}, while {share(synchronous.tail or 0.0)} of the slots are empty "
+        "behind the longest answers"
+    )
 
 
 def _compared(row: PlanRow, other: PlanRow) -> str:

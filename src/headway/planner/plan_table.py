@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import ceil
 from pathlib import Path
 
@@ -14,21 +13,19 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
-from headway.config.sections.learning import ParallelConfig
 from headway.events import Event
-from headway.planner.grid import PlanSetting
+from headway.planner.grid import PlanSetting, in_words
 from headway.planner.measure import PRECISION, config_of, fill_versions
 from headway.planner.plan_rows import PlanRow
 from headway.planner.planner import PlanResult
 from headway.planner.profiles.job_profile import Profile
-from headway.planner.profiles.profile_mesh import in_words, settings_of
 from headway.planner.simulation.simulated_run import Simulation
 from headway.reports import human
 from headway.reports.timeline.html_timeline import write_html
 from headway.reports.timeline.timeline import build_timeline
 
-LINES_SHOWN = 16
-"""Number of lines of the table that are shown, from the top; the recommended row, the baseline and each preset's best
+ROWS_SHOWN = 16
+"""Number of rows of the table that are shown, from the top; the recommended row, the baseline and each preset's best
 are shown in any case."""
 NAMED = 2
 """Number of settings that a plan names among those not simulated."""
@@ -36,9 +33,6 @@ WIDEST = 100
 WIDE_FROM = 96
 """Width of the terminal, in columns, from which on the less important figures are shown, too."""
 RECOMMENDED = "→"
-
-Line = tuple[PlanRow, ...]
-"""Rows of one preset and split that show the same figures: one line of the table, with each one's η and trigger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +55,8 @@ COLUMNS = (
     PlanColumn("step\ns", lambda row: human.number(row.step_s)),
     PlanColumn("±", lambda row: human.share(row.relative_error), wide=True),
     PlanColumn("samples\n/s", lambda row: human.number(row.samples_per_s), wide=True),
-    PlanColumn("idle\ntrain", lambda row: human.share(row.measured.trainer_idle)),
-    PlanColumn("idle\nroll.", lambda row: human.share(row.measured.rollouter_idle)),
+    PlanColumn("idle\ntrain", lambda row: human.share(row.measured.trainer_idle_ratio)),
+    PlanColumn("idle\nroll.", lambda row: human.share(row.measured.rollouter_idle_ratio)),
     PlanColumn("slots\nused", lambda row: human.share(row.measured.slot_utilization), wide=True),
     PlanColumn("lag\n/max", lambda row: f"{row.measured.lag_mean:.2f}/{row.measured.lag_max}"),
     PlanColumn("speed\n-up", lambda row: human.UNKNOWN if row.speedup is None else f"{row.speedup:.2f}×"),
@@ -80,7 +74,7 @@ def render(plan: PlanResult, width: int) -> RenderableType:
     if plan.rows:
         parts += [_table(plan, width), *_notes(plan)]
     if advice.recommended is not None:
-        parallel = settings_of(plan.profile.train.parallel, ParallelConfig())
+        parallel = [f"actor.parallel.{name}={each}" for name, each in plan.profile.train.parallel if each > 1]
         if (size := plan.profile.rollout.devices) > 1:
             parallel.append(f"rollout.tensor_model_parallel_size={size}")
         parts += [Text(), Text.assemble(("Recommended: ", "bold"), *_in_words(advice.recommended, parallel))]
@@ -93,15 +87,6 @@ def render(plan: PlanResult, width: int) -> RenderableType:
     )
     parts += [Text(), Text(simulated, style="bright_black")]
     return Constrain(Group(*parts), width)
-
-
-def lines_of(rows: Sequence[PlanRow]) -> list[Line]:
-    """Join neighbouring rows of one preset and split that show the same figures into one line."""
-    return [tuple(same) for _, same in groupby(rows, key=_looks)]
-
-
-def _looks(row: PlanRow) -> tuple[object, ...]:
-    return (row.setting.preset, row.setting.split, *(column.cell(row) for column in COLUMNS if column.figure))
 
 
 def _title(plan: PlanResult) -> Text:
@@ -118,36 +103,19 @@ def _table(plan: PlanResult, width: int) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bright_black")
     table.add_column("row", justify="right", no_wrap=True)
     for column in columns:
-        several = column.title == "η"
-        table.add_column(
-            column.title,
-            justify="right" if column.figure else "left",
-            no_wrap=not several,
-            min_width=4 if several else None,
-        )
-    for number, line in _shown(plan):
-        chosen = plan.advice.recommended in line
-        cells = (
-            column.cell(line[0]) if column.figure else ", ".join(dict.fromkeys(map(column.cell, line)))
-            for column in columns
-        )
-        label = f"{number}-{number + len(line) - 1}" if len(line) > 1 else str(number)
-        table.add_row(f"{RECOMMENDED}{label}" if chosen else label, *cells, style="bold green" if chosen else None)
+        table.add_column(column.title, justify="right" if column.figure else "left", no_wrap=True)
+    for number, row in _shown(plan):
+        chosen = row == plan.advice.recommended
+        cells = (column.cell(row) for column in columns)
+        table.add_row(f"{RECOMMENDED * chosen}{number}", *cells, style="bold green" if chosen else None)
     return table
 
 
-def _shown(plan: PlanResult) -> list[tuple[int, Line]]:
-    """The lines that are shown, each with the number of its first row, as ``--row`` counts them."""
-    seen: set[str] = set()
-    always = [plan.baseline, plan.advice.recommended]
-    shown, number = [], 1
-    for place, line in enumerate(lines_of(plan.rows)):
-        best_of_preset = line[0].setting.preset not in seen
-        seen.add(line[0].setting.preset)
-        if place < LINES_SHOWN or best_of_preset or any(row in line for row in always):
-            shown.append((number, line))
-        number += len(line)
-    return shown
+def _shown(plan: PlanResult) -> list[tuple[int, PlanRow]]:
+    """The rows that are shown, each with its number, as ``--row`` counts them."""
+    best_of_presets = {row.setting.preset: row for row in reversed(plan.rows)}.values()
+    always = [plan.baseline, plan.advice.recommended, *best_of_presets]
+    return [(place + 1, row) for place, row in enumerate(plan.rows) if place < ROWS_SHOWN or row in always]
 
 
 def _notes(plan: PlanResult) -> list[Text]:
@@ -155,7 +123,7 @@ def _notes(plan: PlanResult) -> list[Text]:
     notes = [f"Training was measured with {in_words(parallel)}; other meshes need a profile of their own."]
     if plan.baseline is not None:
         notes.append(f"Speed-up over {plan.baseline.setting.preset} on {plan.baseline.setting.split}.")
-    if hidden := len(plan.rows) - sum(len(line) for _, line in _shown(plan)):
+    if hidden := len(plan.rows) - len(_shown(plan)):
         notes.append(f"{human.count(hidden)} more rows are not shown; --json writes them all.")
     if rough := sum(row.relative_error > PRECISION for row in plan.rows):
         hurried = sum(not row.complete for row in plan.rows)

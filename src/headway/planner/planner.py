@@ -1,28 +1,34 @@
 """``headway plan``: simulates settings until all are known or time is out, and says what to choose.
 
-profile ─▶ settings ─▶ search ─▶ simulate one ─▶ row ─┐
-                         ▲                            ├─▶ Plan: rows, quickest first; advice
-                         └──── what was measured ─────┘
+profile ─▶ settings ─▶ `promising` ─▶ simulate one ─▶ row ─┐
+                            ▲                              ├─▶ Plan: rows, quickest first; advice
+                            └──── its seconds ─────────────┘
 
 A row is simulated until it is known, or has had its share of the time: what is left, over the rows still to come.
+Answers have the same lengths in all settings, so that their differences are those of the settings.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 from headway.errors import ConfigError
 from headway.planner import grid
-from headway.planner.grid import PlanSetting, forecast
+from headway.planner.grid import PlanSetting
 from headway.planner.measure import FEWEST_VERSIONS, Measurement, fill_versions, measure
-from headway.planner.plan_rows import Advice, PlanRow, advise, baseline_of, baseline_preset, row_of
+from headway.planner.plan_rows import Advice, PlanRow, advise, baseline_of, row_of
 from headway.planner.plan_rows import to_json as row_to_json
 from headway.planner.profiles.job_profile import Profile
-from headway.planner.search import Guess, SettingSearch
 
+VARIED = 3
+"""Number of presets whose η and trigger are varied."""
+USUAL_ROWS = 30
+"""Number of rows, roughly, of a plan without ``--sweep``."""
 ROUGHLY_KNOWN = 6
 """Number of versions that a row is given, however small its share of the time."""
 
@@ -93,33 +99,76 @@ def plan(
             raise ConfigError(f"devices: got {devices}, expected at least 1")
         profile = profile.model_copy(update={"devices": devices})
     began = time.monotonic()
-    search = _search(profile, settings, sweep=sweep)
+    possible, step_s = grid.full(profile) if sweep else grid.own(profile), dict[PlanSetting, float]()
+    if settings is not None:
+        possible = list(settings)
+    everything = sweep or settings is not None
+    following = iter(possible) if everything else promising(profile, possible, step_s)
     budget = _Budget(clock, budget_s, profile)
     rows: list[PlanRow] = []
-    trajectories = 0
-    while (setting := search.next()) is not None and budget.allows(setting):
-        budget.share(search.to_come)
-        measured = measure(profile, setting, out_of_time=budget.out_of_time, seed=seed)
+    trajectories, late = 0, False
+    for setting in following:
+        to_come = (len(possible) if everything else max(USUAL_ROWS, len(rows) + 2)) - len(rows)
+        late = not budget.allows(setting)
+        budget.share(to_come)
+        measured = None if late else measure(profile, setting, out_of_time=budget.out_of_time, seed=seed)
         if measured is None:
+            late = True
             break
         budget.spent(measured.trajectories)
         trajectories += measured.trajectories
         rows.append(row_of(profile, setting, measured))
-        search.measured(setting, measured)
+        step_s[setting] = measured.step_s
         if progress is not None:
-            progress(rows[-1], search.to_come)
+            progress(rows[-1], to_come - 1)
+    left = tuple(setting for setting in possible if setting not in step_s)
     compared, baseline = _compare(rows)
     return PlanResult(
         profile=profile,
         rows=compared,
-        open=tuple(search.open),
-        skipped=tuple(search.skipped),
+        open=left if late else (),
+        skipped=() if late else left,
         baseline=baseline,
-        advice=advise(compared, profile.assumptions, _not_compared(profile, rows, search.open)),
+        advice=advise(compared, profile.assumptions, _not_compared(profile, rows, left if late else ())),
         trajectories=trajectories,
         cpu_s=budget.elapsed,
         wall_s=time.monotonic() - began,
     )
+
+
+def promising(
+    profile: Profile, settings: Sequence[PlanSetting], step_s: Mapping[PlanSetting, float]
+) -> Iterator[PlanSetting]:
+    """Yield those of ``settings`` that may be the quickest, and others with η and trigger varied.
+
+    ``settings`` are presets on their splits, in order. The split of a preset is looked for from the best one of the
+    presets before it, those that are synchronous and others apart. ``step_s`` has the seconds of a setting when the
+    next one is asked for.
+    """
+    best: dict[bool, PlanSetting] = {}
+    tops: list[PlanSetting] = []
+    for _, alike in groupby(settings, key=lambda each: each.preset):
+        splits = list(alike)
+        known = best.get(splits[0].synchronous, splits[len(splits) // 2])
+        begin = next((place for place, each in enumerate(splits) if each.split == known.split), 0)
+        yield from _climb(splits, begin, step_s)
+        tops.append(top := min(splits, key=lambda each: step_s.get(each, math.inf)))
+        if not top.split.shared:
+            best[top.synchronous] = min(top, best.get(top.synchronous, top), key=step_s.__getitem__)
+    for top in sorted((top for top in tops if top.eta > 0), key=step_s.__getitem__)[:VARIED]:
+        yield from grid.around(profile, top)
+
+
+def _climb(splits: Sequence[PlanSetting], place: int, step_s: Mapping[PlanSetting, float]) -> Iterator[PlanSetting]:
+    """Yield the split at ``place`` with its neighbours, and go on from the quickest until no neighbour is quicker."""
+    while True:
+        near = range(max(0, place - 1), min(place + 2, len(splits)))
+        for at in sorted(near, key=lambda at: at != place):
+            if splits[at] not in step_s:
+                yield splits[at]
+        before, place = place, min(near, key=lambda at: (step_s[splits[at]], at != place))
+        if place == before:
+            return
 
 
 def to_json(plan: PlanResult) -> dict[str, Any]:
@@ -144,15 +193,6 @@ def to_json(plan: PlanResult) -> dict[str, Any]:
             "trajectories_per_s": plan.trajectories_per_s,
         },
     }
-
-
-def _search(profile: Profile, settings: Sequence[PlanSetting] | None, *, sweep: bool) -> SettingSearch:
-    guess, baseline = Guess(lambda setting: forecast(profile, setting)), baseline_preset()
-    if settings is not None or sweep:
-        return SettingSearch(grid.full(profile) if settings is None else settings, guess, baseline=baseline)
-    return SettingSearch(
-        grid.own(profile), guess, baseline=baseline, around=lambda setting: grid.around(profile, setting)
-    )
 
 
 def _compare(rows: Iterable[PlanRow]) -> tuple[tuple[PlanRow, ...], PlanRow | None]:

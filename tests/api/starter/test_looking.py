@@ -10,8 +10,14 @@ import pytest
 
 from headway.agents.rewards.built_in import make_rule
 from headway.agents.rewards.score_request import ScoreRequest
-from headway.api.init.columns import answer_column, prompt_column
-from headway.api.init.data_summary import CHARACTERS_OF_A_TOKEN, MOST_MEASURED, look_at_data, reward_for
+from headway.api.init.data_summary import (
+    CHARACTERS_OF_A_TOKEN,
+    MOST_MEASURED,
+    answer_column,
+    look_at_data,
+    prompt_column,
+    reward_for,
+)
 from headway.errors import DataError
 from tests.api.starter.facts import model
 

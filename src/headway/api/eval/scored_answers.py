@@ -2,7 +2,7 @@
 
 prompts ─▶ engine, all at once ─▶ a finished group ─▶ reward, beside what still decodes ─▶ Solved, in order of prompts
 
-Progress is a bar on a terminal, else lines, or one line in a notebook's cell.
+Progress is told in lines, or one line in a notebook's cell.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -262,48 +262,37 @@ def carry_out(
     questions = read_questions(job, limit)
     for note in questions.notes:
         console.print(f"note: {note}", soft_wrap=True)
-    with progress(console, len(questions.prompts)) as show:
-        answered = count(1)
+    show, answered = progress(console, len(questions.prompts)), count(1)
 
-        def begin() -> None:
-            ready()
-            show(0)
+    def begin() -> None:
+        ready()
+        show(0)
 
-        def one_more(problem: Solved) -> None:
-            solved(problem)
-            show(next(answered))
+    def one_more(problem: Solved) -> None:
+        solved(problem)
+        show(next(answered))
 
-        return questions, asyncio.run(solve(job.config, questions, begin, one_more))
+    return questions, asyncio.run(solve(job.config, questions, begin, one_more))
 
 
 FEWEST_FOR_A_LINE = 10
 """Minimum number of problems between two lines of progress."""
 
 
-@contextmanager
-def progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """Give a function that shows on ``console`` how many of ``total`` problems are answered, called with 0 at first.
+def progress(console: Console, total: int) -> Callable[[int], None]:
+    """Return a function that shows on ``console`` how many of ``total`` problems are answered, called with 0 at first.
 
-    A notebook's cell has one line, a terminal a bar, which is removed at the end. Elsewhere there are plain lines: at
-    the start, at each tenth of the problems (`FEWEST_FOR_A_LINE` apart at least), and at the end.
+    A notebook's cell has one line that changes. Elsewhere there are lines: at the start, at each tenth of the problems
+    (`FEWEST_FOR_A_LINE` apart at least), and at the end.
     """
     if isinstance(console, Cell):
-        yield lambda done: console.show(Text(f"{done} of {total} problems answered"))
-    elif console.is_terminal:
-        from rich import progress as bars
+        return lambda done: console.show(Text(f"{done} of {total} problems answered"))
+    every = max(FEWEST_FOR_A_LINE, -(-total // 10))
 
-        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn())
-        times = (bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
-        with bars.Progress(*columns, *times, console=console, transient=True) as bar:
-            task = bar.add_task("loading the model", total=None)
-            yield lambda done: bar.update(task, description="answering", total=total, completed=done)
-    else:
-        every = max(FEWEST_FOR_A_LINE, -(-total // 10))
+    def tell(done: int) -> None:
+        if not done:
+            console.print(f"answering {total} problems", soft_wrap=True)
+        elif done % every == 0 or done == total:
+            console.print(f"{done} of {total} problems", soft_wrap=True)
 
-        def tell(done: int) -> None:
-            if not done:
-                console.print(f"answering {total} problems", soft_wrap=True)
-            elif done % every == 0 or done == total:
-                console.print(f"{done} of {total} problems", soft_wrap=True)
-
-        yield tell
+    return tell

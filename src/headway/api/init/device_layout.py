@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from headway.api.init.model_summary import Machine, ModelFacts
+from headway.api.init.memory_choices import RECOMPUTE, WHY_RECOMPUTE, Choices
+from headway.api.init.model_summary import SMALL, Machine, ModelFacts
 from headway.config.presets import preset
 from headway.config.sections.learning import expert_problems, model_problems, plan_problems
 from headway.config.sizing.model_shape import FAMILIES
 from headway.config.sizing.process_memory import PER_MACHINE, SIZES, Fit, Split, fits, replicas, room
+from headway.devices import ACCELERATORS, CPU
 from headway.errors import ConfigError
 from headway.models.tokenizer import torch_hidden
 
@@ -19,7 +20,6 @@ BUDGETS = (16_384, 8192)
 """Tokens of a micro-batch that are tried: more make a step no faster."""
 ON_CPU = 4096
 """The same on CPUs."""
-MOST_GPUS = 1024
 WHY_MESH = {
     "replicate": "copies of the sharded model: layers are gathered within machines",
     "tp": "ranks that divide each layer's matrices",
@@ -30,38 +30,12 @@ ASYNC, TURNS = "async_partial", "colocate_async"
 REPLICA_SIZE = "rollout.tensor_model_parallel_size"
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceLayout:
-    """Roles on devices. ``trainer`` and ``rollout``: machines, and devices on each."""
+def choose_devices(
+    made: Choices, model: ModelFacts, machine: Machine, context: int, given: Mapping[str, Any]
+) -> tuple[str, int]:
+    """Choose mode, devices, mesh and engine for prompts and answers of ``context`` tokens together.
 
-    mode: str
-    why_mode: str
-    trainer: tuple[int, int]
-    rollout: tuple[int, int]
-    tokens: int
-    why_tokens: str
-    engine: str
-    why_engine: str
-    why_trainer: str = ""
-    why_rollout: str = ""
-    recompute: bool = False
-    offload: bool = False
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    replica: int = 1
-    """Devices of a replica."""
-    inline: bool = False
-
-    why_offload: str = ""
-
-    @property
-    def data_ranks(self) -> int:
-        """Training ranks, or inner meshes, that have rows of their own."""
-        ranks = self.trainer[0] * self.trainer[1]
-        return ranks // (self.mesh.get("tp", 1) * self.mesh.get("cp", 1))
-
-
-def layout_of(model: ModelFacts, machine: Machine, context: int, given: Mapping[str, Any]) -> DeviceLayout:
-    """Return the layout for prompts and answers of ``context`` tokens together.
+    Returns the mode, and the number of training ranks, or inner meshes, that have rows of their own.
 
     Raises:
         ConfigError: no layout fits; says how many devices would do.
@@ -70,13 +44,14 @@ def layout_of(model: ModelFacts, machine: Machine, context: int, given: Mapping[
     kind = given.get("cluster.placement", None if mode is None else preset(mode)["cluster.placement"])
     shared = None if kind is None else kind == "shared"
     if machine.on_cpu:
-        return _on_cpu(machine, context, mode, shared=bool(shared))
+        return _on_cpu(made, model, machine, context, shared=bool(shared)), 1
     sizes = _replica_sizes(machine, given)
     trains = None if shared else _asked(machine, given)
-    found = _first(model, machine, machine.gpus, context, sizes, shared, trains)
-    if found is None:
+    fit = _first(model, machine, machine.gpus, context, sizes, shared, trains)
+    if fit is None:
         raise ConfigError(_does_not_fit(model, machine, context, sizes, shared, trains))
-    return _on_gpus(model, machine, found, mode)
+    mesh = fit.step.mesh
+    return _on_gpus(made, model, machine, fit), mesh.ranks // mesh.parallel.inner
 
 
 def _replica_sizes(machine: Machine, given: Mapping[str, Any]) -> tuple[int, ...]:
@@ -87,62 +62,63 @@ def _replica_sizes(machine: Machine, given: Mapping[str, Any]) -> tuple[int, ...
     return SIZES if engine == "vllm" else (1,)
 
 
-def _on_cpu(machine: Machine, context: int, mode: str | None, *, shared: bool) -> DeviceLayout:
-    one = machine.cores == 1
-    why = "training and generation side by side" if not shared else "they take turns in one process"
-    return DeviceLayout(
-        mode=mode or (TURNS if shared else ASYNC),
-        why_mode=why if mode is None else "as given",
-        trainer=(1, 1),
-        rollout=(1, 1),
-        tokens=max(ON_CPU, context),
-        why_tokens="tokens of a micro-batch",
-        engine="native",
-        why_engine="Headway's own; vLLM is for GPUs",
-        why_trainer="a process that trains",
-        why_rollout="the same process" if shared else "a process that generates",
-        inline=one,
-    )
+def _on_cpu(made: Choices, model: ModelFacts, machine: Machine, context: int, *, shared: bool) -> str:
+    why = "they take turns in one process" if shared else "training and generation side by side"
+    mode = str(made.add("mode", TURNS if shared else ASYNC, why, main=True))
+    made.add("rollout.name", "native", "Headway's own; vLLM is for GPUs", main=True)
+    made.add("actor.ppo_max_token_len_per_gpu", max(ON_CPU, context), "tokens of a micro-batch")
+    made.add("trainer.n_gpus_per_node", 1, "a process that trains", main=True)
+    made.add("rollout.n_gpus_per_node", 1, "the same process" if shared else "a process that generates", main=True)
+    slow = f"; slow for {model.size} parameters" if model.shape.parameters >= SMALL else ""
+    made.add("cluster.device", CPU.name, machine.words + slow)
+    if machine.cores == 1:
+        made.add("cluster.backend", "inline", "one process does it all: there is one core")
+    return mode
 
 
-def _on_gpus(model: ModelFacts, machine: Machine, fit: Fit, mode: str | None) -> DeviceLayout:
-    step, gpus = fit.step, machine.gpus
-    trains = step.mesh.ranks
-    generates = gpus if fit.shared else gpus - trains
-    if mode is not None:
-        why = "as given"
-    elif fit.shared:
+def _on_gpus(made: Choices, model: ModelFacts, machine: Machine, fit: Fit) -> str:
+    step, gpus, trains = fit.step, machine.gpus, fit.step.mesh.ranks
+    if fit.shared:
         why = "training and generation take turns: " + ("there is one GPU" if gpus == 1 else "apart they do not fit")
     else:
         why = "training and generation side by side"
+    mode = str(made.add("mode", TURNS if fit.shared else ASYNC, why, main=True))
+    if step.recompute:
+        made.add(RECOMPUTE, True, WHY_RECOMPUTE, main=True)
     vllm = (machine.vllm or fit.replica > 1) and not fit.shared
     engine = "it is installed here" if vllm else "Headway's own; vllm, where that is installed"
     if machine.vllm and fit.shared:
         engine = "it shares GPUs with the trainer"
     elif not machine.vllm and vllm:
         engine = "replicas of several GPUs are its own; install it on those machines"
+    made.add("rollout.name", "vllm" if vllm else "native", engine, main=True)
     takes = f"a rank takes at most {max(1, fit.memory.device / 1e9):.0f} of {machine.device_bytes / 1e9:.0f} GB"
     if model.estimated:
         takes += ", by the arithmetic of a Llama of its size"
+    made.add("actor.ppo_max_token_len_per_gpu", step.tokens, f"tokens of a micro-batch; {takes}")
+    for name, size in step.mesh.parallel:
+        if size > 1:
+            made.add(f"actor.parallel.{name}", size, WHY_MESH[name], main=True)
+    if step.offload:
+        why = f"they do not fit on the GPUs: {_on_host(fit) / 1e9:.0f} GB of each machine's memory"
+        made.add("actor.fsdp_config.param_offload", True, why, main=True)
     each = "each" if fit.replica == 1 else f"each {fit.replica}"
-    sizes = {name: size for name, size in step.mesh.parallel.model_dump().items() if size > 1}
-    return DeviceLayout(
-        mode=mode or (TURNS if fit.shared else ASYNC),
-        why_mode=why,
-        trainer=_machines(trains),
-        rollout=_machines(generates),
-        tokens=step.tokens,
-        why_tokens=f"tokens of a micro-batch; {takes}",
-        engine="vllm" if vllm else "native",
-        why_engine=engine,
-        why_trainer="GPUs that train" + ("" if fit.shared else "; headway plan finds a better split after a short run"),
-        why_rollout="the same GPUs" if fit.shared else f"GPUs that generate, {model.size} parameters on {each}",
-        recompute=step.recompute,
-        offload=step.offload,
-        why_offload=f"they do not fit on the GPUs: {_on_host(fit) / 1e9:.0f} GB of each machine's memory",
-        mesh=sizes,
-        replica=fit.replica,
-    )
+    better = "" if fit.shared else "; headway plan finds a better split after a short run"
+    generate = "the same GPUs" if fit.shared else f"GPUs that generate, {model.size} parameters on {each}"
+    for role, devices, why in (
+        ("trainer", trains, f"GPUs that train{better}"),
+        ("rollout", gpus if fit.shared else gpus - trains, generate),
+    ):
+        nodes, on_each = _machines(devices)
+        if nodes > 1:
+            made.add(f"{role}.nnodes", nodes, f"machines of {PER_MACHINE}", main=True)
+        made.add(f"{role}.n_gpus_per_node", on_each, why, main=True)
+    if fit.replica > 1:
+        made.add(REPLICA_SIZE, fit.replica, "GPUs of one replica", main=True)
+    made.add("cluster.device", ACCELERATORS[0].name, machine.words)
+    if machine.nodes > 1:
+        made.add("cluster.address", "auto", "a Ray cluster of these machines, joined from one of them")
+    return mode
 
 
 # ------------------------------------------------------------------------------------------ what fits
@@ -247,32 +223,20 @@ def _does_not_fit(
     each, size = machine.device_bytes, f"{machine.device_bytes / 1e9:.0f} GB"
     start = f"{model.path} has {model.size} parameters, and its longest prompts with answers have {context} tokens: "
     if not replicas(model.shape, room(each), context, Split(1, max(sizes), (1,) if shared else sizes))[1]:
-        several = max(sizes) > 1 and not shared
-        has = f"a replica has at most {max(sizes)} GPUs" if several else "a replica is one GPU"
-        others = "Give" if several or shared else "Take rollout.name=vllm, whose replicas may have several, or give"
         return (
-            f"{start}{has}, and {size}{' each' if several else ''} have no room for the weights in bfloat16 and one "
-            f"such answer. {others} GPUs with more memory (--gpu-gb), a smaller model, or a smaller "
-            "data.max_response_length"
+            f"{start}a replica of {1 if shared else max(sizes)} GPUs of {size} has no room for the weights in bfloat16 "
+            "and one such answer. Give rollout.name=vllm, whose replicas may have up to 8, GPUs with more memory "
+            "(--gpu-gb), a smaller model, or a smaller data.max_response_length"
         )
     start += f"they do not fit on {machine.words}"
     if trains is not None:
         start += f", of which {trains} train"
-        if (other := _first(model, machine, machine.gpus, context, sizes, shared)) is not None:
-            return f"{start}. With {other.step.mesh.ranks} that train they do: leave the division out"
     start += ". "
-    more = (gpus for gpus in _numbers() if gpus > machine.gpus)
+    more = (gpus for gpus in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if gpus > machine.gpus)
     enough = next((gpus for gpus in more if _first(model, machine, gpus, context, sizes, shared) is not None), None)
     if enough is None:
         return f"{start}Give a smaller model, or a smaller data.max_response_length"
     return f"{start}{enough} GPUs of {size} would do (--gpus {enough}); or give a smaller data.max_response_length"
-
-
-def _numbers() -> Iterator[int]:
-    gpus = 1
-    while gpus <= MOST_GPUS:
-        yield gpus
-        gpus *= 2
 
 
 def _machines(devices: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ The layout was chosen for training; here the run as it is configured is added up
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +74,44 @@ def config_of(choices: Sequence[Choice]) -> Config:
 
 
 def within_memory(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> list[Choice]:
-    """Return the choices, with a limit on keys and values where they would not fit otherwise, or with recomputation.
+    """Return the choices, with a limit on keys and values where they would not fit otherwise, or with what saves more.
 
     Raises:
         ConfigError: the run takes more than there is.
     """
-    if machine.on_cpu:
-        return _on_cpu(list(choices), model, machine)
-    return _on_gpus(list(choices), model, machine)
+    on_cpu, most, made = machine.on_cpu, room(machine.device_bytes), list(choices)
+    config, chosen = config_of(made), {choice.key for choice in made}
+    savers = SAVERS if on_cpu else SAVERS[1:] if config.cluster.placement == "split" else ()
+    answer = (config.data.max_prompt_length + config.data.max_response_length) * model.shape.cache(
+        FLOAT if on_cpu else BF16
+    )
+    least = answer * (LEAST_ANSWERS if on_cpu else 1)
+
+    def total(found: Sequence[RunProcess]) -> int:
+        """Bytes of all processes, which share a CPU's machine, or of the largest one."""
+        return sum(one.count * one.memory.device for one in found) if on_cpu else max(map(_taken, found))
+
+    for further in (None, *(choice for choice in savers if choice.key not in chosen)):
+        made = made if further is None else [*made, further]
+        limited = made
+        for _ in range(TRIES + 1):  # the last limit is looked at, too
+            found = taken(limited, model, machine)
+            if (excess := total(found) - most) <= 0:
+                return limited
+            held = next((nbytes for one in found if (nbytes := _cache(one)) is not None), 0)
+            gib = math.floor((held - excess) / GIB * 100) / 100
+            if gib * GIB < least or any(choice.key == CACHE and choice.reason == GIVEN for choice in limited):
+                break
+            limit = Choice(CACHE, gib, "GiB of keys and values: what there is left for them")
+            limited = [*(choice for choice in limited if choice.key != CACHE), limit]
+    fewest = [choice for choice in made if choice.key != CACHE] + [Choice(CACHE, least / GIB)]
+    what = "a run on this machine's CPU" if on_cpu else "the largest process of the run"
+    raise ConfigError(
+        f"{model.path} has {model.size} parameters, and with these settings {what} takes "
+        f"{total(taken(fewest, model, machine)) / 1e9:.1f} GB at the least, of which there are "
+        f"{machine.device_bytes / 1e9:.1f}, and a tenth stays free; give more GPUs (--gpus N), a smaller model, or a "
+        "smaller data.max_response_length or actor.ppo_max_token_len_per_gpu"
+    )
 
 
 def taken(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> list[RunProcess]:
@@ -91,72 +121,6 @@ def taken(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> lis
     found = processes(config, model.shape, on_cpu=machine.on_cpu, device_bytes=device_bytes)
     left_out = () if config.rollout.name == "native" else (REPLICA, OF_REPLICA)
     return [one for one in found if one.memory.device and one.name not in left_out]
-
-
-def _on_cpu(choices: list[Choice], model: ModelFacts, machine: Machine) -> list[Choice]:
-    """Take less and less memory: a smaller cache costs least."""
-    most = room(machine.device_bytes)
-    chosen = {choice.key for choice in choices}
-    for further in (None, *(choice for choice in SAVERS if choice.key not in chosen)):
-        choices = choices if further is None else [*choices, further]
-        fits = _with_cache(choices, model, machine, lambda found: _sum(found) - most, LEAST_ANSWERS)
-        if fits is not None:
-            return fits
-    found = taken(choices, model, machine)
-    least = _sum(found) - sum(_cache(one) or 0 for one in found) + LEAST_ANSWERS * _of_answer(choices, model, machine)
-    raise ConfigError(
-        f"{model.path} has {model.size} parameters, and a run on this machine's CPU takes {least / 1e9:.1f} GB at the "
-        f"least, of which there are {machine.device_bytes / 1e9:.1f}, and the system needs a tenth; give GPUs "
-        "(--gpus N), a smaller model, or a smaller data.max_response_length"
-    )
-
-
-def _on_gpus(choices: list[Choice], model: ModelFacts, machine: Machine) -> list[Choice]:
-    most = room(machine.device_bytes)
-    chosen = {choice.key for choice in choices}
-    may_save = IN_PLACE.key not in chosen and config_of(choices).cluster.placement == "split"
-    for further in ([], [IN_PLACE])[: 1 + may_save]:
-        choices = [*choices, *further]
-        fits = _with_cache(choices, model, machine, lambda found: max(_taken(one) for one in found) - most, 1)
-        if fits is not None:
-            return fits
-    process = max(taken(choices, model, machine), key=_taken)
-    raise ConfigError(
-        f"{model.path}: with these settings a {process.name} takes {_taken(process) / 1e9:.0f} of "
-        f"{machine.device_bytes / 1e9:.0f} GB; give more GPUs (--gpus N), or a smaller data.max_response_length or "
-        "actor.ppo_max_token_len_per_gpu"
-    )
-
-
-def _with_cache(
-    choices: list[Choice],
-    model: ModelFacts,
-    machine: Machine,
-    over: Callable[[Sequence[RunProcess]], int],
-    least: int,
-) -> list[Choice] | None:
-    """Return the choices with a limit on keys and values where they need one, None where none helps.
-
-    ``over``: bytes that processes take too much; ``least``: whole answers that there has to be room for.
-    """
-    answer = _of_answer(choices, model, machine)
-    for _ in range(TRIES + 1):  # the last limit is looked at, too
-        found = taken(choices, model, machine)
-        if (excess := over(found)) <= 0:
-            return choices
-        held = next((nbytes for one in found if (nbytes := _cache(one)) is not None), 0)
-        gib = math.floor((held - excess) / GIB * 100) / 100
-        if gib * GIB < least * answer or any(choice.key == CACHE and choice.reason == GIVEN for choice in choices):
-            return None
-        limit = Choice(CACHE, gib, "GiB of keys and values: what there is left for them")
-        choices = [*(choice for choice in choices if choice.key != CACHE), limit]
-    return None
-
-
-def _of_answer(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> int:
-    """Return the bytes of keys and values of the longest prompt with the longest answer."""
-    data = config_of(choices).data
-    return (data.max_prompt_length + data.max_response_length) * model.shape.cache(FLOAT if machine.on_cpu else BF16)
 
 
 def _taken(process: RunProcess) -> int:
@@ -171,7 +135,3 @@ def _taken(process: RunProcess) -> int:
 def _cache(process: RunProcess) -> int | None:
     lines: tuple[MemoryItem, ...] = process.memory.held + tuple(process.memory.moments.get(GENERATION, ()))
     return next((line.nbytes for line in lines if line.name == KEYS_AND_VALUES), None)
-
-
-def _sum(found: Sequence[RunProcess]) -> int:
-    return sum(one.count * one.memory.device for one in found)

@@ -20,6 +20,8 @@ from headway.models.tokenizer import load_tokenizer, torch_hidden
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SMALL = 50_000_000
+"""Parameters below which a model answers at once, as it cannot reason."""
 USUAL_GPU = 80_000_000_000
 """Bytes of a GPU that nobody has told of."""
 

@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from headway.api.init.data_summary import PROGRAMS, DataFacts
-from headway.api.init.device_layout import REPLICA_SIZE, WHY_MESH, DeviceLayout, layout_of
-from headway.api.init.memory_choices import RECOMPUTE, WHY_RECOMPUTE, Choice, Choices, within_memory
-from headway.api.init.model_summary import Machine, ModelFacts
+from headway.api.init.device_layout import choose_devices
+from headway.api.init.memory_choices import Choice, Choices, within_memory
+from headway.api.init.model_summary import SMALL, Machine, ModelFacts
 from headway.config.layers import lies_in, nest
 from headway.config.presets import preset
 from headway.config.sections.agent_section import AgentConfig
-from headway.config.sizing.process_memory import PER_MACHINE
-from headway.devices import ACCELERATORS, CPU
 from headway.errors import ConfigError
 
-SMALL = 50_000_000
-"""Parameters below which a model answers at once, as it cannot reason."""
 LEAST_ANSWER = 16
 """Fewest tokens that an answer is given room for."""
 ANSWERS = {"math": 1024, "code": 2048, "choice": 512, "own": 1024}
@@ -77,20 +72,14 @@ def _choose(
     response: tuple[int, str],
 ) -> list[Choice]:
     """Return the choices for answers of so many tokens. Raises `ConfigError` where they do not fit."""
-    made = Choices({key: value for key, value in given.items() if key != "mode"})
-    layout = layout_of(model, machine, prompt[0] + response[0], given)
-
-    made.add("mode", layout.mode, layout.why_mode, main=True)
+    made = Choices(given)
+    mode, data_ranks = choose_devices(made, model, machine, prompt[0] + response[0], given)
     made.add("run.name", name)
     made.add("model.path", model.path, _describe(model))
-    if layout.recompute:
-        made.add(RECOMPUTE, True, WHY_RECOMPUTE, main=True)
     _data(made, data, prompt, response)
     _reward(made, data, machine)
-    batch = _batch(data, machine, layout, given)
-    _rollout(made, data, layout, batch, given)
-    _actor(made, model, layout, batch)
-    _devices(made, model, layout, machine)
+    _batch(made, model, data, machine, mode, data_ranks, given)
+    made.add("trainer.save_freq", 10, "versions between two checkpoints; two are kept")
     return within_memory(made.finished(), model, machine)
 
 
@@ -223,33 +212,27 @@ def _reward(made: Choices, data: DataFacts, machine: Machine) -> None:
         made.add("reward.workers", workers, f"processes; there are {machine.cores} cores")
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSizes:
-    """Sizes of a run in groups."""
-
-    mini: int
-    why: str
-    steps: int
-    """Optimizer steps."""
-    total: int
-    """Groups of the run."""
-    passes: float
-    """How often it sees the data."""
-
-
-def _batch(data: DataFacts, machine: Machine, layout: DeviceLayout, given: Mapping[str, Any]) -> BatchSizes:
-    trigger = int(given.get(TRIGGER, preset(layout.mode)[TRIGGER]))
+def _batch(
+    made: Choices,
+    model: ModelFacts,
+    data: DataFacts,
+    machine: Machine,
+    mode: str,
+    data_ranks: int,
+    given: Mapping[str, Any],
+) -> None:
+    """Choose the sizes of a run in groups, and what follows from them."""
+    trigger = int(given.get(TRIGGER, preset(mode)[TRIGGER]))
     rows = max(1, data.rows - held_out(data))
     usual = 16 if machine.on_cpu else 32
-    mini, why = max(usual, layout.data_ranks), ""
+    mini, why = max(usual, data_ranks), ""
     if mini * trigger > rows:
         mini, why = max(1, rows // trigger), f", all that {rows} {'row' if rows == 1 else 'rows'} allow"
     elif mini > usual:
         why = f"; a group for each of {mini} ranks"
-    if mini < layout.data_ranks:
-        why += f"; {layout.data_ranks} ranks are more than have use for that"
+    if mini < data_ranks:
+        why += f"; {data_ranks} ranks are more than have use for that"
     mini = int(given.get("actor.ppo_mini_batch_size", mini))
-    answers = mini * int(given.get("rollout.n", GROUP))
     version = mini * trigger * int(given.get("async_training.require_batches", 1))
     most = STEPS_ON_CPU if machine.on_cpu else STEPS_ON_GPUS
     versions = min(most // trigger, MOST_PASSES * rows // version)
@@ -257,60 +240,25 @@ def _batch(data: DataFacts, machine: Machine, layout: DeviceLayout, given: Mappi
         versions = int(given["rollout.total_rollout_steps"]) // version
     elif "data.epochs" in given:
         versions = int(float(given["data.epochs"]) * rows) // version
-    versions = max(1, versions)
-    return BatchSizes(
-        mini=mini,
-        why=f"groups of an optimizer step: {answers} answers; {_steps(trigger)} a version{why}",
-        steps=versions * version // mini,
-        total=versions * version,
-        passes=versions * version / rows,
-    )
-
-
-def _steps(trigger: int) -> str:
-    return "one such step is" if trigger == 1 else f"{trigger} such steps are"
-
-
-def _rollout(made: Choices, data: DataFacts, layout: DeviceLayout, batch: BatchSizes, given: Mapping[str, Any]) -> None:
-    made.add("rollout.name", layout.engine, layout.why_engine, main=True)
-    made.add("rollout.n", GROUP, "answers to each prompt, compared with each other")
+    total = max(1, versions) * version
+    steps = total // mini
+    n = made.add("rollout.n", GROUP, "answers to each prompt, compared with each other")
     if "data.epochs" not in given:
-        why = f"groups of the run: {batch.steps} optimizer steps, {batch.passes:.2g} passes over the data"
-        made.add("rollout.total_rollout_steps", batch.total, why, main=True)
+        run = f"groups of the run: {steps} optimizer steps, {total / rows:.2g} passes over the data"
+        made.add("rollout.total_rollout_steps", total, run, main=True)
     if data.is_task or _has_val(data) or held_out(data):
         made.add("rollout.test_freq", 5, "versions between two validations")
-
-
-def _actor(made: Choices, model: ModelFacts, layout: DeviceLayout, batch: BatchSizes) -> None:
-    made.add("actor.ppo_mini_batch_size", batch.mini, batch.why, main=True)
-    made.add("actor.ppo_max_token_len_per_gpu", layout.tokens, layout.why_tokens)
+    of_version = "one such step is" if trigger == 1 else f"{trigger} such steps are"
+    made.add(
+        "actor.ppo_mini_batch_size",
+        mini,
+        f"groups of an optimizer step: {mini * int(n)} answers; {of_version} a version{why}",
+        main=True,
+    )
     rate = next(rate for least, rate in RATES if model.shape.parameters >= least)
     made.add("actor.optim.lr", rate, f"usual for {model.size} parameters", main=True)
-    if warmup := min(WARMUP, batch.steps // 10):
+    if warmup := min(WARMUP, steps // 10):
         made.add("actor.optim.lr_warmup_steps", warmup, "optimizer steps")
-    for name, size in layout.mesh.items():
-        made.add(f"actor.parallel.{name}", size, WHY_MESH[name], main=True)
-    if layout.offload:
-        made.add("actor.fsdp_config.param_offload", True, layout.why_offload, main=True)
-
-
-def _devices(made: Choices, model: ModelFacts, layout: DeviceLayout, machine: Machine) -> None:
-    for role, nodes, each, why in (
-        ("trainer", *layout.trainer, layout.why_trainer),
-        ("rollout", *layout.rollout, layout.why_rollout),
-    ):
-        if nodes > 1:
-            made.add(f"{role}.nnodes", nodes, f"machines of {PER_MACHINE}", main=True)
-        made.add(f"{role}.n_gpus_per_node", each, why, main=True)
-    if layout.replica > 1:
-        made.add(REPLICA_SIZE, layout.replica, "GPUs of one replica", main=True)
-    made.add("trainer.save_freq", 10, "versions between two checkpoints; two are kept")
-    slow = f"; slow for {model.size} parameters" if machine.on_cpu and model.shape.parameters >= SMALL else ""
-    made.add("cluster.device", (CPU if machine.on_cpu else ACCELERATORS[0]).name, machine.words + slow)
-    if layout.inline:
-        made.add("cluster.backend", "inline", "one process does it all: there is one core")
-    if machine.nodes > 1:
-        made.add("cluster.address", "auto", "a Ray cluster of these machines, joined from one of them")
 
 
 WIDTH = 110

@@ -20,7 +20,7 @@ from statistics import fmean, median
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from headway.events import PrefillSteps, ReplicaActivity
 from headway.planner.measurement.recording import Recording, TrainerWork
@@ -55,7 +55,7 @@ class LinearCost:
     """True when the sizes differ enough to tell fixed and unit cost apart; if not, all is proportional to size."""
 
 
-def fit_line(sizes: Sequence[float], seconds: Sequence[float], weights: Sequence[float] | None = None) -> LinearCost:
+def fit_line(sizes: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None = None) -> LinearCost:
     """Fit the non-negative line that is nearest to the measurements by least squares and keeps their total.
 
     ``sizes`` are positive; single ``seconds`` may be negative where they are differences. Where the sizes hardly
@@ -85,15 +85,10 @@ class DecodeSample:
     cached: float
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeFit:
-    curve: list[tuple[int, float]]
-    """Points (active sequences, seconds of a step), whose seconds do not fall."""
-    kv_token_s: float
-
-
-def fit_decode(samples: Iterable[DecodeSample]) -> DecodeFit:
+def fit_decode(samples: Iterable[DecodeSample]) -> tuple[list[tuple[int, float]], float]:
     """Fit one step's seconds as a curve of the active sequences plus a price per cached token.
+
+    Returns points (active sequences, seconds of a step), whose seconds do not fall, and the price in seconds.
 
     The price is what remains between samples of *equal* activity, so that it cannot be confused with the curve.
     """
@@ -106,47 +101,21 @@ def fit_decode(samples: Iterable[DecodeSample]) -> DecodeFit:
     if min(levels) <= 0:  # nothing would be left for the step itself: the price is an accident
         kv_token_s = 0.0
         counts, weights, levels = _levels(usual, kv_token_s)
-    return DecodeFit(few_knots(list(zip(counts, not_falling(levels, weights), strict=True))), kv_token_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefills:
-    """Means of ``steps`` steps that prefilled about the same number of tokens."""
-
-    steps: int
-    tokens: float
-    step_s: float
-    decode_s: float
-    """Seconds that decoding alone would have taken."""
+    return few_knots(list(zip(counts, not_falling(levels, weights), strict=True))), kv_token_s
 
 
 def fit_prefill(merged: Iterable[PrefillSteps], decode: DecodeCost) -> LinearCost:
     """Fit the cost of prefilling tokens: the seconds by which a step that prefilled some took longer than one in which
     as many decoded.
     """
-    every = [
-        _Prefills(steps, tokens / steps, seconds / steps, _decode_s(decode, active / steps, cached / steps))
-        for steps, active, tokens, seconds, cached in merged
-    ]
-    line = _line_beside(every)
+    rows = np.array(list(merged), float).reshape(-1, 5)
+    steps, (active, tokens, seconds, cached) = rows[:, 0], (rows[:, 1:] / rows[:, :1]).T
+    curve = np.interp(active, range(len(decode.curve)), decode.curve)
+    longer = seconds - curve - decode.kv_token_s * cached
+    line = fit_line(tokens, longer, steps)
     # Prompts differ so much in length that an outlier is only what is one for its length.
-    usual = [p for p in every if p.step_s <= OUTLIER * (p.decode_s + line.fixed_s + line.unit_s * p.tokens)]
-    return _line_beside(usual)
-
-
-def _decode_s(decode: DecodeCost, active: float, cached: float) -> float:
-    """Mean seconds of steps with ``active`` sequences on average."""
-    fewer = int(active)
-    more = min(fewer + 1, len(decode.curve) - 1)
-    return decode.step_s(fewer, cached) + (active - fewer) * (decode.step_s(more) - decode.step_s(fewer))
-
-
-def _line_beside(prefills: Sequence[_Prefills]) -> LinearCost:
-    if not prefills:
-        return LinearCost(0.0, 0.0, separated=False)
-    return fit_line(
-        [p.tokens for p in prefills], [p.step_s - p.decode_s for p in prefills], [p.steps for p in prefills]
-    )
+    usual = seconds <= OUTLIER * (seconds - longer + line.fixed_s + line.unit_s * tokens)
+    return fit_line(tokens[usual], longer[usual], steps[usual])
 
 
 def without_outliers(measured: Iterable[T], cost: Callable[[T], float]) -> list[T]:

@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from headway.data.types import TrainSample, TrajectoryId
 from headway.events import (
@@ -258,27 +258,9 @@ class UpdatesRecord:
             self._stood.append(event.span[0])
 
 
+T = TypeVar("T")
+
 KEPT_FATES = frozenset({"trained", "filtered"})
-
-
-class Timed(Protocol):
-    @property
-    def began(self) -> float: ...
-
-
-K = TypeVar("K", bound=Timed)
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeRecord:
-    """The record of an episode that a program made, and that did not fail."""
-
-    turns: int
-    environment_s: float
-    """Seconds of all of its steps."""
-    step_tokens: float
-    """Number of tokens that its steps added to contexts."""
-    forks: float
 
 
 @dataclass(slots=True)
@@ -291,8 +273,8 @@ class RecordedGroup:
     prompt_tokens: int = 0
     answer_tokens: dict[int, int] = field(default_factory=dict)
     """Tokens of each answer, by its k. Those of an episode are all that it sampled."""
-    episodes: dict[int, EpisodeRecord] = field(default_factory=dict)
-    """Episodes that a program made, by k; empty for single answers."""
+    episodes: dict[int, TrajectoryFinished] = field(default_factory=dict)
+    """Episodes that a program made and that did not fail, by k; empty for single answers."""
     failed: int = 0
     """Number of episodes that failed; no other field has them."""
     sampled: float = 0.0
@@ -308,7 +290,7 @@ class RecordedGroup:
 
     def samples(self, number: int) -> list[TrainSample]:
         """The group's trajectories as a training step takes them, without contents; ``number`` is the group's."""
-        read = {k: round(episode.step_tokens) for k, episode in self.episodes.items()}
+        read = {k: round(episode.metrics.get("step_tokens", 0.0)) for k, episode in self.episodes.items()}
         return [
             TrainSample(None, k, self.prompt_tokens, tokens + read.get(k, 0), TrajectoryId(0, number, 0, k))
             for k, tokens in self.answer_tokens.items()
@@ -359,8 +341,8 @@ class Recording:
                     group.failed += 1
                 else:
                     group.answer_tokens[event.k] = event.tokens
-                    if (episode := _episode(event)) is not None:
-                        group.episodes[event.k] = episode
+                    if event.turns and "environment_s" in event.metrics:
+                        group.episodes[event.k] = event
             case GroupRewarded():
                 self.groups[event.number].rewarded = event.time
             case GroupSettled():
@@ -378,9 +360,9 @@ class Recording:
                 self.training.add(event)
                 self.updates.add(event)
 
-    def warm(self, measured: Iterable[K]) -> list[K]:
-        """The items of ``measured`` that began after the warm-up; all of them if none did."""
-        items = list(measured)
+    def warm(self, measured: Iterable[T]) -> list[T]:
+        """The items of ``measured`` that ``began`` after the warm-up; all of them if none did."""
+        items: list[Any] = list(measured)
         return [item for item in items if item.began >= self.updates.warm_at] or items
 
     def recorded_groups(self) -> list[RecordedGroup]:
@@ -425,16 +407,6 @@ def recording_of(events: Iterable[Event], *, mini_batch: int, ranks: int = 1) ->
     for event in events:
         recording.add(event)
     return recording
-
-
-def _episode(event: TrajectoryFinished) -> EpisodeRecord | None:
-    """Return the record of an episode that a program made; None for a single answer."""
-    metrics = event.metrics
-    if "environment_s" not in metrics or not event.turns:
-        return None
-    return EpisodeRecord(
-        event.turns, metrics["environment_s"], metrics.get("step_tokens", 0.0), metrics.get("forks", 0.0)
-    )
 
 
 def _until_busy(admissions: Sequence[float], resumed: Sequence[float], busy: Sequence[Span]) -> Iterator[float]:

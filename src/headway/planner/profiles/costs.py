@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
 
 from headway.data.assignment import Cost, assign, split
 from headway.data.types import TrainSample, TrajectoryId
@@ -67,8 +67,12 @@ class DecodeCost:
 
 def decode_cost(profile: RolloutProfile) -> DecodeCost:
     """Cost of decoding: linear between the measured points, level before the first, the last slope beyond the end."""
-    curve = tuple(_on_curve(profile.decode, active) for active in range(profile.slots + 1))
-    return DecodeCost(curve, profile.kv_token_s)
+    points = list(profile.decode)
+    if len(points) > 1 and points[-1][0] < profile.slots:
+        (fewer, quicker), (more, slower) = points[-2:]
+        points.append((profile.slots, slower + (slower - quicker) / (more - fewer) * (profile.slots - more)))
+    curve = np.interp(np.arange(profile.slots + 1), [count for count, _ in points], [seconds for _, seconds in points])
+    return DecodeCost(tuple(curve.tolist()), profile.kv_token_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,47 +87,27 @@ class TrainCost:
 def train_cost(profile: TrainProfile, devices: int) -> TrainCost:
     """Cost of training on ``devices`` devices: interpolated on logarithms between two measured numbers of devices;
     outside, from the nearest: seconds per token inversely with devices, seconds per step unchanged."""
-    points = profile.points
-    above = bisect_left([point.devices for point in points], devices)
-    if above < len(points) and points[above].devices == devices:
-        return _scaled(points[above], 1.0)
-    if above in (0, len(points)):
-        nearest = points[0] if above == 0 else points[-1]
-        return _scaled(nearest, nearest.devices / devices)
-    return _between(points[above - 1], points[above], devices)
+    counts = [point.devices for point in profile.points]
+    nearest = min(max(devices, counts[0]), counts[-1])
+
+    def cost(seconds: Callable[[TrainPoint], float]) -> float:
+        measured = np.array([seconds(point) for point in profile.points])
+        if nearest in counts:
+            return float(measured[counts.index(nearest)])
+        if measured.all():
+            return float(np.exp(np.interp(np.log(nearest), np.log(counts), np.log(measured))))
+        return float(np.interp(np.log(nearest), np.log(counts), measured))  # a zero has no logarithm
+
+    return TrainCost(
+        cost(lambda point: point.step_s),
+        cost(lambda point: point.token_s) * nearest / devices,
+        cost(lambda point: point.forward_token_s) * nearest / devices,
+    )
 
 
 def phase_seconds(phase: PhaseProfile, nbytes: int) -> float:
     """Seconds of one phase of an update that moves ``nbytes``."""
     return phase.latency_s + (nbytes / phase.bytes_per_s if phase.bytes_per_s is not None else 0.0)
-
-
-def _on_curve(points: Sequence[tuple[int, float]], active: int) -> float:
-    if active <= points[0][0] or len(points) == 1:
-        return points[0][1]
-    (fewer, quicker), (more, slower) = next(
-        (pair for pair in pairwise(points) if active <= pair[1][0]), (points[-2], points[-1])
-    )
-    return quicker + (slower - quicker) * (active - fewer) / (more - fewer)
-
-
-def _scaled(point: TrainPoint, factor: float) -> TrainCost:
-    return TrainCost(point.step_s, point.token_s * factor, point.forward_token_s * factor)
-
-
-def _between(low: TrainPoint, high: TrainPoint, devices: int) -> TrainCost:
-    share = math.log(devices / low.devices) / math.log(high.devices / low.devices)
-
-    def blend(a: float, b: float) -> float:
-        if a > 0 and b > 0:
-            return math.exp((1 - share) * math.log(a) + share * math.log(b))
-        return (1 - share) * a + share * b  # a zero has no logarithm
-
-    return TrainCost(
-        blend(low.step_s, high.step_s),
-        blend(low.token_s, high.token_s),
-        blend(low.forward_token_s, high.forward_token_s),
-    )
 
 
 class Division:

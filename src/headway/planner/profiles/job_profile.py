@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from statistics import NormalDist, fmean
+from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
@@ -80,17 +80,6 @@ def draw(number: NumberProfile, *, episode: float, own: float) -> float:
             return number.values[int(episode * len(number.values))]
 
 
-def mean_of(number: NumberProfile) -> float:
-    """Return the mean of the draws."""
-    match number:
-        case ConstantNumber():
-            return number.value
-        case LognormalNumber():
-            return mean_of_cut_lognormal(number.mean, number.sigma, number.max)
-        case RecordedNumber():
-            return fmean(number.values)
-
-
 def largest_of(number: NumberProfile) -> float:
     """Return the upper bound of the draws."""
     match number:
@@ -100,15 +89,6 @@ def largest_of(number: NumberProfile) -> float:
             return number.max
         case RecordedNumber():
             return max(number.values)
-
-
-def mean_of_cut_lognormal(mean: float, sigma: float, most: float) -> float:
-    """Return E[min(X, most)] of a log-normal X with this mean and standard deviation of its logarithm."""
-    if sigma == 0:
-        return min(mean, most)
-    mu = math.log(mean) - sigma**2 / 2
-    cut = (math.log(most) - mu) / sigma
-    return mean * _normal.cdf(cut - sigma) + most * (1 - _normal.cdf(cut))
 
 
 class ProgramProfile(Section):
@@ -147,6 +127,11 @@ class BatchProfile(Section):
     n: Positive = 8
     """Number of trajectories per group."""
     ppo_epochs: Positive = 1
+
+    @property
+    def mini_batches(self) -> int:
+        """Number of mini-batches of a version."""
+        return self.groups_per_version // self.ppo_mini_batch_size
 
     @model_validator(mode="after")
     def _whole_mini_batches(self) -> BatchProfile:

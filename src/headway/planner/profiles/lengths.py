@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from statistics import NormalDist
 
 from headway.data.types import TrajectoryId
@@ -36,7 +37,7 @@ def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
         case ConstantLengths():
             return lambda id: profile.tokens
         case LognormalLengths():
-            return _Lognormal(profile, seed)
+            return _lognormal(profile, seed)
         case EmpiricalLengths():
             return _recorded_lengths(profile.groups, _recorded(profile, seed))
 
@@ -53,34 +54,25 @@ def filtered_of(profile: LengthsProfile, seed: int) -> FilterSampler | None:
     return lambda id: recorded(id) in filtered
 
 
-class _Lognormal:
+def _lognormal(profile: LognormalLengths, seed: int) -> LengthSampler:
     """Lengths exp(μ + σ·(√w·g + √(1−w)·e)), rounded and cut; g is the group's, e the answer's, both standard normal."""
+    mu = math.log(profile.mean) - profile.sigma**2 / 2
+    common, own = (profile.sigma * math.sqrt(share) for share in (profile.within_group, 1 - profile.within_group))
+    log_max = math.log(profile.max)
 
-    def __init__(self, profile: LognormalLengths, seed: int) -> None:
-        self._seed = seed
-        self._mu = math.log(profile.mean) - profile.sigma**2 / 2
-        self._common = profile.sigma * math.sqrt(profile.within_group)
-        self._own = profile.sigma * math.sqrt(1 - profile.within_group)
-        self._log_max = math.log(profile.max)
-        self._max = profile.max
-        self._group = (0, 0, 0)
-        self._key, self._location = self._enter(self._group)
+    @lru_cache(maxsize=1)  # a sampler is asked for one group after the other
+    def of_group(epoch: int, row: int, attempt: int) -> tuple[int, float]:
+        """The group's key, and the mean logarithm of its lengths."""
+        key = _key(seed, epoch, row, attempt)
+        return key, mu + common * _inverse_normal(_uniform(key, -1))  # −1 is the group's own draw
 
-    def __call__(self, id: TrajectoryId) -> int:
+    def length(id: TrajectoryId) -> int:
         epoch, row, attempt, k = id
-        if (epoch, row, attempt) != self._group:
-            self._group = epoch, row, attempt
-            self._key, self._location = self._enter(self._group)
-        # −1 is the group's own draw.
-        logarithm = self._location + self._own * _inverse_normal(_uniform(self._key, k))
-        if logarithm >= self._log_max:
-            return self._max
-        return round(math.exp(logarithm)) or 1
+        key, location = of_group(epoch, row, attempt)
+        logarithm = location + own * _inverse_normal(_uniform(key, k))
+        return profile.max if logarithm >= log_max else round(math.exp(logarithm)) or 1
 
-    def _enter(self, group: tuple[int, int, int]) -> tuple[int, float]:
-        """The group's key, and the mean logarithm of its lengths. The caller keeps both while it asks for one group."""
-        key = _group_key(self._seed, *group)
-        return key, self._mu + self._common * _inverse_normal(_uniform(key, -1))
+    return length
 
 
 def _recorded_lengths(groups: list[list[int]], recorded: Callable[[TrajectoryId], int]) -> LengthSampler:
@@ -101,7 +93,7 @@ def _recorded(profile: EmpiricalLengths, seed: int) -> Callable[[TrajectoryId], 
     count = len(profile.groups)
     if profile.replay:
         return lambda id: id.row % count
-    return lambda id: _group_key(seed, id.epoch, id.row, id.attempt) % count
+    return lambda id: _key(seed, id.epoch, id.row, id.attempt) % count
 
 
 def lengths_id(id: TrajectoryId, key: int) -> TrajectoryId:
@@ -114,14 +106,14 @@ def lengths_id(id: TrajectoryId, key: int) -> TrajectoryId:
 
 def uniform_of(*key: int) -> float:
     """Return a number in (0, 1) that looks random, and depends on ``key`` alone."""
-    mixed = 0
-    for part in key:
-        mixed = _mix(mixed + part)
-    return _uniform(mixed, 0)
+    return _uniform(_key(*key), 0)
 
 
-def _group_key(seed: int, epoch: int, row: int, attempt: int) -> int:
-    return _mix(_mix(_mix(_mix(seed) + epoch) + row) + attempt)
+def _key(*parts: int) -> int:
+    key = 0
+    for part in parts:
+        key = _mix(key + part)
+    return key
 
 
 def _uniform(key: int, index: int) -> float:

@@ -29,33 +29,19 @@ HELD_OUT = -1
 
 
 class SimulatedSource:
-    """A `PromptSource`: ``rows`` prompts an epoch, in order; without ``rows`` one epoch that never ends.
-
-    A row's length is the same in every epoch.
+    """A `PromptSource`: one epoch that never ends.
 
     A prompt's ``answer`` is what ``filtered`` says of its group: True, False, or None where nothing is known.
     """
 
-    def __init__(
-        self,
-        lengths: LengthSampler,
-        *,
-        filtered: FilterSampler | None = None,
-        rows: int | None = None,
-        epochs: int | None = None,
-    ) -> None:
+    def __init__(self, lengths: LengthSampler, *, filtered: FilterSampler | None = None) -> None:
         self._lengths = lengths
         self._filtered = filtered
-        self._rows = rows
-        self._epochs = epochs
         self._given = 0
 
-    def next(self) -> Prompt | None:
-        epoch, row = (0, self._given) if self._rows is None else divmod(self._given, self._rows)
-        if self._epochs is not None and epoch >= self._epochs:
-            return None
+    def next(self) -> Prompt:
         self._given += 1
-        return self.find(epoch, row)
+        return self.find(0, self._given - 1)
 
     def again(self, prompt: Prompt) -> Prompt:
         return self._with_fate(replace(prompt, attempt=prompt.attempt + 1))
@@ -63,9 +49,7 @@ class SimulatedSource:
     def state(self) -> dict[str, Any]:
         return {"given": self._given}
 
-    def find(self, epoch: int, row: int) -> Prompt | None:
-        if self._rows is not None and row >= self._rows:
-            return None
+    def find(self, epoch: int, row: int) -> Prompt:
         return self._with_fate(_prompt(epoch, row, self._lengths(TrajectoryId(0, row, 0, 0))))
 
     def restore(self, state: Mapping[str, Any]) -> None:

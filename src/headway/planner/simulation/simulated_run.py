@@ -46,7 +46,6 @@ from headway.planner.profiles.job_profile import (
     largest_of,
 )
 from headway.planner.profiles.lengths import filtered_of, lengths_of
-from headway.planner.profiles.profile_mesh import check_mesh, replicas_problem, training_problem
 from headway.planner.simulation.simulated_programs import SimulatedPrograms, SimulatedReward
 from headway.planner.simulation.simulated_prompts import (
     SimulatedRecord,
@@ -74,16 +73,7 @@ class Simulation:
     def __init__(
         self, profile: Profile, config: Config, *, seed: int | None = None, observers: Sequence[Observer] = ()
     ) -> None:
-        """Build the run of ``config``, which is resolved: counts of devices, no shares. ``seed`` replaces ``run.seed``.
-
-        Raises:
-            ConfigError: its length is not ``rollout.total_rollout_steps``, or its mesh not the profile's.
-        """
-        if config.rollout.total_rollout_steps is None:
-            raise ConfigError(
-                "rollout.total_rollout_steps: got nothing, expected a number of groups: simulated data have no epochs"
-            )
-        check_mesh(profile, config)
+        """Build the run of ``config``, which is resolved: counts of devices, no shares. ``seed`` replaces its own."""
         if seed is not None:
             config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
         self.seconds = 0.0
@@ -209,8 +199,7 @@ def config_for(
 ) -> Config:
     """The configuration of ``mode`` for the profile's job, so many ``versions`` long; B is the profile's.
 
-    Raises:
-        ConfigError: there is no such mode, the devices do not suffice, or a batch would not be whole mini-batches.
+    The trigger divides the mini-batches of a version. Raises `ConfigError` where no group would have variance.
     """
     values: dict[str, Any] = {"mode": mode, **preset(mode)}
     if eta is not None:
@@ -218,10 +207,8 @@ def config_for(
     if trigger is not None:
         values["async_training.trigger_parameter_sync_step"] = trigger
     shared = values["cluster.placement"] == "shared"
-    _check_devices(profile, train_devices, replicas, shared=shared)
-    values["async_training.require_batches"] = _mini_batches_per_batch(
-        profile, values["async_training.trigger_parameter_sync_step"]
-    )
+    batches = values["async_training.trigger_parameter_sync_step"]
+    values["async_training.require_batches"] = profile.batch.mini_batches // batches
     values |= {
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": train_devices,
@@ -295,34 +282,3 @@ def _program_values(profile: Profile) -> dict[str, Any]:
         "agent.step_timeout_s": FOREVER_S,
         "agent.episode_timeout_s": FOREVER_S,
     }
-
-
-def _mini_batches_per_batch(profile: Profile, trigger: int) -> int:
-    mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
-    if trigger < 1 or mini_batches % trigger:
-        possible = ", ".join(str(t) for t in range(1, mini_batches + 1) if mini_batches % t == 0)
-        raise ConfigError(
-            f"async_training.trigger_parameter_sync_step: got {trigger}, but B = {profile.batch.groups_per_version} "
-            f"groups are {mini_batches} mini-batches of {profile.batch.ppo_mini_batch_size}, which {trigger} batches "
-            f"cannot share evenly; expected one of {possible}"
-        )
-    return mini_batches // trigger
-
-
-def _check_devices(profile: Profile, train_devices: int, replicas: int, *, shared: bool) -> None:
-    rollout_devices = replicas * profile.rollout.devices
-    needed = max(train_devices, rollout_devices) if shared else train_devices + rollout_devices
-    problems = []
-    if replicas < 1:
-        problems.append(f"{replicas} replicas, expected at least 1")
-    if (problem := training_problem(profile, train_devices)) is not None:
-        problems.append(problem)
-    if needed > profile.devices:
-        problems.append(
-            f"{train_devices} for training and {replicas} × {profile.rollout.devices} for generation, "
-            f"expected at most {profile.devices} {'each' if shared else 'together'}"
-        )
-    elif (problem := replicas_problem(profile, train_devices, replicas, shared=shared)) is not None:
-        problems.append(problem)
-    if problems:
-        raise ConfigError(f"devices: {'; '.join(problems)}")

@@ -23,7 +23,6 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +38,6 @@ Address = tuple[str, int]
 """Name of a replica, and the version that is sent to it."""
 
 
-@dataclass(slots=True, eq=False)
-class _SendCall:
-    """A call of `send` whose receivers have not all come."""
-
-    addresses: Sequence[Address]
-    absent: int
-    complete: asyncio.Future[None]
-
-
 class SimulatedTransport:
     """A simulated transport from one trainer to any number of replicas; transfers to several may run at once."""
 
@@ -58,10 +48,10 @@ class SimulatedTransport:
         self._send_s = phase_seconds(update.send, update.nbytes)
         self._recv_s = phase_seconds(update.recv, update.nbytes)
         self._register_s = phase_seconds(update.register_, update.nbytes)
-        self._calls: dict[Address, _SendCall] = {}
-        """Calls that wait for a receiver, by its address."""
-        self._arrived: dict[Address, asyncio.Future[None]] = {}
-        """Receivers that wait for a transfer which has not begun."""
+        # A call that is over, met or cancelled, counts as one that has not come.
+        self._sends: dict[Address, tuple[asyncio.Future[None], Sequence[Address]]] = {}
+        """Calls of `send` with all of their addresses, by each."""
+        self._receives: dict[Address, asyncio.Future[None]] = {}
 
     async def send(self, version: int, receivers: Sequence[str]) -> float:
         """Meet all ``receivers`` and send to them. Returns the seconds of the send phase, without the waiting.
@@ -69,17 +59,12 @@ class SimulatedTransport:
         Raises `RunError` while another call offers the same version to one of them.
         """
         addresses = [(name, version) for name in receivers]
-        if taken := [address for address in addresses if self._call_of(address)]:
+        if taken := [address for address in addresses if address in self._sends and not self._sends[address][0].done()]:
             raise RunError(f"version {version} is being sent to {taken[0][0]} already; each transfer has one sender")
-        absent = sum(address not in self._arrived for address in addresses)
-        call = _SendCall(addresses, absent, asyncio.get_running_loop().create_future())
-        self._calls.update(dict.fromkeys(addresses, call))
-        self._begin_if_complete(call)
-        try:
-            await call.complete
-        except asyncio.CancelledError:
-            self._withdraw(call)
-            raise
+        complete = asyncio.get_running_loop().create_future()
+        self._sends.update(dict.fromkeys(addresses, (complete, addresses)))
+        self._begin_if_complete(complete, addresses)
+        await complete
         await asyncio.sleep(max(self._send_s, self._recv_s))
         return self._send_s
 
@@ -89,60 +74,21 @@ class SimulatedTransport:
         Raises `RunError` while ``name`` waits for the same version already.
         """
         address = (name, version)
-        if address in self._arrived and not self._arrived[address].cancelled():
+        if address in self._receives and not self._receives[address].done():
             raise RunError(f"{name} waits for version {version} already; each transfer has one receiver")
-        begun = asyncio.get_running_loop().create_future()
-        self._arrive(address, begun)
-        try:
-            await begun
-        except asyncio.CancelledError:
-            self._leave(address, begun)
-            raise
+        begun = self._receives[address] = asyncio.get_running_loop().create_future()
+        if address in self._sends:
+            self._begin_if_complete(*self._sends[address])
+        await begun
         await asyncio.sleep(max(self._send_s, self._recv_s) + self._register_s)
         arrived = checksum(version) ^ (address in self.corrupted)
         return ReceiveReport(self._recv_s, self._register_s, self._nbytes, arrived)
 
-    # A cancelled task learns of it one turn of the loop after its future: until it withdraws or leaves, the future
-    # alone says that it is gone.
-
-    def _call_of(self, address: Address) -> _SendCall | None:
-        call = self._calls.get(address)
-        if call is not None and call.complete.cancelled():
-            self._withdraw(call)
-            return None
-        return call
-
-    def _withdraw(self, call: _SendCall) -> None:
-        for address in call.addresses:
-            if self._calls.get(address) is call:
-                del self._calls[address]
-
-    def _arrive(self, address: Address, begun: asyncio.Future[None]) -> None:
-        is_new = address not in self._arrived
-        self._arrived[address] = begun
-        if (call := self._call_of(address)) is not None:
-            call.absent -= is_new
-            self._begin_if_complete(call)
-
-    def _leave(self, address: Address, begun: asyncio.Future[None]) -> None:
-        if self._arrived.get(address) is not begun:
-            return  # its transfer had begun, or another call took its place
-        del self._arrived[address]
-        if (call := self._calls.get(address)) is not None:
-            call.absent += 1
-
-    def _begin_if_complete(self, call: _SendCall) -> None:
-        if call.absent:
-            return
-        for address in call.addresses:
-            if self._arrived[address].cancelled():
-                self._leave(address, self._arrived[address])
-        if call.absent:
-            return
-        self._withdraw(call)
-        call.complete.set_result(None)
-        for address in call.addresses:
-            self._arrived.pop(address).set_result(None)
+    def _begin_if_complete(self, complete: asyncio.Future[None], addresses: Sequence[Address]) -> None:
+        calls = [complete, *(self._receives[address] for address in addresses if address in self._receives)]
+        if len(calls) == len(addresses) + 1 and not any(call.done() for call in calls):
+            for call in calls:
+                call.set_result(None)
 
 
 def checksum(version: int) -> int:
@@ -169,16 +115,12 @@ class SimulatedTrainer:
         *,
         ranks: int = 1,
         fetch_s: float = 0.0,
-        save_s: float = 0.0,
-        copy_s: float = 0.0,
         contention: Contention | None = None,
     ) -> None:
         """Create the trainer.
 
         Args:
             ranks: number of data ranks that wait for the one with most of a step's work.
-            save_s: seconds to write a checkpoint, beside the ranks' work.
-            copy_s: seconds of the ranks to copy what is written.
         """
         self._cost = cost
         self._division = Division(ranks)
@@ -188,8 +130,6 @@ class SimulatedTrainer:
         self._fetch_s = fetch_s
         self._owed_s = 0.0
         """Latency, in seconds, of a batch whose first step is still to come; 0 after that step."""
-        self._save_s, self._copy_s = save_s, copy_s
-        self._saving = False
         self._contention = contention
         self.name = "trainer"
         self._doing: str | None = None
@@ -199,7 +139,6 @@ class SimulatedTrainer:
         """The version that the copy in host memory holds; None while it is being written, or before."""
         self._sending = 0
         """Number of transfers of the copy that are under way."""
-        self._saved: tuple[Path, dict[str, Any]] | None = None
 
     def batch_prepared(self) -> None:
         """Note that a batch's advantages were computed: the next step is the first one of a batch."""
@@ -256,24 +195,13 @@ class SimulatedTrainer:
             self._sending -= 1
         return SendReport(0.0, send_s, self._nbytes, checksum(version))
 
-    async def copy_state(self) -> None:
-        if self._saving:
-            raise RunError("a checkpoint was to be copied over the one that is being written")
-        await self._compute("the copy for a checkpoint", self._copy_s)
+    async def copy_state(self) -> None: ...
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
-        """Wait as long as a checkpoint takes, and write nothing. The latest ``driver_state`` is kept, for `load`."""
-        self._saving = True
-        try:
-            await asyncio.sleep(self._save_s)
-        finally:
-            self._saving = False
-        self._saved = (path, dict(driver_state))
+        """Write nothing: no simulated run is resumed."""
 
     async def load(self, path: Path) -> dict[str, Any]:
-        if self._saved is None or self._saved[0] != path:
-            raise RunError(f"{path}: the simulated trainer saved no such checkpoint last")
-        return self._saved[1]
+        raise NotImplementedError
 
     async def export(self, path: Path) -> None:
         """Write nothing: a simulated trainer has no weights."""
@@ -282,7 +210,7 @@ class SimulatedTrainer:
 
     async def heartbeat(self) -> Heartbeat:
         """The trainer's heartbeat: work that takes time moves all the while, as a simulated clock passes."""
-        return Heartbeat(self._doing or "", 0.0 if self._computes or self._saving else math.inf)
+        return Heartbeat(self._doing or "", 0.0 if self._computes else math.inf)
 
     async def _work(self, doing: str, seconds: float) -> None:
         """Take ``seconds``, or longer while engines that share the trainer's cores compute."""
