@@ -89,8 +89,8 @@ def test_a_damaged_row_is_named_and_all_others_are_sent(tmp_path: Path, monkeypa
     ("name", "text", "told"),
     [
         ("metrics.jsonl", None, "cannot be read (No such file or directory), from which trackers get the run's rows"),
-        ("summary.json", "{", "take it from a copy of the run, or remove it, to send the run without it"),
-        ("summary.json", "[]", "take it from a copy of the run, or remove it, to send the run without it"),
+        ("summary.json", "{", "take it from a copy of the run, or remove it"),
+        ("summary.json", "[]", "take it from a copy of the run, or remove it"),
         ("trackers/wandb.json", "{{", "so that it is not known what wandb has of the run; take the file from a copy"),
         ("trackers/wandb.json", '{"entry": 3, "rows": 99}', "it has other values than an entry, a number of rows"),
         ("trackers/wandb.json", '{"what": 3}', "remove it, to send the run to a new entry"),

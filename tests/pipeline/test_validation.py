@@ -16,8 +16,7 @@ from headway.data.types import Prompt, TrajectoryId
 from headway.errors import WorkerDied
 from headway.events import GroupSettled, OptimizerStepped, UpdateFinished, ValidationFinished
 from headway.planner.profiles.job_profile import ProgramProfile
-from headway.planner.simulation.simulated_programs import SimulatedPrograms
-from headway.planner.simulation.simulated_prompts import SimulatedRecord
+from headway.planner.simulation.simulated_prompts import SimulatedPrograms, SimulatedRecord
 from headway.reports.live.plain_log import validation_line
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario

@@ -6,8 +6,7 @@ import pytest
 from headway.algorithms.scores import has_variance
 from headway.data.types import Prompt, TrajectoryId
 from headway.planner.profiles.job_profile import RewardProfile
-from headway.planner.simulation.simulated_programs import SimulatedReward
-from headway.planner.simulation.simulated_prompts import SimulatedSource, held_out_prompts
+from headway.planner.simulation.simulated_prompts import SimulatedReward, SimulatedSource, held_out_prompts
 from headway.planner.simulation.virtual_clock import run_virtual
 
 

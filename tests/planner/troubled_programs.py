@@ -13,8 +13,7 @@ from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, 
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, RunnerLost
 from headway.planner.profiles.job_profile import NumberProfile, ProgramProfile, draw
 from headway.planner.profiles.lengths import uniform_of
-from headway.planner.simulation.simulated_programs import SimulatedPrograms
-from headway.planner.simulation.simulated_prompts import said_in_tokens
+from headway.planner.simulation.simulated_prompts import SimulatedPrograms, said_in_tokens
 from headway.runtime.task_groups import concurrently
 
 

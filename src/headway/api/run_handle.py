@@ -99,11 +99,15 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The run in one object, ``summary.json``; empty before it has ended. Raises `DataError` for a damaged one."""
         try:
-            found: dict[str, Any] = json.loads(self._directory.summary.read_text(encoding="utf-8"))
+            found = json.loads(self._directory.summary.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("it holds no object")
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as cause:
-            raise DataError(f"{self._directory.summary} cannot be read: {cause}") from cause
+            raise DataError(
+                f"{self._directory.summary} cannot be read: {cause}; take it from a copy of the run, or remove it"
+            ) from cause
         return found
 
     @property

@@ -16,7 +16,7 @@ from headway.errors import ConfigError, DataError, ModelError, boundary
 
 if TYPE_CHECKING:
     from headway.api.init.data_summary import DataFacts
-    from headway.api.init.memory_choices import Choice
+    from headway.api.init.device_layout import Choice
     from headway.api.init.model_summary import Machine, ModelFacts
     from headway.config.schema import Config
 
@@ -64,7 +64,7 @@ def init(
         given, function = _given(model, data, overrides or [], reward)
 
         from headway.api.init.data_summary import look_at_data
-        from headway.api.init.memory_choices import taken
+        from headway.api.init.device_layout import taken
         from headway.api.init.model_summary import look_at_model, look_here
         from headway.api.init.recipe_builder import choose, render
         from headway.cli.train_command import size

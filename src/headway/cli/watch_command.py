@@ -7,7 +7,6 @@ A further command of ``ctl`` is one function here, and one answer in `headway.ap
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from headway.cli.common import EXIT_FAILED, Debug, check_outputs, errors_as_messages, files_of_run, say, writing
-from headway.errors import ConfigError, DataError, said_by
+from headway.errors import ConfigError
 
 
 def watch(
@@ -110,6 +109,7 @@ Limit = Annotated[float, typer.Option("--limit", min=1.0, metavar="SECONDS", hel
 def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
     """Send W&B, MLflow and trackio what they lack of a run that is over."""
     with errors_as_messages(debug):
+        from headway.api.run_handle import load as load_run
         from headway.config.loading import load
         from headway.errors import UserError
         from headway.reports.run_directory import RunDirectory, RunLock
@@ -135,7 +135,7 @@ def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
                 typer.echo("nothing to send: the trackers have all of this run")
                 return
             check_trackers(config, trackers.names)
-            summary = _summary(directory.summary)
+            summary = load_run(run).summary
             trackers.start()
             trackers.finish(summary, directory.model if directory.model.is_dir() else None, limit_s=limit)
         finally:
@@ -145,19 +145,3 @@ def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
         if warnings:
             raise typer.Exit(EXIT_FAILED)
         typer.echo(f"sent to {', '.join(trackers.names)}")
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    """Return a run's summary; nothing for a run that was killed, which has none. Raises `DataError`."""
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(summary, dict):
-            raise ValueError("it holds no object")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as cause:
-        raise DataError(
-            f"{path} cannot be read ({said_by(cause)}); take it from a copy of the run, or remove it, to send the run "
-            "without it, as one that did not say how it ended"
-        ) from cause
-    return summary

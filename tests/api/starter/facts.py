@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.memory_choices import MODELS
 from headway.api.init.data_summary import DataFacts, RewardChoice, TextLengths
-from headway.api.init.memory_choices import Choice
+from headway.api.init.device_layout import Choice
 from headway.api.init.model_summary import Machine, ModelFacts, shape_of
 from headway.api.init.recipe_builder import choose
 

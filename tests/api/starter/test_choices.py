@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.memory_choices import MODELS
 from headway.api.init.data_summary import TextLengths
-from headway.api.init.memory_choices import config_of, taken
+from headway.api.init.device_layout import config_of, taken
 from headway.api.init.model_summary import Machine, look_here
 from headway.api.init.recipe_builder import render
 from headway.config.doctor import diagnose

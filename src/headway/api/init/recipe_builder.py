@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from headway.api.init.data_summary import PROGRAMS, DataFacts
-from headway.api.init.device_layout import choose_devices
-from headway.api.init.memory_choices import Choice, Choices, within_memory
+from headway.api.init.device_layout import Choice, Choices, choose_devices, within_memory
 from headway.api.init.model_summary import SMALL, Machine, ModelFacts
 from headway.config.layers import lies_in, nest
 from headway.config.presets import preset

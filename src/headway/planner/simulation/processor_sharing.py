@@ -20,7 +20,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority
 from headway.data.types import FinishReason, TrajectoryId
@@ -39,49 +39,36 @@ class SharedContext:
     """The version whose prefill of it is in the cache; None while there is none."""
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedCall:
     """One call inside the engine. ``serial`` orders all of a replica's by submission."""
 
-    __slots__ = (
-        "cached",
-        "call",
-        "client",
-        "context",
-        "found",
-        "joined",
-        "length",
-        "prompt",
-        "segment",
-        "serial",
-        "spans",
-        "started",
-        "tokens",
-        "training",
-    )
+    call: GenerateRequest
+    client: str
+    serial: int
+    length: int
+    """Tokens that the whole answer will have."""
+    prompt: SharedContext
+    """The call's context, which other open calls may have in common with it."""
+    tokens: int = 0
+    """Whole tokens when it last stopped decoding."""
+    found: int = 0
+    """Tokens of the call's context that were in the cache when it was prefilled."""
+    spans: list[list[int]] = field(default_factory=list)
+    started: float | None = None
+    cached: bool = False
+    """The run's context is in the KV cache."""
+    segment: int = 0
+    """Number of the uninterrupted stretch in a slot that the run is in; 0 while it is in none."""
+    joined: float = 0.0
+    """Service of the replica at which the present stretch in a slot began."""
+    context: int = field(init=False)
+    """Call's context and ``tokens``: what it has in the cache when it starts. Nothing decodes from an empty one."""
+    training: bool = field(init=False)
 
-    def __init__(self, call: GenerateRequest, client: str, serial: int, length: int, prompt: SharedContext) -> None:
-        self.call = call
-        self.client = client
-        self.serial = serial
-        self.length = length
-        """Tokens that the whole answer will have."""
-        self.prompt = prompt
-        """The call's context, which other open calls may have in common with it."""
-        self.training = call.priority is Priority.TRAINING
-        self.tokens = 0
-        """Whole tokens when it last stopped decoding."""
-        self.context = len(call.input_ids) or 1
-        """Call's context and ``tokens``: what it has in the cache when it starts. Nothing decodes from an empty one."""
-        self.found = 0
-        """Tokens of the call's context that were in the cache when it was prefilled."""
-        self.spans: list[list[int]] = []
-        self.started: float | None = None
-        self.cached = False
-        """The run's context is in the KV cache."""
-        self.segment = 0
-        """Number of the uninterrupted stretch in a slot that the run is in; 0 while it is in none."""
-        self.joined = 0.0
-        """Service of the replica at which the present stretch in a slot began."""
+    def __post_init__(self) -> None:
+        self.context = len(self.call.input_ids) or 1
+        self.training = self.call.priority is Priority.TRAINING
 
     def gain(self, tokens: int, version: int) -> None:
         """Add ``tokens`` tokens that were sampled with the weights of ``version``."""
@@ -342,7 +329,7 @@ class SimulatedActivity:
             self._busy.append((self._since, now))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _LastCall:
     """The context and continuation of an episode's last call."""
 
@@ -412,8 +399,8 @@ class SimulatedPrefixCache:
 
     def go_on_in_place(self, version: int) -> None:
         """Keep what the previous version computed for episodes, for use under ``version``."""
-        for episode, kept in self._kept.items():
-            self._kept[episode] = replace(kept, computed_by=version)
+        for kept in self._kept.values():
+            kept.computed_by = version
 
     def fit(self, room: float) -> None:
         """Give up what is kept beyond ``room`` tokens."""

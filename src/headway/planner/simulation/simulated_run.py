@@ -46,9 +46,10 @@ from headway.planner.profiles.job_profile import (
     largest_of,
 )
 from headway.planner.profiles.lengths import filtered_of, lengths_of
-from headway.planner.simulation.simulated_programs import SimulatedPrograms, SimulatedReward
 from headway.planner.simulation.simulated_prompts import (
+    SimulatedPrograms,
     SimulatedRecord,
+    SimulatedReward,
     SimulatedSource,
     held_out_prompts,
     zero_advantages,
