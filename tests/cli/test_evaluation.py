@@ -17,9 +17,8 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headway.api.eval.figures import figures
 from headway.api.eval.scored_answers import progress
-from headway.cli.eval_command import AnswersFile, _print_by_source
+from headway.cli.eval_command import AnswersFile
 from headway.cluster.machine.child_processes import descendants
 from headway.cluster.machine.worker_setup import math_environment
 from tests.api.evaluation.test_figures import solved
@@ -104,21 +103,11 @@ def test_the_sources_of_a_file_are_told_apart(tiny: Path, greedy: dict[str, str]
         for p, source in zip(greedy, ("easy", "hard", "hard", "easy"), strict=False)
     ]
     done = run("eval", str(tiny), write(tmp_path / "test.jsonl", rows), *SHORT, "--samples", "0")
-    table = [line.split() for line in done.stdout.partition("source")[2].splitlines()]
-    shown = {words[0]: words[1:3] for words in table if words and words[0] in ("easy", "hard")}
-    assert shown == {"easy": ["2", "1.000"], "hard": ["2", "0.000"]}
-
-
-def test_the_table_of_sources_marks_a_share_that_is_not_of_all_problems() -> None:
-    whole = solved([1.0, 0.0])
-    part = replace(whole, answers=(whole.answers[0], replace(whole.answers[1], failure="no")))
-    found = {"a": figures([whole, part], (1, 2), threshold=1.0), "b": figures([whole], (1, 2), threshold=1.0)}
-    output = io.StringIO()
-    _print_by_source(Console(file=output, width=100), found, (1, 2), "accuracy")
-    a, b, *below = output.getvalue().splitlines()[3:]
-    assert a.split()[:7] == ["a", "2", "0.750", "±", "0.250", "0.750", "1.000*"]
-    assert b.split()[:5] == ["b", "1", "0.500", "0.500", "1.000"]
-    assert "* without problems of which too few answers count" in "".join(below)
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.startswith("source")]
+    assert lines == [
+        "source easy 1.000 ± 0.000, pass@1 1.000, of 2 problems",
+        "source hard 0.000 ± 0.000, pass@1 0.000, of 2 problems",
+    ]
 
 
 def test_prompts_that_are_too_long_and_answers_that_cannot_be_scored_are_told(tiny: Path, tmp_path: Path) -> None:

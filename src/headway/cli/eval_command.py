@@ -158,7 +158,7 @@ def print_figures(
     ks: Sequence[int],
     threshold: float,
 ) -> None:
-    """Print the evaluation's figures and how they were measured, then by source where there are several."""
+    """Print the evaluation's figures and how they were measured, also by source where there are several."""
     from headway.api.eval.figures import by_source, figures
     from headway.data.tokenize import bad_rows, reasons_told, total
     from headway.reports import human
@@ -197,11 +197,11 @@ def print_figures(
         why = _reasons(answer.failure for problem in solved for answer in problem.answers)
         count = f"{human.count(every.failed_episodes)} of {human.count(every.answers)}"
         table.add_row("episodes failed", f"{count}, which do not count where others of their problem did not: {why}")
-    console.print(table)
     sources = by_source(solved)
-    if len(sources) > 1:
-        console.print()
-        _print_by_source(console, {name: figures(of, ks, threshold) for name, of in sources.items()}, ks, called)
+    for name, of in ((name, figures(sources[name], ks, threshold)) for name in sources if len(sources) > 1):
+        passed = "".join(f", pass@{k} {human.score(one.value)}" for k, one in of.pass_at.items())
+        table.add_row(f"source {name}", f"{_estimate(of.accuracy)}{passed}, of {human.count(of.problems)} problems")
+    console.print(table)
 
 
 def _pass(figures: Figures, k: int) -> str:
@@ -228,37 +228,6 @@ def _grid(lines: Mapping[str, str]) -> Table:
     for name, value in lines.items():
         table.add_row(name, value)
     return table
-
-
-def _print_by_source(console: Console, found: Mapping[str, Figures], ks: Sequence[int], called: str) -> None:
-    from rich import box
-    from rich.table import Column
-    from rich.text import Text
-
-    from headway.reports import human
-    from headway.reports.terminal import print_fitting
-
-    names = ["source", "problems", called, *(f"pass@{k}" for k in ks), "tokens", "cut off"]
-    lines = []
-    for source, of in found.items():
-        shares = [_share(of, k) for k in ks]
-        rest = (f"{of.mean_tokens:.1f}", human.share(of.cut_off))
-        lines.append([Text(c) for c in (source, human.count(of.problems), _estimate(of.accuracy), *shares, *rest)])
-
-    columns = [Column(name, justify="right", no_wrap=True, overflow="fold") for name in names]
-    columns[0] = Column(names[0], overflow="fold")
-    print_fitting(console, columns, lines, box=box.SIMPLE_HEAD, header_style="table.header")
-    if any(of.too_few[k] for of in found.values() for k in of.pass_at):
-        console.print("* without problems of which too few answers count")
-
-
-def _share(figures: Figures, k: int) -> str:
-    """pass@k of a source, with a mark where it is not over all of its problems."""
-    from headway.reports import human
-
-    if k not in figures.pass_at:
-        return ""
-    return human.score(figures.pass_at[k].value) + ("*" if figures.too_few[k] else "")
 
 
 def print_samples(console: Console, solved: Sequence[Solved], count: int) -> None:

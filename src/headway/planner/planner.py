@@ -104,18 +104,28 @@ def plan(
         possible = list(settings)
     everything = sweep or settings is not None
     following = iter(possible) if everything else promising(profile, possible, step_s)
-    budget = _Budget(clock, budget_s, profile)
     rows: list[PlanRow] = []
-    trajectories, late = 0, False
+    started, trajectories, late = clock(), 0, False
+    of_version = profile.batch.groups_per_version * profile.batch.n
+
+    def ends_late(versions: int, limit: float) -> bool:
+        """Tell whether so many versions more would probably end too late; the simulator's cost is per trajectory."""
+        elapsed = clock() - started
+        return elapsed + versions * of_version * (elapsed / trajectories if trajectories else 0.0) > limit
+
     for setting in following:
         to_come = (len(possible) if everything else max(USUAL_ROWS, len(rows) + 2)) - len(rows)
-        late = not budget.allows(setting)
-        budget.share(to_come)
-        measured = None if late else measure(profile, setting, out_of_time=budget.out_of_time, seed=seed)
-        if measured is None:
-            late = True
+        if late := ends_late(fill_versions(setting.eta) + FEWEST_VERSIONS, budget_s):
             break
-        budget.spent(measured.trajectories)
+        elapsed = clock() - started
+        share_ends = elapsed + (budget_s - elapsed) / to_come
+
+        def out_of_time(versions: int, share_ends: float = share_ends) -> bool:
+            return ends_late(1, share_ends if versions >= ROUGHLY_KNOWN else budget_s)
+
+        measured = measure(profile, setting, out_of_time=out_of_time, seed=seed)
+        if late := measured is None:
+            break
         trajectories += measured.trajectories
         rows.append(row_of(profile, setting, measured))
         step_s[setting] = measured.step_s
@@ -131,7 +141,7 @@ def plan(
         baseline=baseline,
         advice=advise(compared, profile.assumptions, _not_compared(profile, rows, left if late else ())),
         trajectories=trajectories,
-        cpu_s=budget.elapsed,
+        cpu_s=clock() - started,
         wall_s=time.monotonic() - began,
     )
 
@@ -215,42 +225,3 @@ def _not_compared(profile: Profile, rows: Sequence[PlanRow], missing: Sequence[P
     measured = {row.setting.preset for row in rows}
     late = list(dict.fromkeys(setting.preset for setting in missing if setting.preset not in measured))
     return f"Not compared, for want of time (--budget): {', '.join(late)}." if late and measured else None
-
-
-class _Budget:
-    """Processor time, and what a row is likely to cost of it: the simulator's cost is per trajectory."""
-
-    def __init__(self, clock: Callable[[], float], budget_s: float, profile: Profile) -> None:
-        self._clock = clock
-        self._started = clock()
-        self._budget_s = budget_s
-        self._per_version = profile.batch.groups_per_version * profile.batch.n
-        self._trajectories = 0
-        self._share_ends = budget_s
-
-    @property
-    def elapsed(self) -> float:
-        return self._clock() - self._started
-
-    def share(self, rows: int) -> None:
-        """Begin the next of ``rows`` rows: it gets an equal share of the time that is left."""
-        self._share_ends = self.elapsed + (self._budget_s - self.elapsed) / rows
-
-    def out_of_time(self, versions: int) -> bool:
-        """Tell whether one more version than the measured ones would probably end too late, for the plan or for the
-        row.
-        """
-        ends = self._share_ends if versions >= ROUGHLY_KNOWN else self._budget_s
-        return self._would_end_late(self._per_version, ends)
-
-    def allows(self, setting: PlanSetting) -> bool:
-        """Tell whether the shortest simulation of ``setting`` would probably end in time."""
-        shortest = fill_versions(setting.eta) + FEWEST_VERSIONS
-        return not self._would_end_late(self._per_version * shortest, self._budget_s)
-
-    def spent(self, trajectories: int) -> None:
-        self._trajectories += trajectories
-
-    def _would_end_late(self, trajectories: int, ends: float) -> bool:
-        per_trajectory = self.elapsed / self._trajectories if self._trajectories else 0.0
-        return self.elapsed + trajectories * per_trajectory > ends

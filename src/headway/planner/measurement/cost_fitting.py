@@ -13,7 +13,7 @@ costs alone, and one in which both always compute measures costs that contain th
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -92,16 +92,24 @@ def fit_decode(samples: Iterable[DecodeSample]) -> tuple[list[tuple[int, float]]
 
     The price is what remains between samples of *equal* activity, so that it cannot be confused with the curve.
     """
-    by_active: dict[int, list[DecodeSample]] = defaultdict(list)
-    for sample in samples:
-        by_active[sample.active].append(sample)
-    usual = [sample for alike in by_active.values() for sample in without_outliers(alike, lambda s: s.step_s)]
-    kv_token_s = _cache_price(usual)
-    counts, weights, levels = _levels(usual, kv_token_s)
-    if min(levels) <= 0:  # nothing would be left for the step itself: the price is an accident
+    rows = np.array([(s.active, s.steps, s.step_s, s.cached) for s in samples], float)
+    counts, alike = np.unique(rows[:, 0], return_inverse=True)
+    limits = OUTLIER * np.array([np.median(rows[alike == index, 2]) for index in range(len(counts))])
+    usual = rows[:, 2] <= limits[alike]
+    (_, steps, seconds, cached), alike = rows[usual].T, alike[usual]
+    weights = np.bincount(alike, steps)
+
+    def means(values: Array) -> Array:
+        """Means over the steps of each number of active sequences."""
+        return np.bincount(alike, steps * values) / weights
+
+    of_cache, of_step = means(cached), means(seconds)
+    slope, error = _slope(cached - of_cache[alike], seconds - of_step[alike], steps, means_removed=len(counts))
+    kv_token_s = slope if slope > SIGNIFICANT * error else 0.0
+    if (of_step - kv_token_s * of_cache).min() <= 0:  # nothing would be left for the step itself: it is an accident
         kv_token_s = 0.0
-        counts, weights, levels = _levels(usual, kv_token_s)
-    return few_knots(list(zip(counts, not_falling(levels, weights), strict=True))), kv_token_s
+    curve = not_falling((of_step - kv_token_s * of_cache).tolist(), weights.tolist())
+    return few_knots(list(zip(map(int, counts), curve, strict=True))), kv_token_s
 
 
 def fit_prefill(merged: Iterable[PrefillSteps], decode: DecodeCost) -> LinearCost:
@@ -209,31 +217,6 @@ def rounded(value: float) -> float:
 def evenly(count: int, limit: int) -> list[int]:
     """Choose at most ``limit`` of the indices below ``count``, spread evenly."""
     return list(range(count)) if count <= limit else [index * count // limit for index in range(limit)]
-
-
-def _levels(samples: Sequence[DecodeSample], kv_token_s: float) -> tuple[list[int], list[int], list[float]]:
-    """Return the numbers of active sequences, in order, the steps with each, and their mean seconds without cache."""
-    totals: dict[int, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for sample in samples:
-        steps, seconds = totals[sample.active]
-        seconds += sample.steps * (sample.step_s - kv_token_s * sample.cached)
-        totals[sample.active] = (steps + sample.steps, seconds)
-    counts = sorted(totals)
-    return counts, [totals[c][0] for c in counts], [totals[c][1] / totals[c][0] for c in counts]
-
-
-def _cache_price(samples: Sequence[DecodeSample]) -> float:
-    """Seconds per cached token: the common slope within samples of equal activity; 0 if it drowns in noise."""
-    active = np.array([sample.active for sample in samples])
-    weights = np.array([sample.steps for sample in samples], float)
-    x = np.array([sample.cached for sample in samples])
-    y = np.array([sample.step_s for sample in samples])
-    for count in np.unique(active):
-        alike = active == count
-        x[alike] -= np.average(x[alike], weights=weights[alike])
-        y[alike] -= np.average(y[alike], weights=weights[alike])
-    slope, error = _slope(x, y, weights, means_removed=len(np.unique(active)))
-    return slope if slope > SIGNIFICANT * error else 0.0
 
 
 def _slope(x: Array, y: Array, weights: Array, *, means_removed: int = 1) -> tuple[float, float]:

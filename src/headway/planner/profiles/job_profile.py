@@ -113,9 +113,6 @@ class ProgramProfile(Section):
 Seconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 
-SHARE_TOLERANCE = 1e-3
-"""The difference that two statements of one share may have, since they were rounded."""
-
 
 class BatchProfile(Section):
     """Sizes of batches. B is fixed here, so that every row of a plan does the same work per version."""
@@ -373,7 +370,7 @@ class Profile(Section):
     train: TrainProfile
     update: UpdateProfile = UpdateProfile()
     shared: SharedProfile = SharedProfile()
-    reward: RewardProfile = Field(RewardProfile(), validate_default=True)
+    reward: RewardProfile = RewardProfile()
     validation: ValidationProfile | None = None
     latency: LatencyProfile = LatencyProfile()
     contention: ContentionProfile = ContentionProfile()
@@ -402,23 +399,3 @@ class Profile(Section):
                 f"{per_node}"
             )
         return per_node
-
-    @field_validator("prompt")
-    @classmethod
-    def _fates_are_the_answers(cls, prompt: LengthsProfile) -> LengthsProfile:
-        if isinstance(prompt, EmpiricalLengths) and prompt.filtered is not None:
-            raise ValueError("expected no filtered here, where it has no effect; it belongs to response")
-        return prompt
-
-    @field_validator("reward")
-    @classmethod
-    def _one_share_of_filtered_groups(cls, reward: RewardProfile, info: ValidationInfo) -> RewardProfile:
-        lengths = info.data.get("response")
-        if isinstance(lengths, EmpiricalLengths) and lengths.filtered is not None:
-            share = len(lengths.filtered) / len(lengths.groups)
-            if abs(share - reward.filtered) > SHARE_TOLERANCE:
-                raise ValueError(
-                    f"expected filtered: {share:.4g}, as response.filtered names {len(lengths.filtered)} of "
-                    f"{len(lengths.groups)} groups; or no response.filtered"
-                )
-        return reward

@@ -240,7 +240,7 @@ def _job(profile: Profile, versions: int) -> dict[str, Any]:
         "actor.ppo_epochs": batch.ppo_epochs,
         "actor.parallel": profile.train.parallel.model_dump(),
         "actor.use_kl_loss": profile.train.reference,
-        "algorithm.filter_groups.enable": profile.reward.filtered > 0,
+        "algorithm.filter_groups.enable": profile.reward.filtered > 0 or filtered_of(profile.response, 0) is not None,
         "data.max_prompt_length": longest(profile.prompt),
         "data.max_response_length": _longest_episode(profile),
         **_program_values(profile),
