@@ -52,7 +52,7 @@ def _unpicklable_parts(function: Any) -> list[str]:
     try:
         used = inspect.getclosurevars(function)
         parts = {**used.globals, **used.nonlocals}
-    except TypeError:  # a class or an object
+    except (TypeError, ValueError):  # a class, an object, or a variable that was never given a value
         parts = dict(getattr(function, "__dict__", {}))
     found = []
     for name, part in parts.items():

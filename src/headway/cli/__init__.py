@@ -2,7 +2,7 @@
 
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
-    train_command.py  train, demo, doctor         plan_command.py    plan, profile, report
+    train_command.py  train, sft, demo, doctor    plan_command.py    plan, profile, report
     watch_command.py  watch, compare, ctl, sync   init_command.py    init, import
     config_command.py config, recipes             any other command  its own NAME_command.py
 """
@@ -21,9 +21,8 @@ from headway.cli.config_command import config, recipes
 from headway.cli.eval_command import evaluate
 from headway.cli.init_command import import_files, init
 from headway.cli.plan_command import plan, profile, report
-from headway.cli.sft_command import sft
 from headway.cli.show_command import show
-from headway.cli.train_command import demo, doctor, train
+from headway.cli.train_command import demo, doctor, sft, train
 from headway.cli.watch_command import compare, ctl, sync, watch
 from headway.errors import OutputRefused
 

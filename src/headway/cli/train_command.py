@@ -1,4 +1,4 @@
-"""Commands ``headway train``, ``demo`` and ``doctor``: checking settings, and training with them.
+"""Commands ``headway train``, ``sft``, ``demo`` and ``doctor``: checking settings, and training with them.
 
 The doctor shows the memory of each kind of process; it and ``--dry-run`` show which ranks are on one machine.
 """
@@ -49,8 +49,7 @@ def memory_lines(config: Config) -> Iterator[str]:
     device = sum(process.count * process.memory.device for process in processes)
     host = sum(process.count * process.memory.host for process in processes)
     yield _row("all processes", size(device), size(host))
-    yield from _too_large(config, processes, on_cpu=on_cpu)
-    yield from _room(config, shape, on_cpu=on_cpu)
+    yield from _memory_notes(config, shape, processes, on_cpu=on_cpu)
 
 
 def memory_in_short(config: Config) -> str | None:
@@ -98,7 +97,10 @@ def _device_bytes(config: Config, *, on_cpu: bool) -> int | None:
     return None if config.cluster.address is not None else memory_listed_here(on_cpu=on_cpu)
 
 
-def _too_large(config: Config, processes: list[RunProcess], *, on_cpu: bool) -> Iterator[str]:
+def _memory_notes(config: Config, shape: ModelShape, processes: list[RunProcess], *, on_cpu: bool) -> Iterator[str]:
+    """Say what is more than there is, and what is left for a replica on a GPU, where it takes what it finds."""
+    from headway.config.sizing.run_memory import replica_room
+
     there = _device_bytes(config, on_cpu=on_cpu)
     if there is None:
         return
@@ -113,15 +115,6 @@ def _too_large(config: Config, processes: list[RunProcess], *, on_cpu: bool) -> 
                 f"note: a {process.name} takes up to {size(process.memory.device)}, and a device here has "
                 f"{size(there)}; docs/training.md says what to lower"
             )
-
-
-def _room(config: Config, shape: ModelShape, *, on_cpu: bool) -> Iterator[str]:
-    """Say what is left for a replica on a GPU, where it takes what it finds."""
-    from headway.config.sizing.run_memory import replica_room
-
-    there = _device_bytes(config, on_cpu=on_cpu)
-    if there is None or on_cpu:
-        return
     try:
         found = replica_room(config, shape, there)
     except ConfigError as refused:
@@ -254,6 +247,47 @@ def train(
             raise ConfigError("expected CONFIG, a YAML file or a recipe's name, like demo, or --resume RUN")
         else:
             _train(config, overrides or [], dry_run, static, 0 if dry_run else restarts, debug)
+
+
+def sft(
+    config: OptionalConfig = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    dry_run: DryRun = False,
+    static: Static = False,
+    debug: Debug = False,
+) -> None:
+    """Fine-tune model.path on the conversations in data.train: [CONFIG] [a.b=c …], or --resume RUN [a.b=c …]."""
+    with errors_as_messages(debug):
+        from headway.api.python_settings import load_checked, load_resumed
+        from headway.config.loading import check_changes, dump
+
+        given = list(overrides or [])
+        if config is not None and ("=" in str(config) and not config.exists()):
+            given, config = [str(config), *given], None
+        if resume is not None:
+            if config is not None:
+                raise typer.BadParameter(f"--resume RUN takes the settings that RUN was begun with; drop {config}")
+            before, loaded = load_resumed(resume, given, supervised=True)
+            check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
+        else:
+            loaded = load_checked(config, given, supervised=True)
+        from headway.api.run.new_run import set_math_environment
+        from headway.cluster.machine.worker_setup import importing
+
+        set_math_environment(loaded.config)
+        with importing():
+            from headway.api.sft.sft_run import check
+            from headway.api.sft.sft_run import sft as run
+        if dry_run:
+            data = check(loaded.config)
+            held_out = 0 if data.val is None else len(data.val)
+            typer.echo(dump(loaded.config))
+            typer.echo(f"# {len(data.train)} conversations, {held_out} held out, {data.steps} optimizer steps")
+            for note in filter(None, [data.train.left_out.note(), *data.notes]):
+                typer.echo(f"# {note}")
+            return
+        raise typer.Exit(run(loaded, resume))
 
 
 def demo(overrides: Overrides = None, dry_run: DryRun = False, static: Static = False, debug: Debug = False) -> None:

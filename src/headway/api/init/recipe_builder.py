@@ -107,14 +107,10 @@ def _lengths(
     left_out = sum(tokens > most for tokens in data.tokens) / len(data.tokens)
     told = f"median {prompts.median}, 99% {prompts.p99}, longest {prompts.longest} tokens{how}"
     if left_out > 0.5:
-        if "data.max_prompt_length" in given:
-            raise ConfigError(
-                f"data.max_prompt_length={most} leaves out {left_out:.0%} of the prompts ({told}); raise it"
-            )
         raise ConfigError(
-            f"{data.given}: prompts have {prompts.median} tokens in the median, and {most} is all that a prompt may "
-            f"have: {model.path} has {positions} positions for prompt and answer. Give shorter prompts, or a model "
-            "with more positions"
+            f"{data.given}: data.max_prompt_length={most} leaves out {left_out:.0%} of the prompts ({told}), and "
+            f"{model.path} has {positions} positions for prompt and answer. Raise it, or give shorter prompts, or a "
+            "model with more positions"
         )
     few = "few are left out" if prompts.longest > most else "none is left out"
     reason = f"{told}; {f'{left_out:.1%} are left out' if left_out else few}"

@@ -128,11 +128,6 @@ class SftData:
                 "prompts that are text are learned as they are; the tokenizer has a chat template: "
                 "set data.chat_template=always to write them as a user's message"
             )
-        if self.val is not None and not config.data.held_out_sources and len(self.val) > len(self.train):
-            yield (
-                f"data.val_size={config.data.val_size}: more conversations are held out than learned from; "
-                "make it smaller"
-            )
 
     def batch(self, step: int) -> list[Example]:
         """Return the examples of a step, without rows that are left out."""
