@@ -15,9 +15,9 @@ from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.data.types import Column, Outcomes, TrainSample
 from headway.errors import RunError
-from headway.planner.profiles.costs import TrainCost
-from headway.planner.profiles.job_profile import UpdateProfile
+from headway.planner.profiles.job_profile import TrainPoint, UpdateProfile
 from headway.planner.simulation.simulated_trainer import SimulatedTrainer, SimulatedTransport
+from headway.runtime.progress import Heartbeat
 from tests.pipeline.fakes import UPDATE, Probe, Time, now
 
 
@@ -85,8 +85,10 @@ class FakeTrainer(SimulatedTrainer):
         copy_s: float = 0.125,
         update: UpdateProfile = UPDATE,
     ) -> None:
-        cost = TrainCost(step_s=0.0, token_s=0.0, forward_token_s=0.0)
-        super().__init__(cost, update, transport, save_s=save_s, copy_s=copy_s)
+        cost = TrainPoint(devices=1, token_s=0.0)
+        super().__init__(cost, update, transport)
+        self._save_s, self._copy_s = save_s, copy_s
+        self._saving = False
         self.hangs_at: set[int] = set()
         """Steps that never end, and in which nothing moves."""
         self.raises_at: dict[int, BaseException] = {}
@@ -185,15 +187,26 @@ class FakeTrainer(SimulatedTrainer):
         if self.fails_to_save and self.fails_to_save[0] == "copy":
             self.fails_to_save.pop(0)
             raise RunError("worker actor-0 ran out of memory in 'copy_state'")
-        await super().copy_state()
+        if self._saving:
+            raise RunError("a checkpoint was to be copied over the one that is being written")
+        await self._compute("the copy for a checkpoint", self._copy_s)
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
-        started = now()
-        await super().save(path, driver_state)
+        started, self._saving = now(), True
+        try:
+            await asyncio.sleep(self._save_s)
+        finally:
+            self._saving = False
         self.writes.append((started, now()))
         if self.fails_to_save and self.fails_to_save.pop(0):
             raise RunError(f"could not write the checkpoint {path}: No space left on device; make room there")
         self.saved.append((path, dict(driver_state)))
+
+    async def heartbeat(self) -> Heartbeat:
+        return replace(await super().heartbeat(), quiet_s=0.0) if self._saving else await super().heartbeat()
+
+    async def load(self, path: Path) -> dict[str, Any]:
+        return next(dict(state) for saved, state in reversed(self.saved) if saved == path)
 
 
 class FakeReference:

@@ -10,8 +10,7 @@ import pytest
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.training import StepContext
 from headway.events import Event, OptimizerStepped
-from headway.planner.profiles.costs import TrainCost
-from headway.planner.profiles.job_profile import RolloutProfile, UpdateProfile
+from headway.planner.profiles.job_profile import RolloutProfile, TrainPoint, UpdateProfile
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.planner.simulation.simulated_trainer import SimulatedTrainer, SimulatedTransport
@@ -82,7 +81,7 @@ def test_a_replica_decodes_on_while_the_answer_to_resume_is_under_way_but_only_a
 def test_the_latency_of_a_batch_passes_within_its_first_step() -> None:
     async def main() -> list[float]:
         update = UpdateProfile()
-        cost = TrainCost(step_s=2.0, token_s=0.0, forward_token_s=0.0)
+        cost = TrainPoint(devices=1, step_s=2.0, token_s=0.0, forward_token_s=0.0)
         trainer = SimulatedTrainer(cost, update, SimulatedTransport(update), fetch_s=1.0)
         times = []
         for _ in range(2):

@@ -8,12 +8,11 @@ from headway.data.interfaces.training import OverlappingTrainEngine, StepContext
 from headway.data.interfaces.weights import GatherReport, SendReport
 from headway.data.types import TrainSample, TrajectoryId
 from headway.errors import RunError
-from headway.planner.profiles.costs import TrainCost
-from headway.planner.profiles.job_profile import UpdateProfile
+from headway.planner.profiles.job_profile import TrainPoint, UpdateProfile
 from headway.planner.simulation.simulated_trainer import SimulatedTrainer, SimulatedTransport, checksum
 from headway.planner.simulation.virtual_clock import run_virtual
 
-COST = TrainCost(step_s=0.5, token_s=0.25, forward_token_s=0.125)
+COST = TrainPoint(devices=1, step_s=0.5, token_s=0.25, forward_token_s=0.125)
 UPDATE = UpdateProfile.model_validate(
     {"nbytes": 8, "gather": {"latency_s": 1}, "send": {"bytes_per_s": 4}, "register": {"latency_s": 1}}
 )

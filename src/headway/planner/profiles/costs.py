@@ -75,16 +75,7 @@ def decode_cost(profile: RolloutProfile) -> DecodeCost:
     return DecodeCost(tuple(curve.tolist()), profile.kv_token_s)
 
 
-@dataclass(frozen=True, slots=True)
-class TrainCost:
-    """Cost of training on a certain number of devices, in wall seconds of the whole trainer, as in `TrainPoint`."""
-
-    step_s: float
-    token_s: float
-    forward_token_s: float
-
-
-def train_cost(profile: TrainProfile, devices: int) -> TrainCost:
+def train_cost(profile: TrainProfile, devices: int) -> TrainPoint:
     """Cost of training on ``devices`` devices: interpolated on logarithms between two measured numbers of devices;
     outside, from the nearest: seconds per token inversely with devices, seconds per step unchanged."""
     counts = [point.devices for point in profile.points]
@@ -98,10 +89,11 @@ def train_cost(profile: TrainProfile, devices: int) -> TrainCost:
             return float(np.exp(np.interp(np.log(nearest), np.log(counts), np.log(measured))))
         return float(np.interp(np.log(nearest), np.log(counts), measured))  # a zero has no logarithm
 
-    return TrainCost(
-        cost(lambda point: point.step_s),
-        cost(lambda point: point.token_s) * nearest / devices,
-        cost(lambda point: point.forward_token_s) * nearest / devices,
+    return TrainPoint(
+        devices=devices,
+        step_s=cost(lambda point: point.step_s),
+        token_s=cost(lambda point: point.token_s) * nearest / devices,
+        forward_token_s=cost(lambda point: point.forward_token_s) * nearest / devices,
     )
 
 

@@ -30,8 +30,8 @@ from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.data.types import Column, TrainSample
 from headway.errors import RunError
-from headway.planner.profiles.costs import Contention, Division, TrainCost, phase_seconds
-from headway.planner.profiles.job_profile import UpdateProfile
+from headway.planner.profiles.costs import Contention, Division, phase_seconds
+from headway.planner.profiles.job_profile import TrainPoint, UpdateProfile
 from headway.runtime.progress import Heartbeat
 
 Address = tuple[str, int]
@@ -109,7 +109,7 @@ class SimulatedTrainer:
 
     def __init__(
         self,
-        cost: TrainCost,
+        cost: TrainPoint,
         update: UpdateProfile,
         transport: SimulatedTransport,
         *,
