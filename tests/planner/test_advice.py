@@ -99,10 +99,3 @@ def test_without_both_sides_nothing_is_claimed():
     assert "--budget" in advise([]).sentence
     assert advise([row("async_partial", 5.0)]).helps is None
     assert advise([row("colocate_sync", 5.0), row("stream_off_policy", 5.0)]).helps is None
-
-
-def test_assumptions_are_a_caveat():
-    rows = [row("colocate_sync", 10.0), row("async_partial", 5.0)]
-    assert advise(rows).caveat is None
-    assert "an assumption" in (advise(rows, ["one"]).caveat or "")
-    assert "2 assumptions" in (advise(rows, ["one", "two"]).caveat or "")

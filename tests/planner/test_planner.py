@@ -31,7 +31,7 @@ class Stand:
         return self.now
 
     def measure(
-        self, profile: Profile, setting: PlanSetting, *, out_of_time: Callable[[int], bool], seed: int
+        self, profile: Profile, setting: PlanSetting, *, out_of_time: Callable[[int], bool]
     ) -> Measurement | None:
         self.asked.append(setting)
         self.now += self.wall_s
@@ -146,9 +146,7 @@ def test_work_of_other_processes_takes_no_rows_away_and_a_verdict_without_shared
 def test_a_row_has_its_share_of_the_time_and_no_less_than_it_takes_to_be_known_roughly():
     stand, versions = Stand(wall_s=0.0), []
 
-    def simulate(
-        profile: Profile, setting: PlanSetting, *, out_of_time: Callable[[int], bool], seed: int
-    ) -> Measurement:
+    def simulate(profile: Profile, setting: PlanSetting, *, out_of_time: Callable[[int], bool]) -> Measurement:
         count = 0
         while count < 30 and not out_of_time(count):
             stand.now, count = stand.now + 1.0, count + 1

@@ -111,11 +111,9 @@ class Advice:
     helps: bool | None
     """True if running ahead (η > 0) makes a version quicker; None when there was nothing to compare."""
     sentence: str
-    caveat: str | None = None
-    """A sentence on how far the numbers can be trusted; None where there is nothing to say."""
 
 
-def advise(rows: Sequence[PlanRow], assumptions: Sequence[str] = (), not_compared: str | None = None) -> Advice:
+def advise(rows: Sequence[PlanRow], not_compared: str | None = None) -> Advice:
     """The recommendation among ``rows``, and whether asynchrony helps here, with the reason in numbers.
 
     ``not_compared``: a sentence on modes that the rows lack, which the verdict ends with.
@@ -124,7 +122,7 @@ def advise(rows: Sequence[PlanRow], assumptions: Sequence[str] = (), not_compare
         return Advice(None, None, "Nothing was simulated to the end: give the plan more time (--budget).")
     helps, sentence = _whether(rows)
     said = sentence if not_compared is None else f"{sentence} {not_compared}"
-    return Advice(recommend(rows), helps, said, _caveat(assumptions))
+    return Advice(recommend(rows), helps, said)
 
 
 def recommend(rows: Sequence[PlanRow]) -> PlanRow:
@@ -240,10 +238,3 @@ def _times(factor: float) -> str:
 def _named(row: PlanRow) -> str:
     eta = f", η = {float(row.setting.eta):g}" if row.setting.eta else ""
     return f"{row.setting.preset} on {row.setting.split}{eta}"
-
-
-def _caveat(assumptions: Sequence[str]) -> str | None:
-    if not assumptions:
-        return None
-    what = "an assumption" if len(assumptions) == 1 else f"{len(assumptions)} assumptions"
-    return f"The profile rests on {what} that nobody measured; the plan is as good as they are."

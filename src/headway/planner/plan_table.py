@@ -79,8 +79,9 @@ def render(plan: PlanResult, width: int) -> RenderableType:
             parallel.append(f"rollout.tensor_model_parallel_size={size}")
         parts += [Text(), Text.assemble(("Recommended: ", "bold"), *_in_words(advice.recommended, parallel))]
     parts += [Text(), Text(advice.sentence, style="bold")]
-    if advice.caveat is not None:
-        parts += [Text(), Text(advice.caveat, style="yellow"), _bullets(plan.profile.assumptions)]
+    if assumptions := plan.profile.assumptions:
+        caveat = f"The plan is as good as the profile's assumptions, which nobody measured ({len(assumptions)}):"
+        parts += [Text(), Text(caveat, style="yellow"), _bullets(assumptions)]
     simulated = (
         f"Simulated {_rows(len(plan.rows))} with {human.count(plan.trajectories)} trajectories in "
         f"{human.duration(plan.wall_s)}, {human.count(round(plan.trajectories_per_s))} in a second of processor time."

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from headway.errors import ConfigError
 from headway.planner import grid
@@ -36,12 +36,8 @@ Progress = Callable[[PlanRow, int], None]
 """Callback after each row, with that row and the number of settings that are still to come, roughly."""
 
 
-class Measure(Protocol):
-    """Function that measures one setting: `headway.planner.measure.measure`, or a stand-in for it."""
-
-    def __call__(
-        self, profile: Profile, setting: PlanSetting, *, out_of_time: Callable[[int], bool], seed: int
-    ) -> Measurement | None: ...
+Measure = Callable[..., Measurement | None]
+"""Function that measures one setting: `headway.planner.measure.measure`, or a stand-in for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,6 @@ def plan(
     budget_s: float = 60.0,
     sweep: bool = False,
     settings: Sequence[PlanSetting] | None = None,
-    seed: int = 0,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.process_time,
     measure: Measure = measure,
@@ -123,7 +118,7 @@ def plan(
         def out_of_time(versions: int, share_ends: float = share_ends) -> bool:
             return ends_late(1, share_ends if versions >= ROUGHLY_KNOWN else budget_s)
 
-        measured = measure(profile, setting, out_of_time=out_of_time, seed=seed)
+        measured = measure(profile, setting, out_of_time=out_of_time)
         if late := measured is None:
             break
         trajectories += measured.trajectories
@@ -139,7 +134,7 @@ def plan(
         open=left if late else (),
         skipped=() if late else left,
         baseline=baseline,
-        advice=advise(compared, profile.assumptions, _not_compared(profile, rows, left if late else ())),
+        advice=advise(compared, _not_compared(profile, rows, left if late else ())),
         trajectories=trajectories,
         cpu_s=clock() - started,
         wall_s=time.monotonic() - began,

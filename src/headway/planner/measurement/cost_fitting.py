@@ -304,7 +304,7 @@ class Overlap:
     def _beside_generation(self, work: TrainerWork) -> float:
         """Share of the work's time during which the busiest replica computed."""
         window = (work.began, work.began + work.seconds)
-        busy = (self._recording.busy_within(replica, window) for replica in self._recording.replicas)
+        busy = (spans.within(window) for spans in self._recording.busy.values())
         return max(busy, default=0.0) / work.seconds if work.seconds > 0 else 0.0
 
     def _share_of(self, busy: Iterable[tuple[float, float]]) -> float:

@@ -313,14 +313,10 @@ class Recording:
         self.validations: list[ValidationFinished] = []
         self.training = TrainingRecord(mini_batch, self._samples_of, Division(ranks))
         self.updates = UpdatesRecord()
-        self._busy: defaultdict[str, IntervalUnion] = defaultdict(IntervalUnion)
+        self.busy: defaultdict[str, IntervalUnion] = defaultdict(IntervalUnion)
+        """Times in which each replica computed."""
         self._resumed: defaultdict[str, list[float]] = defaultdict(list)
         """Replica → times at which it went on after a halt, in order."""
-
-    @property
-    def versions(self) -> int:
-        """Number of parameter updates that finished."""
-        return self.updates.versions
 
     def _samples_of(self, number: int) -> list[TrainSample]:
         return self.groups[number].samples(number) if number in self.groups else []
@@ -350,7 +346,7 @@ class Recording:
             case ReplicaActivity():
                 self.activity.append(event)
                 for span in event.busy:
-                    self._busy[event.replica].add(span)
+                    self.busy[event.replica].add(span)
             case ValidationFinished():
                 self.validations.append(event)
             case ReplicaHalted():
@@ -369,14 +365,9 @@ class Recording:
         """Groups that were trained or filtered, in order of admission: their answers are as long as they would be."""
         return [group for _, group in sorted(self.groups.items()) if group.fate in KEPT_FATES and group.answer_tokens]
 
-    @property
-    def replicas(self) -> list[str]:
-        """Names of the replicas that ever computed."""
-        return list(self._busy)
-
     def busy_within(self, replica: str, window: Span) -> float:
         """Seconds of ``window`` in which ``replica`` computed."""
-        return self._busy[replica].within(window)
+        return self.busy[replica].within(window)
 
     def submissions_s(self) -> list[float]:
         """Seconds, for each time that an idle replica was given groups, from the first one's admission until it
@@ -390,7 +381,7 @@ class Recording:
         return [
             seconds
             for replica, times in admissions.items()
-            for seconds in _until_busy(sorted(times), self._resumed[replica], self._busy[replica].spans)
+            for seconds in _until_busy(sorted(times), self._resumed[replica], self.busy[replica].spans)
         ]
 
     def warm_activity(self, name: str) -> list[ReplicaActivity]:

@@ -119,7 +119,7 @@ class _Profiling:
         )
         check_enough(run, self._recording)
         self._overlap = Overlap(self._recording)
-        self._versions = self._recording.versions if newest is None else newest.last
+        self._versions = self._recording.updates.versions if newest is None else newest.last
         part = "" if newest is None else f"the newest versions, {newest.first} to {newest.last}, of "
         mode = self._config.mode if self._recording.started is None else self._recording.started.mode
         self._assumptions = [f"costs were measured in {part}a run of mode {mode} with {self._versions} versions"]
@@ -392,9 +392,9 @@ MIN_VERSIONS = 2
 
 def check_enough(run: Path, recording: Recording) -> None:
     """Raise `ConfigError` unless everything that a profile must have was measured at least once."""
-    if recording.versions < MIN_VERSIONS:
+    if recording.updates.versions < MIN_VERSIONS:
         raise ConfigError(
-            f"{run} ended after {recording.versions} parameter update(s); a profile needs a run with at least "
+            f"{run} ended after {recording.updates.versions} parameter update(s); a profile needs a run with at least "
             f"{MIN_VERSIONS} versions; train for longer, or give another run"
         )
     if not recording.warm_activity("decode_steps"):
