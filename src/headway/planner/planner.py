@@ -19,7 +19,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.planner import grid
-from headway.planner.grid import PlanSetting
+from headway.planner.grid import DeviceSplit, PlanSetting
 from headway.planner.measure import FEWEST_VERSIONS, Measurement, fill_versions, measure
 from headway.planner.plan_rows import Advice, PlanRow, advise, baseline_of, row_of
 from headway.planner.plan_rows import to_json as row_to_json
@@ -146,21 +146,27 @@ def promising(
 ) -> Iterator[PlanSetting]:
     """Yield those of ``settings`` that may be the quickest, and others with η and trigger varied.
 
-    ``settings`` are presets on their splits, in order. The split of a preset is looked for from the best one of the
-    presets before it, those that are synchronous and others apart. ``step_s`` has the seconds of a setting when the
-    next one is asked for.
+    ``settings`` are presets on their splits, in order. The best split is looked for with one synchronous preset and one
+    other; the others begin there. ``step_s`` has the seconds of a setting when the next one is asked for.
     """
-    best: dict[bool, PlanSetting] = {}
-    tops: list[PlanSetting] = []
-    for _, alike in groupby(settings, key=lambda each: each.preset):
-        splits = list(alike)
-        known = best.get(splits[0].synchronous, splits[len(splits) // 2])
-        begin = next((place for place, each in enumerate(splits) if each.split == known.split), 0)
-        yield from _climb(splits, begin, step_s)
-        tops.append(top := min(splits, key=lambda each: step_s.get(each, math.inf)))
-        if not top.split.shared:
-            best[top.synchronous] = min(top, best.get(top.synchronous, top), key=step_s.__getitem__)
-    for top in sorted((top for top in tops if top.eta > 0), key=step_s.__getitem__)[:VARIED]:
+    presets = [list(alike) for _, alike in groupby(settings, key=lambda each: each.preset)]
+    best: dict[bool, DeviceSplit] = {}
+
+    def quickest(splits: Sequence[PlanSetting]) -> PlanSetting:
+        return min(splits, key=lambda each: step_s.get(each, math.inf))
+
+    for splits in presets:
+        kind = splits[0].synchronous
+        begin = next((at for at, each in enumerate(splits) if each.split == best.get(kind)), len(splits) // 2)
+        if kind in best or splits[0].split.shared:
+            yield splits[begin]
+        else:
+            yield from _climb(splits, begin, step_s)
+            best[kind] = quickest(splits).split
+    for splits in presets:
+        yield from _climb(splits, splits.index(quickest(splits)), step_s)
+    ahead = (top for top in map(quickest, presets) if top.eta > 0)
+    for top in sorted(ahead, key=step_s.__getitem__)[:VARIED]:
         yield from grid.around(profile, top)
 
 
