@@ -122,7 +122,6 @@ def test_its_ranks_do_one_thing_at_a_time() -> None:
             trainer.forward_logprobs(SAMPLES),
             trainer.gather_weights(1),
             trainer.send_weights(1, ["a"]),
-            trainer.copy_state(),
         ):
             with pytest.raises(RunError, match="during an optimizer step; they do one at a time"):
                 await call
