@@ -171,7 +171,7 @@ def promising(
 
 
 def _climb(splits: Sequence[PlanSetting], place: int, step_s: Mapping[PlanSetting, float]) -> Iterator[PlanSetting]:
-    """Yield the split at ``place`` with its neighbours, and go on from the quickest until no neighbour is quicker."""
+    """Yield the split at ``place`` with its neighbours, then those of the quickest, until no neighbour is quicker."""
     while True:
         near = range(max(0, place - 1), min(place + 2, len(splits)))
         for at in sorted(near, key=lambda at: at != place):
