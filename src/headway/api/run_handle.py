@@ -106,7 +106,7 @@ class Run:
             return {}
         except (OSError, ValueError) as cause:
             raise DataError(
-                f"{self._directory.summary} cannot be read: {cause}; take it from a copy of the run, or remove it"
+                f"{self._directory.summary} cannot be read ({cause}); take it from a copy of the run, or remove it"
             ) from cause
         return found
 

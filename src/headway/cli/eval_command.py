@@ -93,15 +93,25 @@ def evaluate(
 
 
 def _inputs(job: EvaluationJob, model: str, recipe: Path | None) -> Iterator[Path]:
-    """Return the files that an evaluation reads, and every file and folder that its settings name."""
+    """Return the files that an evaluation reads, and every file that its settings name, those of the run or recipe
+    included.
+    """
+    from headway.config.layers import read_file
+    from headway.reports.run_directory import RunDirectory
     from headway.runtime.user_code import names_a_file
 
-    yield from files_of_run(Path(os.path.expanduser(model)))  # noqa: PTH111  # Path's raises where there is no such user
-    if recipe is not None:
-        yield recipe
+    run = Path(os.path.expanduser(model))  # noqa: PTH111  # Path's raises where there is no such user
+    yield from files_of_run(run)
+    settings: list[Any] = [job.config.model_dump()]
+    beneath = recipe or RunDirectory(run).config
+    if not job.by_default and beneath.is_file():  # a pipe has been read already, and is no file to be replaced
+        for layer in read_file(beneath):
+            if layer.file is not None:
+                yield layer.file
+            settings.append(layer.values)
     sources = (*job.config.data.train_sources, *job.config.data.held_out_sources)
     folders = {job.config.model.path, *(source.label for source in sources)}
-    for text in _texts(job.config.model_dump()):
+    for text in _texts(settings):
         path = Path(os.path.expanduser(text.rpartition(":")[0] if names_a_file(text) else text))  # noqa: PTH111
         with suppress(OSError):  # a text may be too long for a path
             if text in folders or path.is_file():

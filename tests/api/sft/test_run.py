@@ -177,9 +177,9 @@ def test_it_notes_what_its_user_may_not_expect(model: Path, tmp_path: Path) -> N
         data = check(settings(model, sums(8), tmp_path / "run", *overrides).config)
         return [note.split(":")[0] for note in data.notes]
 
-    few, held_out, fine = "sft.optim.lr_warmup_steps=10", "data.val_size=6", "sft.optim.lr_warmup_steps=0"
+    few, fine = "sft.optim.lr_warmup_steps=10", "sft.optim.lr_warmup_steps=0"
     plain = "prompts that are text are learned as they are; the tokenizer has a chat template"
-    assert notes(few, held_out) == [few, plain, held_out]
+    assert notes(few) == [few, plain]
     assert notes(fine, "data.chat_template=always") == []
 
 

@@ -95,7 +95,7 @@ def test_replicas_are_as_large_as_is_asked_for_and_divide_what_generates() -> No
     odd = values(choices(model("70 B"), gpus(6)))
     assert (odd["trainer.n_gpus_per_node"], odd["rollout.n_gpus_per_node"]) == (2, 4)
     assert odd["rollout.tensor_model_parallel_size"] == 4
-    with pytest.raises(ConfigError, match=r"of which 3 train\. With 4 that train they do: leave the division out"):
+    with pytest.raises(ConfigError, match=r"of which 3 train\. 16 GPUs of 80 GB would do"):
         choices(model("70 B"), gpus(8), trainer__n_gpus_per_node=3)
 
 
@@ -109,12 +109,14 @@ def test_replicas_divide_the_heads_of_keys_or_are_a_multiple_of_them() -> None:
 
 
 def test_a_model_that_no_replica_holds_and_too_few_devices_are_refused_with_what_would_do() -> None:
-    without = r"a replica is one GPU, and 80 GB have no room .* Take rollout\.name=vllm, whose replicas may have"
+    without = (
+        r"1 × 80 GB, all that a replica may have, have no room .* Give rollout\.name=vllm, whose replicas may have"
+    )
     with pytest.raises(ConfigError, match=without):
         choices(model("70 B"), gpus(64, here=True))
-    with pytest.raises(ConfigError, match="a replica is one GPU, and 80 GB have no room"):
+    with pytest.raises(ConfigError, match="1 × 80 GB, all that a replica may have, have no room"):
         choices(model("70 B"), gpus(64), rollout__name="native")
-    with pytest.raises(ConfigError, match=r"a replica has at most 8 GPUs, and 12 GB each have no room .* Give GPUs"):
+    with pytest.raises(ConfigError, match=r"8 × 12 GB, all that a replica may have, have no room .* Give GPUs"):
         choices(model("70 B"), gpus(64, device_bytes=12 * GB))
     host = gpus(2, host_bytes=64 * GB, here=True)
     with pytest.raises(ConfigError, match=r"do not fit on 2 GPUs of 80 GB\. 4 GPUs of 80 GB would do \(--gpus 4\)"):
@@ -210,7 +212,7 @@ def test_a_given_answer_takes_positions_from_prompts_and_a_given_prompt_from_ans
     with pytest.raises(ConfigError, match="max_prompt_length=256 leaves no room for an answer in the 256 positions"):
         choices(short, gpus(8), data([90]), data__max_prompt_length=256)
     with pytest.raises(
-        ConfigError, match=r"max_prompt_length=4 leaves out 100% of the prompts \(median 90, .*raise it"
+        ConfigError, match=r"max_prompt_length=4 leaves out 100% of the prompts \(median 90, .*Raise it"
     ):
         choices(short, gpus(8), data([90]), data__max_prompt_length=4)
 
@@ -230,7 +232,7 @@ def test_with_vllm_the_trainer_is_checked_against_memory() -> None:
     def with_vllm(**given: Any) -> Any:
         return choices(model("8 B"), gpus(8, vllm=True), rollout__name="vllm", **given)
 
-    with pytest.raises(ConfigError, match=r"a trainer rank.* takes \d+ of 80 GB"):
+    with pytest.raises(ConfigError, match=r"a trainer rank.* takes [\d.]+ GB at the least, of which there are 80\.0"):
         with_vllm(actor__ppo_max_token_len_per_gpu=131_072)
     names = [one.name for one in taken(with_vllm(), model("8 B"), gpus(8))]
     assert not any(name == "replica" for name in names), "it takes what it finds"

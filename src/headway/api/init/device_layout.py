@@ -265,10 +265,12 @@ def _does_not_fit(
     each, size = machine.device_bytes, f"{machine.device_bytes / 1e9:.0f} GB"
     start = f"{model.path} has {model.size} parameters, and its longest prompts with answers have {context} tokens: "
     if not replicas(model.shape, room(each), context, Split(1, max(sizes), (1,) if shared else sizes))[1]:
+        most = 1 if shared else max(sizes)
+        vllm = "rollout.name=vllm, whose replicas may have several, " if most == 1 and not shared else ""
         return (
-            f"{start}a replica of {1 if shared else max(sizes)} GPUs of {size} has no room for the weights in bfloat16 "
-            "and one such answer. Give rollout.name=vllm, whose replicas may have up to 8, GPUs with more memory "
-            "(--gpu-gb), a smaller model, or a smaller data.max_response_length"
+            f"{start}{most} × {size}, all that a replica may have, have no room for the weights in bfloat16 and one "
+            f"such answer. Give {vllm}GPUs with more memory (--gpu-gb), a smaller model, or a smaller "
+            "data.max_response_length"
         )
     start += f"they do not fit on {machine.words}"
     if trains is not None:
@@ -340,13 +342,12 @@ def within_memory(choices: Sequence[Choice], model: ModelFacts, machine: Machine
                 break
             limit = Choice(CACHE, gib, "GiB of keys and values: what there is left for them")
             limited = [*(choice for choice in limited if choice.key != CACHE), limit]
-    fewest = [choice for choice in made if choice.key != CACHE] + [Choice(CACHE, least / GIB)]
-    what = "a run on this machine's CPU" if on_cpu else "the largest process of the run"
+    found = taken([*(choice for choice in made if choice.key != CACHE), Choice(CACHE, least / GIB)], model, machine)
+    what = "a run on this machine's CPU" if on_cpu else f"a {max(found, key=_taken).name}"
     raise ConfigError(
-        f"{model.path} has {model.size} parameters, and with these settings {what} takes "
-        f"{total(taken(fewest, model, machine)) / 1e9:.1f} GB at the least, of which there are "
-        f"{machine.device_bytes / 1e9:.1f}, and a tenth stays free; give more GPUs (--gpus N), a smaller model, or a "
-        "smaller data.max_response_length or actor.ppo_max_token_len_per_gpu"
+        f"{model.path} has {model.size} parameters, and with these settings {what} takes {total(found) / 1e9:.1f} GB "
+        f"at the least, of which there are {machine.device_bytes / 1e9:.1f}, and a tenth stays free; give more "
+        "GPUs (--gpus N), a smaller model, or a smaller data.max_response_length or actor.ppo_max_token_len_per_gpu"
     )
 
 
