@@ -95,9 +95,9 @@ $(PACKAGES): pyproject.toml constraints.txt
 demo: $(PACKAGES)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/headway demo $(ARGS)
 
-# mypy beside the tests: it takes half a minute of one core, and tests wait at times.
-test: lint layers
-	$(MAKE) --no-print-directory -j2 types pytest
+# mypy and the layers beside the tests, whose collection has one core to itself.
+test: lint
+	$(MAKE) --no-print-directory -j3 pytest types layers
 
 lint: setup
 	$(BIN)/ruff check .
@@ -111,10 +111,10 @@ layers: setup
 
 # Three side by side on two cores: what starts processes waits for them half of its time.
 pytest: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest --forks 3 $(ARGS)
 
 test-slow: setup site-env
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest --forks 2 -m slow $(ARGS)
 
 test-nodes: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m nodes tests/cluster/nodes $(ARGS)

@@ -8,15 +8,16 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
-from typing import Any
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import typer.testing
 from hypothesis import settings
-from xdist.scheduler import LoadScopeScheduling
 
 from tests.budget import Budget
+from tests.shared import end_shared, shared
+from tests.side_by_side import SideBySide
 
 # Read when torch, tokenizers and Ray are first imported, and by the processes that tests start.
 for variable, value in {
@@ -50,7 +51,15 @@ THEIR_TIMEOUT_S = 300
 """Longer than `cluster.start_timeout_s`, which tells who is late."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forks", type=int, default=0, help="run the tests in so many processes")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError("the tests of a folder may share Ray or ranks: give --forks N in place of -n N")
+    if count := config.getoption("forks"):
+        config.pluginmanager.register(SideBySide(count, lambda item: group_of(item.path)))
     config.pluginmanager.register(Budget(fails=bool(os.environ.get("CI"))), "budget")
 
 
@@ -78,18 +87,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(THEIR_TIMEOUT_S))
 
 
-class _Groups(LoadScopeScheduling):
-    """The tests of a file share a worker, and so do those of a folder in `GROUPS`."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        place = PurePosixPath(nodeid.partition("::")[0]).relative_to(TESTS.name)
-        return next((group for folder, group in GROUPS.items() if place.is_relative_to(folder)), str(place))
+def group_of(file: Path) -> str:
+    """The tests of a file share a process, and so do those of a folder in `GROUPS`."""
+    place = file.relative_to(TESTS)
+    return next((group for folder, group in GROUPS.items() if place.is_relative_to(folder)), str(place))
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    """Make ``--dist loadgroup`` go by folders: pytest 9.2 does not show xdist the groups that marks name."""
-    return _Groups(config, log) if config.getvalue("dist") == "loadgroup" else None
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or group_of(nextitem.path) != group_of(item.path):
+        end_shared()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,19 +119,23 @@ def one_thread_each() -> Iterator[None]:
         )
 
 
-@pytest.fixture(scope="session")
-def ray_here(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def ray_here(request: pytest.FixtureRequest) -> None:
     """Whoever wants Ray in this process finds it running, and leaves it running: to start takes longer than a tiny job.
 
     Its workers find the package and the tests' own roles where this process does. Tests with it come after all others.
     """
+    shared("Ray", lambda: _ray(request.config.rootpath))
+
+
+@contextmanager
+def _ray(root: Path) -> Iterator[None]:
     import ray
 
     from headway.cluster.machine.child_processes import ChildProcesses
     from headway.cluster.on_ray.ray_node import sigterm_kept
 
     with sigterm_kept(), pytest.MonkeyPatch.context() as patch:
-        root = request.config.rootpath
         patch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))
         patch.setenv("RAY_worker_niceness", "0")  # as Headway's own Ray has it
         context = ray.init(

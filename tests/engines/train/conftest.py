@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from headway.config.sections.model_section import MakeModelConfig
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.models.made_model import make_model
+from tests.shared import shared
 
 TIMEOUT = timedelta(seconds=30)
 MOST_RANKS = 3
@@ -59,14 +61,18 @@ def one_rank() -> Iterator[None]:
 RunRanks = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="package")
-def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRanks]:
+@pytest.fixture(scope="module")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
     """``run_ranks(world, function, args)``: call ``function(*args)`` on every rank; the ranks' results, in order.
 
     The processes are started once, one for each rank: torch caches what it derived from a mesh, the own rank included,
     beyond the life of a process group, so a process keeps its rank.
     """
-    root = tmp_path_factory.mktemp("rendezvous")
+    return shared("ranks", lambda: _ranks(tmp_path_factory.mktemp("rendezvous")))
+
+
+@contextmanager
+def _ranks(root: Path) -> Iterator[RunRanks]:
     context = get_context("forkserver")  # pays the imports once; nothing has run there yet, so forking is safe
     context.set_forkserver_preload(["headway.engines.train.fsdp.engine"])
     calls = 0
@@ -84,12 +90,13 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRanks]:
         yield run
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def on_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """``on_mesh(function, args)``: call ``function(*args)`` on each of four ranks; the ranks' results, in order.
 
     Their process group is made once: torch keeps what it derived from a mesh, and would look for its groups in another.
-    So is each mesh: a group of Gloo's has three threads, and one of them looks for work a hundred times a second.
+    So is each mesh. The ranks end with their file's tests: a group of Gloo's has three threads, and one of them looks
+    for work a hundred times a second.
     """
     store = str(tmp_path_factory.mktemp("rendezvous") / "mesh")
     context = get_context("forkserver")
