@@ -331,7 +331,7 @@ class Critic:
             self._changed.changed()
 
     async def redo(self, batches: Sequence[TrainBatch]) -> int:
-        """Train ranks of its own anew on those of ``batches`` that the critic was trained on, and begin the open one.
+        """Train the critic's own ranks anew on those of ``batches`` that it was trained on, and begin the open one.
 
         The ranks hold a checkpoint or the initial model. Returns the number of batches that were trained on.
         """

@@ -26,8 +26,8 @@ class Fate(StrEnum):
 
 
 @dataclass(slots=True)
-class OpenGroup:
-    """A group that was admitted and has no fate yet."""
+class LedgerEntry:
+    """An admitted group that has no fate yet."""
 
     prompt: Prompt
     episodes: int
@@ -61,7 +61,7 @@ class Ledger:
         self.admitted = 0
         self.episodes = episodes
         """Number of episodes of each group that is admitted from now on."""
-        self.open: dict[int, OpenGroup] = {}
+        self.open: dict[int, LedgerEntry] = {}
         """Open groups by their numbers, in the order of their admission."""
         self._fates: Counter[Fate] = Counter()
         self._episode_fates: Counter[Fate] = Counter()
@@ -70,7 +70,7 @@ class Ledger:
         """Open a new group for ``prompt``. Returns the group's number."""
         number = self.admitted
         self.admitted += 1
-        self.open[number] = OpenGroup(prompt, self.episodes)
+        self.open[number] = LedgerEntry(prompt, self.episodes)
         return number
 
     def settle(self, number: int, fate: Fate) -> None:
@@ -123,7 +123,7 @@ class Ledger:
         self._episode_fates = Counter({Fate(fate): count for fate, count in state["episode_fates"].items()})
         for number, size, failed in state["open_episodes"]:
             if number in open_prompts:
-                self.open[number] = OpenGroup(open_prompts[number], size, failed)
+                self.open[number] = LedgerEntry(open_prompts[number], size, failed)
 
 
 DISCARDED_VERSIONS = 10

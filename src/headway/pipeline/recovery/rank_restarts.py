@@ -233,7 +233,7 @@ async def redo_actor(
 
 
 async def redo_critic(actor: Actor, checkpoints: CheckpointManager) -> int:
-    """Bring a critic on ranks of its own to where it was. Returns how many batches were redone."""
+    """Bring a critic with own ranks to where it was. Returns how many batches were redone."""
     assert actor.critic is not None, "its ranks were started again"
     at = await checkpoints.load_newest(CRITIC)
     return await actor.critic.redo(actor.since(at))

@@ -61,7 +61,7 @@ class TrainerLease:
     """Turns of the trainer's ranks, and of their devices where generation shares them and has them between turns."""
 
     def __init__(self, state: RunState, pool: ReplicaPool, *, shared: bool) -> None:
-        """``shared``: False where the trainer has devices of its own, and nothing changes hands."""
+        """``shared``: False where the trainer alone has its devices: nothing changes hands."""
         self.turn = asyncio.Lock()
         """Lock for calls of the trainer, which ActorTrain and ParamUpdate make."""
         self._state, self._pool, self._shared = state, pool, shared

@@ -60,9 +60,9 @@ class Generate(Stage[Share, Group]):
     async def process_data(self, share: Share) -> AsyncGenerator[Group, None]:
         with self._waiting_within(", ".join(replica.name for replica in self._pool.serving)):
             async for group in self._episode_workers.generate(share):
-                open_group = self._state.ledger.open[group.number]
-                if not open_group.made:  # else it was reported before the checkpoint
-                    open_group.made = True
+                entry = self._state.ledger.open[group.number]
+                if not entry.made:  # else it was reported before the checkpoint
+                    entry.made = True
                     self._report(group)
                 if self._state.samples is not None:
                     self._state.samples.generated(group, now())

@@ -192,9 +192,9 @@ class Reward(Stage[Group, Group]):
             group.baseline = float(shaped[n])
             rewards, own, compared = rewards[:n], own[:n], compared[:n]
         parts = {name: values[:n] for name, values in scores.parts.items()} if len(scores.parts) > 1 else {}
-        open_group = self._state.ledger.open[group.number]
-        if not open_group.scored:  # else it was reported before the checkpoint
-            open_group.scored = True
+        entry = self._state.ledger.open[group.number]
+        if not entry.scored:  # else it was reported before the checkpoint
+            entry.scored = True
             self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
         if self._state.samples is not None:
             self._state.samples.rewarded(group.number, scores, group.baseline, now())
