@@ -18,7 +18,6 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from headway.api.eval.evaluation_settings import EvaluationJob
     from headway.api.eval.figures import Estimate, Figures, Solved
@@ -169,6 +168,8 @@ def print_figures(
     threshold: float,
 ) -> None:
     """Print the evaluation's figures and how they were measured, also by source where there are several."""
+    from rich.table import Table
+
     from headway.api.eval.figures import by_source, figures
     from headway.data.tokenize import bad_rows, reasons_told, total
     from headway.reports import human
@@ -193,7 +194,9 @@ def print_figures(
         lines[f"pass@{k}"] = _pass(every, k) + (f"  {correct}" if k == ks[0] else "")
     lines["length"] = f"mean {every.mean_tokens:.1f}, longest {human.count(every.max_tokens)} tokens"
     lines["cut off"] = f"{human.share(every.cut_off)} of the answers, at {human.count(limit)} tokens"
-    table = _grid(lines)
+    table = Table.grid(padding=(0, 2))
+    for name, value in lines.items():
+        table.add_row(name, value)
     if unusable := bad_rows(left_out):
         table.add_row("left out", f"{human.count(unusable)} rows that cannot be used: {reasons_told(left_out)}")
     if too_long := total(left_out) - unusable:
@@ -229,15 +232,6 @@ def _reasons(failures: Iterable[str | None]) -> str:
     reasons = list(dict.fromkeys(failure for failure in failures if failure is not None))
     more = f", and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
     return f"{reasons[0]}{more}"
-
-
-def _grid(lines: Mapping[str, str]) -> Table:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    for name, value in lines.items():
-        table.add_row(name, value)
-    return table
 
 
 def print_samples(console: Console, solved: Sequence[Solved], count: int) -> None:
