@@ -85,7 +85,7 @@ def test_the_latency_of_a_batch_passes_within_its_first_step() -> None:
         trainer = SimulatedTrainer(cost, update, SimulatedTransport(update), fetch_s=1.0)
         times = []
         for _ in range(2):
-            trainer.batch_prepared()
+            await trainer.begin_batch([])
             for _ in range(2):
                 await trainer.train_step([], StepContext())
                 times.append(now())

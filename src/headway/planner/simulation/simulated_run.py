@@ -27,7 +27,6 @@ from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.config.sizing.placement import concurrent, needs_logp, needs_reference
 from headway.config.transport_facts import TRANSPORTS
-from headway.data.types import Column, Outcomes, TrainSample
 from headway.errors import ConfigError
 from headway.events import Observer
 from headway.pipeline.run import Pipeline, Status
@@ -131,7 +130,7 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         episode_workers=[EpisodeWorker("episode-worker", hosting=_hosting(profile, config, replicas))],
         trainer=trainer,
         reward=SimulatedReward(profile.reward, seed),
-        advantages=partial(_advantages, trainer),
+        advantages=zero_advantages,
         group_filter=_without_variance if config.algorithm.filter_groups.enable else None,
         reference=trainer if needs_reference(config) else None,
         proximal=trainer if needs_logp(config) else None,
@@ -145,14 +144,6 @@ def _hosting(profile: Profile, config: Config, replicas: Sequence[SimulatedRollo
     programs = SimulatedPrograms(profile.program)
     at_once = sum(2 * replica.slots for replica in replicas)
     return Hosting(programs, SimulatedRecord, limits_of(config), seed=config.run.seed, held_out_at_once=at_once)
-
-
-async def _advantages(
-    trainer: SimulatedTrainer, samples: Sequence[TrainSample], outcomes: Outcomes
-) -> dict[str, list[Column]]:
-    """Tell the trainer that a batch is prepared, and return advantages without contents. Called once for each batch."""
-    trainer.batch_prepared()
-    return await zero_advantages(samples, outcomes)
 
 
 def _update_costs(profile: Profile, config: Config) -> UpdateProfile:

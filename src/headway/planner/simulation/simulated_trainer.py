@@ -3,7 +3,7 @@
 ranks      train_step | forward_logprobs | gather | copy_state  one at a time
 beside     send_gathered to any number of replicas, from the copy that gather made; save
 
-What the driver does for a batch beside these passes is within the first step after its advantages.
+What the driver does for a batch beside these passes is within its first step.
 
 `SimulatedTransport` brings weights to replicas:
 
@@ -140,13 +140,10 @@ class SimulatedTrainer:
         self._sending = 0
         """Number of transfers of the copy that are under way."""
 
-    def batch_prepared(self) -> None:
-        """Note that a batch's advantages were computed: the next step is the first one of a batch."""
-        self._owed_s = self._fetch_s
-
     async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
         """Divide the batch over the data ranks. They have no tokens, and hold none."""
         self._division.begin(mini_batches)
+        self._owed_s = self._fetch_s
 
     async def end_batch(self) -> None:
         self._division.end()
