@@ -23,6 +23,7 @@ from headway.config.sizing.placement import (
     most_in_flight,
     needs_critic,
     needs_greedy_baseline,
+    needs_logp,
     needs_reference,
 )
 from headway.config.sizing.run_memory import restarts_trainer
@@ -63,9 +64,11 @@ def facts(config: Config) -> dict[str, Any]:
         "group_relative": estimator in GROUP_RELATIVE,
         "group_tokens": prompt + n * response,
         "groups_per_version": b,
+        "joins_nothing": not _names_a_cluster(config.cluster.address),
         "least_lag": floor(1 + eta - Fraction(1, b)),
         "longest": prompt + response,
         "made": config.model.path is None and config.model.make is not None,
+        "mesh_ranks": config.actor.parallel.least_ranks,
         "most_in_flight": in_flight,
         "named_trackers": not {"wandb", "mlflow", "trackio"}.isdisjoint(config.reports.trackers),
         "one_replica": not trainer.use_nodes_ratios and (config.rollout.replicas == 1 or shared),
@@ -75,16 +78,27 @@ def facts(config: Config) -> dict[str, Any]:
         "prometheus": "prometheus" in config.reports.trackers,
         "prompt_keys": bool(sources) and all(source.prompt_key is not None for source in sources),
         "python_tool": PYTHON in config.agent.tools,
+        "recomputed": needs_logp(config),
         "reference": needs_reference(config),
         "restarts": restarts_trainer(config),
+        "reward_tries": 1 + config.reward.retries,
         "shares_prompts": config.model.packing == "shared" and n > 1,
         "slowest_reward": config.reward.timeout_s * (1 + config.reward.retries),
+        "task_reward": "task" in config.reward.names,
         "takes_turns": shared and config.async_training.trigger_parameter_sync_step > 1,
+        "training_ranks": trainer.nnodes * trainer.n_gpus_per_node,
         "transport": transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared),
         "two_answers": prompt + 2 * response,
         "useful_slots": max(in_flight, MOST_SLOTS),
         "weighs_behaviour": loss.weighs_behaviour,
     }
+
+
+def _names_a_cluster(address: str | None) -> bool:
+    """Tell whether ``address`` may be one of Ray's: none, ``auto``, or a host and its port."""
+    host, _, port = (address or "auto").removeprefix("ray://").rpartition(":")
+    names_a_port = host and "/" not in host and port.isascii() and port.isdigit() and 0 < int(port[:9]) < 65536
+    return address in (None, "auto") or bool(names_a_port)
 
 
 def problems(part: str, known: Mapping[str, Any]) -> Iterator[str]:

@@ -78,12 +78,9 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _reward(config: Config) -> Iterator[str]:
-    reward, data = config.reward, config.data
-    labels = [one.label for one in reward.all]
+    labels = [one.label for one in config.reward.all]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         yield f"reward.functions: {', '.join(twice)} is the name of more than one; give them names of their own"
-    if any(one.function == "task" for one in reward.all) and data.task is None:
-        yield "reward.function=task is data.task's verifier, and no task is given; use exact_match or file.py:function"
 
 
 def _sampling(config: Config) -> Iterator[str]:
@@ -134,11 +131,6 @@ def _devices(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    if config.cluster.placement == "shared" and LOGP in placement.devices and not placement.shared(LOGP, ACTOR):
-        yield (
-            f"logp.nnodes={config.logp.nnodes} with cluster.placement=shared: weights are handed over within the "
-            "trainer's processes there and reach no others; set logp.nnodes=0, or cluster.placement=split"
-        )
     yield from _mesh(config, placement)
     for argument in sorted(OF_DEVICES & set(config.rollout.engine_kwargs)):
         yield (
@@ -149,7 +141,7 @@ def _devices(config: Config) -> Iterator[str]:
 
 def _mesh(config: Config, placement: Placement) -> Iterator[str]:
     parallel = config.actor.parallel
-    if parallel.is_plain or config.cluster.backend == "inline":  # one rank, which `_backend` says
+    if parallel.is_plain or config.cluster.backend == "inline":  # one rank, which a rule says
         return
     for role in (ACTOR, REF, LOGP, CRITIC):
         own = placement.devices.get(role, ())
@@ -169,32 +161,6 @@ def _mesh(config: Config, placement: Placement) -> Iterator[str]:
                 f"{config.trainer.n_gpus_per_node} each: some would be on two; give shares that begin and end with a "
                 "machine, or lower cp or tp"
             )
-
-
-def _backend(config: Config) -> Iterator[str]:
-    if config.cluster.backend == "ray":
-        address = config.cluster.address
-        if address is not None and address != "auto" and not _names_a_port(address):
-            yield (
-                f"cluster.address={address!r}: expected host:port, as `ray start --head` printed it, or auto; leave it "
-                "out to start Ray here"
-            )
-        return
-    if config.trainer.use_nodes_ratios is None:
-        ranks = {
-            "trainer.*": config.trainer.nnodes * config.trainer.n_gpus_per_node,
-            "actor.parallel": config.actor.parallel.least_ranks,
-        }
-        if asks := [f"{setting} asks for {count}" for setting, count in ranks.items() if count > 1]:
-            yield (
-                f"cluster.backend=inline has one process, so one training rank; {' and '.join(asks)}; set "
-                "cluster.backend=ray, or leave that out"
-            )
-
-
-def _names_a_port(address: str) -> bool:
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    return bool(host) and "/" not in host and port.isascii() and port.isdigit() and 0 < int(port[:9]) < 65536
 
 
 def _update(config: Config) -> Iterator[str]:
@@ -238,7 +204,7 @@ PARTS: Mapping[str, tuple[Callable[[Config], Iterator[str]], ...]] = {
     "algorithm": (_algorithm,),
     "asynchrony": (),
     "devices": (_devices,),
-    "backend": (_backend,),
+    "backend": (),
     "update": (_update,),
 }
 """Parts of the configuration, in the order in which problems are told, with the checks that compute something."""

@@ -76,7 +76,7 @@ def read(given: str) -> SettingsFile:
             return _of_yaml(text, source)
         case ".toml":
             try:
-                source.settings = dict(_flat(tomllib.loads(text), empty=True))
+                source.settings = dict(_flat(tomllib.loads(text)))
             except (tomllib.TOMLDecodeError, RecursionError) as error:
                 raise ConfigError(f"{path}: not valid TOML: {_first_line(error)}") from error
             return source
@@ -278,15 +278,15 @@ def _processes(launcher: Sequence[str]) -> Iterator[tuple[str, Any]]:
         yield PROCESSES, prod(counts) if all(type(count) is int for count in counts) else unresolved(said)
 
 
-def _flat(values: Mapping[Any, Any], prefix: str = "", *, empty: bool = False) -> Iterator[tuple[str, Any]]:
-    """Flatten sections; lists of sections get an index, as in ``env[0].id``. Empty sections are values, or nothing."""
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten sections; lists of sections get an index, as in ``env[0].id``."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{key}.", empty=empty)
+            yield from _flat(value, f"{key}.")
         elif isinstance(value, list) and value and all(isinstance(one, Mapping) and one for one in value):
             for i, one in enumerate(value):
-                yield from _flat(one, f"{key}[{i}].", empty=empty)
+                yield from _flat(one, f"{key}[{i}].")
         else:
             yield key, _number(value)
 

@@ -241,29 +241,8 @@ def trainer_mode(value: Any, given: Given) -> Translated:
 
 
 def guessed(given: Given) -> dict[str, Any]:
-    """Return the program that the settings are for, and its defaults where they are not Headway's."""
-    asynchronous = any(key.startswith("async_training.") for key in given)
+    """Return the program that the settings are for, where the file does not name it."""
+    if any(key.startswith("async_training.") for key in given):
+        return {PROGRAM: FULLY_ASYNC}
     apart = given.get("rollout.nnodes", 0) not in (0, None)  # a whole configuration of main_ppo says 0
-    guess = FULLY_ASYNC if asynchronous else ONE_STEP_OFF if apart else PPO
-    chosen = program({PROGRAM: guess, **given})
-    values: dict[str, Any] = {PROGRAM: guess, "data.train_batch_size": 0 if chosen == FULLY_ASYNC else 1024}
-    if chosen == FULLY_ASYNC:
-        values |= {
-            "async_training.staleness_threshold": 0.1,
-            "async_training.trigger_parameter_sync_step": 4,
-            "async_training.require_batches": 1,
-            "async_training.partial_rollout": True,
-            "rollout.test_freq": 1,
-            "rollout.total_rollout_steps": 100,
-        }
-    else:
-        values |= {
-            "algorithm.rollout_correction.bypass_mode": chosen == ONE_STEP_OFF,
-            "trainer.test_freq": -1,
-            "trainer.total_epochs": 30,
-        }
-    if chosen in (COLOCATE_ASYNC, SEPARATE_ASYNC):
-        values |= {f"trainer.v1.{chosen}.num_warmup_batches": 1}
-    if chosen not in SHARED:
-        values |= {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}
-    return values
+    return {PROGRAM: ONE_STEP_OFF if apart else PPO}
