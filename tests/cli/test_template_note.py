@@ -14,7 +14,7 @@ PROGRAM, TOOLS = {"program": "agent.py:run"}, {"tools": ["agent.py:look_up"]}
 @pytest.mark.parametrize(
     ("template", "agent", "says"),
     [
-        ("qwen3", PROGRAM, "cuts thinking out of the history before a user's message"),
+        ("qwen3", PROGRAM, "changes the history once a message follows thinking"),
         ("qwen3", {}, None),
         ("qwen2_5", PROGRAM, None),
         ("llama3", PROGRAM, None),

@@ -10,8 +10,7 @@ import pytest
 
 from headway.agents.adapters.program_loader import load_tools
 from headway.agents.interface.tool import Toolbox
-from headway.agents.tools.mcp_connection import McpServerSpec
-from headway.agents.tools.mcp_servers import McpServer
+from headway.agents.tools.mcp_servers import McpServer, McpServerSpec
 from headway.data.files import Columns, read_records
 from headway.runtime.user_code import load_function, load_object
 from tests.agents.programs.scripted import start

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from headway.agents.endpoint.anthropic_messages import Messages
-from headway.agents.endpoint.chat_completions import ChatCompletions
+from headway.agents.endpoint.completions import ChatCompletions
 from headway.agents.endpoint.dialect import Dialect
 from headway.agents.endpoint.responses import Responses
-from headway.agents.endpoint.turns import MadeTurn, TurnNote
-from headway.agents.interface.program_messages import Access, TurnAnswer, TurnRequest, calls_made
+from headway.agents.interface.program_messages import Access, MadeTurn, TurnAnswer, TurnNote, TurnRequest, calls_made
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import SampledTokens
 from tests.agents.endpoint.served import endpoint as serving

@@ -17,9 +17,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from headway.agents.chat.conversations import Draft, PromptKind
-from headway.agents.endpoint.turns import TurnNote
 from headway.agents.episodes.episode_tokens import ChatRecord
-from headway.agents.interface.program_messages import Access
+from headway.agents.interface.program_messages import Access, TurnNote
 from tests.agents.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.agents.episodes.conftest import renderer_of
 

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from headway.agents.endpoint.sessions import AgentSession
-from headway.agents.endpoint.turns import MadeTurn, TurnNote
-from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
+from headway.agents.interface.program_messages import MadeTurn, TurnAnswer, TurnNote, TurnRequest, said
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import SampledTokens
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from headway.agents.chat.conversations import Conversations
-from headway.agents.chat.template_checks import try_template
 from headway.agents.chat.tool_calls import choose_parser
 from headway.agents.episodes.token_tree import TokenTree
 from headway.agents.interface.program_messages import said
@@ -31,7 +30,7 @@ def add(a: int, b: int) -> int:
 )
 async def test_calls_good_and_bad_are_answered_and_all_that_was_sampled_is_trained(template, forks):
     renderer, tool = renderer_of(template), make_tool(add, "here")
-    report, parser = try_template(renderer, tools=True), choose_parser(renderer)
+    parser = choose_parser(renderer)
     chats, transcript, chat = Conversations(renderer), TokenTree(), [said("user", "add 1 and 2")]
     call = renderer.example_call("add", {"a": 1, "b": 2}).removeprefix("<think>\n\n</think>\n\n")
     told, everything = [], []
@@ -47,7 +46,7 @@ async def test_calls_good_and_bad_are_answered_and_all_that_was_sampled_is_train
         chat.append(answer.message)
         if answer.calls:
             texts = [one.error or (await tool.call(one.arguments)).text for one in answer.calls]
-            chat += replace(answer, error_role=report.error_role).results(texts)
+            chat += replace(answer, error_role=renderer.error_role).results(texts)
             told += texts
     assert [text[:30] for text in told] == [
         "3",

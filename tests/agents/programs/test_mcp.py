@@ -14,8 +14,7 @@ import pytest
 from headway.agents.adapters.environment_loop import ToolLoop
 from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
 from headway.agents.interface.tool import Toolbox, make_tool
-from headway.agents.tools.mcp_connection import McpServerSpec
-from headway.agents.tools.mcp_servers import McpServer
+from headway.agents.tools.mcp_servers import McpServer, McpServerSpec
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.agents.programs.scripted import Script, calling, play, start
 from tests.agents.programs.served import served
@@ -212,13 +211,17 @@ def answering(call: Any, **others: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ({"content": [], "structuredContent": {"at": "a"}}, ProgramFailed, "forbids: structuredContent.at: 'a' is not"),
+        ({"content": [], "structuredContent": {"at": "a"}}, ProgramFailed, "with what is wrong: .*'a' is not"),
         ({"content": []}, ProgramFailed, "has an output schema but did not return structured content"),
-        ({"content": "text"}, ProgramFailed, "with what its schema forbids: content is 'text', expected a valid list$"),
-        ({"weather": "fine"}, ProgramFailed, "what its schema forbids: content is missing in {'weather': 'fine'}$"),
-        ({"content": [{"type": "video"}]}, ProgramFailed, r"forbids: content\.0\.type is 'video', expected 'text'$"),
-        ({"content": [{"type": "text"}]}, ProgramFailed, r"forbids: content\.0\.text is missing in {'type': 'text'}$"),
-        (ValueError("<html>"), ProgramFailed, "answered the call of its tool 'place' with what is not MCP: .*<html>"),
+        ({"content": "text"}, ProgramFailed, "with what is wrong: content: Input should be a valid list$"),
+        ({"weather": "fine"}, ProgramFailed, "with what is wrong: content: Field required$"),
+        (
+            {"content": [{"type": "video"}]},
+            ProgramFailed,
+            r"is wrong: content\.0\..*type: Input should be 'text'$",
+        ),
+        ({"content": [{"type": "text"}]}, ProgramFailed, r"with what is wrong: content\.0\..*text: Field required$"),
+        (ValueError("<html>"), ProgramAway, "'place' was waited for 0.2 s"),
         (None, ProgramAway, "'place' was waited for 0.2 s, and the server did not answer .agent.mcp.far.timeout_s"),
         ("ends", ProgramAway, "the server went away during the call of its tool 'place': Connection closed"),
     ],
@@ -252,11 +255,15 @@ async def test_after_a_server_has_hung_or_ended_the_next_call_connects_anew():
 @pytest.mark.parametrize(
     ("others", "error", "message"),
     [
-        ({"initialize": None}, ProgramAway, "far: it was waited for 0.2 s, and did not answer; raise .*"),
-        ({"initialize": ValueError("hello")}, UserCodeError, "did not answer; it wrote .*hello.*, which is not MCP"),
-        ({"initialize": {"name": "x"}}, UserCodeError, "to it: its answer is not MCP: capabilities is missing in"),
-        ({"tools/list": {"tools": "none"}}, UserCodeError, "what its schema forbids: tools is 'none', expected"),
-        ({"tools/list": None}, ProgramAway, "list of tools was waited for 0.2 s, and the server did not answer; raise"),
+        (
+            {"initialize": None},
+            ProgramAway,
+            "far: it was waited for 0.2 s, and did not answer",
+        ),
+        ({"initialize": ValueError("hello")}, ProgramAway, "did not answer .agent.mcp.far.timeout_s"),
+        ({"initialize": {"name": "x"}}, UserCodeError, "cannot connect to it: capabilities: Field required"),
+        ({"tools/list": {"tools": "none"}}, UserCodeError, "with what is wrong: tools: Input should be"),
+        ({"tools/list": None}, ProgramAway, "list of tools was waited for 0.2 s, and the server did not answer"),
         ({"tools/list": {"tools": [PLACE, PLACE]}}, UserCodeError, "the server lists two tools named 'place', and"),
         ({"tools/list": {"tools": [PLACE | {"name": "a b"}]}}, UserCodeError, "name 'a b'; expected 1 to 128 of"),
         ({"tools/list": {"tools": []}}, UserCodeError, "the server has no tools; take it out"),
@@ -266,14 +273,6 @@ async def test_after_a_server_has_hung_or_ended_the_next_call_connects_anew():
 def test_what_is_no_server_of_tools_is_refused_before_the_run(others, error, message):
     with pytest.raises(error, match=message):
         program(in_memory("far", written(answering(None, **others)), timeout_s=0.2))
-
-
-def test_what_a_server_writes_beside_its_answers_is_told_in_one_line(capsys):
-    server = in_memory("far", written(answering(None, **{"tools/list": [ValueError("<html>"), {"tools": [PLACE]}]})))
-    server.load()
-    assert [tool.name for tool in server.tools] == ["place"]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("agent.mcp.far: the server wrote 'ValueError: <html>' beside its answers, which is not MCP")
 
 
 # A server's process
@@ -306,16 +305,15 @@ def test_commands_that_are_no_servers_are_refused_with_what_they_wrote(caplog):
     ):
         McpServer(McpServerSpec("ends", command=("false",))).load()
     greeting = ("sh", "-c", "echo hello, I am no server; cat > /dev/null")
-    with pytest.raises(
-        UserCodeError, match=r"was waited for 2 s, and did not answer; it wrote 'hello, I am no server'"
-    ):
+    with pytest.raises(UserCodeError, match=r"was waited for 2 s, and did not answer .* what it printed is above"):
         McpServer(McpServerSpec("chatters", command=greeting, timeout_s=2.0)).load()
     assert [one for one in caplog.records if one.exc_info] == []  # the SDK's tracebacks
+    assert "hello, I am no server" in caplog.text
     with pytest.raises(UserCodeError, match=r"agent.mcp.no.command: there is no command 'no-such-server'; install "):
         McpServer(McpServerSpec("no", command=("no-such-server",))).load()
     with pytest.raises(UserCodeError, match=r"agent.mcp.no.command: there is no command 'python'"):
         McpServer(McpServerSpec("no", command=("python",), env={"PATH": "/nowhere"})).load()
-    with pytest.raises(UserCodeError, match=r"agent.mcp.no.env: there is no variable 'UNSET' for \$UNSET; set it by"):
+    with pytest.raises(UserCodeError, match=r"agent.mcp.no.env: '\$UNSET' has a \$ without a variable"):
         McpServer(McpServerSpec("no", command=("true",), env={"KEY": "$UNSET"})).load()
 
 
@@ -347,7 +345,7 @@ async def test_a_server_is_called_over_http_with_the_headers_that_it_wants(monke
         await play(loaded, ask := Script(calling(("add", {"a": 1}), ("fail", {})), "done"))
         assert heard(ask) == ["3", "Error: fail failed: the disk is full"]
         assert set(keys) == {b"Bearer s3"}
-        page = r"agent.mcp.page: cannot connect to http://.*/elsewhere: MCPError: Not Found; correct agent.mcp.page"
+        page = r"agent.mcp.page: cannot connect to http://.*/elsewhere: MCPError: Not Found$"
         with pytest.raises(UserCodeError, match=page):
             await asyncio.to_thread(McpServer(McpServerSpec("page", url=f"http://{address}/elsewhere")).load)
     with pytest.raises(ProgramAway, match=r"agent.mcp.far: cannot connect to|agent.mcp.far: the server"):

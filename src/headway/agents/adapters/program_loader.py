@@ -37,11 +37,10 @@ from headway.agents.adapters.trl_environments import TrlProgram, tool_names
 from headway.agents.adapters.verl_loop import VerlLoop, is_verl_loop
 from headway.agents.adapters.verl_tools import is_tool_object, load_tool_config, make_verl_tool, names_a_tool_config
 from headway.agents.interface.program_chat import Ask, Chat, Tally
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription, SentMessages
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
 from headway.agents.interface.tool import Tool, Toolbox, ToolSource, make_tool
 from headway.agents.interface.user_calls import AskedTooOften, failing, seed_generators
-from headway.agents.tools.mcp_connection import McpServerSpec
-from headway.agents.tools.mcp_servers import McpServer
+from headway.agents.tools.mcp_servers import McpServer, McpServerSpec
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, UserCodeError, cut, shown
 from headway.runtime.sandbox.python_tool import PYTHON, python_tool
 from headway.runtime.sandbox.sandbox import Sandbox
@@ -107,8 +106,6 @@ class LoadedProgram:
             ProgramFailed: the program failed; the message names the user's code, and standard error has the traceback.
         """
         tally = Tally()
-        if start.messages_are_kept:
-            ask = SentMessages(ask).ask
         if not self._program.is_async:
             seed_generators(start.seed)
         try:

@@ -167,6 +167,16 @@ class ChatRenderer:
                 "describe the tools in the prompt and leave agent.tools and chat.turn(tools=…) out"
             )
 
+    @cached_property
+    def error_role(self) -> str:
+        """Role of the message that tells the model of a call that could not be read, in an answer without any other:
+        ``tool``, or ``user`` where the template wants a call before each result."""
+        answered = [said("assistant", "ok"), tool_result(CALL_ID, "look_up", MARK)]
+        try:
+            return "tool" if self.render([said("user", "x"), *answered, *answered]).count(MARK) == 2 else "user"
+        except DataError:
+            return "user"
+
     def example_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """A call as the template writes it in an answer; None where it writes none."""
         return self._example_call(name, arguments, CALL_ID) or self._example_call(

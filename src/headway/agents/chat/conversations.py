@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.agents.chat.chat_messages import (
+    THINKING,
     digest_of,
     marked,
     message_key,
@@ -38,8 +39,9 @@ from headway.agents.chat.chat_messages import (
     plain_messages,
     without_reasoning,
 )
-from headway.agents.chat.chat_template import ChatRenderer
-from headway.agents.interface.program_messages import Message, ToolSchema, said
+from headway.agents.chat.chat_template import CALL_ID, ChatRenderer, probe_tool
+from headway.agents.interface.program_messages import Message, ToolSchema, calls_made, said, tool_result
+from headway.errors import DataError
 
 
 class PromptKind(StrEnum):
@@ -104,8 +106,6 @@ class Conversations:
         self._renderer = renderer
         self._answers: dict[bytes, _StoredAnswer] = {}
         """Answers by the digest of the messages up to them."""
-        self._known: dict[int, tuple[Mapping[str, Any], Message, bytes]] = {}
-        """The messages of the last turn by their identity: as they were given, plain, and the digest of their keys."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> ChatPrompt:
         """The prompt of the turn that answers ``messages``. Raises as `draft` and `ChatRenderer.encode` do."""
@@ -123,10 +123,10 @@ class Conversations:
         if tools:
             self._renderer.demand_tools()
         answered = self._answers.copy()  # this may be called in a thread
-        chat, keys = self._compared(messages)
+        chat = plain_messages(messages)
         digests = [digest_of(json.dumps(list(tools or ()), sort_keys=True, default=str))]
-        for key in keys:
-            digests.append(digest_of(key, digests[-1]))
+        for message in chat:
+            digests.append(digest_of(message_key(message), digests[-1]))
         last = next((i for i in reversed(range(len(chat))) if digests[i + 1] in answered), None)
         if last is None:
             return self._whole(PromptKind.NEW, chat, tools, digests[-1])
@@ -163,7 +163,7 @@ class Conversations:
         stored = _StoredAnswer(prompt.parts, prompt.answers, prompt.text, ids, forms[0])
         for form in map(normalise, forms):
             for sent in (form, without_reasoning(form)):  # clients may keep what they show alone
-                self._answers[digest_of(digest_of(message_key(sent)), prompt.digest)] = stored
+                self._answers[digest_of(message_key(sent), prompt.digest)] = stored
 
     def _behind(
         self,
@@ -182,20 +182,6 @@ class Conversations:
         same = _extent(text[:start]) == stored.text
         return (self._renderer.tail(start, text, form, marks[last]) if same else None), text, answers
 
-    def _compared(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[bytes]]:
-        """The messages, plain, and the digests of their keys. Of those that the last turn had nothing is made anew."""
-        before, known = self._known, {}
-        for message in messages:
-            if (found := before.get(id(message))) is None or found[0] is not message:
-                (plain,) = plain_messages([message])
-                found = message, plain, digest_of(message_key(plain))
-            known[id(message)] = found
-        self._known = known
-        chat = [known[id(message)] for message in messages]
-        if not chat:
-            plain_messages(messages)
-        return [plain for _, plain, _ in chat], [digest for _, _, digest in chat]
-
     def _whole(
         self,
         kind: PromptKind,
@@ -213,3 +199,51 @@ class Conversations:
 def _extent(text: str) -> tuple[int, bytes]:
     """The length and the digest of ``text``."""
     return len(text), digest_of(text)
+
+
+def history_note(renderer: ChatRenderer, *, tools: bool) -> str | None:
+    """Warn of what the template of ``renderer`` rewrites in the history, found by rendering small chats; else None.
+
+    Raises:
+        ConfigError: there are to be ``tools``, and the template does not show them.
+    """
+    question, system, name = said("user", "x"), said("system", "s"), "look_up"
+    opened = [pair for pair in THINKING if renderer.generation_prompt.rstrip().endswith(pair[0])]
+    thoughts = [f"{'' if opened else start}\nwell\n{end}\n\n" for start, end in opened or THINKING]
+    plain = thoughts[0] if opened else ""
+    called, result = [(CALL_ID, name, {"x": "y"})], tool_result(CALL_ID, name, "z")
+    trials: list[tuple[str, list[Message], Message, Message]] = [
+        ("an answer", [question], said("assistant", f"{plain}ok"), said("user", "z")),
+        ("an answer behind a system prompt", [system, question], said("assistant", f"{plain}ok"), said("user", "z")),
+        *(("thinking", [question], said("assistant", f"{one}ok"), said("user", "z")) for one in thoughts),
+    ]
+    if tools:
+        trials += [
+            ("a tool call", [question], calls_made(plain, called), result),
+            ("a tool call with text", [question], calls_made(f"{plain}ok", called), result),
+            *(("a tool call with thinking", [question], calls_made(one, called), result) for one in thoughts),
+        ]
+    schemas = [probe_tool(name)] if tools else []
+    rewritten = [
+        what for what, start, answer, follow in trials if not _extends(renderer, start, answer, follow, schemas)
+    ]
+    if not rewritten:
+        return None
+    return (
+        f"the model's chat template changes the history once a message follows {', '.join(dict.fromkeys(rewritten))}. "
+        "The next prompt then does not begin with the ids that were sampled: it is rendered whole, prefilled again, "
+        "and begins a further sample (a fork, counted in the metrics). To avoid that, give the tokenizer a template "
+        "that only appends"
+    )
+
+
+def _extends(
+    renderer: ChatRenderer, start: Sequence[Message], answer: Message, follow: Message, tools: Sequence[ToolSchema]
+) -> bool:
+    """Tell whether the prompt after ``follow`` is that of ``start``, the answer and a tail; also if it is refused."""
+    chats = Conversations(renderer)
+    try:
+        chats.answered(chats.prompt(start, tools), renderer.encode("ok"), answer)
+        return chats.prompt([*start, answer, follow], tools).kind is PromptKind.EXTENDED
+    except DataError:
+        return True  # a chat that the template refuses has no turns

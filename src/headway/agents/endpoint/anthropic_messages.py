@@ -6,8 +6,8 @@ Fields: https://docs.anthropic.com/en/api/messages
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -15,23 +15,16 @@ from headway.agents.endpoint.dialect import (
     Body,
     Dialect,
     ParsedRequest,
-    Positive,
     RequestRefused,
-    Setting,
-    TextCodec,
     call,
-    ends,
     event,
-    function_tools,
+    made_calls,
     name_of,
-    named,
-    read_body,
     role_of,
     text_of,
     wrong,
 )
-from headway.agents.endpoint.turns import MadeTurn
-from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, finite, said
+from headway.agents.interface.program_messages import MadeTurn, Message, said
 
 _ERRORS = {
     400: "invalid_request_error",
@@ -51,18 +44,8 @@ _SIGNATURE = "headway"
 class _MessagesBody(Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    max_tokens: int | None = Positive
-    stop_sequences: list[str] | None = None
-    output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    context_management: Setting = None
-    container: Setting = None
+    stop: str | list[str] | None = Field(default=None, alias="stop_sequences")
     thread: Any = None
-    mcp_servers: Any = None
-    compaction: Any = None
 
 
 class Messages(Dialect):
@@ -70,47 +53,27 @@ class Messages(Dialect):
 
     path = "/v1/messages"
     counts = "/v1/messages/count_tokens"
+    body = _MessagesBody
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("mcp_servers", "compaction"), "none: the policy answers, and the server does nothing besides"
+    )
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
         details = {"details": {"error_code": code}} if code == _UNTHREADED else {}
         return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": message, **details}}
 
-    def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
-        asked = read_body(_MessagesBody, body)
+    def messages(self, asked: _MessagesBody) -> list[Message]:
         if asked.thread is not None:
             raise RequestRefused(
                 400, _UNTHREADED, "the request's body: thread: threads are not kept here; send all messages, without it"
             )
-        for name in ("mcp_servers", "compaction"):
-            if getattr(asked, name):
-                raise wrong(name, getattr(asked, name), "none: the policy answers, and the server does nothing besides")
-        choice = (asked.tool_choice or {}).get("type", "auto")
-        sampling = asked.sampling()
-        if choice not in ("auto", "none"):
-            sampling["tool_choice"] = asked.tool_choice
-        if (asked.tool_choice or {}).get("disable_parallel_tool_use") is True:
-            sampling["parallel_tool_calls"] = False
-        if asked.thinking is not None:
-            sampling["thinking"] = asked.thinking.get("type")
-        if (effort := (asked.output_config or {}).get("effort")) is not None:
-            sampling["output_config.effort"] = effort
-        form = asked.output_format or (asked.output_config or {}).get("format")
-        if form is not None:
-            sampling["output_format"] = form.get("type") if isinstance(form, dict) else form
         messages = [said("system", system)] if (system := text_of(asked.system, "system")) else []
         for n, message in enumerate(asked.messages):
             messages += _plain(message, f"messages.{n}")
         if messages[-1]["role"] == "assistant":
             where = f"messages.{len(asked.messages) - 1}.role"
             raise wrong(where, "assistant", "user: the policy begins its answers, and does not go on with yours")
-        tools = _tools(asked.tools)
-        request = TurnRequest(
-            named(messages),
-            None if choice == "none" else tools,
-            asked.max_tokens,
-            **ends(asked.stop_sequences),
-        )
-        return ParsedRequest(request, asked.model, bool(asked.stream), sampling, asked, texts)
+        return messages
 
     def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
         return {
@@ -182,16 +145,6 @@ def _answer(content: list[Any], where: str) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _tools(tools: Sequence[dict[str, Any]] | None) -> list[ToolSchema] | None:
-    for n, tool in enumerate(tools or ()):
-        if tool.get("type") not in (None, "custom"):
-            raise wrong(f"tools.{n}", tool, '{"name": …, "input_schema": …}: there are no tools of the server here')
-    return function_tools(
-        (f"tools.{n}", tool.get("name"), tool.get("description"), tool.get("input_schema"))
-        for n, tool in enumerate(tools or ())
-    )
-
-
 # ------------------------------------------------------------------------------------------------- answers
 
 
@@ -201,18 +154,13 @@ def _head(wanted: ParsedRequest, id: str) -> dict[str, Any]:
 
 def _blocks(turn: MadeTurn) -> list[dict[str, Any]]:
     """The content of a turn; at least a block of text, if only an empty one."""
-    message, blocks = turn.answer.with_reasoning_apart, []
-    calls = message.get("tool_calls", [])
+    message, calls = turn.answer.with_reasoning_apart, made_calls(turn)
+    blocks = []
     if thoughts := message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": thoughts, "signature": _SIGNATURE})
     if message["content"] or not calls:
         blocks.append({"type": "text", "text": message["content"]})
-    for one in calls:
-        function = one["function"]
-        blocks.append(
-            {"type": "tool_use", "id": one["id"], "name": function["name"], "input": finite(function["arguments"])}
-        )
-    return blocks
+    return blocks + [{"type": "tool_use", "id": id, "name": name, "input": given} for id, name, given in calls]
 
 
 def _stop(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:

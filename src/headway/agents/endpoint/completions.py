@@ -1,84 +1,168 @@
-"""Turns without chat messages: OpenAI's ``POST /v1/completions``, and vLLM's ``POST /inference/v1/generate``.
+"""Turns by chat messages, OpenAI's ``POST /v1/chat/completions``; by text or token ids, its ``POST /v1/completions``,
+and vLLM's ``POST /inference/v1/generate``.
 
-A prompt is text or token ids; nothing is added to it: no template, and no token at its beginning. `renderers` and
-`verifiers` ask for turns in vLLM's form.
+A prompt of text or ids is taken as it is: no template, and no token at its beginning. `renderers` and `verifiers` ask
+for turns in vLLM's form.
 
-Fields: https://platform.openai.com/docs/api-reference/completions, and ``GenerateRequest`` and ``GenerateResponse`` in
+Fields: https://platform.openai.com/docs/api-reference, and ``GenerateRequest`` and ``GenerateResponse`` in
 vllm/entrypoints/serve/disagg/protocol.py
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headway.agents.endpoint.dialect import (
     Body,
     Dialect,
     ParsedRequest,
-    Positive,
-    Setting,
     TextCodec,
     TokenId,
-    alternatives,
-    ends,
-    openai_events,
-    read_body,
+    call,
+    event,
+    made_calls,
+    name_of,
+    role_of,
+    text_of,
     token_logprobs,
     usage,
     wrong,
 )
-from headway.agents.endpoint.turns import MadeTurn
-from headway.agents.interface.program_messages import TurnRequest
+from headway.agents.interface.program_messages import MadeTurn, Message
+
+
+class _ChatBody(Body):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+
+
+class ChatCompletions(Dialect):
+    """The dialect of chat completions."""
+
+    path = "/v1/chat/completions"
+    body = _ChatBody
+    refused: ClassVar[Mapping[str, str]] = {
+        "functions": "tools, the form that followed it",
+        "continue_final_message": "a last message of another role: the policy begins its answers",
+    }
+
+    def params(self, asked: _ChatBody) -> Body:
+        return asked.model_copy(update={"max_tokens": asked.max_completion_tokens or asked.max_tokens})
+
+    def messages(self, asked: _ChatBody) -> list[Message]:
+        return [_message(message, f"messages.{n}") for n, message in enumerate(asked.messages)]
+
+    def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
+        message = {**_openai_message(turn), "refusal": None}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": message,
+            "finish_reason": _finish_reason(turn),
+            "logprobs": None,
+        }
+        head = _head(wanted, f"chatcmpl-{id}", "chat.completion")
+        return {**head, "choices": [choice], "usage": usage(turn)}
+
+    def events(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> Iterator[bytes]:
+        message = _openai_message(turn)
+        calls = message.pop("tool_calls", [])
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+        deltas += [{"tool_calls": [{"index": n, **call}]} for n, call in enumerate(calls)]
+        choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in [*deltas, {}]]
+        choices[-1] |= {"finish_reason": _finish_reason(turn), **_chat_logprobs(wanted, turn)}
+        return _events(_head(wanted, f"chatcmpl-{id}", "chat.completion.chunk"), choices, wanted, turn)
+
+
+def _message(message: dict[str, Any], where: str) -> Message:
+    """The plain message of one that a client sent: fields that say nothing to the policy are left out."""
+    if message.get("role") == "function" or message.get("function_call"):
+        raise wrong(where, message, "tool_calls and messages of role tool, the form that followed function_call")
+    plain: Message = {"role": role_of(message, where), "content": text_of(message.get("content"), f"{where}.content")}
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking"):
+        if message.get(name) is not None:
+            plain[name] = name_of(message, name, where) if message[name] != "" else ""
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list) or plain["role"] != "assistant":
+            raise wrong(f"{where}.tool_calls", calls, "a list, in a message of role assistant")
+        plain["tool_calls"] = [_call(one, f"{where}.tool_calls.{n}") for n, one in enumerate(calls)]
+    return plain
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str | dict):
+        raise wrong(where, given, '{"id": …, "type": "function", "function": {"name": …, "arguments": "{…}"}}')
+    id = given.get("id")
+    return call(id if isinstance(id, str) else "", name_of(function, "name", where), function.get("arguments") or {})
+
+
+def _openai_message(turn: MadeTurn) -> Message:
+    """The policy's answer as OpenAI's clients read it: arguments of calls as JSON text."""
+    message = dict(turn.answer.with_reasoning_apart)
+    if calls := made_calls(turn):
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [call(id, name, json.dumps(arguments)) for id, name, arguments in calls]
+    return message
+
+
+def _finish_reason(turn: MadeTurn) -> str:
+    """``stop``, ``length`` or ``tool_calls``."""
+    return "tool_calls" if turn.answer.message.get("tool_calls") else turn.answer.finish_reason
+
+
+def _chat_logprobs(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
+    asked = wanted.body.logprobs
+    return {"logprobs": {"content": token_logprobs(wanted, turn), "refusal": None}} if asked else {}
+
+
+def _head(wanted: ParsedRequest, id: str, kind: str) -> dict[str, Any]:
+    return {"id": id, "object": kind, "created": int(time.time()), "model": wanted.model or "policy"}
+
+
+def _events(
+    head: dict[str, Any], choices: Iterable[dict[str, Any]], wanted: ParsedRequest, turn: MadeTurn
+) -> Iterator[bytes]:
+    """Make the stream of an answer, with the numbers of tokens where they are asked for."""
+    for choice in choices:
+        yield event({**head, "choices": [choice]})
+    if (wanted.body.stream_options or {}).get("include_usage"):
+        yield event({**head, "choices": [], "usage": usage(turn)})
+    yield b"data: [DONE]\n\n"
 
 
 class _Completion(Body):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    max_tokens: int | None = Positive
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
     logprobs: int | None = Field(default=None, ge=0)
-    echo: bool | None = None
-    suffix: str | None = None
-    stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    response_format: Setting = None
 
 
 class Completions(Dialect):
     """The dialect of completions."""
 
     path = "/v1/completions"
+    body = _Completion
+    refused: ClassVar[Mapping[str, str]] = {
+        "echo": "false: an answer is what the policy sampled; put the prompt before it yourself",
+        "suffix": "none: the policy writes on, and does not fill in",
+    }
 
-    def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
-        asked = read_body(_Completion, body)
-        if asked.echo:
-            raise wrong("echo", True, "false: an answer is what the policy sampled; put the prompt before it yourself")
-        if asked.suffix:
-            raise wrong("suffix", asked.suffix, "none: the policy writes on, and does not fill in")
-        request = TurnRequest(
-            [],
-            max_tokens=asked.max_tokens,
-            token_ids=_one_prompt(asked.prompt, texts),
-            **ends(asked.stop, asked.stop_token_ids),
-        )
-        sampling = asked.sampling() | alternatives("logprobs", asked.logprobs)
-        return ParsedRequest(request, asked.model, bool(asked.stream), sampling, asked, texts)
+    def token_ids(self, asked: _Completion, texts: TextCodec) -> tuple[int, ...]:
+        return _one_prompt(asked.prompt, texts)
 
     def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
-        return {
-            **_head(wanted, id),
-            "choices": [_choice(wanted, turn, turn.answer.text, turn.answer.finish_reason)],
-            "usage": usage(turn),
-        }
+        head = _head(wanted, f"cmpl-{id}", "text_completion")
+        return {**head, "choices": [_choice(wanted, turn)], "usage": usage(turn)}
 
     def events(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> Iterator[bytes]:
-        choice = _choice(wanted, turn, turn.answer.text, turn.answer.finish_reason)
-        return openai_events(_head(wanted, id), [choice], wanted, turn)
+        return _events(_head(wanted, f"cmpl-{id}", "text_completion"), [_choice(wanted, turn)], wanted, turn)
 
 
 def _one_prompt(
@@ -92,8 +176,9 @@ def _one_prompt(
     return tuple(texts.encode(prompt) if isinstance(prompt, str) else prompt)  # type: ignore[arg-type]
 
 
-def _choice(wanted: ParsedRequest, turn: MadeTurn, text: str, finish_reason: str) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _choice(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
+    answer = turn.answer
+    choice: dict[str, Any] = {"index": 0, "text": answer.text, "logprobs": None, "finish_reason": answer.finish_reason}
     if wanted.body.logprobs is not None:
         tokens = token_logprobs(wanted, turn)
         choice["logprobs"] = {
@@ -108,74 +193,50 @@ def _choice(wanted: ParsedRequest, turn: MadeTurn, text: str, finish_reason: str
     return choice
 
 
-def _head(wanted: ParsedRequest, id: str) -> dict[str, Any]:
-    model = wanted.model or "policy"
-    return {"id": f"cmpl-{id}", "object": "text_completion", "created": int(time.time()), "model": model}
-
-
 class _SamplingBody(Body):
-    max_tokens: int | None = Positive
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
     logprobs: int | None = None
 
 
-class _GenerateBody(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    model: str | None = None
+class _GenerateBody(Body):
     request_id: str | None = None
     token_ids: list[TokenId]
     sampling_params: _SamplingBody
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    features: Any = None
-    content_parts: Any = None
 
 
 class TokenGenerate(Dialect):
     """The dialect of turns by token ids."""
 
     path = "/inference/v1/generate"
+    body = _GenerateBody
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("features", "content_parts"), "none: the policy reads text alone, no images or files"
+    )
 
-    def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
-        asked = read_body(_GenerateBody, body)
-        for name in ("features", "content_parts"):
-            if getattr(asked, name):
-                raise wrong(name, getattr(asked, name), "none: the policy reads text alone, no images or files")
-        params = asked.sampling_params
-        sampling = params.sampling() | alternatives("logprobs", params.logprobs)
-        request = TurnRequest(
-            [],
-            max_tokens=params.max_tokens,
-            token_ids=tuple(asked.token_ids),
-            **ends(params.stop, params.stop_token_ids),
-        )
-        return ParsedRequest(request, asked.model, bool(asked.stream), sampling, asked, texts)
+    def params(self, asked: _GenerateBody) -> Body:
+        return asked.sampling_params
+
+    def token_ids(self, asked: _GenerateBody, texts: TextCodec) -> tuple[int, ...]:
+        return tuple(asked.token_ids)
 
     def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
-        answer = {"request_id": _request_id(wanted, id), "choices": [_token_choice(wanted, turn)], "usage": usage(turn)}
+        answer = {**_request_id(wanted, id), "choices": [_token_choice(wanted, turn)], "usage": usage(turn)}
         if wanted.body.return_token_ids:
             answer["prompt_token_ids"] = wanted.body.token_ids
         return answer
 
     def events(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> Iterator[bytes]:
-        head = {"request_id": _request_id(wanted, id)}
-        return openai_events(head, [_token_choice(wanted, turn)], wanted, turn)
+        return _events(_request_id(wanted, id), [_token_choice(wanted, turn)], wanted, turn)
 
 
 def _token_choice(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
     ids = turn.sampled.ids.tolist()
     choice = {"index": 0, "token_ids": ids, "logprobs": None, "finish_reason": turn.answer.finish_reason}
     if wanted.body.sampling_params.logprobs is not None:
-        pairs = zip(ids, turn.sampled.logprobs.tolist(), strict=True)
-        tokens = [
-            {"token": f"token_id:{id}", "logprob": logprob, "bytes": None, "top_logprobs": []} for id, logprob in pairs
-        ]
-        choice["logprobs"] = {"content": tokens}
+        tokens = zip(token_logprobs(wanted, turn), ids, strict=True)
+        choice["logprobs"] = {"content": [{**one, "token": f"token_id:{id}", "bytes": None} for one, id in tokens]}
     return choice
 
 
-def _request_id(wanted: ParsedRequest, id: str) -> str:
-    return wanted.body.request_id or f"gen-{id}"
+def _request_id(wanted: ParsedRequest, id: str) -> dict[str, Any]:
+    return {"request_id": wanted.body.request_id or f"gen-{id}"}

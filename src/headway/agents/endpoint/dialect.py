@@ -16,15 +16,21 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headway.agents.endpoint.turns import MadeTurn
-from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, too_much_ends
+from headway.agents.interface.program_messages import (
+    MadeTurn,
+    Message,
+    ToolSchema,
+    TurnNote,
+    TurnRequest,
+    finite,
+    too_much_ends,
+)
 from headway.data.interfaces.rollout import SamplingParams
 from headway.errors import HeadwayError, cut, shown
 
@@ -65,6 +71,55 @@ class ParsedRequest:
     texts: TextCodec
 
 
+class Turns(Protocol):
+    """One try of an episode's program."""
+
+    name: str
+    """Name of the episode in messages for people."""
+    sampling: SamplingParams
+    """The sampling of its turns, whatever is asked for."""
+    trains: bool
+    """The episode is trained on: what it samples has to be of the run's distribution."""
+
+    async def turn(self, request: TurnRequest) -> MadeTurn:
+        """Have the policy make a turn. Cancelled, the turn is given up; asked for again, it is the same turn.
+
+        Raises:
+            EpisodeOver: a limit has ended the episode.
+            UserError: the request cannot be used; says why.
+        """
+
+    async def count(self, request: TurnRequest) -> int:
+        """The number of tokens of the context that the turn would have. No turn is made.
+
+        Raises:
+            UserError: the request cannot be used; says why.
+        """
+
+    def note(self, kind: TurnNote, reason: str) -> None:
+        """Count what an agent did not get, and why."""
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
+class Body(BaseModel):
+    """Fields that requests of several dialects have. Of others those in `SETTINGS` count; the rest is ignored."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+B = TypeVar("B", bound=Body)
+
+
 class Dialect(ABC):
     """One form of requests and answers."""
 
@@ -72,10 +127,45 @@ class Dialect(ABC):
     """Path of its requests: ``/v1/chat/completions``."""
     counts: str | None = None
     """Path at which only the tokens of a request are counted, if there is one."""
+    body: type[Body]
+    """Form of its requests."""
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Fields of requests that cannot be followed, and what is expected in their place."""
 
-    @abstractmethod
     def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
         """Read a request's body. Raises `RequestRefused`, which says what was given, and what is expected."""
+        asked = _read_body(self.body, body)
+        given = dict(asked)
+        for name, expected in self.refused.items():
+            if given.get(name):
+                raise wrong(name, given[name], expected)
+        params = self.params(asked)
+        stop = tuple(one for one in ([params.stop] if isinstance(params.stop, str) else params.stop or ()) if one)
+        stop_ids = tuple(dict.fromkeys(params.stop_token_ids or ()))
+        if (problem := too_much_ends(stop, stop_ids)) is not None:
+            raise RequestRefused(400, "invalid_request", f"the request's body: {problem}")
+        tools = _function_tools(asked.tools or ())
+        request = TurnRequest(
+            _named(self.messages(asked)),
+            None if _type_of(given.get("tool_choice")) == "none" else tools,
+            params.max_tokens,
+            token_ids=self.token_ids(asked, texts),
+            stop=stop,
+            stop_token_ids=stop_ids,
+        )
+        return ParsedRequest(request, asked.model, bool(asked.stream), _settings(dict(params)), asked, texts)
+
+    def params(self, asked: Any) -> Body:
+        """Return the part of a request that has its limits and its sampling."""
+        return asked  # type: ignore[no-any-return]  # a `body`
+
+    def messages(self, asked: Any) -> list[Message]:
+        """Return the chat messages of a request."""
+        return []
+
+    def token_ids(self, asked: Any, texts: TextCodec) -> tuple[int, ...] | None:
+        """Return the context of a request that has no chat messages."""
+        return None
 
     @abstractmethod
     def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
@@ -90,71 +180,7 @@ class Dialect(ABC):
         return openai_error(status, code, message)
 
 
-class _SamplingField:
-    """Mark of a field that says how to sample, or what else training reckons with."""
-
-
-Setting = Annotated[Any, _SamplingField]
-"""A field that the endpoint does not follow where it asks for something else than the run's
-(`requested_sampling.py`)."""
-
-
-class Body(BaseModel):
-    """Fields that requests of several dialects have. What else they have changes no answer, and is ignored."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
-
-    model: str | None = None
-    stream: bool | None = None
-    temperature: Annotated[float | None, _SamplingField] = None
-    top_p: Annotated[float | None, _SamplingField] = None
-    top_k: Annotated[int | None, _SamplingField] = None
-    min_p: Annotated[float | None, _SamplingField] = None
-    repetition_penalty: Annotated[float | None, _SamplingField] = None
-    presence_penalty: Annotated[float | None, _SamplingField] = None
-    frequency_penalty: Annotated[float | None, _SamplingField] = None
-    logit_bias: Annotated[dict[str, float] | None, _SamplingField] = None
-    n: Annotated[int | None, _SamplingField] = None
-    best_of: Annotated[int | None, _SamplingField] = None
-    min_tokens: Annotated[int | None, _SamplingField] = None
-    parallel_tool_calls: Annotated[bool | None, _SamplingField] = None
-    ignore_eos: Annotated[bool | None, _SamplingField] = None
-    use_beam_search: Annotated[bool | None, _SamplingField] = None
-    bad_words: Setting = None
-    allowed_token_ids: Setting = None
-    structured_outputs: Setting = None
-    guided_json: Setting = None
-    guided_regex: Setting = None
-    guided_choice: Setting = None
-    guided_grammar: Setting = None
-    prompt_logprobs: Setting = None
-    truncate_prompt_tokens: Setting = None
-    thinking_token_budget: Setting = None
-    logits_processors: Setting = None
-    typical_p: Setting = None
-
-    def sampling(self) -> dict[str, Any]:
-        """The settings of sampling that the request has."""
-        return {name: value for name in _settings(type(self)) if (value := getattr(self, name)) is not None}
-
-
-@cache
-def _settings(kind: type[BaseModel]) -> tuple[str, ...]:
-    return tuple(name for name, field in kind.model_fields.items() if _SamplingField in field.metadata)
-
-
-Positive = Field(default=None, ge=1)
-TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-
-B = TypeVar("B", bound=BaseModel)
-
-
-def read_body(kind: type[B], body: bytes) -> B:
-    """Read a request's body as ``kind``.
-
-    Raises:
-        Refused: it is no JSON, or has not the fields; names the first that is wrong.
-    """
+def _read_body(kind: type[B], body: bytes) -> B:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -166,37 +192,12 @@ def read_body(kind: type[B], body: bytes) -> B:
         ) from None
 
 
-def alternatives(name: str, most: int | None) -> dict[str, Any]:
-    """The setting of a request that asks for log-probs of tokens that were not sampled: the most for each that was."""
-    return {name: most} if most is not None and most > 1 else {}
-
-
 def openai_error(status: int, code: str, message: str) -> dict[str, Any]:
     """Make an error as OpenAI's clients read it."""
     kind = {401: "authentication_error", 404: "not_found_error", 503: "server_error"}.get(
         status, "invalid_request_error"
     )
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-class Ends(TypedDict):
-    """Fields of a `TurnRequest` that end its turn."""
-
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-
-
-def ends(stop: str | Sequence[str] | None, token_ids: Sequence[int] | None = None) -> Ends:
-    """Read what ends an answer, from fields such as ``stop`` and ``stop_token_ids``; empty strings end nothing.
-
-    Raises:
-        Refused: there are too many of them, or one is too long.
-    """
-    strings = tuple(one for one in ([stop] if isinstance(stop, str) else stop or ()) if one)
-    ids = tuple(dict.fromkeys(token_ids or ()))
-    if (problem := too_much_ends(strings, ids)) is not None:
-        raise RequestRefused(400, "invalid_request", f"the request's body: {problem}")
-    return Ends(stop=strings, stop_token_ids=ids)
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
@@ -213,17 +214,6 @@ def usage(turn: MadeTurn) -> dict[str, int]:
         "completion_tokens": sampled,
         "total_tokens": turn.prompt_tokens + sampled,
     }
-
-
-def openai_events(
-    head: dict[str, Any], choices: Iterable[dict[str, Any]], wanted: ParsedRequest, turn: MadeTurn
-) -> Iterator[bytes]:
-    """Make the stream of an answer as OpenAI and vLLM have it, with the numbers of tokens where they are asked for."""
-    for choice in choices:
-        yield event({**head, "choices": [choice]})
-    if (wanted.body.stream_options or {}).get("include_usage"):
-        yield event({**head, "choices": [], "usage": usage(turn)})
-    yield b"data: [DONE]\n\n"
 
 
 def token_logprobs(wanted: ParsedRequest, turn: MadeTurn) -> list[dict[str, Any]]:
@@ -278,39 +268,44 @@ def name_of(fields: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
+def made_calls(turn: MadeTurn) -> list[tuple[str, str, Any]]:
+    """Return id, name and arguments of each tool call of a turn, as JSON can have them."""
+    calls = [(one["id"], one["function"]) for one in turn.answer.message.get("tool_calls", ())]
+    return [(id, function["name"], finite(function["arguments"])) for id, function in calls]
+
+
 def call(id: str, name: str, arguments: Any) -> dict[str, Any]:
     """Make a tool call of a message. ``arguments``: an object, or JSON text of one."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def function_tools(tools: Iterable[tuple[str, Any, Any, Any]]) -> list[ToolSchema] | None:
-    """Make the schemas of tools, each given as where it stands, its name, description and parameters; None of none.
-
-    Raises:
-        Refused: one has no name or no schema, or there are two of a name.
-    """
+def _function_tools(tools: Sequence[Mapping[str, Any]]) -> list[ToolSchema] | None:
+    """The schemas of tools in any dialect's form; None of none."""
     schemas: dict[str, ToolSchema] = {}
-    for where, name, description, parameters in tools:
-        if not isinstance(name, str) or not name:
-            raise wrong(f"{where}.name", name, "the function's name")
+    for n, tool in enumerate(tools):
+        where, function = f"tools.{n}", tool.get("function", tool)
+        if tool.get("type") not in (None, "function", "custom") or not isinstance(function, dict):
+            raise wrong(where, tool, "a function with a name and parameters: there are no tools of the server here")
+        name = name_of(function, "name", where)
         if name in schemas:
             raise RequestRefused(
                 400, "invalid_request", f"the request's body: {where}: there is a tool named {name!r} already"
             )
+        parameters = function.get("parameters", function.get("input_schema"))
         if parameters is not None and not isinstance(parameters, dict):
             raise wrong(f"{where}.parameters", parameters, 'a JSON schema such as {"type": "object", "properties": {}}')
         schemas[name] = {
             "type": "function",
             "function": {
                 "name": name,
-                "description": description if isinstance(description, str) else "",
+                "description": text if isinstance(text := function.get("description"), str) else "",
                 "parameters": parameters or {"type": "object", "properties": {}},
             },
         }
     return list(schemas.values()) or None
 
 
-def named(messages: Sequence[Message]) -> list[Message]:
+def _named(messages: Sequence[Message]) -> list[Message]:
     """Give results of tools the names of their tools, from the calls before them: some templates write these."""
     names: dict[Any, str] = {}
     result = []
@@ -324,44 +319,75 @@ def named(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
-_ANY = object()
-_NEUTRAL: Mapping[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "logprobs": 1,
-    "top_logprobs": 0,  # engines tell the log-probs of sampled tokens alone
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "typical_p": 1.0,
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "modalities": ["text"],
-    "verbosity": "medium",
-    "text.verbosity": "medium",
-    "thinking": "adaptive",  # as the policy likes
-    "truncation": "disabled",
-    "add_generation_prompt": True,
-    "ignore_eos": False,
-    "use_beam_search": False,
-    "bad_words": [],
+_OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "logit_bias")
+SETTINGS: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(_OF_THE_RUN, ()),
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (0, 1),
+    "top_logprobs": (0,),  # engines tell the log-probs of sampled tokens alone
+    "prompt_logprobs": (),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "typical_p": (1,),
+    "tool_choice": ("auto", "none"),
+    "tool_choice.disable_parallel_tool_use": (False,),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "text.verbosity": ("medium",),
+    "text.format": ("text",),
+    "response_format": ("text",),
+    "output_format": (),
+    "output_config.format": (),
+    "output_config.effort": (),
+    "reasoning_effort": (),
+    "reasoning.effort": (),
+    "thinking": ("adaptive",),  # as the policy likes
+    "thinking_token_budget": (),
+    "truncation": ("disabled",),
+    "truncate_prompt_tokens": (),
+    "add_generation_prompt": (True,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "chat_template_kwargs": ({},),
+    **dict.fromkeys(
+        ("audio", "web_search_options", "chat_template", "documents", "context_management", "container"), ()
+    ),
+    **dict.fromkeys(("allowed_token_ids", "structured_outputs", "logits_processors"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
 }
-"""Settings that no run has → the values that change nothing."""
+"""Fields that say how to sample, or what else training reckons with → the values that change nothing."""
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a request that may change something."""
+    found = {}
+    for name, neutral in SETTINGS.items():
+        value: Any = given
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        value = _type_of(value)
+        if value is not None and value not in neutral:
+            found[name] = value
+    return found
+
+
+def _type_of(value: Any) -> Any:
+    return value["type"] if isinstance(value, Mapping) and "type" in value else value
 
 
 def differences(asked: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
     """Say of each setting of ``asked`` that is another one than ``sampling``'s what was asked for, and what holds."""
     found = []
     for name, value in asked.items():
-        ours = _of_the_run(name, sampling)
-        if not (value == ours or (name == "top_k" and {value, ours} <= {-1, 0})):
-            held = "not done" if ours is _ANY else f"here {shown(ours)}"
-            found.append(f"{name}={shown(value)} ({held})")
+        if name not in _OF_THE_RUN:
+            found.append(f"{name}={shown(value)} (not done)")
+            continue
+        ours: Any = getattr(sampling, name)
+        if name == "logit_bias":
+            ours = {str(token): bias for token, bias in ours}
+        if value != ours and not (name == "top_k" and value in (-1, 0) and ours in (-1, 0)):
+            found.append(f"{name}={shown(value)} (here {shown(ours)})")
     return found
-
-
-def _of_the_run(name: str, sampling: SamplingParams) -> Any:
-    if name == "logit_bias":
-        return {str(token): bias for token, bias in sampling.logit_bias}
-    if name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens"):
-        return getattr(sampling, name)
-    return _NEUTRAL.get(name, _ANY)

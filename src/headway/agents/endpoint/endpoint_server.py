@@ -25,14 +25,20 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from headway.agents.endpoint.anthropic_messages import Messages
-from headway.agents.endpoint.chat_completions import ChatCompletions
-from headway.agents.endpoint.completions import Completions, TokenGenerate
-from headway.agents.endpoint.dialect import Dialect, ParsedRequest, RequestRefused, TextCodec, differences, openai_error
+from headway.agents.endpoint.completions import ChatCompletions, Completions, TokenGenerate
+from headway.agents.endpoint.dialect import (
+    Dialect,
+    ParsedRequest,
+    RequestRefused,
+    TextCodec,
+    Turns,
+    differences,
+    openai_error,
+)
 from headway.agents.endpoint.responses import Responses
 from headway.agents.endpoint.sessions import OVER, AgentSession
-from headway.agents.endpoint.turns import MadeTurn, TurnNote, Turns, cannot_listen
-from headway.agents.interface.program_messages import Access
-from headway.errors import EpisodeOver, HeadwayError, UserError, said_by, shown, writable
+from headway.agents.interface.program_messages import Access, MadeTurn, TurnNote
+from headway.errors import ConfigError, EpisodeOver, HeadwayError, UserError, said_by, shown, writable
 from headway.runtime.task_groups import off_loop
 
 MOST_BYTES = 32 * 2**20
@@ -324,6 +330,24 @@ async def _stream(
         await response.write(piece)
     await response.write_eof()
     return response
+
+
+def cannot_listen(host: str, port: int, cause: Exception) -> ConfigError:
+    """Make the error of an endpoint that cannot listen there."""
+    return ConfigError(
+        f"the endpoint for agents cannot listen at {host}:{port}: {getattr(cause, 'strerror', None) or cause}; set "
+        "agent.endpoint_port=0 for any free port, and agent.endpoint_host to an address of this machine"
+    )
+
+
+async def check_address(host: str, port: int) -> None:
+    """Listen for a moment. Raises `ConfigError` where ``port`` is in use, or ``host`` is no address of this machine."""
+    try:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+    except (OSError, UnicodeError) as cause:
+        raise cannot_listen(host, port, cause) from cause
+    server.close()
+    await server.wait_closed()
 
 
 @web.middleware

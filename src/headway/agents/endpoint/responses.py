@@ -9,50 +9,35 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from headway.agents.endpoint.dialect import (
     Body,
     Dialect,
     ParsedRequest,
-    Positive,
-    Setting,
-    TextCodec,
     call,
     event,
-    function_tools,
+    made_calls,
     name_of,
-    named,
-    read_body,
     role_of,
     text_of,
     token_logprobs,
     wrong,
 )
-from headway.agents.endpoint.turns import MadeTurn
-from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, finite, said
+from headway.agents.interface.program_messages import MadeTurn, Message, said
 
-_NOT_KEPT = "none: responses are not kept here; send all items of the conversation as input"
 _LOGPROBS = "message.output_text.logprobs"
 
 
 class _ResponsesBody(Body):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    max_output_tokens: int | None = Positive
-    text: dict[str, Any] | None = None
+    max_tokens: int | None = Field(default=None, ge=1, alias="max_output_tokens")
     include: list[Any] | None = None
-    reasoning: dict[str, Any] | None = None
-    top_logprobs: Setting = None
-    truncation: Setting = None
-    context_management: Setting = None
-    previous_response_id: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class Responses(Dialect):
@@ -60,26 +45,15 @@ class Responses(Dialect):
 
     path = "/v1/responses"
     counts = "/v1/responses/input_tokens"
+    body = _ResponsesBody
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("previous_response_id", "conversation", "prompt", "background"),
+        "none: responses are not kept here; send all items of the conversation as input",
+    )
 
-    def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
-        asked = read_body(_ResponsesBody, body)
-        for name in ("previous_response_id", "conversation", "prompt", "background"):
-            if (given := getattr(asked, name)) not in (None, False):
-                raise wrong(name, given, _NOT_KEPT)
-        sampling = asked.sampling()
-        form = (asked.text or {}).get("format")
-        if isinstance(form, dict) and form.get("type") != "text":
-            sampling["text.format"] = form.get("type")
-        for within, name in (("text", "verbosity"), ("reasoning", "effort")):
-            if (value := (getattr(asked, within) or {}).get(name)) is not None:
-                sampling[f"{within}.{name}"] = value
-        if asked.tool_choice is not None and asked.tool_choice != "none":
-            sampling["tool_choice"] = asked.tool_choice
-        tools = _tools(asked.tools)
-        messages = [said("system", asked.instructions)] if asked.instructions else []
-        messages += [said("user", asked.input)] if isinstance(asked.input, str) else _messages(asked.input)
-        request = TurnRequest(named(messages), None if asked.tool_choice == "none" else tools, asked.max_output_tokens)
-        return ParsedRequest(request, asked.model, bool(asked.stream), sampling, asked, texts)
+    def messages(self, asked: _ResponsesBody) -> list[Message]:
+        first = [said("system", asked.instructions)] if asked.instructions else []
+        return first + ([said("user", asked.input)] if isinstance(asked.input, str) else _messages(asked.input))
 
     def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
         return _response(wanted, turn, id, int(time.time()), _items(wanted, turn, id))
@@ -147,25 +121,12 @@ def _thoughts(item: dict[str, Any], where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _tools(tools: Sequence[dict[str, Any]] | None) -> list[ToolSchema] | None:
-    for n, tool in enumerate(tools or ()):
-        if tool.get("type") != "function":
-            raise wrong(
-                f"tools.{n}", tool, '{"type": "function", "name": …, "parameters": …}: there are no others here'
-            )
-    return function_tools(
-        (f"tools.{n}", tool.get("name"), tool.get("description"), tool.get("parameters"))
-        for n, tool in enumerate(tools or ())
-    )
-
-
 # ------------------------------------------------------------------------------------------------- answers
 
 
 def _items(wanted: ParsedRequest, turn: MadeTurn, id: str) -> list[dict[str, Any]]:
     """The output of a turn."""
-    message = turn.answer.with_reasoning_apart
-    calls = message.get("tool_calls", [])
+    message, calls = turn.answer.with_reasoning_apart, made_calls(turn)
     status = "incomplete" if turn.answer.finish_reason == "length" else "completed"
     items: list[dict[str, Any]] = []
     if thoughts := message.get("reasoning_content"):
@@ -176,18 +137,9 @@ def _items(wanted: ParsedRequest, turn: MadeTurn, id: str) -> list[dict[str, Any
         if _LOGPROBS in (wanted.body.include or ()):
             part["logprobs"] = token_logprobs(wanted, turn)
         items.append({"type": "message", "id": f"msg-{id}", "role": "assistant", "content": [part], "status": status})
-    for n, one in enumerate(calls):
-        function = one["function"]
-        items.append(
-            {
-                "type": "function_call",
-                "id": f"fc-{id}-{n}",
-                "call_id": one["id"],
-                "name": function["name"],
-                "arguments": json.dumps(finite(function["arguments"])),
-                "status": "completed",
-            }
-        )
+    for n, (call_id, name, arguments) in enumerate(calls):
+        called = {"call_id": call_id, "name": name, "arguments": json.dumps(arguments)}
+        items.append({"type": "function_call", "id": f"fc-{id}-{n}", **called, "status": "completed"})
     return items
 
 
@@ -206,7 +158,7 @@ def _response(
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
         "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
+        "max_output_tokens": asked.max_tokens,
         "metadata": {},
         "model": wanted.model or "policy",
         "output": items or [],

@@ -5,7 +5,7 @@
 
 A client that repeats a request says so in a header (OpenAI's and Anthropic's do), or repeats one whose answer was cut
 off: only requests tell of that, so that it is known here. One that hangs up before gives its turn up, which is the
-episode's matter (`headway.agents.endpoint.turns.Turns.turn`): the policy goes on with the call, and whoever asks for
+episode's matter (`headway.agents.endpoint.dialect.Turns.turn`): the policy goes on with the call, and whoever asks for
 the same again gets it. What nobody asks for again is not trained.
 """
 
@@ -16,9 +16,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from headway.agents.endpoint.dialect import RequestRefused
-from headway.agents.endpoint.turns import MadeTurn, TurnNote, Turns
-from headway.agents.interface.program_messages import TurnRequest
+from headway.agents.endpoint.dialect import RequestRefused, Turns
+from headway.agents.interface.program_messages import MadeTurn, TurnNote, TurnRequest
 
 OVER = "the episode of this key is over"
 

@@ -19,11 +19,10 @@ from functools import partial
 
 import xxhash
 
-from headway.agents.endpoint.turns import MadeTurn, TurnNote
 from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime, ProgramSteps
 from headway.agents.episodes.episode_tokens import EpisodeTokens, TurnContext
 from headway.agents.episodes.request_dispatcher import Affinity, PendingRequest, RequestDispatcher
-from headway.agents.interface.program_messages import EpisodeEnd, Message, TurnRequest
+from headway.agents.interface.program_messages import EpisodeEnd, MadeTurn, Message, TurnNote, TurnRequest
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
 from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, SampledTokens, TrajectoryId
 from headway.errors import EpisodeOver, HeadwayError, ProgramFailed, UserCodeError, WorkerDied, boundary
@@ -169,7 +168,7 @@ class CallLog:
 
 
 class EpisodeAttempt:
-    """`headway.agents.endpoint.turns.Turns`: one run of the program."""
+    """`headway.agents.endpoint.dialect.Turns`: one run of the program."""
 
     def __init__(
         self,
@@ -225,7 +224,7 @@ class EpisodeAttempt:
         """The tag of a thought with which the prompt of the last answer ends."""
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
-        """See `headway.agents.endpoint.turns.Turns.turn`."""
+        """See `headway.agents.endpoint.dialect.Turns.turn`."""
         self.steps.end()
         self._waiting += 1
         self.rewards = request.rewards
@@ -238,12 +237,12 @@ class EpisodeAttempt:
                 self.steps.begin()
 
     async def count(self, request: TurnRequest) -> int:
-        """See `headway.agents.endpoint.turns.Turns.count`."""
+        """See `headway.agents.endpoint.dialect.Turns.count`."""
         with boundary("the messages of a turn cannot be used", UserCodeError):
             return len((await self.record.prompt(request)).ids)
 
     def note(self, kind: TurnNote, reason: str) -> None:
-        """See `headway.agents.endpoint.turns.Turns.note`."""
+        """See `headway.agents.endpoint.dialect.Turns.note`."""
         self.noted[kind] += 1
         if reason:
             self.notes.setdefault(kind, reason)

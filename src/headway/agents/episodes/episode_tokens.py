@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from headway.agents.chat.chat_messages import message_key, plain_messages, reasoning_of, split_thinking, untagged
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.chat.conversations import ChatPrompt, Conversations, Draft
-from headway.agents.chat.template_checks import try_template
 from headway.agents.chat.tool_call_formats import HARMONY_MARK, harmony
 from headway.agents.chat.tool_calls import AUTO, ToolParser, choose_parser
 from headway.agents.episodes.token_tree import TokenRow, TokenTree, call_key, state_key
@@ -88,8 +87,8 @@ class Chats:
         Raises:
             ConfigError: the template does not show tools, or no parser reads its calls.
         """
-        report = try_template(self.renderer, tools=True)
-        return choose_parser(self.renderer, self._parser), report.error_role
+        self.renderer.demand_tools()
+        return choose_parser(self.renderer, self._parser), self.renderer.error_role
 
     def with_options(self, options: Mapping[str, Any] | None) -> Chats:
         """Return the chats whose template gets ``options`` on top of the run's."""

@@ -18,11 +18,8 @@ from headway.agents.interface.program_messages import (
     EpisodeEnd,
     EpisodeStart,
     ProgramDescription,
-    ReceivedMessages,
-    TurnAnswer,
-    TurnRequest,
 )
-from headway.agents.tools.mcp_connection import McpServerSpec
+from headway.agents.tools.mcp_servers import McpServerSpec
 from headway.config.schema import Config
 from headway.config.sizing.placement import concurrent, resolve_placement
 from headway.data.tokenize import TextStart
@@ -117,13 +114,7 @@ class ProgramWorkers:
         """See `headway.agents.episodes.program_episode.Programs.run`."""
         if self._pool is None:
             raise RunError(f"{self._name}: the workers were not started")
-        received = ReceivedMessages()
-
-        async def answer(request: TurnRequest) -> TurnAnswer:
-            return await on_ask(received.whole(request))
-
-        kept = replace(job, messages_are_kept=True)
-        end: EpisodeEnd = await self._pool.run(kept, answer, on_begin=on_begin)
+        end: EpisodeEnd = await self._pool.run(job, on_ask, on_begin=on_begin)
         return end
 
     async def close(self) -> None:

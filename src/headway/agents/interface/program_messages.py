@@ -1,22 +1,21 @@
 """Messages between a program and the worker of its episode: chat messages, tool calls, turns. Plain data that pickles.
 
 worker ──EpisodeStart──▶ program ──TurnRequest──▶ worker ──TurnAnswer──▶ program ··· ──EpisodeEnd──▶ worker
-
-A request that crosses a process sends only new messages (`SentMessages`, `ReceivedMessages`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.errors import shown
+
+if TYPE_CHECKING:
+    from headway.data.types import SampledTokens
 
 Message = dict[str, Any]
 """A chat message as templates take it: ``role``, ``content``, and perhaps ``tool_calls`` and others."""
@@ -146,8 +145,6 @@ class EpisodeStart:
     """Variables of the chat template, for programs that render it themselves."""
     text: str | None = None
     """The prompt as the data have it, where it is text; ``messages`` has it as the user's then."""
-    messages_are_kept: bool = False
-    """Requests send new messages alone: whoever answers keeps those of earlier ones."""
 
     @property
     def row_seed(self) -> int:
@@ -179,8 +176,6 @@ class TurnRequest:
     """Tokens that end this turn, beside the run's own and those that end every turn."""
     state: str | None = None
     """Name of the state that the turn is taken in; None for what the policy is told since its last answer."""
-    numbers: tuple[int, ...] | None = None
-    """Numbers of all messages, where ``messages`` are the new ones alone (`SentMessages`)."""
 
     @property
     def ends(self) -> tuple[object, ...]:
@@ -242,6 +237,31 @@ class TurnAnswer:
         return [said(self.error_role, "\n".join(texts))]
 
 
+class TurnNote(StrEnum):
+    """Irregular requests of an agent, counted in metrics by these names."""
+
+    REFUSED = "refused_requests"
+    """Requests that were answered with an error."""
+    OVERRIDDEN = "overridden_sampling"
+    """Requests whose sampling was replaced by the run's."""
+    REPEATED = "repeated_requests"
+    """Requests that were asked again, and answered with what was sampled for the first one."""
+    HUNG_UP = "hung_up_requests"
+    """Requests whose client did not wait for the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTurn:
+    """A turn of the policy."""
+
+    number: int
+    """Number of the turn among all that this try has asked for."""
+    answer: TurnAnswer
+    prompt_tokens: int
+    sampled: SampledTokens
+    """The tokens [T] as the engine sampled them."""
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeEnd:
     """The result of a program that has ended by itself, or after its last turn was refused for a limit."""
@@ -267,78 +287,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-MOST_KNOWN = 8
-"""Messages at one place of a conversation that are compared with a new one: an episode may have several."""
-
-
-class SentMessages:
-    """The messages that a program's requests have sent, and the episode worker has answered.
-
-    They are copies, and compared with what is sent next: a program may change its messages where they are. Text is
-    shared with the copy, and compared by identity.
-    """
-
-    def __init__(self, ask: Callable[[TurnRequest], Awaitable[TurnAnswer]]) -> None:
-        self._ask = ask
-        self._numbers = count()
-        self._known: dict[int, list[tuple[int, Message]]] = {}
-        """Numbered messages by their place in a conversation."""
-
-    async def ask(self, request: TurnRequest) -> TurnAnswer:
-        """Ask for a turn. Messages count as sent once there is an answer."""
-        try:
-            numbers, new = self._numbered(request)
-        except (
-            Exception
-        ):  # messages that can be neither copied nor compared: the episode worker says what is wrong with them
-            return await self._ask(request)
-        sent = [message for _, _, message in new]
-        answer = await self._ask(replace(request, messages=sent, numbers=tuple(numbers)))
-        for place, number, message in new:
-            known = self._known.setdefault(place, [])
-            known.append((number, message))
-            del known[:-MOST_KNOWN]
-        return answer
-
-    def _numbered(self, request: TurnRequest) -> tuple[list[int], list[tuple[int, int, Message]]]:
-        """The number of each message, and those that are new, with their places and numbers."""
-        numbers: list[int] = []
-        new: list[tuple[int, int, Message]] = []
-        for place, message in enumerate(request.messages):
-            known = reversed(self._known.get(place, ()))
-            number = next((number for number, one in known if one == message), None)
-            if number is None:
-                number = next(self._numbers)
-                new.append((place, number, deepcopy(message)))
-            numbers.append(number)
-        return numbers, new
-
-
-class ReceivedMessages:
-    """The messages that the requests of one try of an episode have sent.
-
-    Example:
-        >>> received = ReceivedMessages()
-        >>> first = received.whole(TurnRequest([said("user", "a")], numbers=(0,)))
-        >>> again = received.whole(TurnRequest([said("user", "b")], numbers=(0, 1)))
-        >>> [message["content"] for message in again.messages]
-        ['a', 'b']
-    """
-
-    def __init__(self) -> None:
-        self._messages: dict[int, Message] = {}
-
-    def whole(self, request: TurnRequest) -> TurnRequest:
-        """Return ``request`` with all of its messages: those that were sent before are the same objects."""
-        if request.numbers is None:
-            return request
-        new = iter(request.messages)
-        for number in request.numbers:
-            if number not in self._messages:
-                self._messages[number] = next(new)
-        return replace(request, messages=[self._messages[number] for number in request.numbers], numbers=None)
 
 
 @dataclass(frozen=True, slots=True)

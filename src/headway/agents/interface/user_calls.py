@@ -86,7 +86,7 @@ def failing(doing: str) -> Iterator[None]:
     except BaseException as cause:
         if isinstance(cause, HeadwayError) and not isinstance(cause, Unavailable):
             raise
-        if isinstance(cause, asyncio.CancelledError) and _is_cancelled():
+        if isinstance(cause, asyncio.CancelledError) and is_cancelled():
             raise
         if (over := _ended_by(cause)) is not None:
             raise over from cause
@@ -110,22 +110,33 @@ def is_away(cause: BaseException) -> bool:
     return False
 
 
+def plain(value: Any) -> Any:
+    """Convert arrays, tensors and their scalars to lists and numbers of Python's own."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
+
+
+def finite_number(value: Any) -> float | None:
+    """Return ``value`` as a float; None where it is no finite number. Bool and arrays of one element are numbers."""
+    found = plain(value)
+    while found is not value and isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    if isinstance(found, str | bytes) or not hasattr(found, "__float__"):
+        return None
+    try:
+        number = float(found)
+    except Exception:  # a whole number beyond all floats, among others
+        return None
+    return number if math.isfinite(number) else None
+
+
 def number(value: Any, what: str) -> float:
     """Return ``value`` as a float; ``what`` names it in the message.
-
-    Numbers of numpy and bool are numbers.
 
     Raises:
         ProgramFailed: it is no finite number.
     """
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(plain, str | bytes) and hasattr(plain, "__float__"):
-        try:
-            found = float(plain)
-        except Exception:
-            found = math.nan
-        if math.isfinite(found):
-            return found
+    if (found := finite_number(value)) is not None:
+        return found
     raise ProgramFailed(f"{what} is {shown(value)}, expected a finite number")
 
 
@@ -142,7 +153,7 @@ def _ended_by(cause: BaseException) -> EpisodeOver | None:
     return None
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
     """Tell whether this task is being cancelled from outside; user code may raise `CancelledError` by itself."""
     try:
         task = asyncio.current_task()

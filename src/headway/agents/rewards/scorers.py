@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import numbers
 import os
 import re
 import traceback
@@ -18,15 +17,15 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from decimal import Decimal
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headway.agents.interface.user_calls import finite_number, is_cancelled, plain
 from headway.agents.rewards.built_in import BUILT_IN, Rule, make_rule
-from headway.agents.rewards.score_request import ScoreRequest
-from headway.agents.rewards.user_function import FurtherNumbers, UserFunction, plain
+from headway.agents.rewards.score_request import Response, ScoreRequest
+from headway.agents.rewards.user_function import FurtherNumbers, UserFunction
 from headway.data.interfaces.episode_groups import Scores
 from headway.data.tasks import TASKS, make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
@@ -230,7 +229,7 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
                 cores = len(os.sched_getaffinity(0)) // spec.workers
                 return _side_by_side(rule, spec.limit_s(part), max(1, min(cores, MOST_CALLS)))
             limit_s = None if spec.compares(part) else spec.limit_s(part)
-            return _one_by_one(lambda request, k, _: rule(request, request.response(k)), limit_s)
+            return _one_by_one(rule, limit_s)
         case "task":
             if spec.task_name is None:
                 raise ConfigError("reward.function=task needs data.task; for files: exact_match or file.py:function")
@@ -238,8 +237,7 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
                 raise ConfigError("reward.params: task takes none; the task's own are data.task.params")
             task = make_task(spec.task_name, spec.task_params, seed=spec.seed)
 
-            def verify(request: ScoreRequest, k: int, _: FurtherNumbers) -> float:
-                response = request.response(k)
+            def verify(request: ScoreRequest, response: Response) -> float:
                 return 0.0 if response.begin is None else task.score(response.answer, request.answer, request.extra)
 
             return _one_by_one(verify, None if spec.compares(part) else spec.timeout_s)
@@ -255,12 +253,12 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
             )
 
 
-def _one_by_one(score: Callable[[ScoreRequest, int, FurtherNumbers], Any], timeout_s: float | None) -> PartScorer:
-    def scorer(request: ScoreRequest, further: FurtherNumbers) -> Values:
+def _one_by_one(rule: Rule, timeout_s: float | None) -> PartScorer:
+    def scorer(request: ScoreRequest, _: FurtherNumbers) -> Values:
         values = []
         for k in range(len(request.responses)):
             with nullcontext() if timeout_s is None else killed_after(timeout_s):
-                values.append(score(request, k, further))
+                values.append(rule(request, request.response(k)))
         return checked(values, len(request.responses))
 
     return scorer
@@ -278,24 +276,15 @@ def _side_by_side(rule: Rule, limit_s: float, at_once: int) -> PartScorer:
 
 
 def _user_scorer(function: UserFunction, timeout_s: float) -> PartScorer:
-    if function.is_async:
-
-        async def awaiting(request: ScoreRequest, further: FurtherNumbers) -> Values:
-            values = await function.score_async(request, further, timeout_s)
-            return checked(values, len(request.responses), optional=function.may_not_apply)
-
-        return awaiting
-    if not function.dialect.per_group:
-        return _one_by_one(
-            lambda request, k, further: function.score_one(request, request.responses[k], k, further), timeout_s
-        )
-
-    def scorer(request: ScoreRequest, further: FurtherNumbers) -> Values:
-        with killed_after(timeout_s):
-            values = function.score_all(request, further)
+    def checked_values(values: Any, request: ScoreRequest) -> Values:
         return checked(values, len(request.responses), optional=function.may_not_apply)
 
-    return scorer
+    async def awaiting(request: ScoreRequest, further: FurtherNumbers) -> Values:
+        return checked_values(await function.score_async(request, further, timeout_s), request)
+
+    if function.is_async:
+        return awaiting
+    return lambda request, further: checked_values(function.score(request, further, timeout_s), request)
 
 
 @contextmanager
@@ -309,21 +298,12 @@ def _attributed(name: str | None) -> Iterator[None]:
     except HeadwayError:
         raise
     except BaseException as error:  # an interrupt, too: workers ignore Ctrl-C, so that the function itself raised it
-        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():
             raise
         with suppress(OSError):  # it may also have closed what this process prints to
             traceback.print_exc()
         # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
         raise ScoringFailed(cut(f"{where}exception: {raised_by(error)}", REASON_LENGTH)) from None
-
-
-def _is_cancelled() -> bool:
-    """Tell whether the group's scoring is cancelled, and not only a task of the user's code."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # there is no event loop
-        return False
-    return task is not None and task.cancelling() > 0
 
 
 def checked(values: Any, n: int, *, optional: bool = False) -> Values:
@@ -337,14 +317,10 @@ def checked(values: Any, n: int, *, optional: bool = False) -> Values:
 
 
 def _number(value: Any, k: int) -> float:
-    number = plain(value)
-    while number is not value and isinstance(number, list) and len(number) == 1:  # an array of one element
-        number = number[0]
-    if not isinstance(number, numbers.Real | Decimal) or not math.isfinite(float(number)):
-        raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected a finite number")
-    if abs(float(number)) > LARGEST:
-        raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected at most {LARGEST:.2g} either way")
-    return float(number)
+    number = finite_number(value)
+    if number is None or abs(number) > LARGEST:
+        raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected a finite number (float32)")
+    return number
 
 
 def _sum(weighted: Sequence[tuple[float, Values]], k: int) -> float:

@@ -27,32 +27,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
-from decimal import Decimal
 from enum import Enum
-from math import isfinite
 from statistics import fmean
 from typing import Any
 
+from headway.agents.interface.user_calls import finite_number
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError
 from headway.runtime.user_code import Parameters
+from headway.runtime.workers.user_code_boundary import killed_after
 
 SCORES = ("score", "reward")
 """Keys of the score in a dictionary that a function returns, the first one that it has."""
-
-
-def plain(value: Any) -> Any:
-    """Convert arrays, tensors and their scalars to lists and numbers of Python's own."""
-    return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
 class FurtherNumbers:
     """The further numbers of one group, by name. What is no finite number, or has no text as its name, is left out."""
 
     def __init__(self, n: int) -> None:
-        self._n = n
+        self.n = n
         self._values: dict[str, list[float | None]] = {}
         self._logged: dict[str, list[float]] = {}
 
@@ -62,13 +56,13 @@ class FurtherNumbers:
         if key is None:
             return value
         for name, one in value.items():
-            if name != key and (number := _finite(name, one)) is not None:
-                self._values.setdefault(name, [None] * self._n)[k] = number
+            if name != key and isinstance(name, str) and (number := finite_number(one)) is not None:
+                self._values.setdefault(name, [None] * self.n)[k] = number
         return value[key]
 
     def log_metric(self, name: str, value: Any) -> None:
         """Keep a number of the whole group, as TRL's trainer does; of several under a name their mean."""
-        if (number := _finite(name, value)) is not None:
+        if (number := finite_number(value)) is not None:
             self._logged.setdefault(name, []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
@@ -77,28 +71,11 @@ class FurtherNumbers:
     @property
     def values(self) -> dict[str, list[float | None]]:
         """Values [n] by name; None for a response without one."""
-        return self._values | {name: [fmean(given)] * self._n for name, given in self._logged.items()}
+        return self._values | {name: [fmean(given)] * self.n for name, given in self._logged.items()}
 
 
-def _finite(name: Any, value: Any) -> float | None:
-    number = plain(value)
-    if not isinstance(name, str) or not isinstance(number, numbers.Real | Decimal):
-        return None
-    try:
-        return float(number) if isfinite(number) else None
-    except OverflowError:  # a whole number beyond all floats
-        return None
-
-
-NEVER_GIVEN: Mapping[str, str] = {
-    "completion_ids": "rewards read text, not token ids",
-    "completions_ids": "rewards read text, not token ids",
-    "environments": "rewards run in processes of their own, and read what an episode said and did",
-    "trainer_state": "rewards run beside the trainer and know nothing of its state",
-}
-"""Arguments that TRL's trainer gives and Headway does not, and why."""
-
-
+NEVER_GIVEN = ("completion_ids", "completions_ids", "environments", "trainer_state")
+"""Arguments that TRL's trainer gives and Headway does not: rewards read text, in processes of their own."""
 LOOKS = 10
 """Sleeps in which the time limit of an asynchronous call is counted, so that one that ends late counts once."""
 LOGGERS = ("log_metric", "log_extra")
@@ -151,7 +128,7 @@ class UserFunction:
         Raises `UserCodeError` where the signature does not fit the rule, or does not take ``params``.
         """
         self._function = function
-        self._name = spec.rpartition(":")[2]
+        self.name = spec.rpartition(":")[2]
         self._params = dict(params or {})
         self._answer_keys = tuple(answer_keys)
         self._takes = takes = Parameters.of(function)
@@ -176,58 +153,38 @@ class UserFunction:
 
         ``lacked``: columns that some rows have → the first row that does not, for the message.
         """
-        given = {*self.dialect.given, *self._params}
+        given = [*self.dialect.given, *self._params]
         if not self.dialect.of_verl:
-            given |= {*columns, *self._answer_keys}
+            given += [*sorted(columns), *self._answer_keys]
         for name in self._takes.lacking(given):
-            if self.dialect.of_verl:
-                raise UserCodeError(
-                    f"reward.function: {self._name} needs {name!r}, and a function with solution_str is given "
-                    f"{', '.join(self.dialect.given)}; give the parameter a default, or a value in reward.params"
-                )
-            if lacked and name in lacked:
-                raise UserCodeError(
-                    f"reward.function: {self._name} needs {name!r}, which is not in all rows: {lacked[name]} lacks it; "
-                    "give the parameter a default, or every row that column"
-                )
+            lacks = f", and {lacked[name]} lacks it" if lacked and name in lacked else ""
             raise UserCodeError(
-                f"reward.function: {self._name} needs {name!r}, but the rows have "
-                f"{', '.join(sorted(columns)) or 'nothing'} beside prompt and answer; give the "
-                "parameter a default, or the rows that column"
+                f"reward.function: {self.name} needs {name!r}{lacks}; in every row it is given {', '.join(given)}; "
+                "give the parameter a default or a value in reward.params, or every row that column"
             )
 
-    def score_one(self, request: ScoreRequest, response: str, k: int, further: FurtherNumbers) -> Any:
-        """Score response ``k``. What the function tells beside it goes to ``further``."""
-        return further.take_from(self._call(self._arguments(request, [response])), k)
+    def score(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float) -> Any:
+        """Score the group. What the function tells beside it goes to ``further``. A call that takes longer than
+        ``timeout_s`` ends the process."""
+        returned = []
+        for arguments in self._calls(request, further):
+            with killed_after(timeout_s):
+                returned.append(self._call(arguments))
+        return self._scores_of(returned, further)
 
-    def score_all(self, request: ScoreRequest, further: FurtherNumbers) -> Any:
-        """Score the group. What the function tells beside it goes to ``further``."""
-        return _scores_of(self._call(self._group_arguments(request, further)), request, further)
-
-    async def score_async(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float | None = None) -> Any:
-        """Score the group by an asynchronous function, its responses side by side. What it tells beside it goes to
-        ``further``.
+    async def score_async(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float) -> Any:
+        """Score the group by an asynchronous function, all of its calls side by side.
 
         Raises `ScoringTimedOut` where a call takes longer than ``timeout_s`` seconds.
         """
-        if self.dialect.per_group:
-            values = await self._call_async(self._group_arguments(request, further), timeout_s)
-        else:
-            values = await self._score_each_async(request, timeout_s)
-        return _scores_of(values, request, further)
-
-    def _group_arguments(self, request: ScoreRequest, further: FurtherNumbers) -> dict[str, Any]:
-        arguments = self._arguments(request, request.responses)
-        if self.dialect is CallingConvention.TRL:
-            arguments |= {name: getattr(further, name) for name in LOGGERS}
-        return arguments
-
-    async def _score_each_async(self, request: ScoreRequest, timeout_s: float | None) -> Any:
         tasks = [
-            asyncio.create_task(self._score_one_async(request, k, timeout_s)) for k in range(len(request.responses))
+            asyncio.create_task(
+                self._call_async(arguments, timeout_s, "" if self.dialect.per_group else f" for response {k}")
+            )
+            for k, arguments in enumerate(self._calls(request, further))
         ]
         try:
-            return await asyncio.gather(*tasks)
+            return self._scores_of(await asyncio.gather(*tasks), further)
         except _FunctionExited as left:
             raise left.by from None
         finally:  # the loop lives on: nothing of a group that failed may run in it
@@ -235,42 +192,44 @@ class UserFunction:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _score_one_async(self, request: ScoreRequest, k: int, timeout_s: float | None) -> Any:
-        try:
-            return await self._call_async(
-                self._arguments(request, [request.responses[k]]), timeout_s, f" for response {k}"
-            )
-        except (SystemExit, KeyboardInterrupt) as end:  # out of a task these stop the loop, with all others left in it
-            raise _FunctionExited(end) from None
-
-    async def _call_async(self, arguments: Mapping[str, Any], timeout_s: float | None, of: str = "") -> Any:
+    async def _call_async(self, arguments: Mapping[str, Any], timeout_s: float, of: str) -> Any:
         limit = asyncio.timeout(None)
-        looking = None if timeout_s is None else asyncio.create_task(_expire(limit, timeout_s))
+        looking = asyncio.create_task(_expire(limit, timeout_s))
         try:
             async with limit:
                 return await self._call(arguments)
+        except (SystemExit, KeyboardInterrupt) as end:  # out of a task these stop the loop, with all others left in it
+            raise _FunctionExited(end) from None
         except Exception as error:
             if not limit.expired():  # a time limit of the function's own, among others
                 raise
             raise ScoringTimedOut(f"timeout after {timeout_s:g} s{of}") from error
         finally:
-            if looking is not None:
-                looking.cancel()
+            looking.cancel()
 
-    def _arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
-        """Return all arguments that there are for a call over ``responses``: the group's, or one of them."""
+    def _scores_of(self, returned: Sequence[Any], further: FurtherNumbers) -> Any:
+        """Return the scores of what the calls returned, and keep what they tell beside them."""
+        values = returned[0] if self.dialect.per_group else returned
+        if not isinstance(values, list | tuple) or len(values) != further.n:
+            return values
+        return [further.take_from(value, k) for k, value in enumerate(values)]
+
+    def _calls(self, request: ScoreRequest, further: FurtherNumbers) -> list[dict[str, Any]]:
+        """Return all arguments that there are for each call: the group's one, or that of each response."""
+        texts = request.responses
         match self.dialect:
             case CallingConvention.RESPONSE:
-                return self._headways_arguments(request) | {"response": responses[0]}
+                return [self._headways_arguments(request) | {"response": text} for text in texts]
             case CallingConvention.RESPONSES:
-                return self._headways_arguments(request) | {"responses": list(responses)}
+                return [self._headways_arguments(request) | {"responses": [*texts]}]
             case CallingConvention.TRL:
-                return self._trls_arguments(request, responses)
+                loggers = {name: getattr(further, name) for name in LOGGERS}
+                return [self._trls_arguments(request) | loggers]
             case CallingConvention.VERL:
-                return self._params | _verls_arguments(request) | {"solution_str": responses[0]}
+                return [self._params | _verls_arguments(request) | {"solution_str": text} for text in texts]
             case CallingConvention.VERL_BATCH:
-                lists = {f"{name}s": [value] * len(responses) for name, value in _verls_arguments(request).items()}
-                return self._params | lists | {"solution_strs": list(responses)}
+                lists = {f"{name}s": [value] * len(texts) for name, value in _verls_arguments(request).items()}
+                return [self._params | lists | {"solution_strs": [*texts]}]
 
     def _headways_arguments(self, request: ScoreRequest) -> dict[str, Any]:
         return {
@@ -283,7 +242,8 @@ class UserFunction:
             "extra": dict(request.extra),
         }
 
-    def _trls_arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
+    def _trls_arguments(self, request: ScoreRequest) -> dict[str, Any]:
+        responses = request.responses
         columns = {**dict.fromkeys(("answer", *self._answer_keys), request.answer), **request.extra}
         chat = request.messages
         prompts: list[Any] = [request.prompt if chat is None else list(chat) for _ in responses]
@@ -303,7 +263,7 @@ class UserFunction:
     def _call(self, available: Mapping[str, Any]) -> Any:
         if lacking := self._takes.lacking(available):
             raise ScoringFailed(
-                f"{self._name} needs {lacking[0]!r}, and the row has {', '.join(sorted(available))}; "
+                f"{self.name} needs {lacking[0]!r}, and the row has {', '.join(sorted(available))}; "
                 "give the parameter a default or the row that column"
             )
         return self._function(**self._takes.given(available))
@@ -311,16 +271,15 @@ class UserFunction:
     def _check_params(self) -> None:
         for name in self._params:
             if name in self.dialect.given:
-                raise UserCodeError(f"reward.params: {name!r} is given to {self._name} anyway; drop it")
+                raise UserCodeError(f"reward.params: {name!r} is given to {self.name} anyway; drop it")
             if not self._takes.given({name: None}):
                 raise UserCodeError(
-                    f"reward.params: {self._name} takes ({', '.join(self._takes.order)}), not {name!r}; drop it"
+                    f"reward.params: {self.name} takes ({', '.join(self._takes.order)}), not {name!r}; drop it"
                 )
-        for name in self._takes.lacking(self._params):
-            if name in NEVER_GIVEN and self.dialect is CallingConvention.TRL:
+        if self.dialect is CallingConvention.TRL:
+            for name in set(NEVER_GIVEN).intersection(self._takes.lacking(self._params)):
                 raise UserCodeError(
-                    f"reward.function: {self._name} needs {name!r}, which Headway does not give: {NEVER_GIVEN[name]}; "
-                    "give the parameter a default"
+                    f"reward.function: {self.name} needs {name!r}, which Headway does not give; give it a default"
                 )
 
 
@@ -329,13 +288,6 @@ async def _expire(limit: asyncio.Timeout, timeout_s: float) -> None:
     for _ in range(LOOKS):
         await asyncio.sleep(timeout_s / LOOKS)
     limit.reschedule(asyncio.get_running_loop().time())
-
-
-def _scores_of(values: Any, request: ScoreRequest, further: FurtherNumbers) -> Any:
-    """Return the scores of what a function returned for a group, and keep what it tells beside them."""
-    if not isinstance(values, list | tuple) or len(values) != len(request.responses):
-        return values
-    return [further.take_from(value, k) for k, value in enumerate(values)]
 
 
 def _verls_arguments(request: ScoreRequest) -> dict[str, Any]:

@@ -11,26 +11,32 @@ is late is left, and the next call connects anew; the episode whose call it was 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
+import logging
+import os
+import shutil
+import string
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.agents.interface.tool import Tool, ToolResult
-from headway.agents.interface.user_calls import awaited, is_away
-from headway.agents.tools.mcp_connection import (
-    CLOSE_TIMEOUT_S,
-    McpConnection,
-    McpServerSpec,
-    ServerTimeout,
-    in_words,
-    transport,
-)
+from headway.agents.interface.user_calls import awaited, is_away, path_of_commands
 from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError, cut, said_by
 
+if TYPE_CHECKING:
+    from mcp import Client
+
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds for a connection to end; the SDK gives a server's process six of them."""
 MOST_PAGES = 100
 """Most pages of a server's list of tools."""
 MISSING = (
@@ -47,6 +53,41 @@ def check_sdk() -> None:
         raise UserCodeError(MISSING) from cause
 
 
+@dataclass(frozen=True, slots=True)
+class McpServerSpec:
+    """The user's choice of a server, as ``config/sections/agent_section.py`` has it."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    """The command that starts it and speaks on its standard input and output; empty where there is a URL."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    url: str | None = None
+    """Its address, where it speaks over streamable HTTP."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 30.0
+    per_episode: bool = False
+    tools: tuple[str, ...] | None = None
+    """The tools that are offered; None for all."""
+
+    @property
+    def who(self) -> str:
+        """The server in messages."""
+        return f"agent.mcp.{self.name}"
+
+    @property
+    def load_timeout_s(self) -> float:
+        """Seconds that loading its tools may wait for the server: until it is there, for its tools, and for its end."""
+        return 2 * self.timeout_s + 2 * CLOSE_TIMEOUT_S
+
+    def resolved(self) -> McpServerSpec:
+        """Return the spec with absolute paths of the files in its command, for another working directory."""
+        command = tuple(
+            str(Path(part).absolute()) if (n or os.sep in part) and Path(part).is_file() else part
+            for n, part in enumerate(self.command)
+        )
+        return replace(self, command=command)
+
+
 class McpServer:
     """A server's tools. Make one and `load` it where no event loop runs, or in any thread that may wait."""
 
@@ -55,7 +96,7 @@ class McpServer:
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any] | None = None) -> None:
         """``target``: what the SDK's client connects to, in place of the spec's command or URL."""
         self.spec = spec
-        self._target = target or partial(transport, spec)
+        self._target = target or partial(_transport, spec)
         self._shared = _McpLink(spec, self._target)
         self.tools: Sequence[Tool] = ()
 
@@ -74,48 +115,39 @@ class McpServer:
                 listed = thread.submit(asyncio.run, self._list()).result()
             except Unavailable as cause:
                 if self.spec.command:  # nothing that a later try would find otherwise
-                    raise UserCodeError(f"{cause}; {self._advice(cause)}") from cause
-                raise ProgramAway(f"{cause}; {self._advice(cause)}") from cause
+                    raise UserCodeError(f"{cause}; what it printed is above, or in the workers' log") from cause
+                raise ProgramAway(f"{cause}; start the server, or correct {self.spec.who}.url") from cause
             except ProgramFailed as cause:
                 raise UserCodeError(str(cause)) from cause
         for watcher in threading.enumerate():
             # asyncio's, for the end of a server's process; no thread may run where processes are forked next.
             if watcher not in others and watcher.name.startswith("waitpid-"):
                 watcher.join(CLOSE_TIMEOUT_S)
-        self.tools = self._offered([tool for tool in listed if self.spec.tools is None or tool[0] in self.spec.tools])
-        names = [name for name, _ in listed]
+        names = [tool["name"] for tool in listed]
         if missing := [name for name in self.spec.tools or () if name not in names]:
             raise UserCodeError(
                 f"{self.spec.who}.tools: the server has no tool {', '.join(missing)}; it has {', '.join(names)}"
             )
+        self.tools = [
+            Tool(
+                tool["name"],
+                {"type": "function", "function": tool},
+                partial(self._shared.call, tool["name"]),
+                origin=self.spec.who,
+            )
+            for tool in listed
+            if self.spec.tools is None or tool["name"] in self.spec.tools
+        ]
         if not self.tools:
             raise UserCodeError(f"{self.spec.who}: the server has no tools; take it out")
 
-    def _advice(self, cause: Unavailable) -> str:
-        who = self.spec.who
-        if self.spec.command and isinstance(cause, ServerTimeout):
-            return f"raise {who}.timeout_s, or try the command by hand"
-        if self.spec.command:
-            return "what it printed is above, or in the workers' log"
-        late = f"raise {who}.timeout_s, " if isinstance(cause, ServerTimeout) else ""
-        return f"{late}start the server, or correct {who}.url"
-
     def begin(self, start: EpisodeStart) -> _McpEpisode:
-        return _McpEpisode(self, _McpLink(self.spec, self._target) if self.spec.per_episode else self._shared)
+        if not self.spec.per_episode:
+            return _McpEpisode(self.tools, None)
+        link = _McpLink(self.spec, self._target)
+        return _McpEpisode([replace(tool, function=partial(link.call, tool.name)) for tool in self.tools], link)
 
-    def over(self, link: _McpLink) -> tuple[Tool, ...]:
-        """The server's tools, called over ``link``."""
-        return tuple(
-            Tool(tool.name, tool.schema, partial(link.call, tool.name), origin=tool.origin) for tool in self.tools
-        )
-
-    def _offered(self, listed: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Tool, ...]:
-        return tuple(
-            Tool(name, schema, partial(self._shared.call, name), origin=self.spec.who) for name, schema in listed
-        )
-
-    async def _list(self) -> list[tuple[str, dict[str, Any]]]:
-        """Names and schemas of all tools."""
+    async def _list(self) -> list[dict[str, Any]]:
         link = _McpLink(self.spec, self._target)
         try:
             return await link.list_tools()
@@ -123,19 +155,20 @@ class McpServer:
             await link.close()
 
 
+@dataclass(frozen=True, slots=True)
 class _McpEpisode:
     """A server's tools in one episode."""
 
-    def __init__(self, server: McpServer, link: _McpLink) -> None:
-        self._link, self._own = link, server.spec.per_episode
-        self.tools = server.over(link)
+    tools: Sequence[Tool]
+    own: _McpLink | None
+    """The episode's own connection; None where episodes share one."""
 
     async def end(self) -> EpisodeEnd:
         return EpisodeEnd()
 
     async def close(self) -> None:
-        if self._own:
-            await awaited(self._link.close())
+        if self.own is not None:
+            await awaited(self.own.close())
 
 
 class _McpLink:
@@ -143,51 +176,37 @@ class _McpLink:
 
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any]) -> None:
         self._spec, self._target = spec, target
-        self._connection: McpConnection | None = None
+        self._connection: _McpConnection | None = None
         self._opening = asyncio.Lock()
 
     async def call(self, tool: str, /, **arguments: Any) -> ToolResult:
-        """Call a tool of the server's.
+        """Call a tool of the server's. What the server refuses is told to the model.
 
         Raises:
             Unavailable: the server is away, ended, or is late.
             ProgramFailed: it answered with what MCP or its own output schema forbids, or with an image.
         """
-        connection = await self._connected()
-        answered = connection.answered
         doing = f"the call of its tool {tool!r}"
         try:
-            result = await self._answer(connection, connection.client.call_tool(tool, dict(arguments)), doing)
+            result = await self._answer(lambda client: client.call_tool(tool, dict(arguments)), doing)
         except _CallRefused as refused:
             return ToolResult(f"Error: {tool} failed: {refused}", failed=True)
-        except TimeoutError:
-            if connection.answered == answered:  # nobody heard of it meanwhile: it hangs
-                connection.lose()
-            raise Unavailable(
-                f"{self._spec.who}: {doing} was waited for {self._spec.timeout_s:g} s, and the server did not answer "
-                f"(agent.mcp.{self._spec.name}.timeout_s)"
-            ) from None
         text = _text_of(result, f"{self._spec.who}: {doing}")
         return ToolResult(f"Error: {tool} failed: {text}", failed=True) if result.is_error else ToolResult(text)
 
-    async def list_tools(self) -> list[tuple[str, dict[str, Any]]]:
-        """Ask for the name and the schema of each tool. Raises as `call` does."""
-        connection = await self._connected()
-        found: list[tuple[str, dict[str, Any]]] = []
+    async def list_tools(self) -> list[dict[str, Any]]:
+        """Ask for the name, description and parameters of each tool. Raises as `call` does."""
+        found: list[dict[str, Any]] = []
         cursor: str | None = None
         for _ in range(MOST_PAGES):
             try:
-                page = await self._answer(connection, connection.client.list_tools(cursor=cursor), "its list of tools")
-            except TimeoutError:
-                raise ServerTimeout(
-                    f"{self._spec.who}: its list of tools was waited for {self._spec.timeout_s:g} s, and the server "
-                    "did not answer"
-                ) from None
+                page = await self._answer(lambda client, at=cursor: client.list_tools(cursor=at), "its list of tools")
             except _CallRefused as refused:
                 raise ProgramFailed(f"{self._spec.who}: its list of tools was refused: {refused}") from None
-            for tool in page.tools:
-                described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-                found.append((tool.name, {"type": "function", "function": described}))
+            found += [
+                {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                for tool in page.tools
+            ]
             cursor = page.next_cursor
             if cursor is None:
                 return found
@@ -199,22 +218,18 @@ class _McpLink:
         if connection is not None:
             await connection.close()
 
-    async def _connected(self) -> McpConnection:
+    async def _answer(self, ask: Callable[..., Any], doing: str) -> Any:
+        """Ask the server, and wait for its answer, its end, or the time-out."""
+        from mcp import MCPError
+
         async with self._opening:
             if self._connection is None or self._connection.lost:
-                connection = McpConnection(self._spec, self._target)
+                connection = _McpConnection(self._spec, self._target)
                 await connection.open()
                 self._connection = connection
-            return self._connection
-
-    async def _answer(self, connection: McpConnection, asked: Any, doing: str) -> Any:
-        """Wait for an answer of the server's, its own end, or the time-out."""
-        from mcp import MCPError
-        from pydantic import ValidationError
-
-        who = self._spec.who
-        noise = connection.noise
-        call = asyncio.ensure_future(asked)
+            connection = self._connection
+        who, answered = self._spec.who, connection.answered
+        call = asyncio.ensure_future(ask(connection.client))
         try:
             await asyncio.wait(
                 {call, connection.holder}, timeout=self._spec.timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -222,47 +237,129 @@ class _McpLink:
             if call.done():
                 result = call.result()
                 connection.answered += 1
-                connection.tell_noise()
                 return result
-            if connection.lost:
-                raise Unavailable(f"{who}: the server ended during {doing}{connection.why}")
-            if connection.noise > noise:
-                raise ProgramFailed(f"{who}: the server answered {doing} with what is not MCP: {connection.wrote}")
-            raise TimeoutError
         except MCPError as error:
-            connection.answered += 1
-            raise self._refusal(connection, error, doing) from error
-        except (Unavailable, ProgramFailed, TimeoutError):
-            raise
-        except Exception as cause:
-            # The SDK checks results by MCP's own schema and by the tool's.
-            if isinstance(cause, ValidationError | RuntimeError) and not connection.lost:
-                what = "what its schema forbids"
-                raise ProgramFailed(f"{who}: the server answered {doing} with {what}: {in_words(cause)}") from cause
+            text = cut(" ".join(error.message.split()), 300)
+            if not _is_lost(error, text):
+                connection.answered += 1
+                raise _CallRefused(text) from error
             connection.lose()
-            kind = Unavailable if is_away(cause) else ProgramFailed
-            raise kind(f"{who}: {doing} raised {said_by(cause)}") from cause
+            raise Unavailable(f"{who}: the server went away during {doing}: {text}") from error
+        except Exception as cause:  # the SDK checks results by MCP's own schema and by the tool's
+            if is_away(cause):
+                connection.lose()
+                raise Unavailable(f"{who}: {doing} raised {said_by(cause)}") from cause
+            raise ProgramFailed(f"{who}: the server answered {doing} with what is wrong: {_in_words(cause)}") from cause
         finally:
             call.cancel()
-
-    def _refusal(self, connection: McpConnection, error: Any, doing: str) -> Exception:
-        """The error of a call that the server, or the SDK in its place, refused: by JSON-RPC's and the SDK's codes."""
-        import mcp_types as types
-
-        who, text = self._spec.who, cut(" ".join(error.message.split()), 300)
-        # The code of a closed connection is also that of any error of a server's own: the SDK's words tell them apart.
-        closed = error.code == types.CONNECTION_CLOSED and text == "Connection closed"
-        timed_out = error.code == types.REQUEST_TIMEOUT
-        if closed or timed_out or text in ("Session terminated", "Server returned an error response"):
+        if connection.lost:
+            raise Unavailable(f"{who}: the server ended during {doing}")
+        if connection.answered == answered:  # nobody heard of it meanwhile: it hangs
             connection.lose()
-            return Unavailable(f"{who}: the server went away during {doing}: {text}{connection.why}")
-        if error.code in (types.PARSE_ERROR, types.INVALID_REQUEST, types.METHOD_NOT_FOUND):
-            return ProgramFailed(f"{who}: the server answered {doing} with what is not MCP: {text}")
-        return _CallRefused(text)
+        raise Unavailable(
+            f"{who}: {doing} was waited for {self._spec.timeout_s:g} s, and the server did not answer ({who}.timeout_s)"
+        )
+
+
+class _McpConnection:
+    """One connection, held open by a separate task: the SDK wants one task to open and close it."""
+
+    client: Client
+
+    def __init__(self, spec: McpServerSpec, target: Callable[[], Any]) -> None:
+        self._spec, self._target = spec, target
+        loop = asyncio.get_running_loop()
+        self._ending, self._ready = asyncio.Event(), loop.create_future()
+        self._cause: BaseException = ConnectionError("the connection ended")
+        self.answered = 0
+        """Number of answers so far."""
+        # It belongs to no episode: not its context, by which workers tell whose code holds their loop.
+        self.holder = loop.create_task(self._hold(), context=contextvars.Context())
+
+    @property
+    def lost(self) -> bool:
+        """The connection is over, or is ending."""
+        return self.holder.done() or self._ending.is_set()
+
+    def lose(self) -> None:
+        """Have it end, without waiting for that."""
+        self._ending.set()
+
+    async def open(self) -> None:
+        """Connect. Raises `Unavailable` for a server that is away, `ProgramFailed` for what is none."""
+        spec = self._spec
+        try:
+            await asyncio.wait({self._ready, self.holder}, timeout=spec.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            late = not self.holder.done()
+            if not self._ready.done():
+                self.holder.cancel()
+        if self._ready.done() and late:
+            return
+        await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
+        where = spec.url or " ".join(spec.command) or "it"
+        if late:
+            raise Unavailable(
+                f"{spec.who}: {where} was waited for {spec.timeout_s:g} s, and did not answer ({spec.who}.timeout_s)"
+            )
+        if isinstance(self._cause, UserCodeError):
+            raise self._cause
+        away = is_away(self._cause) or _is_lost(_root(self._cause), str(_root(self._cause)))
+        kind = Unavailable if away else ProgramFailed
+        raise kind(f"{spec.who}: cannot connect to {where}: {_in_words(self._cause)}") from self._cause
+
+    async def close(self) -> None:
+        """End it, and wait for that: for a server's process, too."""
+        self._ending.set()
+        await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
+        if not self.holder.done():
+            self.holder.cancel()
+            await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
+
+    async def _hold(self) -> None:
+        from mcp import Client
+
+        try:
+            async with Client(self._target(), cache=None) as self.client:
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                await self._ending.wait()
+        except (Exception, asyncio.CancelledError) as cause:
+            self._cause = cause
 
 
 class _CallRefused(Exception):
     """Exception for a call that the server refused. Its text goes to the model."""
+
+
+def _is_lost(error: BaseException, text: str) -> bool:
+    """Tell whether the SDK says, by its codes and words, that the connection or the server's session is over."""
+    import mcp_types as types
+
+    code = getattr(error, "code", None)
+    # The code of a closed connection is also that of any error of a server's own: the SDK's words tell them apart.
+    closed = code == types.CONNECTION_CLOSED and "Connection closed" in text
+    return (
+        closed or code == types.REQUEST_TIMEOUT or text in ("Session terminated", "Server returned an error response")
+    )
+
+
+def _root(cause: BaseException) -> BaseException:
+    """The exception that a group of exceptions comes down to."""
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause
+
+
+def _in_words(cause: BaseException) -> str:
+    """Say what ``cause`` comes down to: of what does not fit MCP's schema which field, and what was expected."""
+    from pydantic import ValidationError
+
+    cause = _root(cause)
+    if not isinstance(cause, ValidationError):
+        return cut(" ".join(said_by(cause).split()), 300)
+    first = cause.errors(include_url=False, include_context=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _text_of(result: Any, who: str) -> str:
@@ -281,3 +378,51 @@ def _text_of(result: Any, who: str) -> str:
     if not texts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(texts)
+
+
+@asynccontextmanager
+async def _transport(spec: McpServerSpec) -> AsyncIterator[Any]:
+    """The SDK's connection to the server of ``spec``."""
+    for name in ("mcp.client.stdio", "mcp.client.streamable_http"):
+        logging.getLogger(name).addFilter(_one_line)
+    if spec.url is not None:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        headers = {name: _filled_in(value, f"{spec.who}.headers") for name, value in spec.headers.items()}
+        # How long an answer may take is bounded by `timeout_s`, for which the call is waited for.
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(spec.timeout_s, read=None)) as client,
+            streamable_http_client(spec.url, http_client=client) as streams,
+        ):
+            yield streams
+        return
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    own = {name: _filled_in(value, f"{spec.who}.env") for name, value in spec.env.items()}
+    env = {"PATH": path_of_commands(), **own}
+    if shutil.which(spec.command[0], path=env["PATH"]) is None:
+        raise UserCodeError(
+            f"{spec.who}.command: there is no command {spec.command[0]!r}; install it, or give its path"
+        )
+    server = StdioServerParameters(command=spec.command[0], args=list(spec.command[1:]), env=env)
+    async with stdio_client(server, errlog=sys.stderr) as streams:
+        yield streams
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    """Keep the SDK from printing tracebacks, as it does for each line of a server that is not MCP."""
+    if record.exc_info and (cause := record.exc_info[1]) is not None:
+        said = " ".join(said_by(cause).split())
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {cut(said, 300)}", (), None
+    return True
+
+
+def _filled_in(value: str, where: str) -> str:
+    """``value`` with ``$NAME`` replaced by that variable of this process's environment."""
+    try:
+        return string.Template(value).substitute(os.environ)
+    except (KeyError, ValueError) as cause:
+        raise UserCodeError(
+            f"{where}: {value!r} has a $ without a variable ({cause}); set it by agent.env, or write $$ for a $"
+        ) from None

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from headway.agents.endpoint.turns import check_address
 from headway.agents.episodes.program_workers import ProgramWorkers, chats_of, program_spec, variables
 from headway.agents.interface.program_messages import ProgramDescription
 from headway.agents.rewards.code_tests import unit_tests_of
@@ -107,6 +106,9 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     _check_answers(config, rows)
     agent = config.agent
     if agent.client is not None and agent.endpoint_host != "node" and config.cluster.address is None:
+        # here: the HTTP server takes a third of a second to import
+        from headway.agents.endpoint.endpoint_server import check_address
+
         asyncio.run(check_address(agent.endpoint_host, agent.endpoint_port))  # episode workers will all be here
     if config.agent.has_program and user_code:
         programs = ProgramWorkers("preflight", config, None)

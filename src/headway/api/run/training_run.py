@@ -398,12 +398,12 @@ def template_note(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | N
     """Return what the chat template changes in the history of an agent; None where it changes nothing, or there are
     single answers alone. Tools are tried where the configuration has some: of others only the episodes tell.
     """
-    from headway.agents.chat.template_checks import try_template
+    from headway.agents.chat.conversations import history_note
     from headway.agents.episodes.program_workers import chats_of
 
     if not config.agent.has_program:
         return None
-    return try_template(chats_of(config, tokenizer).renderer, tools=bool(config.agent.tools or config.agent.mcp)).note
+    return history_note(chats_of(config, tokenizer).renderer, tools=bool(config.agent.tools or config.agent.mcp))
 
 
 def _optimizer_steps(config: Config, rows: int) -> int:
