@@ -53,24 +53,21 @@ def test_a_class_of_gymnasiums_is_an_environment_of_its_form_whatever_else_it_ha
     assert type(program).__name__ == "GymProgram"
 
 
-def test_an_environment_of_no_form_is_told_what_each_form_has_and_it_has_not(environment):
+def test_an_environment_of_no_form_is_told_what_each_form_has_and_what_it_has(environment):
     with pytest.raises(UserCodeError) as refused:
         environment(a_class("step", "get_reward")).load()
     assert str(refused.value) == (
-        "environment game.py:Game: Game has none of the forms of an environment. "
-        "TRL's has reset(**row) and get_reward() or methods that are tools: here is no reset(**row); "
-        "Gymnasium's and GEM's has reset(seed) and step(action): here is no reset(seed); "
-        "SkyRL-gym's has init(prompt) and step(action): here is no init(prompt). It has get_reward(), step()"
+        "environment game.py:Game: Game has none of the forms of an environment: TRL's, reset(**row) and get_reward() "
+        "or methods that are tools; Gymnasium's and GEM's, reset(seed) and step(action); SkyRL-gym's, init(prompt) and "
+        "step(action). It has get_reward(), step()"
     )
-    with pytest.raises(
-        UserCodeError, match=r"here is no reset\(seed\) and no step\(action\); .* It has no public methods$"
-    ):
+    with pytest.raises(UserCodeError, match=r"It has no public methods$"):
         environment(a_class("nothing"), file="other.py").load()
 
 
 def test_an_environment_with_a_reset_alone_needs_tools(environment, tools):
     spec = environment(a_class("reset"))
-    with pytest.raises(UserCodeError, match=r"here is no get_reward\(\) or methods that are tools; "):
+    with pytest.raises(UserCodeError, match=r"It has reset\(\)$"):
         spec.load()
     more = tools('def look() -> int:\n    """Look."""\n    return 1', "look")
     ProgramSpec(environment=spec.environment, tools=more.tools).load()

@@ -138,12 +138,12 @@ EXPECTED = r"expected \(observation, reward, terminated, truncated, info\)"
     [
         (
             {"reset": '"obs"'},
-            r"reset\(\) returned 'obs' \(str\), expected \(observation, info\), of which info is a dict",
+            r"reset\(\) returned 'obs', expected \(observation, info\), of which info is a dict",
         ),
-        ({"reset": "None"}, r"reset\(\) returned None \(NoneType\), expected \(observation, info\)"),
+        ({"reset": "None"}, r"reset\(\) returned None, expected \(observation, info\)"),
         (
             {"reset": '("obs", "info")'},
-            r"reset\(\) returned 2 values \('obs', 'info'\), expected \(observation, info\)",
+            r"reset\(\) returned \('obs', 'info'\), expected \(observation, info\)",
         ),
         (
             {"reset": "(np.zeros(2), {})"},
@@ -151,13 +151,12 @@ EXPECTED = r"expected \(observation, reward, terminated, truncated, info\)"
         ),
         (
             {"step": '("obs", 0.0, True, {})'},
-            rf"step\(\) returned 4 values .*, {EXPECTED}; four values with one done are the API of gym before 0.26",
+            rf"step\(\) returned \('obs', 0.0, True, {{}}\), {EXPECTED}, as Gymnasium has it since gym 0.26",
         ),
-        ({"step": "None"}, rf"step\(\) returned None \(NoneType\), {EXPECTED}$"),
+        ({"step": "None"}, rf"step\(\) returned None, {EXPECTED}"),
         ({"step": '("obs", math.nan, True, False, {})'}, r"the reward of step\(\) is nan, expected a finite number"),
         ({"step": '("obs", "1.0", True, False, {})'}, r"the reward of step\(\) is '1.0', expected a finite number"),
         ({"step": '("obs", None, True, False, {})'}, r"the reward of step\(\) is None, expected a finite number"),
-        ({"step": '("obs", 1, True, {}, False)'}, r"step\(\) returned {} for truncated, expected True or False"),
         ({"step": "(3, 1, False, False, {})"}, r"step\(\) returned the observation 3, and the model reads text; wrap"),
         ({"step": "1 / 0"}, r"step\(\) raised ZeroDivisionError: division by zero \(game\.py:\d+, in step\)$"),
         ({"reset": "exit(3)"}, r"reset\(\) raised SystemExit: 3 \(game\.py:\d+, in reset\)$"),

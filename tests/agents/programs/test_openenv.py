@@ -151,20 +151,6 @@ async def test_a_server_that_says_so_in_the_middle_of_an_episode_is_away():
             await play(await load(address), Script("3"))
 
 
-async def test_a_server_without_room_is_asked_again_and_given_up_after_the_time_out(monkeypatch):
-    monkeypatch.setattr("headway.agents.adapters.openenv.FULL_WAIT_S", 0.01)
-    full = error("CAPACITY_REACHED", "8 of 8 sessions")
-    server = Server(lambda n: full if n < 4 else observed({"text": "Guess."}), observed({"text": "="}, 1.0, True))
-    async with server.serving() as address:
-        assert (await play(await load(address), Script("3"))).turn_rewards == (1.0,)
-        assert len(server.heard) == 4
-        server.answers = (full,)
-        with pytest.raises(
-            ProgramAway, match="no room for a further session: 8 of 8 sessions; raise its max_concurrent"
-        ):
-            await play(await load(address, timeout_s=0.1), Script("3"))
-
-
 FIRST = observed({"text": "Guess."})
 
 
@@ -173,15 +159,35 @@ FIRST = observed({"text": "Guess."})
     [
         (["ends"], ProgramAway, "reset: the server closed the connection"),
         ([FIRST, "ends"], ProgramAway, "step: the server closed the connection"),
-        ([FIRST, None], ProgramAway, "step was waited for 0.3 s, and the server did not answer; raise"),
-        ([FIRST, "<html>"], ProgramFailed, 'step: the server answered \'<html>\', expected {"type": "observation"'),
+        ([FIRST, None], ProgramAway, r"step within 0.3 s \(agent.params.timeout_s\) raised TimeoutError"),
+        (
+            [FIRST, "<html>"],
+            ProgramFailed,
+            'step: the server answered \'<html>\', expected {"type": "observation"',
+        ),
         ([FIRST, "[]"], ProgramFailed, r"step: the server answered \[\], expected"),
-        ([{"type": "state", "data": {}}], ProgramFailed, "reset: the server answered {'type': 'state'"),
-        ([observed("text")], ProgramFailed, "reset: the server answered {'type': 'observation'"),
-        ([error("EXECUTION_ERROR", "no such level")], ProgramFailed, "reset: the server says: no such level"),
+        (
+            [{"type": "state", "data": {}}],
+            ProgramFailed,
+            "reset: the server answered {'type': 'state'",
+        ),
+        (
+            [observed("text")],
+            ProgramFailed,
+            "reset: the server answered {'type': 'observation'",
+        ),
+        (
+            [error("EXECUTION_ERROR", "no such level")],
+            ProgramFailed,
+            "reset: the server says: no such level",
+        ),
         ([error("VALIDATION_ERROR")], ProgramFailed, "reset was refused: Error: the action does not fit: so it is"),
         ([FIRST, observed({"text": ""}, "much")], ProgramFailed, "the reward of a step is 'much', expected a finite"),
-        ([FIRST, error("FACTORY_ERROR")], ProgramFailed, "step: the server says: so it is"),
+        (
+            [FIRST, error("FACTORY_ERROR")],
+            ProgramFailed,
+            "step: the server says: so it is",
+        ),
     ],
 )
 async def test_a_server_that_is_away_has_the_episode_run_again_and_one_that_answers_wrongly_fails_it(
@@ -196,9 +202,9 @@ async def test_a_server_that_is_away_has_the_episode_run_again_and_one_that_answ
 async def test_an_episode_after_its_server_has_gone_is_to_be_run_again():
     async with Server(FIRST).serving() as address:
         loaded = await load(address)
-    with pytest.raises(ProgramAway, match=r"connecting raised ClientConnectorError"):
+    with pytest.raises(ProgramAway, match=r"connecting to .* raised ClientConnectorError"):
         await play(loaded, Script("3"))
-    with pytest.raises(ProgramAway, match=r"http://127.0.0.1:[0-9]+/schema is away .ClientConnectorError"):
+    with pytest.raises(ProgramAway, match=r"asking http://127.0.0.1:[0-9]+/schema raised ClientConnectorError"):
         await load(address)
 
 
@@ -230,7 +236,7 @@ async def test_what_is_no_environment_of_openenvs_is_refused_before_the_run(sche
 async def test_a_server_without_its_web_socket_is_told_where_it_belongs():
     async with Server(schema=404).serving() as address:
         loaded = await load(f"{address}/elsewhere")
-        with pytest.raises(ProgramFailed, match="with status 404; a server of OpenEnv's has its WebSocket at /ws"):
+        with pytest.raises(ProgramFailed, match="where OpenEnv has its WebSocket, raised WSServerHandshakeError: 404"):
             await play(loaded, Script("3"))
 
 

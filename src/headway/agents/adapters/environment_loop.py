@@ -48,6 +48,12 @@ class EnvironmentProgram(ABC, Generic[E]):
     is_async = True
     who = ""
     """The environment in messages."""
+    form = ""
+    """Name of the form by which the user's code was recognised."""
+
+    def describe(self) -> ProgramDescription:
+        """See `headway.agents.adapters.program_loader.Program.describe`."""
+        return ProgramDescription(self.form, self.is_async, gives_reward=True)
 
     @abstractmethod
     def episode(self, start: EpisodeStart) -> AbstractAsyncContextManager[E]:

@@ -22,7 +22,6 @@ import shutil
 import signal
 import ssl
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
@@ -34,7 +33,7 @@ from headway.agents.adapters.custom_program import RETURNS, UsersRun, end_of
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, ProgramDescription
 from headway.agents.interface.user_calls import called, number, path_of_commands
-from headway.errors import ProgramFailed, UserCodeError, cut, shown
+from headway.errors import ProgramFailed, UserCodeError, shown
 
 EXPECTED = "an agent is async def run(row, base_url, api_key), or a class or an object that has it"
 _GIVEN = ("base_url", "api_key", "http_client", "model", "tokenizer", "seed")
@@ -131,8 +130,6 @@ def _turn_of(id: Any, who: str, tag: str) -> int:
     return int(parts[-2])
 
 
-MOST_LINE = 2**20
-"""Most bytes of a line that is read for a reward."""
 EXPECTED_LINE = 'expected a number, or an object with one, such as {"reward": 1.0}, as the last line'
 
 
@@ -158,7 +155,7 @@ class CommandProgram:
         root = access.base_url.removesuffix("/v1")
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
-            lambda: _CommandCleanup(MOST_LINE, loop),
+            lambda: _CommandCleanup(2**16, loop),
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -180,8 +177,9 @@ class CommandProgram:
         )
         process = asyncio.subprocess.Process(transport, protocol, loop)
         try:
-            said, printed, _ = await asyncio.gather(
-                _last_line(process.stdout), _copied(process.stderr), _written(process.stdin, start)
+            assert process.stdin and process.stdout and process.stderr, "they were asked for"
+            output, printed, _ = await asyncio.gather(
+                process.stdout.read(), _copied(process.stderr), _written(process.stdin, start)
             )
             status = await process.wait()
         finally:
@@ -189,12 +187,13 @@ class CommandProgram:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if status != 0:
-            raise ProgramFailed(f"{self._who} ended with status {status}: {cut(printed, 300) or 'it printed no error'}")
-        return EpisodeEnd(reward=self._reward(said))
+            raise ProgramFailed(f"{self._who} ended with status {status}: {printed or 'it printed no error'}")
+        lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
+        return EpisodeEnd(reward=self._reward(lines[-1]) if lines else None)
 
     def _reward(self, line: str) -> float | None:
         try:
-            value: Any = json.loads(line) if line else None
+            value: Any = json.loads(line)
         except ValueError:
             raise ProgramFailed(f"{self._who}: it printed {shown(line)} as its last line; {EXPECTED_LINE}") from None
         if isinstance(value, dict):
@@ -216,41 +215,17 @@ class _CommandCleanup(asyncio.subprocess.SubprocessStreamProtocol):
         super().process_exited()
 
 
-async def _written(stdin: asyncio.StreamWriter | None, start: EpisodeStart) -> None:
-    assert stdin is not None, "it was asked for"
+async def _written(stdin: asyncio.StreamWriter, start: EpisodeStart) -> None:
     with suppress(ConnectionError):  # a command may read nothing
         stdin.write(json.dumps(start.with_prompt(), default=str).encode() + b"\n")
         await stdin.drain()
     stdin.close()
 
 
-async def _last_line(stdout: asyncio.StreamReader | None) -> str:
-    """Read to the end, and return the last line that is not empty."""
-    last = b""
-    async for line in _lines(stdout):
-        last = line.strip() or last
-    return last.decode(errors="replace")
-
-
-async def _copied(stderr: asyncio.StreamReader | None) -> str:
+async def _copied(stderr: asyncio.StreamReader) -> str:
     """Copy what is printed to this process's log; return the end of it in one line."""
-    kept: deque[str] = deque(maxlen=3)
-    async for line in _lines(stderr):
-        text = line.decode(errors="replace")
-        sys.stderr.write(text)
-        if text.strip():
-            kept.append(" ".join(text.split()))
-    return " ".join(kept)
-
-
-async def _lines(stream: asyncio.StreamReader | None) -> Any:
-    """Yield lines; of one that is too long, nothing."""
-    assert stream is not None, "it was asked for"
-    while True:
-        try:
-            line = await stream.readline()
-        except ValueError:  # longer than the limit: the stream has dropped it
-            continue
-        if not line:
-            return
-        yield line
+    last = b""
+    while printed := await stderr.read(2**16):
+        sys.stderr.write(printed.decode(errors="replace"))
+        last = (last + printed)[-300:]
+    return " ".join(last.decode(errors="replace").split())

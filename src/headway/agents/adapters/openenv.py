@@ -24,21 +24,18 @@ from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import (
     EpisodeEnd,
     EpisodeStart,
-    ProgramDescription,
     TurnAnswer,
     said,
     with_text,
 )
-from headway.agents.interface.user_calls import failing, is_away, number
-from headway.errors import ProgramAway, ProgramFailed, UserCodeError, cut, said_by, shown
+from headway.agents.interface.user_calls import failing, number
+from headway.errors import ProgramAway, ProgramFailed, UserCodeError, cut, shown
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, ClientWebSocketResponse
 
 MOST_BYTES = 100 << 20
 """Most bytes of a message, as OpenEnv's own client has it."""
-FULL_WAIT_S = 0.5
-"""Seconds before a server is asked again that has as many sessions as it takes."""
 NOT_TEXT = ("done", "reward", "metadata")
 """Fields of every observation that are not for the model."""
 PARAMS = ("action_field", "observation_field", "timeout_s")
@@ -59,6 +56,8 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
     The text is the action's one required field where that is text; else it has to be the action as a JSON object. The
     reward of a step is that of the turn before it.
     """
+
+    form = "OpenEnv"
 
     def __init__(self, url: str, who: str, params: Mapping[str, Any]) -> None:
         """
@@ -81,30 +80,17 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
                 f"{who}: agent.params.action_field={self._action_field}: an action has {', '.join(sorted(known))}"
             )
 
-    def describe(self) -> ProgramDescription:
-        return ProgramDescription("OpenEnv", self.is_async, gives_reward=True)
-
     @asynccontextmanager
     async def episode(self, start: EpisodeStart) -> AsyncIterator[_OpenEnvEpisode]:
-        """Open a connection with an environment that has been reset. Waits for a server that is full."""
-        until = asyncio.get_running_loop().time() + self._timeout_s
+        """Open a connection, whose environment has been reset."""
         async with self._session() as session:
-            while True:
-                socket = await self._connected(session)
-                try:
-                    try:
-                        first = await self._reset(socket, start)
-                    except _Full:
-                        if asyncio.get_running_loop().time() > until:
-                            raise
-                    else:
-                        yield _OpenEnvEpisode(socket, first)
-                        return
-                finally:
-                    with suppress(Exception):
-                        await socket.send_str('{"type": "close"}')
-                    await socket.close()
-                await asyncio.sleep(FULL_WAIT_S)
+            socket = await self._connected(session)
+            try:
+                yield _OpenEnvEpisode(socket, await self._reset(socket, start))
+            finally:
+                with suppress(Exception):
+                    await socket.send_str('{"type": "close"}')
+                await socket.close()
 
     async def begin(self, environment: _OpenEnvEpisode, start: EpisodeStart) -> Step:
         first = environment.first
@@ -164,15 +150,9 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
         doing = f"{self.who}: {kind}"
         with suppress(ConnectionError):  # whoever closes the connection may have said why before
             await socket.send_str(json.dumps({"type": kind, "data": dict(data)}, default=str))
-        try:
+        with failing(f"{doing} within {self._timeout_s:g} s (agent.params.timeout_s)"):
             async with asyncio.timeout(self._timeout_s):
-                with failing(doing):
-                    received = await socket.receive()
-        except TimeoutError:
-            raise ProgramAway(
-                f"{doing} was waited for {self._timeout_s:g} s, and the server did not answer; raise "
-                "agent.params.timeout_s if it may take longer"
-            ) from None
+                received = await socket.receive()
         if received.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
             raise ProgramAway(f"{doing}: the server closed the connection ({socket.close_code})")
         expected = 'expected {"type": "observation", "data": {"observation": {…}, "reward": …, "done": …}}'
@@ -197,7 +177,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
                 said_so = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in errors]
                 return _BadAction(f"Error: the action does not fit: {'; '.join(said_so) or text}. Nothing was done.")
             case "CAPACITY_REACHED":
-                return _Full(
+                return ProgramAway(
                     f"{self.who}: the server has no room for a further session: {text}; raise its "
                     "max_concurrent_envs, or lower rollout.max_concurrent"
                 )
@@ -211,23 +191,16 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
     async def _connected(self, session: ClientSession) -> ClientWebSocketResponse:
         from aiohttp import ClientWSTimeout, WSServerHandshakeError
 
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                with failing(f"{self.who}: connecting"):
+        with failing(f"{self.who}: connecting to {self._url}, where OpenEnv has its WebSocket,"):
+            try:
+                async with asyncio.timeout(self._timeout_s):
                     return await session.ws_connect(
                         self._url, max_msg_size=MOST_BYTES, timeout=ClientWSTimeout(ws_close=5.0)
                     )
-        except TimeoutError:
-            raise ProgramAway(f"{self.who}: connecting was waited for {self._timeout_s:g} s") from None
-        except ProgramFailed as failed:
-            cause = failed.__cause__
-            if not isinstance(cause, WSServerHandshakeError):
-                raise
-            kind = ProgramAway if cause.status >= 500 or cause.status == 429 else ProgramFailed
-            raise kind(
-                f"{self.who}: the server answers {self._url} with status {cause.status}; a server of OpenEnv's has "
-                "its WebSocket at /ws"
-            ) from cause
+            except WSServerHandshakeError as cause:
+                if cause.status < 500:
+                    raise
+                raise ConnectionError(f"the server answers with status {cause.status}") from cause
 
     async def _schema(self) -> Mapping[str, Any]:
         """The JSON schema of actions; empty where the server does not tell."""
@@ -235,20 +208,13 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
         url = urlunsplit(
             ("https" if parts.scheme == "wss" else "http", parts.netloc, f"{parts.path[:-3]}/schema", "", "")
         )
-        try:
+        with failing(f"{self.who}: asking {url}"):
             async with asyncio.timeout(self._timeout_s), self._session() as session, session.get(url) as response:
                 if response.status == 404:
                     return {}
                 if response.status >= 500:
                     raise ConnectionError(f"the server answers with status {response.status}")
                 found = await response.json()
-        except TimeoutError:
-            raise ProgramAway(f"{self.who}: {url} was waited for {self._timeout_s:g} s") from None
-        except Exception as cause:
-            if is_away(cause):
-                said = f"{self.who}: {url} is away ({said_by(cause)}); start the server, or mend the address"
-                raise ProgramAway(said) from cause
-            raise ProgramFailed(f"{self.who}: asking {url} raised {said_by(cause)}") from cause
         action = found.get("action") if isinstance(found, dict) else None
         if not isinstance(action, dict):
             raise UserCodeError(
@@ -260,10 +226,6 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
 
 class _BadAction(Exception):
     """Exception for an action of the model's that is none; its message is for the model."""
-
-
-class _Full(ProgramAway):
-    """Error for a server that takes no further session for now."""
 
 
 def web_socket(url: str) -> str:

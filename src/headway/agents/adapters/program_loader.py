@@ -29,10 +29,9 @@ from typing import Any, Protocol
 
 from headway.agents.adapters.custom_program import EXPECTED, OwnProgram
 from headway.agents.adapters.environment_loop import EnvironmentPool, ToolLoop
-from headway.agents.adapters.gymnasium import GymProgram
+from headway.agents.adapters.gym_environments import GymProgram, SkyrlProgram
 from headway.agents.adapters.http_agents import AgentProgram, CommandProgram
 from headway.agents.adapters.openenv import OpenEnvProgram
-from headway.agents.adapters.skyrl_gym import SkyrlProgram
 from headway.agents.adapters.trl_environments import TrlProgram, tool_names
 from headway.agents.adapters.verl_loop import VerlLoop, is_verl_loop
 from headway.agents.adapters.verl_tools import is_tool_object, load_tool_config, make_verl_tool, names_a_tool_config
@@ -233,9 +232,16 @@ def load_program(spec: ProgramSpec) -> Program:
                 f"{given} beside agent.program: {spec.shown} gives the model its tools itself, by "
                 f"chat.turn(messages, tools=[…]); drop {given}"
             )
-        return _own(spec, load_object(spec.program))
-    if spec.agent is not None or spec.command:
-        return _agent(spec)
+        found = load_object(spec.program)
+        if inspect.isclass(found) and not hasattr(found, "run") and hasattr(found, "step"):
+            raise UserCodeError(f"{spec.shown}: it has step(), as environments have; name it in agent.environment")
+        if is_verl_loop(found):
+            return VerlLoop(found, spec.shown, spec.params, spec.model_path, spec.prompt_length)
+        return OwnProgram(found, spec.shown, spec.params)
+    if spec.agent is not None:
+        return AgentProgram(load_object(spec.agent), spec.shown, spec.params)
+    if spec.command:
+        return CommandProgram(spec.command, spec.shown, spec.directory)
     if not _given_tools(spec):
         raise UserCodeError("there is no program; give agent.tools, environment, program or client")
     return ToolLoop(load_toolbox(spec))
@@ -253,20 +259,6 @@ def load_toolbox(spec: ProgramSpec) -> Toolbox:
     for server in servers:
         server.load()
     return Toolbox([*load_tools(spec.tools, spec.sandbox), *servers])
-
-
-def _agent(spec: ProgramSpec) -> Program:
-    if spec.agent is not None:
-        return AgentProgram(load_object(spec.agent), spec.shown, spec.params)
-    return CommandProgram(spec.command, spec.shown, spec.directory)
-
-
-def _own(spec: ProgramSpec, found: Any) -> Program:
-    if inspect.isclass(found) and not hasattr(found, "run") and hasattr(found, "step"):
-        raise UserCodeError(f"{spec.shown}: it has step(), as environments have; name it in agent.environment")
-    if is_verl_loop(found):
-        return VerlLoop(found, spec.shown, spec.params, spec.model_path, spec.prompt_length)
-    return OwnProgram(found, spec.shown, spec.params)
 
 
 def _environment(spec: ProgramSpec, found: Any) -> Program:
@@ -332,19 +324,11 @@ def _lacking(who: str, kind: type, environment: Any) -> str:
     """The message for an environment of no known form."""
     if callable(getattr(environment, "run", None)):
         return f"{who}: it has run(), as programs have; name it in agent.program"
-    forms: Mapping[str, Mapping[str, str]] = {
-        "TRL's": {"reset": "reset(**row)", "get_reward": "get_reward() or methods that are tools"},
-        "Gymnasium's and GEM's": {"reset": "reset(seed)", "step": "step(action)"},
-        "SkyRL-gym's": {"init": "init(prompt)", "step": "step(action)"},
-    }
-    said = []
-    for form, methods in forms.items():
-        lacks = [how for name, how in methods.items() if not callable(getattr(environment, name, None))]
-        said.append(f"{form} has {' and '.join(methods.values())}: here is no {' and no '.join(lacks)}")
-    own = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+    own = [f"{name}()" for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
     return (
-        f"{who}: {kind.__name__} has none of the forms of an environment. {'; '.join(said)}. "
-        f"It has {', '.join(f'{name}()' for name in own) or 'no public methods'}"
+        f"{who}: {kind.__name__} has none of the forms of an environment: TRL's, reset(**row) and get_reward() or "
+        "methods that are tools; Gymnasium's and GEM's, reset(seed) and step(action); SkyRL-gym's, init(prompt) and "
+        f"step(action). It has {', '.join(own) or 'no public methods'}"
     )
 
 
@@ -386,18 +370,13 @@ def load_tools(specs: Sequence[str], sandbox: SandboxSpec | None = None) -> list
     tools: list[Tool | ToolSource] = []
     for spec in specs:
         if spec == PYTHON:
-            tools.append(make_tool(_python(sandbox or SandboxSpec()), spec))
-            continue
-        if names_a_tool_config(spec):
+            given = sandbox or SandboxSpec()
+            runs = Sandbox(given)
+            runs.probe()
+            tools.append(make_tool(python_tool(runs, given.limits), spec))
+        elif names_a_tool_config(spec):
             tools += load_tool_config(spec)
-            continue
-        found = load_object(spec)
-        tools.append(make_verl_tool(found, spec) if is_tool_object(found) else make_tool(found, spec))
+        else:
+            found = load_object(spec)
+            tools.append(make_verl_tool(found, spec) if is_tool_object(found) else make_tool(found, spec))
     return tools
-
-
-def _python(spec: SandboxSpec) -> Callable[..., Any]:
-    """The tool ``python``, after its sandbox was tried here."""
-    sandbox = Sandbox(spec)
-    sandbox.probe()
-    return python_tool(sandbox, spec.limits)

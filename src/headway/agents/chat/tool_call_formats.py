@@ -45,19 +45,13 @@ class ParsedAnswer:
     """Thinking, where the form has it apart from the text."""
 
 
+Reader = Callable[[str, int], tuple[WrittenCall, int]]
+"""Reads the call that begins at a place of a text; returns it, and where it ends."""
+
+
 def hermes(text: str) -> ParsedAnswer:
-    """Read calls between ``<tool_call>`` and ``</tool_call>``. The last one's end may be missing."""
-    opening, closing = "<tool_call>", "</tool_call>"
-    calls, kept, at = [], [], 0
-    while (start := text.find(opening, at)) >= 0:
-        kept.append(text[at:start])
-        call, end = _read(text, start + len(opening), read_call)
-        at = text.find(closing, end)
-        at = len(text) if at < 0 else at + len(closing)
-        if call.arguments is not None and (rest := text[end:at].removesuffix(closing).strip()):
-            call = WrittenCall(problem=f"there is more after it, before {closing}: {shown(rest, 40)}")
-        calls.append(call)
-    return ParsedAnswer("".join([*kept, text[at:]]), tuple(calls))
+    """Read calls between ``<tool_call>`` and ``</tool_call>``."""
+    return _in_tags(text, "<tool_call>", "</tool_call>", lambda text, at: _read(text, at, read_call))
 
 
 _LLAMA_TAG = "<|python_tag|>"
@@ -71,16 +65,12 @@ def llama3_json(text: str) -> ParsedAnswer:
     body = body.removeprefix(_LLAMA_TAG).lstrip()
     if not (_LLAMA_CALL.match(body) or (tagged and body.startswith("{"))):
         return ParsedAnswer(text)
-    calls, at = [], 0
-    while at < len(body):
-        call, end = _read(body, at, read_call)
-        rest = body[end:].lstrip()
-        if call.arguments is not None and rest and not rest.startswith((";", "{")):
-            call = WrittenCall(problem=f"there is more after it: {shown(rest, 40)}")
-        calls.append(call)
-        if call.arguments is None:  # where the next one begins cannot be told
-            break
-        at = len(body) - len(rest.removeprefix(";").lstrip())
+    calls: list[WrittenCall] = []
+    while body and (not calls or calls[-1].arguments is not None):  # behind one that cannot be read nothing can be
+        call, end = _read(body, 0, read_call)
+        body = body[end:].lstrip()
+        calls.append(call if body.startswith((";", "{")) else _alone(call, body))
+        body = body.removeprefix(";").lstrip()
     return ParsedAnswer("", tuple(calls))
 
 
@@ -92,65 +82,56 @@ def mistral(text: str) -> ParsedAnswer:
     content, *parts = text.split("[TOOL_CALLS]")
     calls: list[WrittenCall] = []
     for part in parts:
-        if match := _MISTRAL_NAME.match(part):
-            arguments, end = _read(part, match.end(), _read_arguments)
-            read = [replace(arguments, name=match.group(1))]
+        if _MISTRAL_NAME.match(part):
+            call, end = _named(part, 0, _MISTRAL_NAME)
+            read = [call]
         else:
-            read, end = _read_list(part)
-        if (rest := part[end:].strip()) and all(call.arguments is not None for call in read):
-            read = [WrittenCall(problem=f"there is more after it: {shown(rest, 40)}")]
-        calls += read
+            try:
+                value, end = _value(part, 0)
+                read = [read_call(one) for one in (value if isinstance(value, list) else [value])]
+            except ValueError as cause:
+                read, end = [WrittenCall(problem=str(cause))], len(part)
+        calls += [_alone(call, part[end:]) for call in read]
     return ParsedAnswer(content, tuple(calls))
 
 
-_CODER_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|$)", re.DOTALL)
-_CODER_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL)
+_CODER_NAME = re.compile(r"\s*(?:<function=)?([^<>\n]+)>")
+_CODER_ARGUMENT = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL)
 _GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
 _GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 def qwen3_coder(text: str) -> ParsedAnswer:
-    """Read functions between ``<tool_call>`` and ``</tool_call>``, or alone. The last one's ends may be missing."""
-    if "<tool_call>" not in text:  # models leave it out at times
-        return _in_tags(text, "<function=", "</function>", lambda body: _coder_call(f"<function={body}"))
-    return _in_tags(text, "<tool_call>", "</tool_call>", _coder_call)
-
-
-def _coder_call(body: str) -> WrittenCall:
-    if (function := _CODER_FUNCTION.fullmatch(body)) is None:
-        return WrittenCall(problem=f"it is {shown(body.strip(), 40)}, expected <function=NAME> and its parameters")
-    return _text_arguments(function[1].strip(), function[2], _CODER_PARAMETER, "<parameter=NAME>…</parameter>")
+    """Read functions between ``<tool_call>`` and ``</tool_call>``, or alone."""
+    tags = ("<tool_call>", "</tool_call>") if "<tool_call>" in text else ("<function=", "</function>")
+    expected = "<function=NAME> and <parameter=NAME>…</parameter>"
+    return _in_tags(text, *tags, lambda text, at: _text_call(text, at, tags[1], _CODER_NAME, _CODER_ARGUMENT, expected))
 
 
 def glm(text: str) -> ParsedAnswer:
     """Read calls between ``<tool_call>`` and ``</tool_call>``: a name, then keys and values in tags."""
-    return _in_tags(text, "<tool_call>", "</tool_call>", _glm_call)
+    tags = ("<tool_call>", "</tool_call>")
+    expected = "a name and <arg_key>…</arg_key><arg_value>…</arg_value>"
+    return _in_tags(text, *tags, lambda text, at: _text_call(text, at, tags[1], _GLM_NAME, _GLM_ARGUMENT, expected))
 
 
-def _glm_call(body: str) -> WrittenCall:
-    if (name := _GLM_NAME.match(body)) is None:
-        return WrittenCall(problem="it has no name")
-    return _text_arguments(name[1], body[name.end() :], _GLM_ARGUMENT, "<arg_key>…</arg_key><arg_value>…</arg_value>")
-
-
-_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_CALL = re.compile(
     r"\s*(?:function\s*<｜tool▁sep｜>)?\s*([\w.-]+)\s*(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?)?\s*(?=\{)"
 )
-_KIMI_BEGIN, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 _KIMI_CALL = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)")
 
 
 def deepseek(text: str) -> ParsedAnswer:
     """Read the calls of DeepSeek's V3, R1 (arguments in a fence) and V3.1."""
-    outer = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-    return _in_tags(text, _DEEPSEEK_BEGIN, _DEEPSEEK_END, lambda body: _named(body, _DEEPSEEK_CALL, "```"), outer)
+    tags, outer = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    return _in_tags(text, *tags, lambda text, at: _named(text, at, _DEEPSEEK_CALL), outer)
 
 
 def kimi(text: str) -> ParsedAnswer:
     """Read the calls of Kimi K2, whose ids have the names."""
+    tags = ("<|tool_call_begin|>", "<|tool_call_end|>")
     outer = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-    return _in_tags(text, _KIMI_BEGIN, _KIMI_END, lambda body: _named(body, _KIMI_CALL), outer)
+    return _in_tags(text, *tags, lambda text, at: _named(text, at, _KIMI_CALL), outer)
 
 
 HARMONY_MARK = "<|channel|>"
@@ -170,10 +151,8 @@ def harmony(text: str) -> ParsedAnswer:
         said.append(text[at : part.start()])
         at = part.end()
         if to := _HARMONY_TO.search(f"{part['role']} {part['channel']}"):
-            read, end = _read(part["body"], 0, _read_arguments)
-            if read.arguments is not None and (rest := part["body"][end:].strip()):
-                read = WrittenCall(problem=f"there is more after it: {shown(rest, 40)}")
-            calls.append(replace(read, name=to[1]))
+            call, end = _read(part["body"], 0, _read_arguments)
+            calls.append(replace(_alone(call, part["body"][end:]), name=to[1]))
         elif part["channel"].strip() == "analysis":
             thoughts.append(part["body"].strip())
         else:
@@ -187,56 +166,64 @@ FORMATS: Mapping[str, Callable[[str], ParsedAnswer]] = {
 """Every form by its name."""
 
 
-def _in_tags(
-    text: str,
-    opening: str,
-    closing: str,
-    read: Callable[[str], WrittenCall],
-    outer: tuple[str, str] = ("", ""),
-) -> ParsedAnswer:
-    """Read what stands between each ``opening`` and its ``closing``; the last one's end may be missing.
+def _in_tags(text: str, opening: str, closing: str, read: Reader, outer: tuple[str, ...] = ()) -> ParsedAnswer:
+    """Read a call behind each ``opening``, up to its ``closing``; the last one's end may be missing.
 
     ``outer``: tags around all calls, which are no text.
     """
-    content, *parts = text.split(opening)
-    kept, calls = [content], []
-    for part in parts:
-        body, _, rest = part.partition(closing)
-        calls.append(read(body))
-        kept.append(rest)
-    said = "".join(kept)
+    calls, kept, at = [], [], 0
+    while (start := text.find(opening, at)) >= 0:
+        kept.append(text[at:start])
+        call, end = read(text, start + len(opening))
+        at = text.find(closing, end)
+        calls.append(_alone(call, text[end : at if at >= 0 else None]))
+        at = at + len(closing) if at >= 0 else len(text)
+    said = "".join([*kept, text[at:]])
     for tag in outer if calls else ():
-        said = said.replace(tag, "") if tag else said
+        said = said.replace(tag, "")
     return ParsedAnswer(said, tuple(calls))
 
 
-def _text_arguments(name: str, body: str, argument: re.Pattern[str], expected: str) -> WrittenCall:
-    """The call of ``name`` with the arguments in ``body``, as text."""
+def _alone(call: WrittenCall, rest: str) -> WrittenCall:
+    """The call, unless there is a ``rest`` behind it."""
+    if call.arguments is None or not rest.strip():
+        return call
+    return WrittenCall(call.name, problem=f"there is more after it: {shown(rest.strip(), 40)}")
+
+
+def _text_call(
+    text: str, at: int, closing: str, name: re.Pattern[str], argument: re.Pattern[str], expected: str
+) -> tuple[WrittenCall, int]:
+    """The call with a name and arguments as text, up to ``closing``."""
+    end = text.find(closing, at)
+    end = len(text) if end < 0 else end
+    body = text[at:end].rstrip().removesuffix("</function>")
+    if (found := name.match(body)) is None:
+        return WrittenCall(problem=f"it is {shown(body.strip(), 40)}, expected {expected}"), end
     arguments: dict[str, Any] = {}
-    at = 0
-    while at < len(body) and (found := argument.match(body, at)):
-        arguments[found[1].strip()] = found[2].removeprefix("\n").removesuffix("\n")
-        at = found.end()
-    if rest := body[at:].strip():
-        return WrittenCall(name, problem=f"there is {shown(rest, 40)}, expected {expected}")
-    return WrittenCall(name, arguments, as_text=True)
+    place = found.end()
+    while one := argument.match(body, place):
+        arguments[one[1].strip()] = one[2].removeprefix("\n").removesuffix("\n")
+        place = one.end()
+    if rest := body[place:].strip():
+        return WrittenCall(found[1].strip(), problem=f"there is {shown(rest, 40)}, expected {expected}"), end
+    return WrittenCall(found[1].strip(), arguments, as_text=True), end
 
 
-def _named(body: str, head: re.Pattern[str], fence: str = "") -> WrittenCall:
+_FENCE = re.compile(r"\s*(?:```)?")
+
+
+def _named(text: str, at: int, head: re.Pattern[str]) -> tuple[WrittenCall, int]:
     """The call whose name is in ``head``, and whose arguments are the JSON behind it."""
-    if (found := head.match(body)) is None:
-        return WrittenCall(problem=f"it is {shown(body.strip(), 40)}, expected a name and an object with arguments")
-    call, end = _read(body, found.end(), _read_arguments)
-    rest = body[end:].strip()
-    if call.arguments is not None and (rest := rest.removesuffix(fence).strip() if fence else rest):
-        return WrittenCall(found[1], problem=f"there is more after it: {shown(rest, 40)}")
-    return replace(call, name=found[1])
+    if (found := head.match(text, at)) is None:
+        given = shown(text[at:].strip(), 40)
+        return WrittenCall(problem=f"it is {given}, expected a name and an object with arguments"), at
+    call, end = _read(text, found.end(), _read_arguments)
+    return replace(call, name=found[1]), _FENCE.match(text, end).end()  # type: ignore[union-attr]  # it always matches
 
 
 def read_call(value: Any) -> WrittenCall:
     """The call that a JSON value stands for: a name, and arguments by either of their names."""
-    if _nested(value):
-        return WrittenCall(problem=_TOO_DEEP)
     if not isinstance(value, dict):
         return WrittenCall(problem=f"it is {shown(value, 40)}, expected an object with name and arguments")
     if isinstance(value.get("function"), dict):
@@ -253,54 +240,37 @@ def _read_arguments(value: Any) -> WrittenCall:
         return call
     if not isinstance(value, dict):
         return WrittenCall(problem=f"its arguments are {shown(value, 40)}, expected an object")
-    return WrittenCall(arguments=value)
-
-
-def _read_list(text: str) -> tuple[list[WrittenCall], int]:
-    try:
-        value, end = _read_value(text, 0)
-    except ValueError as cause:
-        return [WrittenCall(problem=str(cause))], len(text)
-    return [read_call(one) for one in (value if isinstance(value, list) else [value])], end
+    return WrittenCall(problem=_TOO_DEEP) if _nested(value, _MOST_NESTED) else WrittenCall(arguments=value)
 
 
 def _read(text: str, at: int, make: Callable[[Any], WrittenCall]) -> tuple[WrittenCall, int]:
     """The call that ``make`` makes of the JSON value at ``at``, and where that ends, or began where it is none."""
     try:
-        value, end = _read_value(text, at)
+        value, end = _value(text, at)
     except ValueError as cause:
         return WrittenCall(problem=str(cause)), at
     return make(value), end
 
 
-def _read_value(text: str, at: int) -> tuple[Any, int]:
+def _value(text: str, at: int) -> tuple[Any, int]:
     """The JSON value at ``at``, and where it ends. Raises `ValueError` for what is none."""
     start = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it always matches
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as cause:
         raise ValueError(f"it is no valid JSON: {cause.msg} at character {cause.pos - start}") from None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except ValueError as cause:
         raise ValueError(f"it is no valid JSON: {cause}") from None
-    if _nested(value):
-        raise ValueError(_TOO_DEEP)
-    return value, end
 
 
-def _nested(value: Any) -> bool:
+def _nested(value: Any, levels: int) -> bool:
     """Tell whether ``value`` is nested more deeply than those who render and check it can bear."""
-    level = [value]
-    for _ in range(_MOST_NESTED):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
-        ]
-        if not level:
-            return False
-    return True
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_nested(one, levels - 1) for one in inner)
 
 
 def _refuse_constant(constant: str) -> None:

@@ -26,7 +26,7 @@ from headway.agents.chat.chat_messages import reasoning_of, split_thinking
 from headway.agents.chat.chat_template import KIMI_ID, NUMBERED_ID, ChatRenderer, probe_tool
 from headway.agents.chat.tool_call_formats import FORMATS, ParsedAnswer, WrittenCall, read_call
 from headway.agents.interface.program_messages import CallProblem, ToolCall, ToolSchema, TurnAnswer, calls_made, said
-from headway.errors import ConfigError, cut, said_by, shown
+from headway.errors import ConfigError, cut, said_by
 
 AUTO, TEMPLATE = "auto", "template"
 PARSER_NAMES = (TEMPLATE, *FORMATS)
@@ -182,7 +182,8 @@ class Misfit(ValueError):
 
 
 def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Check ``arguments`` against ``schema``, of type object; returns them, with whole floats for integers as integers.
+    """Check ``arguments`` against ``schema``, of type object; returns them. A whole float for
+    a parameter that is an integer becomes one.
 
         fitted({"a": 2.0}, {"type": "object", "properties": {"a": {"type": "integer"}}})   # {"a": 2}
 
@@ -193,9 +194,13 @@ def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str,
     """
     validator = _Validator({"additionalProperties": False, **schema}, registry=Registry())
     if (error := best_match(validator.iter_errors(arguments))) is not None:
-        raise Misfit(_misfit(error))
-    known = schema.get("properties") or {}
-    return {name: _whole(value, known.get(name), validator) for name, value in arguments.items()}
+        where = error.json_path.removeprefix("$").removeprefix(".")
+        raise Misfit(cut(f"{where}: {error.message}" if where else error.message, 200))
+    properties = schema.get("properties") or {}
+    whole = {name for name, kind in properties.items() if _types(kind) in (["integer"], ["integer", "null"])}
+    return {
+        name: int(value) if name in whole and isinstance(value, float) else value for name, value in arguments.items()
+    }
 
 
 def _nullable(name: str) -> Callable[..., Iterator[ValidationError]]:
@@ -211,56 +216,8 @@ def _nullable(name: str) -> Callable[..., Iterator[ValidationError]]:
     return checked
 
 
-def _tuple(validator: Any, items: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
-    """JSON Schema's ``prefixItems``, which are those of a tuple here: as many."""
-    if isinstance(instance, list) and len(instance) != len(items):
-        yield ValidationError(f"has {len(instance)} items, expected {len(items)}")
-    yield from Draft202012Validator.VALIDATORS["prefixItems"](validator, items, instance, schema)
-
-
 # A pattern of a server's could take for ever on what a model writes; references are looked up nowhere.
 _Validator = extend(
     Draft202012Validator,
-    {"pattern": None, "prefixItems": _tuple, **{name: _nullable(name) for name in ("type", "enum", "anyOf", "oneOf")}},
+    {"pattern": None, **{name: _nullable(name) for name in ("type", "enum", "anyOf", "oneOf")}},
 )
-
-
-def _misfit(error: ValidationError) -> str:
-    where, value = error.json_path[1:].lstrip("."), error.instance
-    inside = f"{where}." if where else ""
-    match error.validator:
-        case "type" | "anyOf" | "oneOf":
-            choices = error.validator_value if error.validator != "type" else [{"type": error.validator_value}]
-            types = dict.fromkeys(kind for choice in choices for kind in _types(choice))
-            return f"{where} is {shown(value)}, expected {' or '.join(types) or 'another value'}"
-        case "enum":
-            return f"{where} is {shown(value)}, expected one of {', '.join(map(shown, error.validator_value))}"
-        case "required":
-            return f"{', '.join(inside + name for name in error.validator_value if name not in value)} is missing"
-        case "additionalProperties" if error.validator_value is False:
-            known = error.schema.get("properties") or {}
-            extra = ", ".join(inside + name for name in value if name not in known)
-            return f"there is no parameter {extra}; there are: {', '.join(known) or 'none'}"
-        case "prefixItems":
-            return f"{where} {error.message}"
-        case _:
-            return f"{where} is {shown(value)}: {cut(error.message, 200)}"
-
-
-def _whole(value: Any, schema: Any, validator: Any) -> Any:
-    """``value``, which fits ``schema``, with integers where that wants some. ``validator``: of the whole schema."""
-    if not isinstance(schema, Mapping):
-        return value
-    for choice in schema.get("anyOf") or schema.get("oneOf") or ():
-        if validator.evolve(schema=choice).is_valid(value):
-            return _whole(value, choice, validator)
-    if isinstance(value, float) and value.is_integer() and "integer" in _types(schema):
-        return value if "number" in _types(schema) else int(value)
-    if isinstance(value, list):
-        first = schema.get("prefixItems") or ()
-        rest = schema.get("items")
-        return [_whole(one, first[n] if n < len(first) else rest, validator) for n, one in enumerate(value)]
-    if isinstance(value, dict):
-        known, other = schema.get("properties") or {}, schema.get("additionalProperties")
-        return {name: _whole(one, known.get(name, other), validator) for name, one in value.items()}
-    return value
