@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import anthropic
-import numpy as np
 import openai
 import pytest
 from anthropic.types import Message as AnthropicMessage
@@ -16,8 +15,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
-from headway.agents.chat.conversations import Draft, PromptKind
-from headway.agents.episodes.episode_tokens import ChatRecord
+from headway.agents.chat.conversations import ChatPrompt, Conversations, PromptKind
 from headway.agents.interface.program_messages import Access, TurnNote
 from tests.agents.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.agents.episodes.conftest import renderer_of
@@ -254,14 +252,14 @@ async def test_an_answer_is_known_again_in_whatever_form_its_thinking_comes_back
                 messages.append({"role": "user", "content": THEN})
         return 1.0
 
-    def noted(self: Any, *given: Any) -> Draft:
-        draft = drafted(self, *given)
-        kinds.append(draft.prompt(np.zeros(1, np.int32)).kind)
-        return draft
+    def noted(self: Any, *given: Any) -> ChatPrompt:
+        prompt = prompted(self, *given)
+        kinds.append(prompt.kind)
+        return prompt
 
-    drafted = ChatRecord.draft
+    prompted = Conversations.prompt
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChatRecord, "draft", noted)
+        patch.setattr(Conversations, "prompt", noted)
         episode = await made(agent, says, template=template)
     assert kinds[0] is PromptKind.NEW
     assert PromptKind.NEW not in kinds[1:]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from headway.agents.episodes.episode_limits import MOST_STEPS, StepTimes
+from headway.agents.episodes.episode_limits import MOST_STEPS, EpisodeClock, EpisodeTime
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.errors import ProgramFailed
-from tests.agents.episodes.program_episodes import RENDERER, Here, Policy, made, talk, trained
+from headway.planner.simulation.virtual_clock import run_virtual
+from tests.agents.episodes.program_episodes import LIMITS, RENDERER, Here, Policy, made, talk, trained
 
 
 def test_an_episode_of_three_turns_is_one_row_of_what_the_engine_saw_and_sampled():
@@ -167,12 +168,18 @@ def test_an_episode_tells_when_its_program_worked_and_when_it_waited_to_begin():
 
 
 def test_the_steps_of_a_long_episode_are_joined_where_the_policy_was_fast():
-    times = StepTimes()
-    for step in range(1000):
-        times.begin(10 * step + (0.0 if step % 100 else 5.0))
-        times.end(10 * step + 9)
+    async def steps() -> EpisodeTime:
+        times = EpisodeTime(EpisodeClock(), LIMITS)
+        for step in range(1000):
+            await asyncio.sleep(1.0 if step % 100 else 6.0)
+            times.begin_step(lambda: None)
+            await asyncio.sleep(9.0 if step % 100 else 4.0)
+            times.end_step()
+        return times
+
+    times = run_virtual(steps())
     assert len(times.steps) == MOST_STEPS
-    assert (times.steps[0][0], times.steps[-1][1]) == (5, 9999)
+    assert (times.steps[0][0], times.steps[-1][1]) == (6, 10_000)
     pauses = [after[0] - before[1] for before, after in pairwise(times.steps)]
     assert pauses.count(6) == 9, "the longest ones are kept"
     assert all(pause > 0 for pause in pauses)

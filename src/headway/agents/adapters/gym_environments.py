@@ -1,5 +1,5 @@
-"""Environments with steps, in the form of Gymnasium and GEM (``reset(seed)`` and ``step(action)``, in text) or SkyRL-gym
-(``init(prompt)`` and ``step(action)``, which gives messages)."""
+"""Environments with steps: Gymnasium's and GEM's (``reset(seed)``, ``step(action)`` in text), and SkyRL-gym's
+(``init(prompt)``, ``step(action)`` with messages)."""
 
 from __future__ import annotations
 

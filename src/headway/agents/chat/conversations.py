@@ -21,7 +21,7 @@ ids are never made of text again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -41,6 +41,7 @@ from headway.agents.chat.chat_messages import (
 )
 from headway.agents.chat.chat_template import CALL_ID, ChatRenderer, probe_tool
 from headway.agents.interface.program_messages import Message, ToolSchema, calls_made, said, tool_result
+from headway.data.thoughts import opened_thought
 from headway.errors import DataError
 
 
@@ -72,15 +73,8 @@ class ChatPrompt:
     """The answers of this episode among the messages, by their indices, in the form in which they were rendered."""
     text: tuple[int, bytes] = field(repr=False)
     """Length and digest of the rendered chat, with marks in ``answers``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A prompt whose text is written, and not encoded."""
-
-    text: str
-    prompt: Callable[[NDArray[np.int32]], ChatPrompt]
-    """Makes the prompt of the ids [N] of the text."""
+    opened: str = ""
+    """The tag of a thought with which it ends; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +102,12 @@ class Conversations:
         """Answers by the digest of the messages up to them."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> ChatPrompt:
-        """The prompt of the turn that answers ``messages``. Raises as `draft` and `ChatRenderer.encode` do."""
-        draft = self.draft(messages, tools)
-        return draft.prompt(self._renderer.encode(draft.text))
-
-    def draft(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> Draft:
-        """The prompt of the turn that answers ``messages``, whose text is not encoded yet.
+        """The prompt of the turn that answers ``messages``.
 
         Raises:
             UserCodeError: ``messages`` are no chat messages.
             ConfigError: there are ``tools``, and the template does not show them.
-            DataError: the template refuses the messages.
+            DataError: the template refuses the messages, or the tokenizer has no tokens for them.
         """
         if tools:
             self._renderer.demand_tools()
@@ -138,12 +127,11 @@ class Conversations:
         if tail is None:
             return self._whole(PromptKind.REWRITTEN, chat, tools, digests[-1], text, answers)
 
-        def extended(ids: NDArray[np.int32]) -> ChatPrompt:
-            behind = self._renderer.behind(ids, stored.sampled)
-            parts, kind = (*stored.parts, stored.sampled, behind), PromptKind.EXTENDED
-            return ChatPrompt(np.concatenate(parts), kind, len(behind), digests[-1], parts, answers, _extent(text))
-
-        return Draft(tail, extended)
+        behind = self._renderer.behind(self._renderer.encode(tail), stored.sampled)
+        parts, opened = (*stored.parts, stored.sampled, behind), opened_thought(tail)
+        return ChatPrompt(
+            np.concatenate(parts), PromptKind.EXTENDED, len(behind), digests[-1], parts, answers, _extent(text), opened
+        )
 
     def answered(
         self,
@@ -190,10 +178,10 @@ class Conversations:
         digest: bytes,
         text: str | None = None,
         answers: Mapping[int, Message] = MappingProxyType({}),
-    ) -> Draft:
+    ) -> ChatPrompt:
         whole = self._renderer.render(chat, tools)
-        extent = _extent(whole if text is None else text)
-        return Draft(whole, lambda ids: ChatPrompt(ids, kind, len(ids), digest, (ids,), answers, extent))
+        ids, extent = self._renderer.encode(whole), _extent(whole if text is None else text)
+        return ChatPrompt(ids, kind, len(ids), digest, (ids,), answers, extent, opened_thought(whole))
 
 
 def _extent(text: str) -> tuple[int, bytes]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import xxhash
 
-from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime, ProgramSteps
+from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime
 from headway.agents.episodes.episode_tokens import EpisodeTokens, TurnContext
 from headway.agents.episodes.request_dispatcher import Affinity, PendingRequest, RequestDispatcher
 from headway.agents.interface.program_messages import EpisodeEnd, MadeTurn, Message, TurnNote, TurnRequest
@@ -184,7 +184,7 @@ class EpisodeAttempt:
     ) -> None:
         """``keeps_conversation``: the last conversation is wanted in the end."""
         self.name, self.sampling, self.trains, self.record = name, sampling, trains, record
-        self.steps = ProgramSteps(time, self._end_step)
+        time.forgive()
         self.asked = 0
         """Turns that the program asked for, refused ones and those that it gave up included."""
         self.calls: list[Completion] = []
@@ -225,7 +225,7 @@ class EpisodeAttempt:
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
         """See `headway.agents.endpoint.dialect.Turns.turn`."""
-        self.steps.end()
+        self._time.end_step()
         self._waiting += 1
         self.rewards = request.rewards
         number, self.asked = self.asked, self.asked + 1
@@ -234,7 +234,11 @@ class EpisodeAttempt:
         finally:
             self._waiting -= 1
             if self._waiting == 0 and not self.over:
-                self.steps.begin()
+                self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begin a step of the program: it has all that it asked for."""
+        self._time.begin_step(self._end_step)
 
     async def count(self, request: TurnRequest) -> int:
         """See `headway.agents.endpoint.dialect.Turns.count`."""
@@ -283,11 +287,15 @@ class EpisodeAttempt:
     ) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
         """The rows to train on, none where the episode ``failed``, and the rewards of turns, by numbers that count
         answered turns alone."""
-        rows = [] if failed else list(self.record.rows())
-        numbers = sorted(self.numbers)
-        if self.numbers != list(range(len(numbers))):  # a turn that was given up has no tokens, and no number
-            return _renumbered(rows, turn_rewards, numbers)
-        return rows, turn_rewards
+        numbers = sorted(self.numbers)  # a turn that was given up has no tokens, and no number
+        order = {number: new for new, number in enumerate(numbers)}
+        rows = [
+            replace(row, turns=tuple(span._replace(number=order[span.number]) for span in row.turns))
+            if isinstance(row, RowTokens) and len(order) < self.asked
+            else row
+            for row in (() if failed else self.record.rows())
+        ]
+        return rows, tuple(turn_rewards[number] for number in numbers if number < len(turn_rewards))
 
     # ------------------------------------------------------------------------------------- turns
 
@@ -301,7 +309,7 @@ class EpisodeAttempt:
             raise
         if self.limit == "tokens":
             self.limit = None
-            self.steps.forgive()
+            self._time.forgive()
         self.calls.append(finished)
         self.numbers.append(number)
         self.cut_off = finished.finish_reason is FinishReason.LENGTH and finished.length != own
@@ -350,12 +358,12 @@ class EpisodeAttempt:
 
     def _refused(self, limit: str) -> EpisodeOver:
         self.limit = limit
-        self.steps.refuse()
+        self._time.refuse()
         return EpisodeOver(limit)
 
     def _end_step(self) -> None:
         """End the program where it is. One that was refused a turn and only asked again has that turn's limit."""
-        if self.steps.refused < 2:
+        if self._time.refused < 2:
             self.limit = "step"
         if self.running is not None:
             self.running.cancel()
@@ -365,19 +373,3 @@ class EpisodeAttempt:
         if not self._prompt or messages[: len(self._prompt)] != self._prompt:
             self._prompt = list(messages)
         self._said = [*messages, answer]
-
-
-def _renumbered(
-    rows: Sequence[RowTokens | RowAt], turn_rewards: tuple[float, ...], numbers: Sequence[int]
-) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
-    """Count turns anew, in the order in which they were asked for: those with ``numbers`` are all that there are."""
-    order = {number: new for new, number in enumerate(numbers)}
-    renumbered: list[RowTokens | RowAt] = []
-    for row in rows:
-        if isinstance(row, RowTokens):
-            turns = tuple(span._replace(number=order[span.number]) for span in row.turns)
-            renumbered.append(replace(row, turns=turns))
-        else:
-            renumbered.append(row)
-    given = [turn_rewards[number] if number < len(turn_rewards) else 0.0 for number in numbers]
-    return renumbered, tuple(given) if turn_rewards else ()

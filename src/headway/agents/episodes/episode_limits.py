@@ -99,38 +99,6 @@ SHORTEST_WAIT_S = 1e-3
 """Shortest wait that is one: a program is handed to its worker faster than that."""
 
 
-class StepTimes:
-    """Spans of one episode: its program's steps, and its waits for a place to run or for what was away.
-
-    Where there are more than `MOST_STEPS`, those with the shortest pause between them become one. The first start and
-    the last end stay as they were.
-    """
-
-    def __init__(self) -> None:
-        self.steps: list[Span] = []
-        self.waits: list[Span] = []
-        self.until = 0.0
-        """End of the last step; before the first one, when the episode was to begin."""
-        self._since = 0.0
-
-    def begin(self, now: float) -> None:
-        """Begin a step."""
-        self._since = now
-
-    def end(self, now: float) -> None:
-        """End the step."""
-        self.until = now
-        self.steps.append((self._since, now))
-        if len(self.steps) > MOST_STEPS:
-            at = min(range(1, len(self.steps)), key=lambda i: self.steps[i][0] - self.steps[i - 1][1])
-            self.steps[at - 1 : at + 1] = [(self.steps[at - 1][0], self.steps[at][1])]
-
-    def began(self, now: float) -> None:
-        """Note that the program, which waited since then, has begun to run."""
-        if now - self.until >= SHORTEST_WAIT_S:
-            self.waits.append((self.until, now))
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
     """Limits of an episode, as ``rollout``'s keys describe them."""
@@ -167,76 +135,75 @@ class EpisodeLimits:
 
 
 class EpisodeTime:
-    """The time of one episode, over all attempts of its program."""
+    """The time of one episode, over all attempts of its program: its limit, and its steps, at most one at a time.
+
+    A step is what the program does while it waits for no turn. Of more than `MOST_STEPS` those with the shortest pause
+    between them become one.
+    """
 
     def __init__(self, clock: EpisodeClock, limits: EpisodeLimits) -> None:
-        self.clock = clock
-        self.limits = limits
-        self.spans = StepTimes()
-        self.started = self.spans.until = asyncio.get_running_loop().time()
+        self._clock, self._limits = clock, limits
+        self.started = self._until = asyncio.get_running_loop().time()
         """Time on the event clock."""
+        self.steps: list[Span] = []
+        self.waits: list[Span] = []
+        """Waits for a place to run, or for what was away."""
         self.environment_s = 0.0
         """Seconds that the program took in its steps."""
         self.is_over = False
         """``episode_timeout_s`` is over: the turn that the program waits for is its last."""
+        self.refused = 0
+        """Turns that were refused, one after the other."""
+        self._left_s: float | None = None
+        """Seconds that the program has to end, once a turn was refused; None before."""
         self._whole: Deadline | None = None
+        self._step: Deadline | None = None
+        self._began = self._began_at = 0.0
+        """Time on the event clock, and on the episode's, at which the step began."""
 
     def begin(self) -> None:
         """Note that the program begins to run. The episode's limit counts from the first time."""
-        self.spans.began(asyncio.get_running_loop().time())
+        if (now := asyncio.get_running_loop().time()) - self._until >= SHORTEST_WAIT_S:
+            self.waits.append((self._until, now))
         if self._whole is None:
-            self._whole = self.clock.deadline(self.limits.episode_timeout_s, self._end)
+            self._whole = self._clock.deadline(self._limits.episode_timeout_s, self._end)
 
-    def close(self) -> None:
-        """Forget the episode's limit."""
-        if self._whole is not None:
-            self.clock.cancel(self._whole)
+    def begin_step(self, on_timeout: Callable[[], object]) -> None:
+        """Begin a step: the program has all that it asked for. ``on_timeout`` is called when it takes too long."""
+        self._began, self._began_at = asyncio.get_running_loop().time(), self._clock.time()
+        seconds = self._limits.step_timeout_s if self._left_s is None else self._left_s
+        self._step = self._clock.deadline(seconds, on_timeout)
 
-    def _end(self) -> None:
-        self.is_over = True
-
-
-class ProgramSteps:
-    """Steps of one try: what its program does while it waits for no turn. At most one is under way."""
-
-    def __init__(self, time: EpisodeTime, on_timeout: Callable[[], object]) -> None:
-        """``on_timeout`` is called when a step takes too long."""
-        self.refused = 0
-        """Turns that were refused."""
-        self._time = time
-        self._on_timeout = on_timeout
-        self._deadline: Deadline | None = None
-        self._began = 0.0
-        """Time on the clock at which the step began."""
-        self._left_s: float | None = None
-        """Seconds that the program has to end, once a turn was refused; None before."""
-
-    def begin(self) -> None:
-        """Begin a step: the program has all that it asked for."""
-        clock, limits = self._time.clock, self._time.limits
-        self._began = clock.time()
-        self._time.spans.begin(asyncio.get_running_loop().time())
-        seconds = limits.step_timeout_s if self._left_s is None else self._left_s
-        self._deadline = clock.deadline(seconds, self._on_timeout)
-
-    def end(self) -> None:
+    def end_step(self) -> None:
         """End the step, if one is under way."""
-        if self._deadline is None:
+        if self._step is None:
             return
-        self._time.clock.cancel(self._deadline)
-        self._deadline = None
-        spent = self._time.clock.time() - self._began
-        self._time.environment_s += spent
+        self._clock.cancel(self._step)
+        self._step = None
+        spent = self._clock.time() - self._began_at
+        self.environment_s += spent
         if self._left_s is not None:
             self._left_s = max(0.0, self._left_s - spent)
-        self._time.spans.end(asyncio.get_running_loop().time())
+        self._until = asyncio.get_running_loop().time()
+        self.steps.append((self._began, self._until))
+        if len(self.steps) > MOST_STEPS:
+            at = min(range(1, len(self.steps)), key=lambda i: self.steps[i][0] - self.steps[i - 1][1])
+            self.steps[at - 1 : at + 1] = [(self.steps[at - 1][0], self.steps[at][1])]
 
     def forgive(self) -> None:
-        """Reset the count of refused turns, after a turn that was accepted."""
+        """Reset the count of refused turns, after a turn that was accepted, or for another attempt."""
         self.refused, self._left_s = 0, None
 
     def refuse(self) -> None:
         """Count a turn that is refused. From the first one on the program has the time of one step in all, to end."""
         self.refused += 1
         if self._left_s is None:
-            self._left_s = self._time.limits.step_timeout_s
+            self._left_s = self._limits.step_timeout_s
+
+    def close(self) -> None:
+        """Forget the episode's limit."""
+        if self._whole is not None:
+            self._clock.cancel(self._whole)
+
+    def _end(self) -> None:
+        self.is_over = True

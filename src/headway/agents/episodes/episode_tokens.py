@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from headway.agents.chat.chat_messages import message_key, plain_messages, reasoning_of, split_thinking, untagged
 from headway.agents.chat.chat_template import ChatRenderer
-from headway.agents.chat.conversations import ChatPrompt, Conversations, Draft
+from headway.agents.chat.conversations import ChatPrompt, Conversations
 from headway.agents.chat.tool_call_formats import HARMONY_MARK, harmony
 from headway.agents.chat.tool_calls import AUTO, ToolParser, choose_parser
 from headway.agents.episodes.token_tree import TokenRow, TokenTree, call_key, state_key
 from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
 from headway.data.interfaces.rollout import Completion
-from headway.data.thoughts import opened_thought
 from headway.data.types import FinishReason, RowAt, RowTokens
 from headway.errors import RunError
 from headway.runtime.task_groups import off_loop
@@ -117,27 +116,18 @@ class ChatRecord:
 
     async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
         """See `EpisodeTokens.prompt`."""
-        renderer = self._run.renderer
-        if request.token_ids is not None:
-            ids = renderer.checked(request.token_ids)
-            return TurnContext(ids, call_key(ids, taken, request.ends))
         size = sum(len(text) for one in request.messages if isinstance(text := one.get("content"), str))
-        draft = await off_loop(size, self.draft, request)
-        return self.prompted(request, draft, await off_loop(len(draft.text), renderer.encode, draft.text), taken)
+        return await off_loop(size, self.context, request, taken)
 
-    def draft(self, request: TurnRequest) -> Draft:
-        """The text of a turn's messages, as far as it has no ids yet. Raises as `prompt` does."""
+    def context(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
+        """Make the context of a turn, here and now. Raises as `EpisodeTokens.prompt`."""
+        if request.token_ids is not None:
+            ids = self._run.renderer.checked(request.token_ids)
+            return TurnContext(ids, call_key(ids, taken, request.ends))
         if request.tools:
             self._run.for_tools  # noqa: B018 - raises before the call, not after it
-        return self._chats.draft(request.messages, request.tools)
-
-    def prompted(
-        self, request: TurnRequest, draft: Draft, ids: NDArray[np.int32], taken: Container[int] = ()
-    ) -> TurnContext:
-        """The context of a turn, from the ids [N] of its draft's text."""
-        chat = draft.prompt(ids)
-        key = call_key(chat.ids, taken, request.ends)
-        return TurnContext(chat.ids, key, chat, _state(request), opened_thought(draft.text))
+        chat = self._chats.prompt(request.messages, request.tools)
+        return TurnContext(chat.ids, call_key(chat.ids, taken, request.ends), chat, _state(request), chat.opened)
 
     def answered(self, prompted: TurnContext, request: TurnRequest, finished: Completion, number: int) -> TurnAnswer:
         """See `EpisodeTokens.answered`."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 
 from headway.agents.episodes.episode_attempt import CallLog, EpisodeAttempt
 from headway.agents.episodes.episode_limits import EpisodeClock, EpisodeLimits, EpisodeTime
@@ -41,10 +40,8 @@ if TYPE_CHECKING:
 
 Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
 
-AWAY = wait_exponential(multiplier=0.5, max=30.0)
-"""Seconds before a program is run again for something that was away."""
-LOST = wait_exponential(multiplier=0.05, max=1.0)
-"""Seconds before a program is run again whose worker was lost."""
+AWAY_S, LOST_S = (0.5, 30.0), (0.05, 1.0)
+"""Seconds before a program is run again, the first time and at most: what it needs was away, or its worker was lost."""
 _TOLD = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings of sampling that programs are told."""
 MOST_LOSSES = 200
@@ -130,7 +127,7 @@ class ProgramEpisode:
         self.id: TrajectoryId = log.id
         self._request, self._log, self._hosting, self._limits = request, log, hosting, hosting.limits
         self._losses = 0
-        self._tries = 0
+        self._tries = 1
         self._again: str | None = None
         """Why the program was run again, the last time."""
         self._begun_anew = False
@@ -150,25 +147,22 @@ class ProgramEpisode:
     async def make(self) -> MadeEpisode:
         """Run the program to its end. A failure is the episode's, and never raised."""
         end, failure = EpisodeEnd(), None
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_may_pass),
-            stop=self._given_up,
-            wait=lambda state: (LOST if isinstance(_error(state), RunnerLost) else AWAY)(state),
-            reraise=True,
-        )
         try:
-            async for attempt in retrying:
-                with attempt:
-                    if self._tries:
-                        self._log.run_again()
-                        self._one = self._try()
+            while True:
+                try:
+                    ended = await self._run(self._one)
+                except (RunnerLost, ProgramAway) as error:
+                    await asyncio.sleep(self._wait_s(error))
                     self._tries += 1
-                    while (ended := await self._run(self._one)) is None:
-                        self._again = f"{self._one.repeats} was called before, and must not be called again"
-                        self._begun_anew = True
-                        self._log.begin_anew()
-                        self._one = self._try()
-                    end = ended
+                    self._log.run_again()
+                else:
+                    if ended is not None:
+                        end = ended
+                        break
+                    self._again = f"{self._one.repeats} was called before, and must not be called again"
+                    self._begun_anew = True
+                    self._log.begin_anew()
+                self._one = self._try()
         except HeadwayError as error:
             failure = str(error)
         finally:
@@ -229,7 +223,7 @@ class ProgramEpisode:
 
         def begin() -> None:
             self._time.begin()
-            one.steps.begin()
+            one.begin_step()
 
         async def answer(request: TurnRequest) -> TurnAnswer:
             return (await one.turn(request)).answer
@@ -274,7 +268,7 @@ class ProgramEpisode:
         finally:
             one.over = True
             running.cancel()
-            one.steps.end()
+            self._time.end_step()
         if not isinstance(end, EpisodeEnd):
             raise RunError(f"a program ended with {end!r} in place of its end")
         return one.rewarded(end)
@@ -287,17 +281,21 @@ class ProgramEpisode:
         prompt = self._request.prompt
         return {**prompt.extra, "answer": prompt.answer, "source": prompt.source}
 
-    def _given_up(self, state: RetryCallState) -> bool:
-        """Tell whether the last failure was one too many. Those that other episodes caused are hardly counted."""
-        error = _error(state)
+    def _wait_s(self, error: RunnerLost | ProgramAway) -> float:
+        """Seconds before the program is run again. Raises ``error`` where that was one failure too many.
+
+        Failures that other episodes caused are hardly counted; a program that held its worker's event loop would do so
+        again.
+        """
+        given_up = self._tries - self._losses > self._limits.retries
         if isinstance(error, RunnerLost) and error.culprit is False:
             self._losses += 1
             given_up = self._time.is_over or self._losses > MOST_LOSSES
-        else:
-            given_up = self._tries - self._losses > self._limits.retries
-        if not given_up:
-            self._again = str(error)
-        return given_up
+        if given_up or (isinstance(error, RunnerLost) and error.culprit and error.timed_out):
+            raise error
+        self._again = str(error)
+        first, most = LOST_S if isinstance(error, RunnerLost) else AWAY_S
+        return float(min(most, first * 2 ** (self._tries - 1)))
 
     # ------------------------------------------------------------------------------------- the end
 
@@ -318,8 +316,8 @@ class ProgramEpisode:
             failure=failure,
             again=self._again,
             limit=one.limit,
-            steps=tuple(self._time.spans.steps),
-            waits=tuple(self._time.spans.waits),
+            steps=tuple(self._time.steps),
+            waits=tuple(self._time.waits),
             metrics={
                 **end.metrics,
                 "environment_s": self._time.environment_s,
@@ -354,17 +352,6 @@ class ProgramEpisode:
 
 def _place(index: int, row: RowTokens | RowAt) -> RowAt:
     return row if isinstance(row, RowAt) else RowAt(index, len(row.prompt_ids), len(row.ids))
-
-
-def _error(state: RetryCallState) -> BaseException | None:
-    return state.outcome.exception() if state.outcome is not None else None
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Tell whether a failure may not come again. A program that held its worker's event loop would do so again."""
-    if isinstance(error, RunnerLost):
-        return not (error.culprit and error.timed_out)
-    return isinstance(error, ProgramAway)
 
 
 def _seed(seed: int, id: TrajectoryId) -> int:

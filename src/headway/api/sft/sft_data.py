@@ -57,8 +57,7 @@ def demonstrated(
         raise UserCodeError(f"there is nothing to learn from messages of {roles}: no answer of role assistant follows")
     for number, at in enumerate(answers):
         request = TurnRequest(chat[:at], list(tools) if tools else None)
-        draft = record.draft(request)
-        prompted = record.prompted(request, draft, chats.renderer.encode(draft.text))
+        prompted = record.context(request)
         ids = _answer_ids(chats.renderer, chat[: at + 1], tools)
         tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
         finished = Completion(at, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
