@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.agents.episodes.episode_tokens import TurnContext, row_tokens
+from headway.agents.episodes.episode_tokens import TurnContext
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.episodes.program_workers import limits_of
-from headway.agents.episodes.token_tree import TokenTree, call_key
+from headway.agents.episodes.token_rows import TokenRows, call_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.config.schema import Config
 from headway.data.interfaces.rollout import Completion, GenerateRequest
@@ -80,7 +80,7 @@ class IdRecord:
     """A record of real ids: a transcript, whose messages are turned into ids by what they say."""
 
     def __init__(self) -> None:
-        self._transcript = TokenTree()
+        self._transcript = TokenRows()
 
     async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
         ids = context_of(request)
@@ -93,7 +93,7 @@ class IdRecord:
         return TurnAnswer("", "", {**said("assistant", ""), "ids": finished.tokens.ids}, finish_reason=reason)
 
     def rows(self) -> list[RowTokens]:
-        return [row_tokens(row) for row in self._transcript.rows()]
+        return self._transcript.rows()
 
     @property
     def metrics(self) -> Mapping[str, float]:

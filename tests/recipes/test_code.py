@@ -13,7 +13,7 @@ import pytest
 from headway.agents.rewards.code_reward import code_of
 from headway.agents.rewards.code_tests import CallTest, unit_tests_of
 from headway.agents.rewards.score_request import ScoreRequest
-from headway.agents.rewards.scorers import RewardSpec, make_scorer
+from headway.agents.rewards.scorers import RewardSpec, Scorer
 from headway.config.loading import load
 from headway.data.files import Columns, Record, read_records
 from headway.runtime.user_code import load_object
@@ -83,7 +83,7 @@ def test_every_answer_and_example_can_be_written_within_the_recipes_lengths() ->
 
 @needs_bwrap
 def test_the_sandbox_tells_the_right_function_from_the_others() -> None:
-    scorer = make_scorer(RewardSpec.of(load(RECIPE).config))
+    scorer = Scorer(RewardSpec.of(load(RECIPE).config))
     record = rows("val")[0]
     right = next(body for body in FUNCTIONS if example(body, pair(record.prompt)) == record.prompt)
     responses = [f"{BEFORE}{body}" for body in FUNCTIONS] + ["f=lambda x,y:", ""]

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headway.agents.chat.chat_template import ChatRenderer, answer_decoder, probe_tool
 from headway.agents.chat.conversations import Conversations, PromptKind
-from headway.agents.episodes.token_tree import TokenTree
+from headway.agents.episodes.token_rows import TokenRows
 from headway.agents.interface.program_messages import calls_made, said, tool_result
 from headway.data.types import SampledTokens
 from headway.errors import ConfigError, DataError, UserCodeError
@@ -131,7 +131,7 @@ def test_qwen3_without_thinking_loses_the_empty_thinking_of_its_generation_promp
 @pytest.mark.parametrize("template", ["qwen2_5", "llama3"])
 def test_many_turns_are_one_row(template):
     renderer = renderer_of(template)
-    chats, transcript, chat = Conversations(renderer), TokenTree(), [USER]
+    chats, transcript, chat = Conversations(renderer), TokenRows(), [USER]
     for turn in range(5):
         prompt = chats.prompt(chat, TOOLS)
         assert prompt.kind is (PromptKind.EXTENDED if turn else PromptKind.NEW)
@@ -371,7 +371,7 @@ def test_whatever_was_sampled_is_trained_unchanged_after_the_context_that_the_en
     renderer = renderer_of(template)
     tools = TOOLS if with_tools and template in WITH_TOOLS else None
     [end] = renderer.end_ids
-    chats, transcript = Conversations(renderer), TokenTree()
+    chats, transcript = Conversations(renderer), TokenRows()
     chat, calls, kinds = [USER], [], []
     for numbers, ends, follow, text in turns:
         ids = [n % len(renderer.tokenizer) for n in numbers]

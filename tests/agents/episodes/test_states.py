@@ -12,7 +12,7 @@ import pytest
 
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.program_episode import Turn
-from headway.agents.episodes.token_tree import TokenTree, state_key
+from headway.agents.episodes.token_rows import TokenRows, state_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said, tool_result
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion
@@ -128,7 +128,7 @@ def test_without_messages_a_state_is_what_the_context_has_beyond_its_row():
     def sampled(*ids: int) -> SampledTokens:
         return SampledTokens(np.array(ids, np.int32), np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
 
-    one, other = TokenTree(), TokenTree()
+    one, other = TokenRows(), TokenRows()
     one.add([1, 2], sampled(5))
     one.add([1, 2, 5, 9, 8], sampled(6, 7))
     one.add([1, 2, 5, 9, 8, 6, 7, 9, 8], sampled(6))

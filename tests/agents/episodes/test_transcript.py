@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.agents.episodes.token_tree import NO_VERSION, TokenRow, TokenTree, call_key
-from headway.data.types import SampledTokens
+from headway.agents.episodes.token_rows import NO_VERSION, TokenRows, call_key
+from headway.data.types import RowTokens, SampledTokens
 
 
 def sampled(ids, start=0.0, version=3):
@@ -18,20 +18,25 @@ def sampled(ids, start=0.0, version=3):
     )
 
 
-def trained(row: TokenRow) -> list[int]:
+def trained(row: RowTokens) -> list[int]:
     return row.ids[row.loss_mask].tolist()
 
 
+def path(row: RowTokens) -> list[int]:
+    """All ids of a row, its prompt included."""
+    return [*row.prompt_ids.tolist(), *row.ids.tolist()]
+
+
 def test_turns_that_go_on_make_one_row():
-    transcript = TokenTree()
+    transcript = TokenRows()
     assert not transcript.add([1, 2], sampled([3, 4], version=5))
     assert transcript.add([1, 2, 3, 4, 9, 9], sampled([6], start=7, version=6))
     [row] = transcript.rows()
-    assert row.ids.tolist() == [1, 2, 3, 4, 9, 9, 6]
-    assert row.loss_mask.tolist() == [False, False, True, True, False, False, True]
-    assert row.logprobs.tolist() == [0, 0, 0, 1, 0, 0, 7]
-    assert row.versions.tolist() == [NO_VERSION, NO_VERSION, 5, 5, NO_VERSION, NO_VERSION, 6]
-    assert [(turn.number, turn.start, turn.stop) for turn in row.turns] == [(0, 2, 4), (1, 6, 7)]
+    assert (row.prompt_ids.tolist(), row.ids.tolist()) == ([1, 2], [3, 4, 9, 9, 6])
+    assert row.loss_mask.tolist() == [True, True, False, False, True]
+    assert row.logprobs.tolist() == [0, 1, 0, 0, 7]
+    assert row.versions.tolist() == [5, 5, NO_VERSION, NO_VERSION, 6]
+    assert [(turn.number, turn.start, turn.stop) for turn in row.turns] == [(0, 0, 2), (1, 4, 5)]
     assert (transcript.turns, transcript.forks) == (2, 0)
     assert [a.dtype for a in (row.ids, row.loss_mask, row.logprobs, row.versions)] == [
         np.int32,
@@ -42,20 +47,19 @@ def test_turns_that_go_on_make_one_row():
 
 
 def test_a_turn_whose_context_was_changed_forks_and_what_it_shares_is_trained_in_the_first_row():
-    transcript = TokenTree()
+    transcript = TokenRows()
     transcript.add([1, 2], sampled([3, 4]))
     transcript.add([1, 2, 3, 4, 9], sampled([5]))
     assert not transcript.add([1, 2, 3, 4, 8], sampled([6]))
     first, second = transcript.rows()
     assert trained(first) == [3, 4, 5]
     assert trained(second) == [6]
-    assert second.ids.tolist() == [1, 2, 3, 4, 8, 6]
-    assert (second.parent, second.shared) == (0, 4)
+    assert path(second) == [1, 2, 3, 4, 8, 6]
     assert transcript.forks == 1
 
 
 def test_the_same_context_twice_makes_two_rows_that_both_train_what_they_sampled():
-    transcript = TokenTree()
+    transcript = TokenRows()
     transcript.add([1], sampled([2, 3]))
     transcript.add([1], sampled([2, 3], start=10))
     rows = transcript.rows()
@@ -66,7 +70,7 @@ def test_the_same_context_twice_makes_two_rows_that_both_train_what_they_sampled
 
 
 def test_the_longest_of_two_rows_that_a_context_begins_with_goes_on():
-    transcript = TokenTree()
+    transcript = TokenRows()
     transcript.add([1], sampled([2]))
     transcript.add([1], sampled([2, 3]))
     assert transcript.add([1, 2, 3, 4], sampled([5]))
@@ -74,29 +78,28 @@ def test_the_longest_of_two_rows_that_a_context_begins_with_goes_on():
 
 
 def test_conversations_in_parallel_are_rows_of_their_own_and_go_on_independently():
-    transcript = TokenTree()
+    transcript = TokenRows()
     transcript.add([1, 7], sampled([2]))
     transcript.add([5, 7], sampled([3]))
     assert transcript.add([5, 7, 3, 8], sampled([4]))
     assert transcript.add([1, 7, 2, 8], sampled([6]))
     first, second = transcript.rows()
-    assert (first.ids.tolist(), second.ids.tolist()) == ([1, 7, 2, 8, 6], [5, 7, 3, 8, 4])
-    assert (second.parent, second.shared) == (None, 0)
+    assert (path(first), path(second)) == ([1, 7, 2, 8, 6], [5, 7, 3, 8, 4])
     assert (transcript.turns, transcript.forks) == (4, 1)
 
 
 def test_a_context_that_is_cut_short_forks_inside_of_what_was_sampled():
-    transcript = TokenTree()
+    transcript = TokenRows()
     transcript.add([1], sampled([2, 3, 4]))
     assert not transcript.add([1, 2], sampled([9]))
-    assert [(row.ids.tolist(), trained(row)) for row in transcript.rows()] == [
+    assert [(path(row), trained(row)) for row in transcript.rows()] == [
         ([1, 2, 3, 4], [2, 3, 4]),
         ([1, 2, 9], [9]),
     ]
 
 
 def test_a_turn_in_which_nothing_was_sampled_makes_no_row_and_can_be_made_again():
-    transcript = TokenTree()
+    transcript = TokenRows()
     transcript.add([1, 2], SampledTokens.nothing())
     assert transcript.rows() == []
     assert transcript.add([1, 2], sampled([3]))
@@ -106,7 +109,7 @@ def test_a_turn_in_which_nothing_was_sampled_makes_no_row_and_can_be_made_again(
 def test_arrays_of_different_lengths_are_refused():
     tokens = SampledTokens(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(2, np.int32))
     with pytest.raises(ValueError, match="2 sampled ids, 1 log-probs and 2 versions"):
-        TokenTree().add([1], tokens)
+        TokenRows().add([1], tokens)
 
 
 def keys_of(context, number):
@@ -135,7 +138,7 @@ plans = st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.integers(0, 10)
 
 def play(plan):
     """A transcript made by ``plan``, and its turns as (context, sampled)."""
-    transcript, turns, paths = TokenTree(), [], [[]]
+    transcript, turns, paths = TokenRows(), [], [[]]
     for which, whole, cut, tail, continuation in plan:
         path = paths[which % len(paths)]
         context = [*(path if whole else path[:cut]), *tail]
@@ -156,7 +159,8 @@ def test_every_sampled_token_is_trained_once_unchanged_in_order_and_nothing_else
             context, continuation = turns[turn.number]
             assert turn.number not in seen
             seen.add(turn.number)
-            assert row.ids[: turn.stop].tolist() == context + continuation  # what the engine saw, and what it gave
+            until = len(row.prompt_ids) + turn.stop
+            assert path(row)[:until] == context + continuation  # what the engine saw, and what it gave
             assert row.logprobs[turn.start : turn.stop].tolist() == [
                 100 * turn.number + i for i in range(len(continuation))
             ]
@@ -172,7 +176,7 @@ def test_every_sampled_token_is_trained_once_unchanged_in_order_and_nothing_else
 
 @given(plans)
 def test_a_turn_continues_a_row_exactly_if_its_context_begins_with_all_of_it(plan):
-    transcript, turns = TokenTree(), play(plan)[1]
+    transcript, turns = TokenRows(), play(plan)[1]
     rows: list[list[int]] = []
     for context, continuation in turns:
         fitting = [row for row in rows if context[: len(row)] == row]
@@ -183,24 +187,10 @@ def test_a_turn_continues_a_row_exactly_if_its_context_begins_with_all_of_it(pla
     assert transcript.forks == len(rows) - 1
 
 
-@given(plans)
-def test_a_fork_shares_with_its_parent_as_many_tokens_as_with_any_row_before_it(plan):
-    transcript, turns = play(plan)
-    by_number = {row.number: row for row in transcript.rows()}
-    paths = [context + continuation for context, continuation in turns]
-    for row in by_number.values():
-        begun = row.turns[0].number
-        context = turns[begun][0]
-        assert row.shared == max((_common(context, path) for path in paths[:begun]), default=0)
-        assert (row.parent is None) == (row.shared == 0)
-        if row.parent in by_number:
-            assert by_number[row.parent].ids[: row.shared].tolist() == context[: row.shared]
-
-
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), ids, st.data())
 def test_a_continuation_that_is_split_over_calls_gives_the_same_row(continuation, prompt, data):
     cut = data.draw(st.integers(0, len(continuation)))
-    whole, parts = TokenTree(), TokenTree()
+    whole, parts = TokenRows(), TokenRows()
     tokens = sampled(continuation)
     whole.add(prompt, tokens)
     parts.add(prompt, SampledTokens(tokens.ids[:cut], tokens.logprobs[:cut], tokens.versions[:cut]))
@@ -210,7 +200,3 @@ def test_a_continuation_that_is_split_over_calls_gives_the_same_row(continuation
     [one], [other] = whole.rows(), parts.rows()
     for name in ("ids", "loss_mask", "logprobs", "versions"):
         assert getattr(one, name).tolist() == getattr(other, name).tolist()
-
-
-def _common(one, other):
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

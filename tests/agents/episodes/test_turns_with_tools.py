@@ -7,7 +7,7 @@ import pytest
 
 from headway.agents.chat.conversations import Conversations
 from headway.agents.chat.tool_calls import choose_parser
-from headway.agents.episodes.token_tree import TokenTree
+from headway.agents.episodes.token_rows import TokenRows
 from headway.agents.interface.program_messages import said
 from headway.agents.interface.tool import make_tool
 from headway.data.types import SampledTokens
@@ -31,7 +31,7 @@ def add(a: int, b: int) -> int:
 async def test_calls_good_and_bad_are_answered_and_all_that_was_sampled_is_trained(template, forks):
     renderer, tool = renderer_of(template), make_tool(add, "here")
     parser = choose_parser(renderer)
-    chats, transcript, chat = Conversations(renderer), TokenTree(), [said("user", "add 1 and 2")]
+    chats, transcript, chat = Conversations(renderer), TokenRows(), [said("user", "add 1 and 2")]
     call = renderer.example_call("add", {"a": 1, "b": 2}).removeprefix("<think>\n\n</think>\n\n")
     told, everything = [], []
     for text in (call, call.replace("1,", "1,,"), call.replace('"add"', '"sub"'), call, "It is 3."):

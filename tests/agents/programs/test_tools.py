@@ -117,7 +117,7 @@ def test_a_schema_with_a_type_that_json_lacks_is_refused_at_the_start(kind):
 
 
 def test_two_tools_of_one_name_are_refused(file):
-    with pytest.raises(UserCodeError, match=r"agent.tools names .*tools.py:add twice; drop one"):
+    with pytest.raises(UserCodeError, match=r"there is a tool named 'add' already, of .*tools.py:add"):
         Toolbox(load_tools([f"{file}:add", f"{file}:add"]))
 
 

@@ -24,7 +24,7 @@ from headway.agents.rewards.code_driver import ANSWER, JOB
 from headway.agents.rewards.code_reward import code_of, same_text, same_value
 from headway.agents.rewards.code_tests import AssertTest, CallTest, StdinTest, unit_tests_of
 from headway.agents.rewards.score_request import ScoreRequest
-from headway.agents.rewards.scorers import RewardPart, RewardSpec, make_scorer
+from headway.agents.rewards.scorers import RewardPart, RewardSpec, Scorer
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.sandbox_call import ENDS_S, SandboxLimits, SandboxResult, SandboxSpec
@@ -209,22 +209,18 @@ def test_tests_that_are_only_defined_are_called(tests: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tests", "passed_by"),
+    "tests",
     [
-        ("def run():\n    assert add(1, 2) == 3", "an empty answer"),
-        ("try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass", "an empty answer"),
-        (
-            "try:\n    assert add(1, 2) == 3\nexcept AssertionError:\n    pass",
-            "an answer with nothing but wrong values",
-        ),
-        ("def add(a, b): return a + b\nassert add(1, 2) == 3", "an empty answer"),
-        ({"inputs": ["1"], "outputs": [""]}, "an empty answer"),
+        "def run():\n    assert add(1, 2) == 3",
+        "try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass",
+        "def add(a, b): return a + b\nassert add(1, 2) == 3",
+        {"inputs": ["1"], "outputs": [""]},
     ],
 )
-def test_tests_that_no_answer_can_fail_are_refused(tests: Any, passed_by: str) -> None:
+def test_tests_that_no_answer_can_fail_are_refused(tests: Any) -> None:
     rule = make_rule("code", {}, sandbox=SandboxSpec("process_limits"), within_s=60)
     request = ScoreRequest("?", ["def add(a, b): return 0"], tests, "test", {})
-    with pytest.raises(ScoringFailed, match=f"are passed by {passed_by}"):
+    with pytest.raises(ScoringFailed, match="are passed by an empty answer"):
         rule(request, request.response(0))
 
 
@@ -372,7 +368,7 @@ def test_an_answer_that_does_not_end_gets_nothing_within_its_time() -> None:
 def test_the_scorer_hands_sandbox_and_time_to_the_reward() -> None:
     spec = RewardSpec((RewardPart.of("code", partial=True),), timeout_s=60.0, sandbox=SPEC)
     responses = [fenced("print(int(input()) * 2)"), fenced("print(2)"), "no code at all"]
-    scores = asyncio.run(make_scorer(spec).score(ScoreRequest("?", responses, DOUBLE, "test", {})))
+    scores = asyncio.run(Scorer(spec).score(ScoreRequest("?", responses, DOUBLE, "test", {})))
     assert scores.rewards.tolist() == [1.0, 0.5, 0.0]
 
 
@@ -419,7 +415,7 @@ def test_code_that_uses_up_its_time_is_scored_however_long_its_sandbox_takes_to_
     monkeypatch.setattr(door.Sandbox, "probe", lambda _: None)
     monkeypatch.setattr(door.Sandbox, "run_blocking", run)
     part = RewardPart.of("code", timeout_s=20)
-    scorer = make_scorer(RewardSpec((part,), timeout_s=0.5, sandbox=SandboxSpec("process_limits")))
+    scorer = Scorer(RewardSpec((part,), timeout_s=0.5, sandbox=SandboxSpec("process_limits")))
     scores = asyncio.run(scorer.score(ScoreRequest("?", [""], DOUBLE, "test", {})))
     assert scores.rewards.tolist() == [0.0]
     assert left[0] > 4 * ENDS_S, "all that a call waits for, beside its code, is waited for less long"
@@ -445,7 +441,7 @@ def test_as_many_responses_of_a_group_run_side_by_side_as_the_worker_has_cores(
     monkeypatch.setattr(door.Sandbox, "run_blocking", run)
     spec = RewardSpec((RewardPart.of("code"),), 60.0, sandbox=SandboxSpec("process_limits"), workers=workers)
     request = ScoreRequest("?", ["2", "3", "2", "2", "3", "2", "3", "3"], {"inputs": ["1"], "outputs": ["2"]}, "", {})
-    scores = asyncio.run(make_scorer(spec).score(request))
+    scores = asyncio.run(Scorer(spec).score(request))
     assert scores.rewards.tolist() == [1, 0, 1, 1, 0, 1, 0, 0]
     assert max(most) == at_once
 

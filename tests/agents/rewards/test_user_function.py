@@ -40,15 +40,15 @@ def user(function: Callable[..., Any], answer_keys: tuple[str, ...] = (), **para
 
 
 def one(function: UserFunction, request: ScoreRequest, response: str) -> Any:
-    return function.score_one(request, response, 0, FurtherNumbers(1))
+    return function.score(replace(request, responses=[response]), FurtherNumbers(1), timeout_s=60)[0]
 
 
 def group(function: UserFunction, request: ScoreRequest) -> Any:
     further = FurtherNumbers(len(request.responses))
     return (
-        asyncio.run(function.score_async(request, further))
+        asyncio.run(function.score_async(request, further, timeout_s=60))
         if function.is_async
-        else function.score_all(request, further)
+        else function.score(request, further, timeout_s=60)
     )
 
 
@@ -292,13 +292,10 @@ def test_an_asynchronous_function_for_trl_is_awaited() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda completion_ids, **kwargs: [], "needs 'completion_ids', .* rewards read text, not token ids"),
-        (lambda completions_ids, **kwargs: [], "needs 'completions_ids', .* rewards read text, not token ids"),
-        (
-            lambda completions, environments: [],
-            "needs 'environments', which Headway does not give: rewards run in processes",
-        ),
-        (lambda completions, trainer_state: [], "needs 'trainer_state', .* know nothing of its state"),
+        (lambda completion_ids, **kwargs: [], "needs 'completion_ids', which Headway does not give"),
+        (lambda completions_ids, **kwargs: [], "needs 'completions_ids', which Headway does not give"),
+        (lambda completions, environments: [], "needs 'environments', which Headway does not give"),
+        (lambda completions, trainer_state: [], "needs 'trainer_state', which Headway does not give"),
     ],
 )
 def test_what_trl_gives_and_headway_does_not_is_told_at_the_start(function: Callable[..., Any], message: str) -> None:
@@ -319,7 +316,7 @@ def test_a_column_that_a_function_for_trl_needs_is_looked_for_before_the_run() -
         function.check_columns(["level"])
     function.check_columns(["solution"])
     with pytest.raises(
-        UserCodeError, match=r"which is not in all rows: val\.jsonl, line 1 lacks it; give the parameter"
+        UserCodeError, match=r"beside prompt and answer .val\.jsonl, line 1 lacks it.; give the parameter"
     ):
         function.check_columns(["level"], {"solution": "val.jsonl, line 1"})
     user(lambda completions, solution: [], ("solution",)).check_columns([])
@@ -379,7 +376,10 @@ def test_asynchronous_calls_for_verl_are_awaited_together() -> None:
 
 def test_what_a_function_for_verl_needs_beyond_that_is_told_before_the_run() -> None:
     function = user(lambda solution_str, reward_model_tokenizer: 0)
-    with pytest.raises(UserCodeError, match="needs 'reward_model_tokenizer', and a function with solution_str"):
+    with pytest.raises(
+        UserCodeError,
+        match="needs 'reward_model_tokenizer', but the rows have nothing",
+    ):
         function.check_columns(["reward_model_tokenizer"])
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.agents.rewards.score_request import ScoreRequest
-from headway.agents.rewards.scorers import MOST_NAMES, RewardPart, RewardSpec, make_scorer
+from headway.agents.rewards.scorers import MOST_NAMES, RewardPart, RewardSpec, Scorer
 from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.schema import Config
@@ -84,7 +84,7 @@ def mine(tmp_path: Path) -> str:
 
 def scorer(*parts: RewardPart) -> Callable[[ScoreRequest], Scores]:
     """Score as a process without an event loop does."""
-    loaded = make_scorer(RewardSpec(parts, timeout_s=10))
+    loaded = Scorer(RewardSpec(parts, timeout_s=10))
 
     def score(request: ScoreRequest) -> Scores:
         with pytest.raises(StopIteration) as end:
@@ -164,7 +164,7 @@ def test_what_a_part_does_not_take_is_found_when_it_is_made(mine: str) -> None:
     with pytest.raises(UserCodeError, match="'scales'"):
         scorer(part(f"{mine}:nan", scales=2))
     with pytest.raises(ConfigError, match="task takes none"):
-        make_scorer(RewardSpec((part("task", x=1),), timeout_s=1, task_name="sort"))
+        Scorer(RewardSpec((part("task", x=1),), timeout_s=1, task_name="sort"))
 
 
 # ---------------------------------------------------------------------------------------------- configuration

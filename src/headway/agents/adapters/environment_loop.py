@@ -8,20 +8,17 @@ which translates: what the environment says becomes messages, and what the polic
 
 from __future__ import annotations
 
-import asyncio
 import os
-import sys
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, ProgramDescription, TurnAnswer
 from headway.agents.interface.tool import OpenToolbox, Tool, Toolbox
-from headway.agents.interface.user_calls import called, failing, is_in_a_loop, seed_generators
+from headway.agents.interface.user_calls import called, close_quietly, failing, seed_generators
 from headway.errors import EpisodeOver
 
 E = TypeVar("E")
@@ -182,11 +179,5 @@ class EnvironmentPool:
 
 async def close(environment: Any) -> None:
     """Close an environment that has ``close()``. What that raises is printed: no episode depends on it."""
-    closing = getattr(environment, "close", None)
-    if not callable(closing):
-        return
-    try:
-        async with asyncio.timeout(CLOSE_S) if is_in_a_loop() else nullcontext():
-            await called(closing)
-    except (Exception, SystemExit):
-        traceback.print_exc(file=sys.stderr)
+    if callable(closing := getattr(environment, "close", None)):
+        await close_quietly(closing, CLOSE_S)

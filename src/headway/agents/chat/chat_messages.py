@@ -21,8 +21,6 @@ MARK = "hWqXanswerZ"
 """Beginning of all marks: letters alone, so that no template trims, splits or escapes it."""
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Tags that models put around their thinking."""
-_LONG_TEXT = 1000
-"""Characters from which on a text is compared by its digest."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names under which a message has its thinking apart from its text."""
 
@@ -59,7 +57,7 @@ def normalise(message: Message) -> Message:
 
 def message_key(message: Message) -> str:
     """The text by which a plain message is compared with others."""
-    return _json(normalise(message))
+    return json.dumps(normalise(message), sort_keys=True, default=str)
 
 
 def split_thinking(text: str, opening: str | None = None) -> tuple[str, str]:
@@ -164,16 +162,3 @@ def digest_of(text: str | bytes, before: bytes = b"") -> bytes:
     digest = xxhash.xxh3_128(before)
     digest.update(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
     return digest.digest()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(_shortened(value), sort_keys=True, default=str)
-
-
-def _shortened(value: Any) -> Any:
-    """Put its digest in place of each long text: to write a megabyte as JSON takes some milliseconds."""
-    if isinstance(value, str) and len(value) > _LONG_TEXT:
-        return ["text", digest_of(value).hex()]
-    if isinstance(value, dict):
-        return {name: _shortened(one) for name, one in value.items()}
-    return [_shortened(one) for one in value] if isinstance(value, list) else value

@@ -19,7 +19,7 @@ from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.chat.conversations import ChatPrompt, Conversations
 from headway.agents.chat.tool_call_formats import HARMONY_MARK, harmony
 from headway.agents.chat.tool_calls import AUTO, ToolParser, choose_parser
-from headway.agents.episodes.token_tree import TokenRow, TokenTree, call_key, state_key
+from headway.agents.episodes.token_rows import TokenRows, call_key, state_key
 from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
 from headway.data.interfaces.rollout import Completion
 from headway.data.types import FinishReason, RowAt, RowTokens
@@ -110,7 +110,7 @@ class ChatRecord:
     def __init__(self, run: Chats) -> None:
         self._run = run
         self._chats = Conversations(run.renderer)
-        self._transcript = TokenTree()
+        self._transcript = TokenRows()
         self._calls = 0
         self._problems = 0
 
@@ -167,7 +167,7 @@ class ChatRecord:
 
     def rows(self) -> list[RowTokens]:
         """See `EpisodeTokens.rows`."""
-        return [row_tokens(row) for row in self._transcript.rows()]
+        return self._transcript.rows()
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -195,20 +195,6 @@ def _state(request: TurnRequest) -> int:
     told = plain_messages(messages[new:] or messages)
     texts = [message_key({name: value for name, value in one.items() if name != "tool_call_id"}) for one in told]
     return state_key("\n".join(texts).encode(errors="surrogatepass"))
-
-
-def row_tokens(row: TokenRow) -> RowTokens:
-    """Cut a row of a transcript before its first trained token: what comes before is its prompt."""
-    start = row.turns[0].start
-    spans = tuple(turn._replace(start=turn.start - start, stop=turn.stop - start) for turn in row.turns)
-    return RowTokens(
-        prompt_ids=row.ids[:start],
-        ids=row.ids[start:],
-        logprobs=row.logprobs[start:],
-        versions=row.versions[start:],
-        loss_mask=row.loss_mask[start:],
-        turns=spans,
-    )
 
 
 def spans_of(calls: Sequence[Completion]) -> list[list[int]]:

@@ -131,7 +131,7 @@ class Chat:
             self._plain(messages),
             [schema for _, schema in by_name.values()] or None,
             self._most(max_tokens),
-            state=self._state(state),
+            state=None if state is None else str(state),
         )
         return await self._answer(request, {name: tool for name, (tool, _) in by_name.items()})
 
@@ -255,33 +255,22 @@ class Chat:
     def _most(self, max_tokens: Any) -> int | None:
         if max_tokens is None or (isinstance(max_tokens, int) and max_tokens >= 1):
             return max_tokens
-        raise ProgramFailed(
-            f"{self._who}: chat.turn() was given max_tokens={shown(max_tokens)}; expected a whole number from 1"
-        )
-
-    def _state(self, state: Any) -> str | None:
-        if state is None or isinstance(state, str):
-            return state
-        raise ProgramFailed(f"{self._who}: chat.turn() was given state={shown(state)}; expected text, or None")
+        raise ProgramFailed(f"{self._who}: max_tokens is {shown(max_tokens)}; expected a whole number from 1")
 
     def _tools(self, tools: Any) -> dict[str, tuple[Tool | None, ToolSchema]]:
         """Each tool's function, where it was given, and its schema, by name."""
         found: dict[str, tuple[Tool | None, ToolSchema]] = {}
         for given in [tools] if callable(tools) or isinstance(tools, Mapping) else tools:
-            tool = None if isinstance(given, Mapping) else self._tool(given)
+            if isinstance(given, Mapping | Tool):
+                tool = None if isinstance(given, Mapping) else given
+            else:
+                tool = self._made[given] = self._made.get(given) or make_tool(given, f"{self._who}: chat.turn(tools=…)")
             schema = given if tool is None else tool.schema
             name = tool.name if tool is not None else self._name(given)
             if name in found:
                 raise ProgramFailed(f"{self._who}: chat.turn() was given two tools named {name!r}; rename one")
             found[name] = (tool, schema)
         return found
-
-    def _tool(self, given: Any) -> Tool:
-        if isinstance(given, Tool):
-            return given
-        if given not in self._made:
-            self._made[given] = make_tool(given, f"{self._who}: chat.turn(tools=…)")
-        return self._made[given]
 
     def _name(self, schema: Mapping[str, Any]) -> str:
         function = schema.get("function")

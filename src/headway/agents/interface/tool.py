@@ -8,12 +8,10 @@ async with box.episode(start) as given:
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
 import sys
-import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ from inspect import Parameter
 from typing import Any, Protocol
 
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ToolSchema
-from headway.agents.interface.user_calls import awaited, is_in_a_loop
+from headway.agents.interface.user_calls import awaited, close_quietly
 from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, shown, writable
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -219,7 +217,10 @@ class Toolbox:
         for tool in self.tools:
             _check_types(tool)
             if tool.name in found:
-                raise UserCodeError(_twice(tool, found[tool.name]))
+                raise UserCodeError(
+                    f"{tool.origin}: there is a tool named {tool.name!r} already, of {found[tool.name].origin}; the "
+                    "model tells tools apart by their names: rename one, or leave one out (agent.mcp.NAME.tools)"
+                )
             found[tool.name] = tool
 
     def __bool__(self) -> bool:
@@ -255,28 +256,11 @@ class Toolbox:
             yield OpenToolbox(tools, parts)
         finally:
             for part in parts:
-                await _closed(part)
+                await close_quietly(part.close, CLOSE_TIMEOUT_S)
 
 
 def _tools(one: Tool | ToolSource) -> Sequence[Tool]:
     return (one,) if isinstance(one, Tool) else one.tools
-
-
-def _twice(tool: Tool, other: Tool) -> str:
-    """The message for two tools of one name."""
-    server = next((one.origin for one in (tool, other) if one.origin.startswith("agent.mcp.")), None)
-    if tool.origin != other.origin:
-        left_out = f", or leave one out ({server}.tools)" if server is not None else ""
-        return (
-            f"{tool.origin}: there is a tool named {tool.name!r} already, of {other.origin}; the model tells tools "
-            f"apart by their names, so rename one{left_out}"
-        )
-    if server is None:
-        return f"agent.tools names {tool.origin} twice; drop one"
-    return (
-        f"{server}: the server lists two tools named {tool.name!r}, and the model tells tools apart by their names; "
-        f"mend the server, or leave them out ({server}.tools)"
-    )
 
 
 def _check_types(tool: Tool) -> None:
@@ -292,15 +276,3 @@ def _check_types(tool: Tool) -> None:
                 f"{tool.origin}: the parameters of the tool {tool.name!r} have {where}={shown(error.instance)}; "
                 "expected array, boolean, integer, null, number, object, string, or a list of these"
             )
-
-
-async def _closed(part: EpisodeTools) -> None:
-    """Close, and print what is raised: the episode has ended, and what it was worth does not depend on this."""
-    try:
-        if is_in_a_loop():
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await part.close()
-        else:
-            await part.close()
-    except (Exception, SystemExit):
-        traceback.print_exc(file=sys.stderr)

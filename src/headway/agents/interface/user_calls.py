@@ -15,7 +15,7 @@ import random
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +39,15 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     """Call a function of the user's, and await its result where that is awaitable."""
     value = function(*args, **kwargs)
     return await awaited(value) if inspect.isawaitable(value) else value
+
+
+async def close_quietly(close: Callable[[], Any], timeout_s: float) -> None:
+    """Close what an episode held. What that raises is printed: the episode has ended, and does not depend on it."""
+    try:
+        async with asyncio.timeout(timeout_s) if is_in_a_loop() else nullcontext():
+            await called(close)
+    except (Exception, SystemExit):
+        traceback.print_exc(file=sys.stderr)
 
 
 def are_coroutines(*functions: Any) -> bool:

@@ -59,16 +59,6 @@ class mark:
         return decorate
 pytest.raises, pytest.approx, pytest.mark, pytest.main = raises, approx, mark(), lambda *_, **__: 0
 sys.modules["pytest"] = pytest
-class Wrong:
-    def __call__(self, *_, **__):
-        return Wrong()
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Wrong()
-class WrongNames(dict):
-    def __missing__(self, name):
-        return vars(self["__builtins__"])[name] if hasattr(self["__builtins__"], name) else Wrong()
 def call(test):
     for case in getattr(test, "cases", [{}]):
         given = test(**case)
@@ -95,19 +85,14 @@ def call_all(names, before):
                 call(getattr(instance, method))
         elif inspect.isfunction(one) and name.startswith("test") and (hasattr(one, "cases") or not needs(one)):
             call(one)
-def prepare(names, wrong, tests):
+def prepare(names, tests):
     if "unittest" in tests:
         import unittest
         unittest.main = lambda *_, **__: None
-    if wrong:
-        names = WrongNames(names)
     for name in SOLUTIONS:
         module = sys.modules[name] = types.ModuleType(name)
         vars(module).update({key: value for key, value in names.items() if not key.startswith("__")})
-        if wrong:
-            module.__getattr__ = lambda _: Wrong()
     names["__name__"] = "__main__"
-    return names
 """
 """Names for tests, which are there once the answer has run: `prepare` and `call_all`."""
 DRIVER = f"""
@@ -128,7 +113,7 @@ def main():
         exec(compile(file.read(), {ANSWER!r}, "exec"), names)
     told = ""
     if "tests" in job:
-        names = tools["prepare"](names, job["wrong"], job["tests"])
+        tools["prepare"](names, job["tests"])
         before = dict(names)
         exec(compile(job["tests"], "tests.py", "exec"), names)
         tools["call_all"](names, before)

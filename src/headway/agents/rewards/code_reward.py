@@ -30,8 +30,6 @@ from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxSpec
 BLOCK = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
 )
-CATCHING = ("except", "suppress")
-"""Words of tests that may swallow the failure of their asserts."""
 MOST_KNOWN = 10_000
 """Rows of which a process knows that their tests can fail."""
 PYTHONS = ("python", "py", "python3")
@@ -61,46 +59,43 @@ def code(
     _check(partial, most_tests, timeout_s)
     runs = Sandbox(sandbox)
     runs.probe()
-    known: dict[int, str] = {}
+    known: dict[int, bool] = {}
     trying = threading.Lock()  # of responses side by side the first one tries the tests
 
-    def passes(test: Test, answer: str, end: float, wrong: bool = False) -> bool:
+    def passes(test: Test, answer: str, end: float) -> bool:
         left = min(timeout_s, end - time.monotonic())
         limits = replace(sandbox.limits, wall_s=left, cpu_s=max(sandbox.limits.cpu_s, left))
-        return left > 0 and _passes(runs, test, answer, limits, wrong)
+        return left > 0 and _passes(runs, test, answer, limits)
 
-    def passed_by_none(tests: Sequence[Test]) -> str:
-        """Name an answer without a solution that passes all ``tests``; empty for none. Each row is tried once."""
+    def pass_by_themselves(tests: Sequence[Test]) -> bool:
+        """Tell whether an empty answer passes all ``tests``. Each row is tried once."""
         if not all(isinstance(test, AssertTest) for test in tests):
-            nothing = all(isinstance(test, StdinTest) and same_text("", test.expected) for test in tests)
-            return "an empty answer" if nothing else ""
+            return all(isinstance(test, StdinTest) and same_text("", test.expected) for test in tests)
         key = hash(tuple(tests))  # the tests of many rows take much memory
         if key not in known:
             if len(known) >= MOST_KNOWN:
                 known.clear()
-            catches = any(word in test.size for test in tests for word in CATCHING)
-            tried = [("an empty answer", False), ("an answer with nothing but wrong values", True)][: 1 + catches]
             end = time.monotonic() + within_s
-            known[key] = next((name for name, wrong in tried if all(passes(t, "", end, wrong) for t in tests)), "")
+            known[key] = all(passes(test, "", end) for test in tests)
         return known[key]
 
     def rule(request: ScoreRequest, response: str) -> float:
         tests = _longest(unit_tests_of(request.answer, request.extra), most_tests)
         with trying:
-            passed_by = passed_by_none(tests)
-        if passed_by:
+            passed = pass_by_themselves(tests)
+        if passed:
             raise ScoringFailed(
-                f"the tests in the answer {shown(request.answer)} are passed by {passed_by}, so that any answer would "
-                "be; give tests that call what they test, or leave the row out"
+                f"the tests in the answer {shown(request.answer)} are passed by an empty answer, so that any answer "
+                "would be; give tests that call what they test, or leave the row out"
             )
         end = time.monotonic() + within_s
-        answer, passed = code_of(response), 0
+        answer, right = code_of(response), 0
         for test in tests:
             ok = passes(test, answer, end)
-            passed += ok
+            right += ok
             if not ok and not partial:
                 return 0.0
-        return passed / len(tests)
+        return right / len(tests)
 
     return rule
 
@@ -119,8 +114,7 @@ def code_of(response: str) -> str:
     return (marked or [content for _, content in blocks] or [response])[-1]
 
 
-def _passes(sandbox: Sandbox, test: Test, answer: str, limits: SandboxLimits, wrong: bool) -> bool:
-    """Tell whether ``answer`` passes ``test``. ``wrong``: names that asserts lack are there, with useless values."""
+def _passes(sandbox: Sandbox, test: Test, answer: str, limits: SandboxLimits) -> bool:
     try:
         match test:
             case StdinTest(given, expected):
@@ -130,7 +124,7 @@ def _passes(sandbox: Sandbox, test: Test, answer: str, limits: SandboxLimits, wr
                 told = _told(sandbox, answer, {"function": function, "arguments": arguments}, limits)
                 return told is not None and same_value(told, expected)
             case AssertTest(tests):
-                return _told(sandbox, answer, {"tests": tests, "wrong": wrong}, limits) is not None
+                return _told(sandbox, answer, {"tests": tests}, limits) is not None
     except SandboxFailed as cause:
         raise ScoringFailed(str(cause)) from cause
 

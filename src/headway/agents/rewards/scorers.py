@@ -153,21 +153,28 @@ class RewardSpec:
 
     def load(self) -> Scorer:
         """Load the rewards, in the process that scores with them. Raises `ConfigError` or `UserCodeError`."""
-        return make_scorer(self)
+        return Scorer(self)
 
 
-@dataclass(frozen=True, slots=True)
 class Scorer:
     """The rewards of a run, loaded: what a process that scores holds."""
 
-    score: Callable[[ScoreRequest], Coroutine[Any, Any, Scores]]
-    """Return the scores of a group. Awaits something only where `RewardSpec.shared` says so."""
-    is_async: bool
-    """All parts are asynchronous."""
+    def __init__(self, spec: RewardSpec) -> None:
+        """
+        Raises:
+            ConfigError: unknown reward or task, parameters that it does not take, or no sandbox for code here.
+            UserCodeError: the user's file does not load, or its function needs what it is not given.
+        """
+        self._spec = spec
+        self._parts = [(part, _make_part(part, spec)) for part in spec.parts]
+        self._names: set[str] = set()
+        """Names of further numbers so far."""
+        # One loop for the worker's life: a user's client sessions belong to the loop that they were made on.
+        self._runner = asyncio.Runner()
 
     def describe(self) -> bool:
         """Tell whether all parts are asynchronous, so that groups may share a process."""
-        return self.is_async
+        return all(iscoroutinefunction(scorer) for _, scorer in self._parts)
 
     async def serve(self, job: ScoreRequest, ask: Ask) -> Scores:
         """Return the group's scores. Raises `ScoringFailed` with the reason."""
@@ -176,49 +183,30 @@ class Scorer:
     async def close(self) -> None:
         """Close nothing: scorers hold nothing open."""
 
-
-def make_scorer(spec: RewardSpec) -> Scorer:
-    """Load the rewards that ``spec`` asks for.
-
-    Raises:
-        ConfigError: unknown reward or task, parameters that it does not take, or no sandbox for the model's code here.
-        UserCodeError: the user's file does not load, or its function needs what it is not given.
-    """
-    parts = [(part, _make_part(part, spec)) for part in spec.parts]
-    known: set[str] = set()
-    # One loop for the worker's life: a user's client sessions belong to the loop that they were made on.
-    runner = asyncio.Runner()
-
-    def admitted(part: str, name: str) -> str | None:
-        """Return under which name a part's further number is kept, None for one name too many."""
-        full = writable(f"{part}/{name}" if len(parts) > 1 or name == part else name)
-        if full not in known and len(known) >= MOST_NAMES:
-            return None
-        known.add(full)
-        return full
-
-    async def score(request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Return the scores of a group. Awaits something only where `RewardSpec.shared` says so."""
         values: dict[str, Values] = {}
         others = {}
-        for part, scorer in parts:
+        several = len(self._parts) > 1
+        for part, scorer in self._parts:
             further = FurtherNumbers(len(request.responses))
-            with _attributed(part.name if len(parts) > 1 else None):
+            with _attributed(part.name if several else None):
                 found = scorer(request, further)
                 if not isinstance(found, Coroutine):
                     values[part.name] = found
-                elif spec.shared:
+                elif self._spec.shared:
                     values[part.name] = await found
                 else:
-                    with killed_after(spec.timeout_s + CANCELS_S):
-                        values[part.name] = runner.run(found)
+                    with killed_after(self._spec.timeout_s + CANCELS_S):
+                        values[part.name] = self._runner.run(found)
             for name, told in further.values.items():
-                if (full := admitted(part.name, name)) is not None:
+                full = writable(f"{part.name}/{name}" if several or name == part.name else name)
+                if full in self._names or len(self._names) < MOST_NAMES:
+                    self._names.add(full)
                     others[full] = told
-        weighted = [(part.weight, values[part.name]) for part, _ in parts]
+        weighted = [(part.weight, values[part.name]) for part, _ in self._parts]
         rewards = [_sum(weighted, k) for k in range(len(request.responses))]
         return Scores(np.array(rewards, np.float32), others | values)
-
-    return Scorer(score, all(iscoroutinefunction(scorer) for _, scorer in parts))
 
 
 def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:

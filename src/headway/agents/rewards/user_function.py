@@ -128,7 +128,7 @@ class UserFunction:
         Raises `UserCodeError` where the signature does not fit the rule, or does not take ``params``.
         """
         self._function = function
-        self.name = spec.rpartition(":")[2]
+        self._name = spec.rpartition(":")[2]
         self._params = dict(params or {})
         self._answer_keys = tuple(answer_keys)
         self._takes = takes = Parameters.of(function)
@@ -153,14 +153,12 @@ class UserFunction:
 
         ``lacked``: columns that some rows have → the first row that does not, for the message.
         """
-        given = [*self.dialect.given, *self._params]
-        if not self.dialect.of_verl:
-            given += [*sorted(columns), *self._answer_keys]
-        for name in self._takes.lacking(given):
-            lacks = f", and {lacked[name]} lacks it" if lacked and name in lacked else ""
+        others = () if self.dialect.of_verl else columns
+        for name in self._takes.lacking({*self.dialect.given, *self._params, *others, *self._answer_keys}):
+            lacks = f" ({lacked[name]} lacks it)" if lacked and name in lacked else ""
             raise UserCodeError(
-                f"reward.function: {self.name} needs {name!r}{lacks}; in every row it is given {', '.join(given)}; "
-                "give the parameter a default or a value in reward.params, or every row that column"
+                f"reward.function: {self._name} needs {name!r}, but the rows have {', '.join(sorted(others)) or 'nothing'} "
+                f"beside prompt and answer{lacks}; give the parameter a default, or every row that column"
             )
 
     def score(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float) -> Any:
@@ -263,7 +261,7 @@ class UserFunction:
     def _call(self, available: Mapping[str, Any]) -> Any:
         if lacking := self._takes.lacking(available):
             raise ScoringFailed(
-                f"{self.name} needs {lacking[0]!r}, and the row has {', '.join(sorted(available))}; "
+                f"{self._name} needs {lacking[0]!r}, and the row has {', '.join(sorted(available))}; "
                 "give the parameter a default or the row that column"
             )
         return self._function(**self._takes.given(available))
@@ -271,15 +269,15 @@ class UserFunction:
     def _check_params(self) -> None:
         for name in self._params:
             if name in self.dialect.given:
-                raise UserCodeError(f"reward.params: {name!r} is given to {self.name} anyway; drop it")
+                raise UserCodeError(f"reward.params: {name!r} is given to {self._name} anyway; drop it")
             if not self._takes.given({name: None}):
                 raise UserCodeError(
-                    f"reward.params: {self.name} takes ({', '.join(self._takes.order)}), not {name!r}; drop it"
+                    f"reward.params: {self._name} takes ({', '.join(self._takes.order)}), not {name!r}; drop it"
                 )
         if self.dialect is CallingConvention.TRL:
             for name in set(NEVER_GIVEN).intersection(self._takes.lacking(self._params)):
                 raise UserCodeError(
-                    f"reward.function: {self.name} needs {name!r}, which Headway does not give; give it a default"
+                    f"reward.function: {self._name} needs {name!r}, which Headway does not give; give it a default"
                 )
 
 

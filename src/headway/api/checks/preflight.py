@@ -23,7 +23,7 @@ from headway.agents.episodes.program_workers import ProgramWorkers, chats_of, pr
 from headway.agents.interface.program_messages import ProgramDescription
 from headway.agents.rewards.code_tests import unit_tests_of
 from headway.agents.rewards.reward_workers import RewardWorkers
-from headway.agents.rewards.scorers import RewardSpec, make_scorer
+from headway.agents.rewards.scorers import RewardSpec, Scorer
 from headway.agents.tools.mcp_servers import check_sdk
 from headway.api.checks.model_checks import (
     check_biases,
@@ -122,7 +122,7 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
         reward = one_reward_worker(config, spec)
         asyncio.run(_closed_after(load_reward(reward, spec), reward.close))
     else:
-        make_scorer(spec)
+        Scorer(spec)
     return rows
 
 
