@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from headway.agents.adapters.custom_program import OwnProgram
 from headway.agents.adapters.program_loader import LoadedProgram
+from headway.agents.adapters.user_programs import OwnProgram
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import local_episode_worker

@@ -27,14 +27,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.agents.adapters.custom_program import EXPECTED, OwnProgram
 from headway.agents.adapters.environment_loop import EnvironmentPool, ToolLoop
 from headway.agents.adapters.gym_environments import GymProgram, SkyrlProgram
-from headway.agents.adapters.http_agents import AgentProgram, CommandProgram
 from headway.agents.adapters.openenv import OpenEnvProgram
 from headway.agents.adapters.trl_environments import TrlProgram, tool_names
-from headway.agents.adapters.verl_loop import VerlLoop, is_verl_loop
-from headway.agents.adapters.verl_tools import is_tool_object, load_tool_config, make_verl_tool, names_a_tool_config
+from headway.agents.adapters.user_programs import EXPECTED, AgentProgram, CommandProgram, OwnProgram
+from headway.agents.adapters.verl import (
+    VerlLoop,
+    is_tool_object,
+    is_verl_loop,
+    load_tool_config,
+    make_verl_tool,
+    names_a_tool_config,
+)
 from headway.agents.interface.program_chat import Ask, Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
 from headway.agents.interface.tool import Tool, Toolbox, ToolSource, make_tool

@@ -179,19 +179,13 @@ class Endpoint:
                 session = self._session(request)
             except RequestRefused as refused:
                 self._tell(request, refused)
-                return _error(dialect.error, refused)
+                raise
             try:
                 return await answer(dialect, request, session)
-            except RequestRefused as refused:
-                told = refused
-            except EpisodeOver as over:
-                told = _over(over)
-            except UserError as error:
-                told = RequestRefused(400, "invalid_request", str(error))
             except HeadwayError as error:
-                told = RequestRefused(503, "unavailable", str(error))
-            session.turns.note(TurnNote.REFUSED, f"{request.path}: {told}")
-            return _error(dialect.error, told)
+                told = _refusal(error)
+                session.turns.note(TurnNote.REFUSED, f"{request.path}: {told}")
+                raise told from None
 
         return handle
 
@@ -215,7 +209,7 @@ class Endpoint:
     async def _count(self, dialect: Dialect, request: web.Request, session: AgentSession) -> web.StreamResponse:
         body = await _body(request)
         wanted = await off_loop(len(body), dialect.read, body, self._texts)
-        self._check_model(wanted)
+        self._check_model(wanted.model)
         return _json({"object": "response.input_tokens", "input_tokens": await session.turns.count(wanted.request)})
 
     def _session(self, request: web.Request) -> AgentSession:
@@ -241,7 +235,7 @@ class Endpoint:
 
     def _check(self, wanted: ParsedRequest, turns: Turns) -> None:
         """Check the model and the sampling that are asked for."""
-        self._check_model(wanted)
+        self._check_model(wanted.model)
         if turns.trains and (differ := differences(wanted.sampling, turns.sampling)):
             said = f"sampling that training does not follow: {', '.join(differ)}"
             if self._strict:
@@ -252,31 +246,23 @@ class Endpoint:
                 )
             turns.note(TurnNote.OVERRIDDEN, said)
 
-    def _check_model(self, wanted: ParsedRequest) -> None:
-        if wanted.model is not None and wanted.model not in self._models:
-            raise RequestRefused(404, "model_not_found", self._no_model(wanted.model))
-
-    def _no_model(self, name: str) -> str:
-        return (
-            f"there is no model {shown(name)} here, only the policy: {', '.join(self._models)}; ask for that, or add "
-            "the name to agent.models"
-        )
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self._models:
+            raise RequestRefused(
+                404,
+                "model_not_found",
+                f"there is no model {shown(name)} here, only the policy: {', '.join(self._models)}; ask for that, or "
+                "add the name to agent.models",
+            )
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        try:
-            self._session(request)
-        except RequestRefused as refused:
-            return _error(openai_error, refused)
+        self._session(request)
         return _json({"object": "list", "data": [self._model(name) for name in self._models], "has_more": False})
 
     async def _show_model(self, request: web.Request) -> web.Response:
-        try:
-            self._session(request)
-            if (name := request.match_info["name"]) not in self._models:
-                raise RequestRefused(404, "model_not_found", self._no_model(name))
-        except RequestRefused as refused:
-            return _error(openai_error, refused)
-        return _json(self._model(name))
+        self._session(request)
+        self._check_model(request.match_info["name"])
+        return _json(self._model(request.match_info["name"]))
 
     def _model(self, name: str) -> dict[str, object]:
         return {
@@ -352,25 +338,34 @@ async def check_address(host: str, port: int) -> None:
 
 @web.middleware
 async def _told_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell of wrong paths and methods in the clients' own form."""
+    """Tell of refused requests, wrong paths and methods in the clients' own form."""
+    form = request.app[_FORMS].get(request.path, openai_error)
     try:
         return await handler(request)
+    except RequestRefused as refused:
+        return _error(form, refused)
     except web.HTTPException as error:
         message = (
             f"{request.method} {request.path}: {error.reason}; the endpoint has POST /v1/chat/completions and others"
         )
-        form = request.app[_FORMS].get(request.path, openai_error)
         return _error(form, RequestRefused(error.status, "not_found", message))
     except ConnectionError:  # the client hung up while it was answered; nobody hears of this
         return web.Response(status=499)
 
 
-def _over(over: EpisodeOver) -> RequestRefused:
-    """The error of a turn that a limit refuses. Clients know a context that is too long by words of its message."""
-    if over.limit == "tokens":
-        said = f"prompt is too long for the maximum context length, {SETTINGS['tokens']}; go on with a shorter one"
-        return RequestRefused(400, "context_length_exceeded", said)
-    return RequestRefused(400, "episode_over", f"{over} ({SETTINGS[over.limit]})")
+def _refusal(error: HeadwayError) -> RequestRefused:
+    """The answer to a request that failed. Clients know a context that is too long by words of its message."""
+    match error:
+        case RequestRefused():
+            return error
+        case EpisodeOver(limit="tokens"):
+            said = f"prompt is too long for the maximum context length, {SETTINGS['tokens']}; go on with a shorter one"
+            return RequestRefused(400, "context_length_exceeded", said)
+        case EpisodeOver():
+            return RequestRefused(400, "episode_over", f"{error} ({SETTINGS.get(error.limit, 'agent.side_effects')})")
+        case UserError():
+            return RequestRefused(400, "invalid_request", str(error))
+    return RequestRefused(503, "unavailable", str(error))
 
 
 def _error(form: ErrorForm, refused: RequestRefused) -> web.Response:

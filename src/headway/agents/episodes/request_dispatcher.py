@@ -1,7 +1,7 @@
 """Dispatch of one episode worker's calls: each goes to a replica, and to another one where that is lost.
 
-ask ──▶ Routes: a replica that takes calls? ──yes──▶ ReplicaClient ──one message a loop turn──▶ engine
-   │         │ no: wait for `route`                     └ the replica is lost: ask again
+ask ──▶ is there a replica that takes calls? ──yes──▶ ReplicaClient ──one message a loop turn──▶ engine
+   │                    │ no: wait for `route`                     └ the replica is lost: ask again
    └ the journal has the result: it is answered from there
 """
 
@@ -17,71 +17,6 @@ from headway.data.journal import CompletionJournal
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import DataError, HeadwayError, RunError, WorkerDied, boundary
 from headway.runtime.task_groups import concurrently, end
-
-
-class Routes:
-    """The replicas that take calls, and how many unfinished calls each has.
-
-    A group's calls go to its home, the replica that was least loaded when its first call came, since they share a
-    prefix there; while all slots of the home are taken, they go to a replica that has one free.
-
-    Example:
-        >>> routes = Routes()
-        >>> for name in "a", "b":
-        ...     routes.add(name, slots=2)
-        >>> routes.open(["a", "b"])
-        >>> [routes.choose("a") for _ in range(4)]  # the home, while it has a free slot
-        ['a', 'a', 'b', 'b']
-    """
-
-    def __init__(self) -> None:
-        self._slots: dict[str, int] = {}
-        self._load: dict[str, int] = {}
-        self._open: tuple[str, ...] = ()
-
-    def add(self, replica: str, slots: int) -> None:
-        """Know ``replica``, which takes calls once `open` names it."""
-        self._slots[replica], self._load[replica] = slots, 0
-
-    def remove(self, replica: str) -> None:
-        """Forget ``replica`` and its calls."""
-        self._slots.pop(replica, None)
-        self._load.pop(replica, None)
-        self._open = tuple(name for name in self._open if name != replica)
-
-    def open(self, replicas: Sequence[str]) -> None:
-        """Send new calls to those of ``replicas`` that are known, and to no others."""
-        self._open = tuple(name for name in replicas if name in self._load)
-
-    @property
-    def any(self) -> bool:
-        """Some replica takes calls."""
-        return bool(self._open)
-
-    def home(self) -> str:
-        """Choose the home of a group: the least loaded replica, the first of several."""
-        return min(self._open, key=self._load.__getitem__)
-
-    def choose(self, home: str) -> str:
-        """Choose the replica of one call of a group, and count the call."""
-        if home not in self._open or not self._has_room(home):
-            lightest = self.home()
-            if home not in self._open or self._has_room(lightest):
-                home = lightest
-        self._load[home] += 1
-        return home
-
-    def count(self, replica: str) -> None:
-        """Count a call that is bound to ``replica``."""
-        self._load[replica] += 1
-
-    def finished(self, replica: str) -> None:
-        """Count a call of ``replica`` no more."""
-        if replica in self._load:
-            self._load[replica] -= 1
-
-    def _has_room(self, replica: str) -> bool:
-        return self._load[replica] < self._slots[replica]
 
 
 class CallEngine(Protocol):
@@ -119,6 +54,8 @@ class ReplicaClient:
             on_failed: called once with why the replica is of no use any more.
         """
         self.engine = engine
+        self.load = 0
+        """Calls that are not finished."""
         self._client = client
         self._on_finished, self._on_refused, self._on_failed = on_finished, on_refused, on_failed
         self._calls: list[GenerateRequest] = []
@@ -131,6 +68,11 @@ class ReplicaClient:
             loop.create_task(self._work(self._send), name=f"{client} asks {engine.name}"),
         ]
         self._failed = False
+
+    @property
+    def has_room(self) -> bool:
+        """Some slot of the replica is free."""
+        return self.load < self.engine.slots
 
     def submit(self, call: GenerateRequest) -> None:
         """Order ``call``."""
@@ -217,14 +159,19 @@ class PendingRequest:
 
 
 class RequestDispatcher:
-    """All calls of one episode worker, and its lines to the replicas."""
+    """All calls of one episode worker, and its lines to the replicas.
+
+    A group's calls go to its home, the replica that was least loaded when its first call came, since they share a
+    prefix there; while all slots of the home are taken, they go to a replica that has one free.
+    """
 
     def __init__(self, name: str, journal: CompletionJournal | None = None) -> None:
         """``name``: under which replicas know it. ``journal``: where results are written before anybody has them."""
         self._name = name
         self._journal = journal
         self._lines: dict[str, ReplicaClient] = {}
-        self._routes = Routes()
+        self._routed: list[str] = []
+        """Replicas that take calls."""
         self._open: dict[int, PendingRequest] = {}
         """Calls that a replica has, by number."""
         self._waiting: dict[PendingRequest, None] = {}
@@ -245,24 +192,31 @@ class RequestDispatcher:
             if home.on not in self._lines:
                 asked.failed(asked, WorkerDied(f"{home.on} is gone"))
                 return
-            self._routes.count(home.on)
-            replica = home.on
-        elif self._routes.any:
-            if home.replica is None:
-                home.replica = self._routes.home()
-            replica = self._routes.choose(home.replica)
+            line = self._lines[home.on]
+        elif self._routed:
+            line = self._choose(home)
         else:
             self._waiting[asked] = None
             return
         self._asked += 1
-        asked.number, asked.replica = self._asked, replica
+        asked.number, asked.replica = self._asked, line.engine.name
+        line.load += 1
         self._open[asked.number] = asked
         of = asked.request  # taken apart by hand: `replace` costs as much as the rest of this method
-        self._lines[replica].submit(
+        line.submit(
             GenerateRequest(
                 self._asked, of.trajectory, of.input_ids, of.sampling, of.key, of.priority, of.goes_on, of.together
             )
         )
+
+    def _choose(self, home: Affinity) -> ReplicaClient:
+        own = self._lines[home.replica] if home.replica in self._routed else None
+        if own is not None and own.has_room:
+            return own
+        lightest = min((self._lines[name] for name in self._routed), key=lambda line: line.load)
+        if home.replica is None:
+            home.replica = lightest.engine.name
+        return lightest if own is None or lightest.has_room else own
 
     def abort(self, calls: Iterable[PendingRequest]) -> list[PendingRequest]:
         """End calls as they are: what replicas have of them comes back. Returns those that no replica has: they end
@@ -282,7 +236,7 @@ class RequestDispatcher:
             self._waiting.pop(asked, None)
             if self._open.pop(asked.number, None) is None:
                 continue
-            self._routes.finished(asked.replica)
+            self._count_off(asked.replica)
             if (line := self._lines.get(asked.replica)) is not None:
                 line.abort(asked.number)
 
@@ -305,7 +259,6 @@ class RequestDispatcher:
 
     def join(self, replica: CallEngine) -> None:
         """Connect to ``replica``."""
-        self._routes.add(replica.name, replica.slots)
         self._lines[replica.name] = ReplicaClient(
             self._name,
             replica,
@@ -318,7 +271,7 @@ class RequestDispatcher:
         """Ask the calls of ``replica`` again of others; those that must not go elsewhere fail."""
         if (line := self._lines.pop(replica, None)) is None:
             return
-        self._routes.remove(replica)
+        self._routed = [name for name in self._routed if name != replica]
         lost = [asked for asked in self._open.values() if asked.replica == replica]
         for asked in lost:
             del self._open[asked.number]
@@ -328,8 +281,8 @@ class RequestDispatcher:
 
     def route(self, replicas: Sequence[str]) -> None:
         """Send new calls to ``replicas`` alone."""
-        self._routes.open(replicas)
-        if self._routes.any:
+        self._routed = [name for name in replicas if name in self._lines]
+        if self._routed:
             waiting, self._waiting = self._waiting, {}
             for asked in waiting:
                 self.ask(asked)
@@ -344,11 +297,15 @@ class RequestDispatcher:
         lines, self._lines = self._lines, {}
         await concurrently(line.close() for line in lines.values())
 
+    def _count_off(self, replica: str) -> None:
+        if (line := self._lines.get(replica)) is not None:
+            line.load -= 1
+
     def _on_finished(self, replica: str, batch: Sequence[Completion]) -> None:
         for finished in batch:
             if (asked := self._open.pop(finished.number, None)) is None:
                 continue  # it was dropped
-            self._routes.finished(replica)
+            self._count_off(replica)
             if self._journal is not None:
                 self._journal.append(asked.group, asked.request, replica, finished)
             asked.done(asked, finished)
@@ -357,7 +314,7 @@ class RequestDispatcher:
         """Fail the calls that an engine did not take: those of one message, which it takes whole or not."""
         for call in calls:
             if (asked := self._open.pop(call.number, None)) is not None:
-                self._routes.finished(replica)
+                self._count_off(replica)
                 asked.failed(asked, error)
 
 

@@ -155,10 +155,11 @@ class UserFunction:
         """
         others = () if self.dialect.of_verl else columns
         for name in self._takes.lacking({*self.dialect.given, *self._params, *others, *self._answer_keys}):
+            have = ", ".join(sorted(others)) or "nothing"
             lacks = f" ({lacked[name]} lacks it)" if lacked and name in lacked else ""
             raise UserCodeError(
-                f"reward.function: {self._name} needs {name!r}, but the rows have {', '.join(sorted(others)) or 'nothing'} "
-                f"beside prompt and answer{lacks}; give the parameter a default, or every row that column"
+                f"reward.function: {self._name} needs {name!r}, but the rows have {have} beside prompt and answer"
+                f"{lacks}; give the parameter a default, or the rows that column"
             )
 
     def score(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float) -> Any:
