@@ -221,11 +221,11 @@ async def test_tools_are_functions_or_schemas(program):
         ),
         (
             "chat.turn(row['messages'], tools=[{}])",
-            "chat.turn() was given {} for a tool; expected a function with types",
+            "chat.turn(tools=…): a tool has the name None; expected 1 to 128 of a-z",
         ),
         (
             "chat.turn(row['messages'], tools=[{'function': {'name': ''}}])",
-            "for a tool; expected a function with types",
+            "chat.turn(tools=…): a tool has the name ''; expected 1 to 128 of a-z",
         ),
         ("chat.turn(row['messages'], tools=[look, look])", "chat.turn() was given two tools named 'look'; rename one"),
         (

@@ -172,8 +172,6 @@ class EpisodeAttempt:
 
     def __init__(
         self,
-        name: str,
-        sampling: SamplingParams,
         record: EpisodeTokens,
         log: CallLog,
         limits: EpisodeLimits,
@@ -183,7 +181,8 @@ class EpisodeAttempt:
         keeps_conversation: bool,
     ) -> None:
         """``keeps_conversation``: the last conversation is wanted in the end."""
-        self.name, self.sampling, self.trains, self.record = name, sampling, trains, record
+        self.name, self.sampling = f"episode {tuple(log.id)}", log.sampling
+        self.trains, self.record = trains, record
         time.forgive()
         self.asked = 0
         """Turns that the program asked for, refused ones and those that it gave up included."""
@@ -216,12 +215,8 @@ class EpisodeAttempt:
         self._waiting = 0
         """Turns that the program waits for."""
         self._keeps_conversation = keeps_conversation
-        self._prompt: list[Message] = []
-        """The messages that the first turn of the last conversation was asked with; empty without conversations."""
-        self._said: list[Message] = []
-        """The messages of the last conversation, up to its last answer."""
-        self._opened = ""
-        """The tag of a thought with which the prompt of the last answer ends."""
+        self.conversation: Conversation | None = None
+        """The last conversation; None where it is not wanted, or there is none."""
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
         """See `headway.agents.endpoint.dialect.Turns.turn`."""
@@ -252,12 +247,6 @@ class EpisodeAttempt:
             self.notes.setdefault(kind, reason)
 
     # ------------------------------------------------------------------------------------- the end
-
-    @property
-    def conversation(self) -> Conversation | None:
-        """The last conversation; None where it was not wanted, or there was none."""
-        behind = self._said[len(self._prompt) :]
-        return Conversation(self._prompt, behind, self._opened) if self._prompt else None
 
     def rewarded(self, end: EpisodeEnd) -> EpisodeEnd:
         """Give the turns of an agent the rewards that it has for its answers.
@@ -323,8 +312,7 @@ class EpisodeAttempt:
             raise EpisodeOver("repeated")  # before the program has the answer
         self.text = answer.text
         if self._keeps_conversation:
-            self._opened = prompted.opened
-            self._answered(request.messages, answer.message)
+            self._answered(request.messages, answer.message, prompted.opened)
         return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
 
     async def _asked(self, request: TurnRequest) -> tuple[TurnContext, asyncio.Future[Completion], int | None]:
@@ -368,8 +356,10 @@ class EpisodeAttempt:
         if self.running is not None:
             self.running.cancel()
 
-    def _answered(self, messages: list[Message], answer: Message) -> None:
+    def _answered(self, messages: list[Message], answer: Message, opened: str) -> None:
         """Note a turn. It continues the last conversation if it begins with the same prompt."""
-        if not self._prompt or messages[: len(self._prompt)] != self._prompt:
-            self._prompt = list(messages)
-        self._said = [*messages, answer]
+        prompt = [] if self.conversation is None else self.conversation.prompt
+        if not prompt or messages[: len(prompt)] != prompt:
+            prompt = list(messages)
+        if prompt:  # a turn by token ids belongs to none
+            self.conversation = Conversation(prompt, [*messages, answer][len(prompt) :], opened)

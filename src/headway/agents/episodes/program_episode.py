@@ -208,8 +208,6 @@ class ProgramEpisode:
 
     def _try(self) -> EpisodeAttempt:
         return EpisodeAttempt(
-            f"episode {tuple(self.id)}",
-            self._log.sampling,
             self._hosting.record(*([of_row] if (of_row := template_kwargs({}, self._request.prompt.extra)) else [])),
             self._log,
             self._limits,

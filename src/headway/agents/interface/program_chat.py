@@ -26,7 +26,7 @@ from headway.agents.interface.program_messages import (
     message_problem,
     too_much_ends,
 )
-from headway.agents.interface.tool import NAME, Tool, ToolResult, make_tool
+from headway.agents.interface.tool import Tool, ToolResult, make_tool
 from headway.agents.interface.user_calls import AskedTooOften, awaited, is_in_a_loop, number
 from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.runtime.task_groups import concurrently
@@ -43,7 +43,7 @@ class _PendingTurn:
     number: int
     """Place among the turns that were asked for, from 0."""
     answer: TurnAnswer
-    tools: Mapping[str, Tool | None]
+    tools: Mapping[str, Tool]
 
 
 @dataclass(slots=True)
@@ -129,13 +129,13 @@ class Chat:
         by_name = self._tools(tools or ())
         request = TurnRequest(
             self._plain(messages),
-            [schema for _, schema in by_name.values()] or None,
+            [tool.schema for tool in by_name.values()] or None,
             self._most(max_tokens),
             state=None if state is None else str(state),
         )
-        return await self._answer(request, {name: tool for name, (tool, _) in by_name.items()})
+        return await self._answer(request, by_name)
 
-    async def _answer(self, request: TurnRequest, tools: Mapping[str, Tool | None]) -> TurnAnswer:
+    async def _answer(self, request: TurnRequest, tools: Mapping[str, Tool]) -> TurnAnswer:
         tally = self._tally
         if tally.closed:
             raise ProgramFailed(f"{self._who} asked for a turn after it had ended; await every turn before you return")
@@ -205,12 +205,12 @@ class Chat:
         tools = turn.tools
         makeable = [call for call in answer.calls if call.problem is None]
         for call in makeable:
-            if tools.get(call.name) is None:
+            if tools[call.name].function is None:
                 raise ProgramFailed(
                     f"{self._who}: call_tools() cannot call {call.name!r}, whose schema was given to chat.turn(tools=…)"
                     "; give the function, or call it yourself and make the messages with answer.results([text, …])"
                 )
-        if makeable and all(tools[call.name].is_async for call in makeable):  # type: ignore[union-attr]  # refused above
+        if makeable and all(tools[call.name].is_async for call in makeable):
             results = await awaited(concurrently([self._result(call, tools) for call in answer.calls]))
         else:
             results = [await self._result(call, tools) for call in answer.calls]
@@ -220,11 +220,8 @@ class Chat:
                 self._tally.reward(turn, result.reward)
         return answer.results([result.text for result in results])
 
-    async def _result(self, call: ToolCall, tools: Mapping[str, Tool | None]) -> ToolResult:
-        tool = tools.get(call.name)
-        if call.problem is not None or tool is None:
-            return ToolResult(call.error)
-        return await tool.call(call.arguments)
+    async def _result(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
+        return ToolResult(call.error) if call.problem is not None else await tools[call.name].call(call.arguments)
 
     async def _refuse(self, over: EpisodeOver) -> None:
         self._tally.refusals += 1
@@ -257,28 +254,20 @@ class Chat:
             return max_tokens
         raise ProgramFailed(f"{self._who}: max_tokens is {shown(max_tokens)}; expected a whole number from 1")
 
-    def _tools(self, tools: Any) -> dict[str, tuple[Tool | None, ToolSchema]]:
-        """Each tool's function, where it was given, and its schema, by name."""
-        found: dict[str, tuple[Tool | None, ToolSchema]] = {}
+    def _tools(self, tools: Any) -> dict[str, Tool]:
+        """Each tool by its name; one that was given as a schema has no function."""
+        found: dict[str, Tool] = {}
+        origin = f"{self._who}: chat.turn(tools=…)"
         for given in [tools] if callable(tools) or isinstance(tools, Mapping) else tools:
-            if isinstance(given, Mapping | Tool):
-                tool = None if isinstance(given, Mapping) else given
+            if isinstance(given, Mapping):
+                function = given.get("function")
+                name = function.get("name") if isinstance(function, Mapping) else None
+                tool = Tool(name, dict(given), None, origin=origin)  # type: ignore[arg-type]  # it checks the name
+            elif isinstance(given, Tool):
+                tool = given
             else:
-                tool = self._made[given] = self._made.get(given) or make_tool(given, f"{self._who}: chat.turn(tools=…)")
-            schema = given if tool is None else tool.schema
-            name = tool.name if tool is not None else self._name(given)
-            if name in found:
-                raise ProgramFailed(f"{self._who}: chat.turn() was given two tools named {name!r}; rename one")
-            found[name] = (tool, schema)
+                tool = self._made[given] = self._made.get(given) or make_tool(given, origin)
+            if tool.name in found:
+                raise ProgramFailed(f"{self._who}: chat.turn() was given two tools named {tool.name!r}; rename one")
+            found[tool.name] = tool
         return found
-
-    def _name(self, schema: Mapping[str, Any]) -> str:
-        function = schema.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str) and NAME.fullmatch(name):
-            return name
-        raise ProgramFailed(
-            f"{self._who}: chat.turn() was given {shown(schema)} for a tool; expected a function with types and a "
-            'docstring, or a schema {"type": "function", "function": {"name": …, …}}, with a name of 1 to 128 of a-z, '
-            "A-Z, 0-9, _, . and -"
-        )

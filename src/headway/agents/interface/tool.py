@@ -49,8 +49,8 @@ class Tool:
     name: str
     schema: dict[str, Any] = field(repr=False)
     """``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``."""
-    function: Callable[..., Any] = field(repr=False)
-    """Returns a value that is shown to the model, or a `ToolResult`."""
+    function: Callable[..., Any] | None = field(repr=False)
+    """Returns a value that is shown to the model, or a `ToolResult`; None where the program calls it itself."""
     show: Callable[[Any], str] = field(default_factory=lambda: shown_to_model, repr=False)
     """Turns what the function returns into the text that the model is told."""
     blocks: bool | None = None
@@ -63,7 +63,7 @@ class Tool:
         Raises:
             UserCodeError: the name is none that APIs take.
         """
-        if NAME.fullmatch(self.name) is None:
+        if not isinstance(self.name, str) or NAME.fullmatch(self.name) is None:
             left_out = f", or leave it out ({self.origin}.tools)" if self.origin.startswith("agent.mcp.") else ""
             raise UserCodeError(
                 f"{self.origin}: a tool has the name {shown(self.name)}; expected 1 to 128 of a-z, A-Z, 0-9, _, . and -"
@@ -80,6 +80,7 @@ class Tool:
 
         Cancellation and interrupts pass through, and so does `Unavailable`: the model has no part in that.
         """
+        assert self.function is not None, "the program calls it itself"
         try:
             value = self.function(**arguments)
             if inspect.isawaitable(value):

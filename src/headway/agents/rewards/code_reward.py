@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from heapq import nlargest
 from typing import Any
 
 from headway.agents.rewards.code_driver import ANSWER, DRIVER, JOB
@@ -140,9 +141,9 @@ def _told(sandbox: Sandbox, answer: str, job: dict[str, Any], limits: SandboxLim
 
 def _longest(tests: Sequence[Test], most: int | None) -> Sequence[Test]:
     """The ``most`` tests with the longest inputs, in their order."""
-    if most is None or len(tests) <= most:
+    if most is None:
         return tests
-    places = sorted(range(len(tests)), key=lambda place: -len(repr(tests[place].size)))[:most]
+    places = nlargest(most, range(len(tests)), key=lambda place: len(repr(tests[place].size)))
     return [tests[place] for place in sorted(places)]
 
 
@@ -166,8 +167,11 @@ def same_text(printed: str, expected: str) -> bool:
 
     Words of a line are compared as numbers where the expected one has a fraction.
     """
-    given, wanted = _lines(printed), _lines(expected)
-    return len(given) == len(wanted) and all(map(_same_line, given, wanted))
+    given, wanted = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    return len(given) == len(wanted) and all(
+        len(words) == len(others) and all(map(_same_word, words, others))
+        for words, others in zip(given, wanted, strict=True)
+    )
 
 
 def same_value(told: str, expected: Any) -> bool:
@@ -190,13 +194,6 @@ def _same(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-def _same_line(given: str, wanted: str) -> bool:
-    if given == wanted:
-        return True
-    words, expected = given.split(), wanted.split()
-    return len(words) == len(expected) and all(map(_same_word, words, expected))
-
-
 def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
@@ -206,13 +203,6 @@ def _same_word(word: str, expected: str) -> bool:
         return _close(float(word), float(expected))
     except ValueError:
         return False
-
-
-def _lines(text: str) -> list[str]:
-    lines = [line.strip() for line in text.splitlines()]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
 
 
 def _is_number(value: Any) -> bool:
