@@ -361,5 +361,5 @@ class EpisodeAttempt:
         prompt = [] if self.conversation is None else self.conversation.prompt
         if not prompt or messages[: len(prompt)] != prompt:
             prompt = list(messages)
-        if prompt:  # a turn by token ids belongs to none
-            self.conversation = Conversation(prompt, [*messages, answer][len(prompt) :], opened)
+        # A turn by token ids belongs to none.
+        self.conversation = Conversation(prompt, [*messages, answer][len(prompt) :], opened) if prompt else None

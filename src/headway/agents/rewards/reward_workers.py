@@ -76,7 +76,6 @@ class RewardWorkers:
         self._answered = False
         """Some try ended otherwise than by a time-out."""
         self._awaited: set[asyncio.Task[Scores]] = set()
-        self._not_tried: set[asyncio.Task[Scores]] = set()
         self._closed = False
 
     async def load(self) -> None:
@@ -191,7 +190,6 @@ class RewardWorkers:
             self._on_timeout(self._timeouts)
         if not self._is_hopeless():
             return ScoringFailed(reason)
-        self._not_tried.update(self._awaited)
         for task in self._awaited:
             task.cancel()
         return _NoFurtherTry(reason)
@@ -224,9 +222,8 @@ class RewardWorkers:
             caller = asyncio.current_task()
             if caller is not None and caller.cancelling():
                 raise
-            if task in self._not_tried:
-                raise _NoFurtherTry(f"not tried, for all before had {self._timeout_reason}") from None
-            raise ScoringFailed("the reward was closed") from None  # by `close`, not by the caller
+            if self._closed:
+                raise ScoringFailed("the reward was closed") from None  # by `close`, not by the caller
+            raise _NoFurtherTry(f"not tried, for all before had {self._timeout_reason}") from None
         finally:
             self._awaited.discard(task)
-            self._not_tried.discard(task)
