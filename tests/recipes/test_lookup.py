@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec
 from headway.agents.adapters.program_loader import load_tools
 from headway.agents.interface.tool import Toolbox
-from headway.agents.tools.mcp_servers import McpServer, McpServerSpec
 from headway.data.files import Columns, read_records
 from headway.runtime.user_code import load_function, load_object
 from tests.agents.programs.scripted import start

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from headway.agents.adapters.environment_loop import ToolLoop
+from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec
 from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
 from headway.agents.interface.tool import Toolbox, make_tool
-from headway.agents.tools.mcp_servers import McpServer, McpServerSpec
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.agents.programs.scripted import Script, calling, play, start
 from tests.agents.programs.served import served

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from headway.agents.adapters.environment_loop import EnvironmentPool, ToolLoop
 from headway.agents.adapters.gym_environments import GymProgram, SkyrlProgram
+from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec
 from headway.agents.adapters.openenv import OpenEnvProgram
 from headway.agents.adapters.trl_environments import TrlProgram, tool_names
 from headway.agents.adapters.user_programs import EXPECTED, AgentProgram, CommandProgram, OwnProgram
@@ -44,7 +45,6 @@ from headway.agents.interface.program_chat import Ask, Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
 from headway.agents.interface.tool import Tool, Toolbox, ToolSource, make_tool
 from headway.agents.interface.user_calls import AskedTooOften, failing, seed_generators
-from headway.agents.tools.mcp_servers import McpServer, McpServerSpec
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, UserCodeError, cut, shown
 from headway.runtime.sandbox.python_tool import PYTHON, python_tool
 from headway.runtime.sandbox.sandbox import Sandbox

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.agents.adapters.mcp_servers import McpServerSpec
 from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.endpoint.dialect import TextCodec
@@ -19,7 +20,6 @@ from headway.agents.interface.program_messages import (
     EpisodeStart,
     ProgramDescription,
 )
-from headway.agents.tools.mcp_servers import McpServerSpec
 from headway.config.schema import Config
 from headway.config.sizing.placement import concurrent, resolve_placement
 from headway.data.tokenize import TextStart

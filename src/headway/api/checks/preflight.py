@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
+from headway.agents.adapters.mcp_servers import check_sdk
 from headway.agents.episodes.program_workers import ProgramWorkers, chats_of, program_spec, variables
 from headway.agents.interface.program_messages import ProgramDescription
 from headway.agents.rewards.code_tests import unit_tests_of
 from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec, Scorer
-from headway.agents.tools.mcp_servers import check_sdk
 from headway.api.checks.model_checks import (
     check_biases,
     check_built,
