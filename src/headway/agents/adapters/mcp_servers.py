@@ -180,7 +180,7 @@ class _McpLink:
         self._opening = asyncio.Lock()
 
     async def call(self, tool: str, /, **arguments: Any) -> ToolResult:
-        """Call a tool of the server's. What the server refuses is told to the model.
+        """Call a tool of the server's. A call that it refuses becomes text for the model.
 
         Raises:
             Unavailable: the server is away, ended, or is late.

@@ -33,7 +33,7 @@ from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec
 from headway.agents.adapters.openenv import OpenEnvProgram
 from headway.agents.adapters.trl_environments import TrlProgram, tool_names
 from headway.agents.adapters.user_programs import EXPECTED, AgentProgram, CommandProgram, OwnProgram
-from headway.agents.adapters.verl import (
+from headway.agents.adapters.verl_forms import (
     VerlLoop,
     is_tool_object,
     is_verl_loop,

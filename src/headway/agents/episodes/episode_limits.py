@@ -101,7 +101,13 @@ SHORTEST_WAIT_S = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Limits of an episode, as ``rollout``'s keys describe them."""
+    """Limits of an episode, as ``agent``'s keys describe them.
+
+    Example:
+        >>> limits = EpisodeLimits(max_length=400, max_turns=5, side_effects=("send_mail",))
+        >>> limits.repeated(["look_up", "send_mail"]), limits.text("turns")
+        ('send_mail', 'agent.max_turns=5 was reached')
+    """
 
     max_length: int
     """Most tokens of a conversation, its prompt included."""

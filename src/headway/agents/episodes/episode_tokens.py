@@ -75,19 +75,19 @@ class Chats:
     def __init__(self, renderer: ChatRenderer, parser: str = AUTO) -> None:
         """``parser``: name of the parser of tool calls, ``agent.tool_parser``; it is looked up at the first tool."""
         self.renderer = renderer
-        self._parser = parser
+        self._choice = parser
         self._others: dict[str, Chats] = {}
         """Chats with further variables of the template, by these."""
 
     @cached_property
-    def for_tools(self) -> tuple[ToolParser, str]:
-        """The parser of tool calls, and the role of the message that answers a call which cannot be read.
+    def parser(self) -> ToolParser:
+        """The parser of tool calls.
 
         Raises:
             ConfigError: the template does not show tools, or no parser reads its calls.
         """
         self.renderer.demand_tools()
-        return choose_parser(self.renderer, self._parser), self.renderer.error_role
+        return choose_parser(self.renderer, self._choice)
 
     def with_options(self, options: Mapping[str, Any] | None) -> Chats:
         """Return the chats whose template gets ``options`` on top of the run's."""
@@ -95,7 +95,7 @@ class Chats:
             return self
         key = repr(sorted(options.items()))
         if key not in self._others:
-            self._others[key] = Chats(self.renderer.with_options(options), self._parser)
+            self._others[key] = Chats(self.renderer.with_options(options), self._choice)
         return self._others[key]
 
     def record(self, options: Mapping[str, Any] | None = None) -> ChatRecord:
@@ -125,7 +125,7 @@ class ChatRecord:
             ids = self._run.renderer.checked(request.token_ids)
             return TurnContext(ids, call_key(ids, taken, request.ends))
         if request.tools:
-            self._run.for_tools  # noqa: B018 - raises before the call, not after it
+            self._run.parser  # noqa: B018 - raises before the call, not after it
         chat = self._chats.prompt(request.messages, request.tools)
         return TurnContext(chat.ids, call_key(chat.ids, taken, request.ends), chat, _state(request), chat.opened)
 
@@ -137,9 +137,7 @@ class ChatRecord:
         self._transcript.add(prompted.ids, tokens, number, prompted.state)
         renderer = self._run.renderer
         text = renderer.text_before(tokens.ids, request.stop, request.stop_token_ids)
-        error_role = "tool"
-        cut_off = finished.finish_reason is not FinishReason.STOP
-        finish_reason = "length" if cut_off else "stop"
+        finish_reason = "stop" if finished.finish_reason is FinishReason.STOP else "length"
         if chat is None:
             return TurnAnswer(
                 text,
@@ -151,8 +149,8 @@ class ChatRecord:
             )
         assert isinstance(chat, ChatPrompt)
         if request.tools:
-            parser, error_role = self._run.for_tools
-            answer = parser.parse(text, request.tools, self._calls)
+            answer = self._run.parser.parse(text, request.tools, self._calls)
+            answer = replace(answer, error_role=renderer.error_role)
         elif HARMONY_MARK in text:  # gpt-oss's template refuses channels in a message
             written = harmony(text)
             answer = TurnAnswer(text, written.content, said("assistant", written.content), reasoning=written.reasoning)
@@ -161,7 +159,7 @@ class ChatRecord:
             answer = TurnAnswer(text, text, said("assistant", text))
         self._calls += len(answer.calls)
         self._problems += sum(call.problem is not None for call in answer.calls)
-        answer = replace(_with_reasoning(answer, renderer), finish_reason=finish_reason, error_role=error_role)
+        answer = replace(_with_reasoning(answer, renderer), finish_reason=finish_reason)
         self._chats.answered(chat, tokens.ids, answer.message, answer.with_reasoning_apart)
         return answer
 

@@ -212,7 +212,7 @@ def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
     renderer = ChatRenderer(tokenizer, config.data.chat_template_kwargs, most_tokens=limits_of(config).max_length)
     chats = Chats(renderer, config.agent.tool_parser)
     if config.agent.tools or config.agent.mcp:
-        _ = chats.for_tools
+        _ = chats.parser
     return chats
 
 

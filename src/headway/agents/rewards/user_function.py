@@ -43,7 +43,15 @@ SCORES = ("score", "reward")
 
 
 class FurtherNumbers:
-    """The further numbers of one group, by name. What is no finite number, or has no text as its name, is left out."""
+    """The further numbers of one group, by name. What is no finite number, or has no text as its name, is left out.
+
+    Example:
+        >>> further = FurtherNumbers(2)
+        >>> further.take_from({"score": 1.0, "acc": 1}, 0), further.take_from(0.5, 1)
+        (1.0, 0.5)
+        >>> further.values
+        {'acc': [1.0, None]}
+    """
 
     def __init__(self, n: int) -> None:
         self.n = n
