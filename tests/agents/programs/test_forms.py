@@ -105,7 +105,7 @@ def test_what_is_no_environment_is_refused_with_what_to_do(environment, name, me
         (ProgramSpec(environment="a.py:A", program="b.py:b"), "agent.environment and agent.program are both given"),
         (
             ProgramSpec(tools=("a.py:f",), program="b.py:b"),
-            "agent.tools beside agent.program: program b.py:b gives the",
+            "agent.tools beside program b.py:b, which would not call them",
         ),
         (ProgramSpec(environment="nowhere.py:A"), "nowhere.py:A: there is no file "),
     ],

@@ -269,5 +269,5 @@ def test_text_goes_to_the_one_field_that_an_action_needs(schema, field):
 
 def test_tools_are_not_called_beside_it(tools):
     spec = tools("def f() -> int:\n    '''Do.'''\n    return 1", "f")
-    with pytest.raises(UserCodeError, match=r"agent.tools beside environment ws://h: there an action is all of the mo"):
+    with pytest.raises(UserCodeError, match=r"agent.tools beside environment ws://h, which would not call them"):
         ProgramSpec(environment="ws://h", tools=spec.tools).load()

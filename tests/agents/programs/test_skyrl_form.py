@@ -168,5 +168,5 @@ def test_tools_beside_it_are_refused(environment, tools):
     from headway.agents.adapters.program_loader import ProgramSpec
 
     more = tools('def look() -> int:\n    """Look."""\n    return 1', "look")
-    with pytest.raises(UserCodeError, match=r"agent.tools beside environment game.py:Game: there an action is all of"):
+    with pytest.raises(UserCodeError, match=r"agent.tools beside environment game.py:Game, which would not call"):
         ProgramSpec(environment=environment(GAME).environment, tools=more.tools).load()

@@ -232,11 +232,7 @@ def load_program(spec: ProgramSpec) -> Program:
     if spec.environment is not None:
         return _environment(spec, load_object(spec.environment))
     if spec.program is not None:
-        if given := _given_tools(spec):
-            raise UserCodeError(
-                f"{given} beside agent.program: {spec.shown} gives the model its tools itself, by "
-                f"chat.turn(messages, tools=[…]); drop {given}"
-            )
+        _refuse_tools(spec)
         found = load_object(spec.program)
         if inspect.isclass(found) and not hasattr(found, "run") and hasattr(found, "step"):
             raise UserCodeError(f"{spec.shown}: it has step(), as environments have; name it in agent.environment")
@@ -340,8 +336,8 @@ def _lacking(who: str, kind: type, environment: Any) -> str:
 def _refuse_tools(spec: ProgramSpec) -> None:
     if given := _given_tools(spec):
         raise UserCodeError(
-            f"{given} beside {spec.shown}: there an action is all of the model's text, and tools are not called"
-            f"; drop {given}, or write the environment in TRL's form"
+            f"{given} beside {spec.shown}, which would not call them; drop {given}: programs give tools by "
+            "chat.turn(messages, tools=[…]), environments in TRL's form have them beside their own"
         )
 
 
