@@ -77,8 +77,8 @@ def test_a_reward_may_ask_for_what_held_out_rows_have_too(job: dict[str, Any], t
     with pytest.raises(UserCodeError) as refused:
         check_inputs(changed(job, "reward", function=f"{tmp_path}/reward.py:levelled"))
     assert str(refused.value) == (
-        f"reward.function: levelled needs 'level', which is not in all rows: {tmp_path}/val.jsonl, line 1 lacks it; "
-        "give the parameter a default, or every row that column"
+        "reward.function: levelled needs 'level', but the rows have nothing beside prompt and answer "
+        f"({tmp_path}/val.jsonl, line 1 lacks it); give the parameter a default, or the rows that column"
     )
 
 

@@ -18,7 +18,7 @@ PROGRAM, TOOLS = {"program": "agent.py:run"}, {"tools": ["agent.py:look_up"]}
         ("qwen3", {}, None),
         ("qwen2_5", PROGRAM, None),
         ("llama3", PROGRAM, None),
-        ("llama3", TOOLS, "leaves out the text that an answer has beside its calls"),
+        ("llama3", TOOLS, "a tool call with text"),
     ],
 )
 def test_a_run_of_agents_is_told_what_the_template_changes(

@@ -212,8 +212,8 @@ async def test_a_fault_of_the_servers_own_is_in_the_log(
     [
         ({"temperature": 0.7}, "temperature=0.7 (here 1.0)"),
         ({"n": 4}, "n=4 (here 1)"),
-        ({"logit_bias": {"7": 5}}, "logit_bias={'7': 5.0} (here {})"),
-        ({"response_format": {"type": "json_object"}}, "response_format='json_object' (not done)"),
+        ({"logit_bias": {"7": 5}}, "logit_bias={'7': 5} (here {})"),
+        ({"response_format": {"type": "json_object"}}, "response_format='json_object' (here 'text')"),
         ({"tool_choice": "required"}, "tool_choice='required' (here 'auto')"),
         ({"logprobs": True, "top_logprobs": 5}, "top_logprobs=5 (here 0)"),
     ],

@@ -407,7 +407,8 @@ def test_whatever_was_sampled_is_trained_unchanged_after_the_context_that_the_en
             continue
         row = seen[number]
         [turn] = [turn for turn in row.turns if turn.number == number]
-        assert row.ids[: turn.stop].tolist() == context + sampled
+        until = len(row.prompt_ids) + turn.stop
+        assert np.concatenate([row.prompt_ids, row.ids])[:until].tolist() == context + sampled
         assert row.loss_mask[turn.start : turn.stop].all()
         trained += len(sampled)
     assert sum(int(row.loss_mask.sum()) for row in transcript.rows()) == trained

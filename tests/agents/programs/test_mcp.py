@@ -218,7 +218,7 @@ def answering(call: Any, **others: Any) -> dict[str, Any]:
         (
             {"content": [{"type": "video"}]},
             ProgramFailed,
-            r"is wrong: content\.0\..*type: Input should be 'text'$",
+            r"with what is wrong: content\.0\.",
         ),
         ({"content": [{"type": "text"}]}, ProgramFailed, r"with what is wrong: content\.0\..*text: Field required$"),
         (ValueError("<html>"), ProgramAway, "'place' was waited for 0.2 s"),

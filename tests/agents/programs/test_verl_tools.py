@@ -221,7 +221,7 @@ async def test_verls_tool_config_is_read_with_its_schemas(file):
         ),
         (
             "tools: [{class_name: checks.Checks}, {class_name: checks.Checks}]",
-            "names tools.yaml: checks.Checks twice",
+            "there is a tool named 'check' already, of tools.yaml: checks.Checks",
         ),
         ("tools: [", "tools.yaml cannot be read: "),
     ],

@@ -238,9 +238,11 @@ def _read_arguments(value: Any) -> WrittenCall:
     if isinstance(value, str):  # JSON in JSON
         call, _ = _read(value, 0, _read_arguments)
         return call
+    if _nested(value, _MOST_NESTED):
+        return WrittenCall(problem=_TOO_DEEP)
     if not isinstance(value, dict):
         return WrittenCall(problem=f"its arguments are {shown(value, 40)}, expected an object")
-    return WrittenCall(problem=_TOO_DEEP) if _nested(value, _MOST_NESTED) else WrittenCall(arguments=value)
+    return WrittenCall(arguments=value)
 
 
 def _read(text: str, at: int, make: Callable[[Any], WrittenCall]) -> tuple[WrittenCall, int]:

@@ -383,7 +383,8 @@ def differences(asked: Mapping[str, Any], sampling: SamplingParams) -> list[str]
     found = []
     for name, value in asked.items():
         if name not in _OF_THE_RUN:
-            found.append(f"{name}={shown(value)} (not done)")
+            held = f"here {shown(SETTINGS[name][0])}" if SETTINGS[name] else "not done"
+            found.append(f"{name}={shown(value)} ({held})")
             continue
         ours: Any = getattr(sampling, name)
         if name == "logit_bias":

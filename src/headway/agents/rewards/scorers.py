@@ -307,7 +307,7 @@ def checked(values: Any, n: int, *, optional: bool = False) -> Values:
 def _number(value: Any, k: int) -> float:
     number = finite_number(value)
     if number is None or abs(number) > LARGEST:
-        raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected a finite number (float32)")
+        raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected a finite number")
     return number
 
 
