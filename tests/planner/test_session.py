@@ -285,7 +285,7 @@ def test_a_run_that_cannot_go_on_says_who_waits_for_whom() -> None:
         return 0.0
 
     simulation.transport.send = never  # type: ignore[method-assign]
-    with pytest.raises((StallError, UpdateFailed), match=r"rollout-0 .*receiving version 1"):
+    with pytest.raises((StallError, UpdateFailed), match=r"rollout-0 did not answer .* for version 1"):
         simulation.run()
 
 

@@ -89,6 +89,8 @@ class SimulatedTransport:
         if len(calls) == len(addresses) + 1 and not any(call.done() for call in calls):
             for call in calls:
                 call.set_result(None)
+            for address in addresses:
+                del self._sends[address], self._receives[address]
 
 
 def checksum(version: int) -> int:
