@@ -90,9 +90,9 @@ def test_a_cluster_of_many_nodes_of_different_sizes_is_decided_on_soon() -> None
 def test_what_is_lacking_names_what_is_asked_for_and_what_there_is() -> None:
     there = [Node("a", 4, 4), Node("b", 4, 1), Node("c", 4, 4)]
     assert lacking(shares(trainer=(2, 4), rollout=(1, 8)), there, on_gpus=True) == (
-        "trainer asks for 2 × 4 GPUs (trainer.nnodes=2), rollout asks for 1 × 8 GPUs (rollout.nnodes=1), and Ray's "
-        "nodes have 2 × 4 GPUs and 1 × 4 GPUs, 1 free"
+        "trainer asks for 2 node(s) with 4 GPU(s) (trainer.nnodes=2), rollout asks for 1 node(s) with 8 GPU(s) "
+        "(rollout.nnodes=1), and Ray has 2 node(s) with 4 GPU(s) and 1 node(s) with 4 GPU(s), 1 free"
     )
     assert lacking(shares(rollout=(2, 1)), [Node("a", 100, 100)], on_gpus=False) == (
-        "rollout asks for 2 × 1 processes (rollout.nnodes=2), and Ray's nodes have 1 × 100 processes"
+        "rollout asks for 2 node(s) with 1 process(es) (rollout.nnodes=2), and Ray has 1 node(s) with 100 process(es)"
     )

@@ -157,7 +157,8 @@ async def test_tokens_in_files_are_read_by_the_rank_that_needs_them_wherever_the
     samples = [sample(files.write(group_tokens(n, float(n))), n, n) for n in (3, 9)]
     columns = await ranks(workers).logprobs_plus(samples, 100.0)
     assert [float(ray.get(column.handle)[column.index][0]) for column in columns] == [103.0, 109.0]
-    elsewhere = ray.get(ray_worker._read_on(here, [TokenPart(s.tokens, (0,)) for s in samples]))
+    reading = ray_worker._read.options(resources={f"node:{here}": 0.001})
+    elsewhere = ray.get(reading.remote([TokenPart(s.tokens, (0,)) for s in samples]))
     assert [len(tokens[0].ids) for tokens in elsewhere] == [3, 9]
     files.remove([samples[0].tokens])
     with pytest.raises(TokensLost, match=r"the tokens of 1 groups are no longer on .*--resume RUN` makes groups again"):
@@ -221,12 +222,12 @@ async def test_a_stopped_worker_is_given_up_while_one_that_computes_is_not(worke
 
 
 async def test_devices_that_are_not_there_are_told_with_what_there_is(ray_here: None) -> None:
-    with pytest.raises(ConfigError, match=r"^echo asks for 1 × 3 GPUs \(.* have 1 × 0 GPUs\. .*ray start"):
+    with pytest.raises(ConfigError, match=r"^echo asks for 1 node.* 3 GPU.* has 1 node.s. with 0 GPU.s.\. .*ray start"):
         await ResourcePool.reserve(node_shares("echo", range(3), 3), on_gpus=True, timeout_s=60)
 
 
 async def test_more_nodes_than_there_are_are_told_though_one_has_room_for_all(ray_here: None) -> None:
-    asked = r"^echo asks for 2 × 1 processes \(echo\.nnodes=2\), and Ray's nodes have 1 × 200 processes"
+    asked = r"^echo asks for 2 node.* 1 process.es. \(echo\.nnodes=2\), and Ray has 1 node.s. with 200 process.es."
     with pytest.raises(ConfigError, match=asked + r".*More devices of one machine are n_gpus_per_node"):
         await ResourcePool.reserve(node_shares("echo", range(2), 1), on_gpus=False, timeout_s=60)
 
@@ -238,7 +239,7 @@ async def test_a_start_without_free_devices_says_what_is_lacking_before_its_time
     others = await ResourcePool.reserve(node_shares("other", range(199), 199), on_gpus=False, timeout_s=60)
     config = tiny_config("ray", cluster={"start_timeout_s": 4})
     try:
-        with pytest.raises(StallError, match=r"have 1 × 200 processes, 1 free; .*room within 3\.\d+ s"):
+        with pytest.raises(StallError, match=r"has 1 node.s. with 200 process.es., 1 free; .*room within 3\.\d+ s"):
             await start_backend(config, model_path="m", run_dir=tmp_path, total_optimizer_steps=1)
     finally:
         others.release()
@@ -252,7 +253,7 @@ async def test_a_machine_with_too_few_gpus_is_told_at_once(
     cluster = RayCluster(config, tmp_path)
     assert await cluster.connect() == "cuda"
     plan = echo_plan(echo_specs(2, config))
-    with pytest.raises(ConfigError, match=r"asks for 1 × 2 GPUs .* have 1 × 0 GPUs.*lower nnodes"):
+    with pytest.raises(ConfigError, match=r"asks for 1 node.s. with 2 GPU.* has 1 node.s. with 0 GPU.*lower nnodes"):
         await cluster.reserve(plan)
 
 

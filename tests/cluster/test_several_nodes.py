@@ -169,7 +169,7 @@ async def test_ranks_of_a_node_have_its_gpus_in_order_whoever_starts_first(nodes
     assert [found[device][1] for device in (4, 5, 6, 7)] == [0, 1, 2, 3]
 
     more: tuple[NodeShare, ...] = node_shares("rollout", range(2), 2)
-    with pytest.raises(StallError, match=r"^rollout asks for 1 node with 2 GPUs .* 3 nodes with 4 GPUs each, 0 free"):
+    with pytest.raises(StallError, match=r"^rollout asks for 1 node.s. with 2 GPU.* 3 node.s. with 4 GPU.s., 0 free"):
         await ResourcePool.reserve(more, on_gpus=True, timeout_s=1)
     pool.release()
     await ResourcePool.reserve(more, on_gpus=True, timeout_s=WAIT_S)
@@ -202,9 +202,9 @@ async def test_a_replica_of_several_devices_has_neighbours_of_one_node(nodes: Cl
 @pytest.mark.parametrize(
     ("sections", "asked"),
     [
-        ({"trainer": {"nnodes": 3, "n_gpus_per_node": 1}}, "trainer asks for 3 nodes with 1 GPU each"),
-        ({"trainer": {"n_gpus_per_node": 3}}, "trainer asks for 1 node with 3 GPUs"),
-        ({"trainer": {"nnodes": 2, "n_gpus_per_node": 2}}, "rollout asks for 1 node with 1 GPU"),
+        ({"trainer": {"nnodes": 3, "n_gpus_per_node": 1}}, "trainer asks for 3 node(s) with 1 GPU(s)"),
+        ({"trainer": {"n_gpus_per_node": 3}}, "trainer asks for 1 node(s) with 3 GPU(s)"),
+        ({"trainer": {"nnodes": 2, "n_gpus_per_node": 2}}, "rollout asks for 1 node(s) with 1 GPU(s)"),
     ],
 )
 async def test_a_cluster_that_cannot_hold_the_run_is_told_what_is_asked_and_what_there_is(
@@ -217,7 +217,7 @@ async def test_a_cluster_that_cannot_hold_the_run_is_told_what_is_asked_and_what
     with pytest.raises(ConfigError) as refused:
         await ResourcePool.reserve(shares, on_gpus=True, timeout_s=WAIT_S)
     assert asked in str(refused.value)
-    assert "and Ray has 2 nodes with 2 GPUs each and 1 node with 0 GPUs. " in str(refused.value)
+    assert "and Ray has 2 node(s) with 2 GPU(s) and 1 node(s) with 0 GPU(s). " in str(refused.value)
 
 
 async def test_a_node_that_joins_in_time_is_waited_for(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

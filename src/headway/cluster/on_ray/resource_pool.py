@@ -107,17 +107,20 @@ def _search(shares: Sequence[NodeShare], nodes: Sequence[Node], most: int) -> di
 
 def lacking(shares: Sequence[NodeShare], nodes: Sequence[Node], *, on_gpus: bool) -> str:
     """Describe what is asked of a cluster, and what it has, for a message."""
-    unit = "GPUs" if on_gpus else "processes"
+    unit = "GPU(s)" if on_gpus else "process(es)"
     sizes: dict[str, list[int]] = defaultdict(list)
     for share in shares:
         sizes[share.owner].append(len(share.devices))
-    asked = [f"{owner} asks for {len(of)} × {max(of)} {unit} ({owner}.nnodes={len(of)})" for owner, of in sizes.items()]
+    asked = [
+        f"{owner} asks for {len(of)} node(s) with {max(of)} {unit} ({owner}.nnodes={len(of)})"
+        for owner, of in sizes.items()
+    ]
     alike = Counter((node.total, node.free) for node in nodes)
     has = [
-        f"{number} × {total} {unit}" + (f", {free} free" if free < total else "")
+        f"{number} node(s) with {total} {unit}" + (f", {free} free" if free < total else "")
         for (total, free), number in sorted(alike.items(), reverse=True)
     ]
-    return f"{', '.join(asked)}, and Ray's nodes have {' and '.join(has) or 'none'}"
+    return f"{', '.join(asked)}, and Ray has {' and '.join(has) or 'no node'}"
 
 
 CPU_SHARE = 0.01
