@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,12 @@ def _of_script(text: str, source: SettingsFile) -> SettingsFile:
         source.settings |= flagged[-1]
         if len(flagged) > 1:
             source.remarks.append(f"of {len(flagged)} commands the last one counts")
-    _note_files(script, source)
+    for command in script.commands:
+        words = [part for word in command for part in (word.split("=") if word.startswith("--config=") else [word])]
+        for word, file in pairwise(words):
+            if word in ("--config", "@", "--config-name") and file:
+                source.files.append(file)
+                source.remarks.append(f"{word} {file}: its settings are not read; give that file, too, before this")
     return source
 
 
@@ -227,17 +232,6 @@ def _overrides(command: Sequence[str]) -> dict[str, Any]:
         elif word.startswith("~") and "." in word and "/" not in word:  # Hydra's for a key that is taken away
             settings[word] = None
     return settings
-
-
-def _note_files(script: ShellScript, source: SettingsFile) -> None:
-    for command in script.commands:
-        words = [part for word in command for part in (word.split("=") if word.startswith("--config=") else [word])]
-        for word, after in zip(words, [*words[1:], ""], strict=True):
-            if word in ("--config", "@", "--config-name") and after:
-                source.files.append(after)
-                source.remarks.append(
-                    f"{word} {after}: settings of that file are not read; give the file, too, before this"
-                )
 
 
 def _flags(command: Sequence[str], source: SettingsFile) -> Iterator[tuple[str, Any]]:

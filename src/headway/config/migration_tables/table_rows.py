@@ -261,12 +261,6 @@ def groups(value: Any, version: int, what: str) -> Translated:
     return other({"rollout.total_rollout_steps": total}, f"{what}; a multiple of B={version} groups")
 
 
-def reward_file(file: Any, function: Any) -> Translated:
-    """Return the reward that is a function of a Python file."""
-    spec = f"{path(file)}:{function}"
-    return taken({"reward.function": spec}, "a function of verl's or TRL's form is called as it is (docs/rewards.md)")
-
-
 def engines(count: Any, size: Any) -> Translated:
     """Return the devices of so many engines of ``size`` devices each."""
     devices = whole(count) * whole(size)

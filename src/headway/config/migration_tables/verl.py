@@ -15,7 +15,7 @@ from headway.config.migration_tables.table_rows import (
     interval,
     lost,
     other,
-    reward_file,
+    path,
     taken,
     warmup_share,
     whole,
@@ -233,7 +233,8 @@ def rollout_log_probs(value: Any, given: Given) -> Translated:
 
 
 def reward_function(value: Any, given: Given) -> Translated:
-    return reward_file(value, given.get("custom_reward_function.name", "compute_score"))
+    spec = f"{path(value)}:{given.get('custom_reward_function.name', 'compute_score')}"
+    return taken({"reward.function": spec}, "a function of verl's form is called as it is (docs/rewards.md)")
 
 
 def trainer_mode(value: Any, given: Given) -> Translated:
