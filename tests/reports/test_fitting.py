@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from rich.table import Column
 
-from headway.api.eval.figures import ScoredAnswer, Solved, figures
-from headway.cli.eval_command import _print_by_source, print_samples
+from headway.api.eval.figures import ScoredAnswer, Solved
+from headway.cli.eval_command import print_samples
 from headway.data.types import Prompt
 from headway.reports.comparison import compared, print_comparison, read_runs
 from headway.reports.sample_printer import print_group, print_table
@@ -79,17 +79,6 @@ def test_many_runs_with_long_names_fit_a_narrow_terminal(tmp_path: Path) -> None
     text = " ".join(console.lines)
     assert "training reward, best" in text
     assert (text.count("Q"), text.count("Y")) == (2 * 40, 2 * 28)
-
-
-def test_many_shares_of_many_sources_fit_a_narrow_terminal() -> None:
-    answers = tuple(ScoredAnswer(k, "a", 1, False, "stop", float(k % 2), {}) for k in range(64))
-    ks = (1, 2, 4, 8, 16, 32, 64)
-    found = {name: figures([Solved(0, name, "p", "a", answers)] * 3, ks, 1.0) for name in ("maths", "a long name")}
-    console = Printed()
-    _print_by_source(console, found, ks, "accuracy")
-    text = " ".join(console.lines)
-    assert all(text.count(f" pass@{k} ") == 1 for k in ks)
-    assert text.count("0.500 ± 0.000") == 2
 
 
 def test_prompts_in_tables_are_what_the_user_said() -> None:
