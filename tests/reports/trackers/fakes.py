@@ -75,7 +75,6 @@ class Scripted(Tracker):
     """A tracker that does what its tool's script says."""
 
     def __init__(self, tool: Tool, setting: TrackerSetting) -> None:
-        super().__init__()
         self._tool = tool
         tool.answer("open", setting)
         self.entry, self.where = setting.entry or "entry-1", "http://tool/entry-1"

@@ -35,7 +35,6 @@ class TensorBoardTracker(Tracker):
         """Open a file. Earlier files lose their points of the version ``setting.undone_from`` and of later ones; all of
         them where it is not known which rows they have, as these are sent again then.
         """
-        super().__init__()
         self._directory = setting.folder.with_name("tensorboard")
         self._directory.mkdir(exist_ok=True)  # of a run that goes on it may have been removed
         self._begins_with = setting.undone_from or 0

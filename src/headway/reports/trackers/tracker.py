@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.errors import RunError, cut, said_by
+from headway.errors import RunError, cut
 
 LONGEST_TEXT = 4000
 """Most characters of a prompt or an answer in a sample that trackers are given."""
@@ -101,42 +101,6 @@ def _fenced(value: Any) -> str:
     return f"\n\n```\n{text}\n```\n" if "\n" in text or len(text) > 60 else text + "  "
 
 
-class HeldSamples:
-    """Samples that wait for the next metrics row, under whose version they are shown."""
-
-    def __init__(self) -> None:
-        self.rows: list[list[Any]] = []
-        """Rows of the table of samples."""
-        self._count = self._dropped = 0
-        self.why = ""
-        """Reason why some were dropped."""
-
-    def put(self, sample: Mapping[str, Any]) -> None:
-        self.rows += table(sample)
-        self._count += 1
-
-    def send(self, send: Callable[[list[list[Any]]], object]) -> None:
-        """Send what waits; what ``send`` raises costs these samples, and nothing else."""
-        if self.rows:
-            try:
-                send(self.rows)
-            except Exception as cause:  # a place for files that cannot be reached, where metrics are taken all the same
-                self.drop(cause)
-        self.sent()
-
-    def sent(self) -> None:
-        self.rows, self._count = [], 0
-
-    def drop(self, cause: Exception) -> None:
-        self._dropped, self.why = self._dropped + self._count, said_by(cause)
-        self.sent()
-
-    def take_dropped(self) -> int:
-        """Return how many were dropped since this was asked last."""
-        dropped, self._dropped = self._dropped, 0
-        return dropped
-
-
 @dataclass(frozen=True, slots=True)
 class TrackerSetting:
     """Arguments of a tracker: the run, and its entry in the tracker."""
@@ -175,8 +139,7 @@ class Tracker:
     Calls come from one thread, one after the other. Each may raise anything, and is then made again later, but for
     `on_sample`. Making a tracker raises nothing once a new entry is there: its id would be lost, and another one made.
     One that raises `NotKept` has lost what it took since it was made.
-    A sample that was taken may wait in ``samples`` for the next row, which it never fails. A call may take long: who
-    must not wait keeps the tracker in a thread (`TrackerThread`).
+    A call may take long: who must not wait keeps the tracker in a thread (`TrackerThread`).
     A row's version may be lower than that of the row before: a validation that ended late has a row of its own.
     """
 
@@ -186,10 +149,6 @@ class Tracker:
     """Place to look at the run: a URL, or a folder with the command that shows it."""
     remedy = ""
     """Command that sends what the tracker has taken and not delivered; empty for the usual one."""
-
-    def __init__(self) -> None:
-        self.samples = HeldSamples()
-        """Samples that wait here; empty where a tracker sends them at once, or takes none."""
 
     def on_settings(self, config: dict[str, Any]) -> None:
         """Take the run's settings by dotted key. Rows come whether or not they were taken."""

@@ -293,9 +293,6 @@ class TrackerThread:
             return False
         finally:
             self._asked_at = None
-        if dropped := tracker.samples.take_dropped():
-            self._lost["samples"] += dropped
-            self._warn(f"did not take samples ({tracker.samples.why}); it gets the rows without them", "samples")
         return True
 
     def _leave_out(self) -> None:

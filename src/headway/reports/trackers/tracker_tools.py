@@ -33,10 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class WandbTracker(Tracker):
-    """Tracker for W&B: a run, with a table of samples for each version."""
+    """Tracker for W&B: a run, with a table for each sample."""
 
     def __init__(self, setting: TrackerSetting) -> None:
-        super().__init__()
         import wandb
 
         self._wandb = wandb
@@ -59,22 +58,15 @@ class WandbTracker(Tracker):
         self._run.config.update(config, allow_val_change=True)
 
     def on_row(self, row: dict[str, Any]) -> None:
-        values = {**scalars(row), "version": row["version"]}
-        try:
-            self._run.log({**values, **self._tables()})
-        except Exception as cause:
-            if not self.samples.rows:
-                raise
-            self._run.log(values)  # raises where it is not the samples that fail: they wait on
-            self.samples.drop(cause)
-        else:
-            self.samples.sent()
+        self._run.log({**scalars(row), "version": row["version"]})
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        self.samples.put(sample)
+        if rows := table(sample):
+            version, kind, *_ = rows[0]
+            shown = self._wandb.Table(columns=list(COLUMNS), data=rows)
+            self._run.log({"version": version, f"samples/{kind}": shown})
 
     def on_summary(self, summary: dict[str, Any]) -> None:
-        self.samples.send(lambda _: self._run.log(self._tables()))
         self._run.summary.update({f"run/{name}": value for name, value in flat(summary)})
 
     def on_model(self, folder: Path) -> None:
@@ -85,12 +77,6 @@ class WandbTracker(Tracker):
     def close(self, status: str) -> None:
         self._run.finish(exit_code=0 if status in ("completed", "interrupted") else 1)
 
-    def _tables(self) -> dict[str, Any]:
-        """Return the waiting samples as tables, one for each kind."""
-        kinds = dict.fromkeys(row[1] for row in self.samples.rows)
-        rows = {kind: [row for row in self.samples.rows if row[1] == kind] for kind in kinds}
-        return {f"samples/{kind}": self._wandb.Table(columns=list(COLUMNS), data=some) for kind, some in rows.items()}
-
 
 LONGEST_PARAM = 500
 """Most characters of a setting: servers before MLflow 2.8 take no more."""
@@ -100,10 +86,9 @@ STATUS = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
 class MlflowTracker(Tracker):
-    """Tracker for MLflow: a run of an experiment, with a file of samples for each version."""
+    """Tracker for MLflow: a run of an experiment, with a file for each sample."""
 
     def __init__(self, setting: TrackerSetting) -> None:
-        super().__init__()
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 
@@ -146,13 +131,15 @@ class MlflowTracker(Tracker):
         metrics = [self._metric(_name(name), value, now, version) for name, value in scalars(row).items()]
         for some in _batches(metrics, AT_ONCE * 10):
             self._client.log_batch(self.entry, metrics=some)
-        self._log_samples(version)
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        self.samples.put(sample)
+        """Write a sample as a table of MLflow's form."""
+        if rows := table(sample):
+            version, kind, number, *_ = rows[0]
+            text = json.dumps({"columns": list(COLUMNS), "data": rows})
+            self._client.log_text(self.entry, text, f"samples/{kind}-{version:06d}-{number:06d}.json")
 
     def on_summary(self, summary: dict[str, Any]) -> None:
-        self._log_samples(summary.get("version") or 0)
         tags = [self._tag(f"run.{_name(name)}", str(value)[:LONGEST_PARAM]) for name, value in flat(summary)]
         for some in _batches(tags, AT_ONCE):
             self._client.log_batch(self.entry, tags=some)
@@ -166,15 +153,6 @@ class MlflowTracker(Tracker):
 
     def close(self, status: str) -> None:
         self._client.set_terminated(self.entry, STATUS.get(status, "FAILED"))
-
-    def _log_samples(self, version: int) -> None:
-        """Write the waiting samples as a table of MLflow's form, under the last version that ended."""
-
-        def write(rows: list[list[Any]]) -> None:
-            text = json.dumps({"columns": list(COLUMNS), "data": rows})
-            self._client.log_text(self.entry, text, f"samples/version-{version:06d}.json")
-
-        self.samples.send(write)
 
 
 def _name(name: str) -> str:
@@ -201,7 +179,6 @@ class TrackioTracker(Tracker):
     """
 
     def __init__(self, setting: TrackerSetting) -> None:
-        super().__init__()
         import trackio
 
         self._trackio = trackio
@@ -267,7 +244,6 @@ class PrometheusTracker(Tracker):
     """Exporter of the run's figures, and of nothing else. Its only label is ``run``, the run's name."""
 
     def __init__(self, setting: TrackerSetting) -> None:
-        super().__init__()
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self._gauge = Gauge
