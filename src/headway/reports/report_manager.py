@@ -270,7 +270,7 @@ def _locked(lock: Lock, tell: Callable[[str], None]) -> Callable[[str], None]:
 
 def _open_view(config: Config, console: Console, progress: RunProgress, lock: Lock) -> ConsoleView:
     if isinstance(console, Cell):
-        return LiveView(console, progress, lock, canvas=console)
+        return LiveView(console, progress, lock, cell=console)
     match config.reports.live:
         case "on" if not console.is_terminal:
             return LiveView(Console(file=console.file, force_terminal=True), progress, lock)

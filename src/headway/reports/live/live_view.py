@@ -14,9 +14,10 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -31,8 +32,6 @@ from headway.reports.live.plain_log import words
 
 WIDTH = 100
 """Characters of a line."""
-SIZE, MARGIN = (640, 140), (48, 18)
-"""Width and height of the curve in pixels, and what is left free of them at either side."""
 
 _PAGE = (
     '<pre style="line-height:1.2;white-space:pre;overflow-x:auto;'
@@ -41,20 +40,18 @@ _PAGE = (
 
 
 class Cell(Console):
-    """Console, and `Canvas` of a view, of which ``send`` is given the whole page each time that it changed."""
+    """Console, and place of a view, of which ``send`` is given the whole page each time that it changed."""
 
     def __init__(self, send: Callable[[str], None]) -> None:
         super().__init__(file=io.StringIO(), record=True, width=WIDTH, color_system="truecolor", highlight=False)
         self._send = send
-        self._kept = self._changing = self._curve = ""
+        self._kept = self._changing = ""
         self._sent = ""
         self._sending = threading.Lock()
 
-    def show(self, view: RenderableType, rewards: Sequence[float] = ()) -> None:
-        """Show ``view`` below the lines that were printed, in the place of what was shown there before, and the curve
-        of ``rewards``, the means of versions from 0 on, below all.
-        """
-        self._changing, self._curve = _code(view), curve(rewards)
+    def show(self, view: RenderableType) -> None:
+        """Show ``view`` below the lines that were printed, in the place of what was shown there before."""
+        self._changing = _code(view)
         self._send_if_new()
 
     def close(self) -> None:
@@ -65,28 +62,10 @@ class Cell(Console):
 
     def _send_if_new(self) -> None:
         with self._sending:
-            page = _PAGE.format(code=self._kept + _recorded(self, clear=False) + self._changing) + self._curve
+            page = _PAGE.format(code=self._kept + _recorded(self, clear=False) + self._changing)
             if page != self._sent:
                 self._sent = page
                 self._send(page)
-
-
-def curve(rewards: Sequence[float]) -> str:
-    """Return a drawing of the ``rewards``, at least two, as SVG in the colours of the page; else nothing."""
-    if len(rewards) < 2:
-        return ""
-    (width, height), (left, top), low, high = SIZE, MARGIN, min(rewards), max(rewards)
-    across, up = (width - 2 * left) / (len(rewards) - 1), (height - 2 * top) / ((high - low) or 1.0)
-    points = " ".join(
-        f"{left + at * across:.1f},{height - top - (one - low) * up:.1f}" for at, one in enumerate(rewards)
-    )
-    labels = {(0, top + 4): human.score(high), (0, height - top + 4): human.score(low)}
-    labels |= {(left, height - 2): "reward by version, mean of trained answers"}
-    texts = "".join(f'<text x="{x}" y="{y}">{text}</text>' for (x, y), text in labels.items())
-    return (
-        f'<svg width="{width}" height="{height}" style="display:block" font-size="11" font-family="sans-serif" '
-        f'fill="currentColor"><polyline points="{points}" fill="none" stroke="#0a8a8a" stroke-width="2"/>{texts}</svg>'
-    )
 
 
 def html(view: RenderableType) -> str:
@@ -110,32 +89,8 @@ REFRESH_EVERY_S = 0.5
 JOIN_TIMEOUT_S = 5.0
 
 
-class Canvas(Protocol):
-    """A place for what changes, below the lines that were printed and stay."""
-
-    def show(self, view: RenderableType, rewards: Sequence[float] = ()) -> None:
-        """Show ``view`` in the place of what was shown before, and the curve of ``rewards`` where that can be drawn."""
-
-    def close(self) -> None:
-        """Leave what is shown, and show nothing further."""
-
-
-class Terminal:
-    """Canvas at the end of a terminal's output."""
-
-    def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-        self._live.start()
-
-    def show(self, view: RenderableType, rewards: Sequence[float] = ()) -> None:
-        self._live.update(view, refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
-
-
 class LiveView:
-    """A `ConsoleView` for terminals and other kinds of `Canvas`.
+    """A `ConsoleView` for terminals and cells of notebooks.
 
     All methods but `close` are called with ``lock`` held, `close` without it.
     """
@@ -146,9 +101,9 @@ class LiveView:
         progress: RunProgress,
         lock: AbstractContextManager[Any],
         clock: Callable[[], float] = time.monotonic,
-        canvas: Canvas | None = None,
+        cell: Cell | None = None,
     ) -> None:
-        """Begin to draw on ``console``, on its terminal unless it has another ``canvas``."""
+        """Begin to draw on ``console``, on its terminal unless it is a ``cell``."""
         self._console = console
         self._progress = progress
         self._lock = lock
@@ -157,7 +112,13 @@ class LiveView:
         self._lines: list[Text | Padding] = []
         """Lines to print above the view: a `Text` is one line, however long; a `Padding` wraps between its margins."""
         self._spinner = Spinner("dots", style=ACCENT)
-        self._canvas = canvas or Terminal(console)
+        if cell is None:
+            live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+            live.start()
+            self._show: Callable[[RenderableType], None] = partial(live.update, refresh=True)
+            self._end = live.stop
+        else:
+            self._show, self._end = cell.show, cell.close
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._draw_until_closed, name="live-view", daemon=True)
         self._thread.start()
@@ -195,7 +156,7 @@ class LiveView:
         with self._lock:
             self._end_phase()
         self._draw()
-        self._canvas.close()
+        self._end()
 
     def _end_phase(self) -> None:
         if self._phase is None:
@@ -213,8 +174,7 @@ class LiveView:
 
     def _draw(self) -> None:
         with self._lock:
-            phase, rewards = self._phase, self._progress.rewards
-            lines, self._lines = self._lines, []
+            phase, lines, self._lines = self._phase, self._lines, []
             parts = [panel(self._progress, self._console.width)] if self._progress.metrics.started else []
         for line in lines:
             self._console.print(line, soft_wrap=isinstance(line, Text))
@@ -224,4 +184,4 @@ class LiveView:
             words = Text.assemble(text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
             self._spinner.update(text=words)
             parts.append(Padding(self._spinner, (0, 0, 0, 2)))
-        self._canvas.show(Group(*parts), rewards)
+        self._show(Group(*parts))
