@@ -221,7 +221,7 @@ def test_a_run_with_too_many_spans_is_merged_to_the_limit_and_the_page_says_so()
     shown, resolution = merged([lane], (0.0, 60_000.0), most=20_000)
     assert len(shown[0].spans) <= 20_000
     assert resolution > 0
-    assert shown[0].idle_seconds((0.0, 60_000.0)) == pytest.approx(15_000)
+    assert sum(shown[0].idle_by_reason((0.0, 60_000.0)).values()) == pytest.approx(15_000)
     whole = simulated("async_partial")
     big = Timeline((0.0, 60_000.0), (lane,), (), (), whole.summary, (0.0, 60_000.0))
     text = page(big, max_spans=20_000)

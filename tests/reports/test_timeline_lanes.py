@@ -53,7 +53,7 @@ def test_idle_time_is_the_complement_of_the_union_of_work_whatever_was_claimed(
 ) -> None:
     layers = [[idle(span, f"claim {i}") for span in spans] for i, spans in enumerate(claims)]
     lane = Lane("group", "lane", lay_out(work(busy), layers, life))
-    assert lane.idle_seconds(life) == length(complement(busy, life))
+    assert sum(lane.idle_by_reason(life).values()) == length(complement(busy, life))
     assert all(before.end == after.start for before, after in pairwise(lane.spans)), "tiles its life"
 
 

@@ -227,18 +227,15 @@ class Reports:
                     self._samples.close()
         finally:  # also where Ctrl-C comes in between
             try:
-                self._write_summary()
+                try:
+                    self.directory.write_summary(self.summary())
+                except OSError as cause:
+                    self._view.warn(f"cannot write {self.directory.summary}: {cause.strerror or cause}")
                 self._trackers.finish(self.summary(), model)
             finally:
                 self._view.close()
                 self._log.end()
                 self._run_lock.release()
-
-    def _write_summary(self) -> None:
-        try:
-            self.directory.write_summary(self.summary())
-        except OSError as cause:
-            self._view.warn(f"cannot write {self.directory.summary}: {cause.strerror or cause}")
 
     def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
         """Close the reports, then print how the run ended, where its files are and how to resume it."""

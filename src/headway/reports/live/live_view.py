@@ -100,14 +100,12 @@ class LiveView:
         console: Console,
         progress: RunProgress,
         lock: AbstractContextManager[Any],
-        clock: Callable[[], float] = time.monotonic,
         cell: Cell | None = None,
     ) -> None:
         """Begin to draw on ``console``, on its terminal unless it is a ``cell``."""
         self._console = console
         self._progress = progress
         self._lock = lock
-        self._clock = clock
         self._phase: tuple[str, str, float] | None = None
         self._lines: list[Text | Padding] = []
         """Lines to print above the view: a `Text` is one line, however long; a `Padding` wraps between its margins."""
@@ -129,7 +127,7 @@ class LiveView:
             self._phase = (text, detail, self._phase[2])
             return
         self._end_phase()
-        self._phase = (text, detail, self._clock())
+        self._phase = (text, detail, time.monotonic())
 
     def warn(self, text: str) -> None:
         self._lines.append(Padding(Text(f"! {text}", style=LOOK_HERE), (0, 0, 0, 2), expand=False))
@@ -163,7 +161,7 @@ class LiveView:
             return
         text, detail, since = self._phase
         self._phase = None
-        took = human.duration(self._clock() - since)
+        took = human.duration(time.monotonic() - since)
         self._lines.append(
             Text.assemble(("  ✓ ", GOOD), text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
         )
@@ -180,7 +178,7 @@ class LiveView:
             self._console.print(line, soft_wrap=isinstance(line, Text))
         if phase is not None:
             text, detail, since = phase
-            took = human.duration(self._clock() - since)
+            took = human.duration(time.monotonic() - since)
             words = Text.assemble(text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
             self._spinner.update(text=words)
             parts.append(Padding(self._spinner, (0, 0, 0, 2)))

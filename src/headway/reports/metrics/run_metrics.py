@@ -120,7 +120,9 @@ class RunMetrics:
                 self.occupancy.stage_changed(event)
                 self._hand_out_known()
             case events.TrajectoryFinished():
-                self._on_trajectory(event)
+                self.tally.finish_trajectory(event)
+                self._row(self.version).add_finished(event)
+                self.totals.add_finished(event)
             case events.GroupAdmitted():
                 self._on_admitted(event)
             case events.GroupRewarded():
@@ -129,7 +131,9 @@ class RunMetrics:
             case events.GroupSettled():
                 self._on_settled(event)
             case events.ReplicaActivity():
-                self._on_activity(event)
+                self.occupancy.replica_active(event)
+                self._row(self.version).add_activity(event)
+                self.totals.add_activity(event)
             case events.ReplicaJoined():
                 self.occupancy.join(event)
                 self.served[event.replica] = event.version
@@ -166,7 +170,10 @@ class RunMetrics:
             case events.CriticStepped():
                 self._row(max(event.version, self._closed_below)).add_critic_step(event)
             case events.UpdatePhase():
-                self._on_phase(event)
+                # A probe on shared devices may come when its update's row is closed: it then counts in the next one.
+                self._row(max(event.version - 1, self._closed_below)).phases.add(event)
+                if event.phase == "load" and event.where in self.served:
+                    self.served[event.where] = event.version
             case events.UpdateFinished():
                 self._on_update(event)
             case events.LeaseChanged():
@@ -211,16 +218,6 @@ class RunMetrics:
             self.pace.begin(event.time)
             self.occupancy.begin(event.time)
 
-    def _on_trajectory(self, event: events.TrajectoryFinished) -> None:
-        self.tally.finish_trajectory(event)
-        self._row(self.version).add_finished(event)
-        self.totals.add_finished(event)
-
-    def _on_activity(self, event: events.ReplicaActivity) -> None:
-        self.occupancy.replica_active(event)
-        self._row(self.version).add_activity(event)
-        self.totals.add_activity(event)
-
     def _on_settled(self, event: events.GroupSettled) -> None:
         group = self.tally.settle(event)
         if group is None:
@@ -250,12 +247,6 @@ class RunMetrics:
         if self._last_step is None or event.time > self._last_step:
             self._last_step = event.time
             self.updates.stepped()
-
-    def _on_phase(self, event: events.UpdatePhase) -> None:
-        # A probe on shared devices may come when its update's row is closed: it then counts in the next one.
-        self._row(max(event.version - 1, self._closed_below)).phases.add(event)
-        if event.phase == "load" and event.where in self.served:
-            self.served[event.where] = event.version
 
     def _on_update(self, event: events.UpdateFinished) -> None:
         self.version = max(self.version, event.version)

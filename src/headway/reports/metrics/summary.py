@@ -187,7 +187,7 @@ NOTHING_TRAINED = "Nothing was trained, so there is no bottleneck to name."
 def summary(metrics: RunMetrics) -> dict[str, Any]:
     """Return the run so far as one object. Ratios are of the wall time, null before there is any."""
     started, finished, window, totals = metrics.started, metrics.finished, metrics.window, metrics.totals
-    occupancy = metrics.occupancy
+    occupancy, stalls = metrics.occupancy, metrics.updates.stalls
     shares = time_shares(metrics)
     return {
         "mode": started.mode if started else None,
@@ -222,17 +222,27 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
             "prefilled": totals.prefilled_tokens,
             "cached": totals.cached_tokens,
         },
-        "eval": _evaluations(metrics),
+        # Those that are kept: the summary has to stay readable, and fit on a nearly full disk.
+        "eval": [
+            {"version": event.version, "accuracy": event.accuracy}
+            | ({"by_source": event.by_source} if event.by_source else {})
+            for event in metrics.validated
+        ],
         "lag": _lag(metrics),
         "trainer/idle_ratio": occupancy.trainer_idle(window) if window else None,
         "rollouter/idle_ratio": occupancy.rollouter_idle(window) if window else None,
         "rollouter/slot_utilization": occupancy.slot_utilization(window) if window else None,
         "partial": totals.partial_values(),
         "stale": {"samples_processed": metrics.stale_groups, "trajectory_processed": totals.stale_trajectories},
-        "param_update": _param_update(metrics),
+        "param_update": {
+            "count": stalls.updates,
+            "trainer_stall_s": stalls.trainer,
+            "rollout_stall_s": stalls.rollout,
+            **metrics.updates.phases,
+        },
         "validation": {
             "count": metrics.validations.count,
-            "stall_s": metrics.updates.stalls.validation + metrics.lease_validation_s,
+            "stall_s": stalls.validation + metrics.lease_validation_s,
         },
         "throughput": _throughput(metrics),
         "bias": metrics.bias(),
@@ -257,6 +267,7 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
         window = (window[0], metrics.finished.time)
     wall = _seconds(window)
     idle = occupancy.trainer_idle(window)
+    processes = {(worker.host, worker.pid) for worker in metrics.workers.values()}
 
     def share(seconds: float) -> float:
         return min(max(seconds / wall, 0.0), 1.0)
@@ -276,15 +287,9 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
         slot_utilization=occupancy.slot_utilization(window),
         in_environments=metrics.totals.episodes.environment_share or 0.0,
         filtered=metrics.tally.filtered_share() or 0.0,
-        one_process=_one_process(metrics),
+        one_process=len(processes) == 1 and all(pid is not None for _, pid in processes),
         drains=metrics.started is not None and metrics.started.on_update == "drain",
     )
-
-
-def _one_process(metrics: RunMetrics) -> bool:
-    """Tell whether all workers are known to be in one process: the run is inline."""
-    processes = {(worker.host, worker.pid) for worker in metrics.workers.values()}
-    return len(processes) == 1 and all(pid is not None for _, pid in processes)
 
 
 def _waited_in_vain(metrics: RunMetrics, since: float) -> float:
@@ -309,15 +314,6 @@ def _filtered(metrics: RunMetrics) -> dict[str, float | int | None]:
     }
 
 
-def _evaluations(metrics: RunMetrics) -> list[dict[str, Any]]:
-    """Results of validations that are kept: the summary has to stay readable, and fit on a nearly full disk."""
-    return [
-        {"version": event.version, "accuracy": event.accuracy}
-        | ({"by_source": event.by_source} if event.by_source else {})
-        for event in metrics.validated
-    ]
-
-
 def _lag(metrics: RunMetrics) -> dict[str, Any]:
     mean, maximum = metrics.lag_so_far()
     return {
@@ -326,16 +322,6 @@ def _lag(metrics: RunMetrics) -> dict[str, Any]:
         "bound": metrics.started.lag_bound if metrics.started else None,
         "order": metrics.started.order if metrics.started else None,
         "histogram": histogram(metrics.lags),
-    }
-
-
-def _param_update(metrics: RunMetrics) -> dict[str, Any]:
-    stalls = metrics.updates.stalls
-    return {
-        "count": stalls.updates,
-        "trainer_stall_s": stalls.trainer,
-        "rollout_stall_s": stalls.rollout,
-        **metrics.updates.phases,
     }
 
 

@@ -158,7 +158,7 @@ def busy_share(lane: Lane, timeline: Timeline) -> float | None:
     window = timeline.measured or timeline.window
     if lane.group not in TIMED or lane.annotates or (told := lane.seconds(window)) <= 0:
         return None
-    return max(1.0 - lane.idle_seconds(window) / told, 0.0)
+    return max(1.0 - sum(lane.idle_by_reason(window).values()) / told, 0.0)
 
 
 def _marks(timeline: Timeline, kind: MarkKind, clock: Clock, strings: dict[str, int]) -> dict[str, Any]:
@@ -287,20 +287,15 @@ def filled(body: str, scripts: Sequence[str], *, title: str, data: Any, live: bo
     ``body``: the file of its elements, which ``parts`` fill in as HTML. ``data``: what its ``scripts`` read, as JSON.
     ``live``: it may ask where it came from for more.
     """
-    script = as_script(scripts)
+    script = "\n".join(["", '"use strict";', "(() => {", *(part(name) for name in scripts), "})();", ""])
     return Template(part("page.html")).substitute(
         title=escape(title),
         body=Template(part(body)).substitute(parts).rstrip(),
         css="\n".join(part(name) for name in STYLES),
         js=script,
         policy=policy(script, live=live),
-        data=inside_script(to_json_line(data)),
+        data=to_json_line(data).translate({ord(c): f"\\u{ord(c):04x}" for c in "&<>"}),  # none ends an element
     )
-
-
-def as_script(names: Sequence[str]) -> str:
-    """Return the text of one script that runs those of ``names`` one after the other, with names of their own."""
-    return "\n".join(["", '"use strict";', "(() => {", *(part(name) for name in names), "})();", ""])
 
 
 def policy(script: str, *, live: bool = False) -> str:
@@ -315,11 +310,6 @@ def policy(script: str, *, live: bool = False) -> str:
 
 def part(name: str) -> str:
     return files("headway.reports").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def inside_script(json: str) -> str:
-    """Escape JSON so that no character in it could end, or open, an element."""
-    return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def cards(figures: dict[str, Any], window: Span, simulated: bool = False) -> Iterator[tuple[str, str, str]]:

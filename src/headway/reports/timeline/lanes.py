@@ -106,9 +106,6 @@ class Lane:
                 totals[span.reason] = totals.get(span.reason, 0.0) + seconds
         return totals
 
-    def idle_seconds(self, window: Span) -> float:
-        return sum(self.idle_by_reason(window).values())
-
 
 ROUNDING_S = 1e-9
 """Longest gap, in seconds, that is no time but the rounding of times added up in different orders."""

@@ -162,11 +162,12 @@ class CurveLog:
         return where, [rows[place][metric] for place in where]
 
 
-def to_json(log: CurveLog, most: int = MOST_POINTS) -> dict[str, Any]:
+def to_json(log: CurveLog) -> dict[str, Any]:
     """The charts that have data as the page's script reads them, in the order of `KINDS`.
 
-    ``tables`` has places, and curves with at most ``most`` points are indices into one of them. ``i`` is absent where a
-    curve has a value at every place of its table, in order. ``left_out``: number of curves beyond `MOST_CURVES`.
+    ``tables`` has places, and curves with at most `MOST_POINTS` points are indices into one of them. ``i`` is absent
+    where a curve has a value at every place of its table, in order. ``left_out``: number of curves beyond
+    `MOST_CURVES`.
     """
     tables: dict[str, dict[str, list[float]]] = {}
     charts: dict[str, dict[str, Any]] = {}
@@ -176,7 +177,7 @@ def to_json(log: CurveLog, most: int = MOST_POINTS) -> dict[str, Any]:
             metrics, drawn = log.metrics_of(kind), len(curves)
             for metric, name in metrics[:MOST_CURVES]:
                 where, values = log.series(metric)
-                kept = thinned(values, most)
+                kept = thinned(values, MOST_POINTS)
                 y = [float(f"{values[place]:.{DIGITS}g}") for place in kept]
                 curves.append(({"name": name, "metric": metric, "table": table, "y": y}, [where[at] for at in kept]))
             if metrics:
@@ -267,7 +268,9 @@ class GroupLog:
         self._lines[event.number] = GroupLine(event.number, event.source, self.version)
         self._changed(event.number)
         if len(self._lines) > self.most:
-            _move_oldest(self._lines, self._kept, self.sampled)
+            oldest = self._lines.pop(next(iter(self._lines)))
+            if oldest.number in self.sampled:
+                self._kept[oldest.number] = oldest
         if len(self._kept) > self.most:
             del self._kept[next(iter(self._kept))]
 
@@ -316,12 +319,6 @@ class GroupLog:
     def lines(self, since: int = 0) -> Iterator[GroupLine]:
         """The lines that have changed after the serial number ``since``, by group; all that are kept for 0."""
         return (line for line in chain(self._kept.values(), self._lines.values()) if line.serial > since)
-
-
-def _move_oldest(lines: dict[int, GroupLine], kept: dict[int, GroupLine], sampled: Container[int]) -> None:
-    oldest = lines.pop(next(iter(lines)))
-    if oldest.number in sampled:
-        kept[oldest.number] = oldest
 
 
 def ledger(metrics: RunMetrics) -> dict[str, Any]:

@@ -15,7 +15,7 @@ Everything is derived from events, so a run that failed or still goes on has a t
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -110,14 +110,12 @@ class IdleReason:
     share: float
 
 
-def build_timeline(
-    history: Iterable[Event], *, simulated: bool = False, sampled: Container[int] = frozenset()
-) -> Timeline:
+def build_timeline(history: Iterable[Event], *, simulated: bool = False) -> Timeline:
     """Build the timeline of a run from its events, in the order in which they happened.
 
-    ``simulated``: nothing was computed, so that rewards mean nothing. ``sampled``: numbers of groups to keep.
+    ``simulated``: nothing was computed, so that rewards mean nothing.
     """
-    builder = TimelineBuilder(simulated=simulated, groups=GroupLog(sampled))
+    builder = TimelineBuilder(simulated=simulated)
     for event in history:
         builder.on_event(event)
     return builder.build()
@@ -288,7 +286,9 @@ class TimelineBuilder:
         yield from environment_lanes(self.counters, life)
         yield from self.updates.lanes()
         yield from self._lease_lanes(life)
-        yield from self._run_lanes()
+        for name, spans in (("validation", self.validations), ("checkpoints", self.saves)):
+            if any(span.end > span.start for span in spans):
+                yield from side_by_side(RUN, name, spans)
         started = self.metrics.started
         place_of = started.place_of if started else lambda name: 0
         yield from stage_lanes(self.stages.values(), life, place_of, late=self.since is not None)
@@ -332,11 +332,6 @@ class TimelineBuilder:
         ]
         yield Lane(RUN, "shared devices", tuple(held))
         yield from side_by_side(RUN, "shared devices: asked for", asked)
-
-    def _run_lanes(self) -> Iterator[Lane]:
-        for name, spans in (("validation", self.validations), ("checkpoints", self.saves)):
-            if any(span.end > span.start for span in spans):
-                yield from side_by_side(RUN, name, spans)
 
 
 def _within(timeline: Timeline, window: Span) -> Timeline:
