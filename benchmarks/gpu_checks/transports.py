@@ -44,7 +44,7 @@ from headway.engines.weights.protocols import (
     open_sender,
 )
 from headway.engines.weights.served_weights import ServedWeights
-from headway.engines.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
+from headway.engines.weights.transports.broadcast import BroadcastReceiver, BroadcastSender
 from headway.engines.weights.transports.process_group import StoreGroup, open_store
 from headway.engines.weights.weight_layout import Manifest, buckets, build_manifest
 
@@ -212,7 +212,9 @@ def broadcast(setting: Setting) -> Findings:
         raise Skipped(f"NCCL has a GPU for each process, and there is {count} here; two are needed")
     nbytes = 2**20 if setting.small else 2**30
     store, port = open_store(HOST, PEER_LOADS_S)
-    link = BroadcastLink((HOST, port), "this", ("peer",), PEER_LOADS_S, device=setting.device)
+    link = TransportAddress(
+        _flat_manifest(nbytes), ("peer",), PEER_LOADS_S, address=(HOST, port), device=setting.device
+    )
     with ProcessPoolExecutor(1, get_context("spawn")) as peers:
         receiving = peers.submit(_peer, link, nbytes)
         sender = BroadcastSender(link, HOST)
@@ -236,7 +238,7 @@ def _send(sender: BroadcastSender, version: int, nbytes: int, setting: Setting) 
     return timed(lambda: sender.send(version, stream)) - stream.gather_s
 
 
-def _peer(link: BroadcastLink, nbytes: int) -> str:
+def _peer(link: TransportAddress, nbytes: int) -> str:
     """Receive in another process; returns what came."""
     kind = kind_of(link.device)
     kind.make_current(torch.device(link.device, 1))

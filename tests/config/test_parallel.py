@@ -44,8 +44,7 @@ def test_heads_and_experts_are_found_under_every_familys_names(
 def test_a_mesh_that_fits_gives_each_rank_as_many_query_heads_for_each_of_its_keys(
     kv_heads: int, queries: int, tp: int, cp: int
 ) -> None:
-    """As `headway.models.attention.ulysses` divides them: keys are repeated where the ranks of a line do not divide
-    them."""
+    """Keys are repeated where the ranks of a line do not divide them (`headway.models.attention.packed_layout`)."""
     heads = {"num_attention_heads": kv_heads * queries, "num_key_value_heads": kv_heads}
     if not list(model_problems(ParallelConfig(tp=tp, cp=cp), heads)):
         keys = kv_heads // tp

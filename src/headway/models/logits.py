@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 
@@ -30,8 +29,10 @@ PLAIN = LogitRule()
 
 def logit_rule(model_config: Any) -> LogitRule:
     """The rule of a model with this Hugging Face config; `PLAIN` for families that are not listed here."""
-    rule = _RULES.get(model_config.model_type)
-    return PLAIN if rule is None else rule(model_config)
+    make, key = _RULES.get(model_config.model_type, (None, ""))
+    # Of the text part, where a model reads more than text.
+    value = getattr(model_config.get_text_config(), key, None) if make else None
+    return PLAIN if make is None or value is None else make(float(value))
 
 
 def is_known(model_type: str) -> bool:
@@ -39,25 +40,12 @@ def is_known(model_type: str) -> bool:
     return model_type in _RULES or model_type in _PLAIN_FAMILIES
 
 
-def _value(model_config: Any, key: str) -> float | None:
-    """A number of the config, or of its text part's where the model reads more than text."""
-    text = model_config.get_text_config()
-    value = getattr(text, key, None)
-    return None if value is None else float(value)
+def _capped(value: float) -> LogitRule:
+    return LogitRule(cap=value)
 
 
-def _capped(key: str, model_config: Any) -> LogitRule:
-    return LogitRule(cap=_value(model_config, key))
-
-
-def _multiplied(key: str, model_config: Any) -> LogitRule:
-    factor = _value(model_config, key)
-    return LogitRule(scale=1.0 if factor is None else factor)
-
-
-def _divided(key: str, model_config: Any) -> LogitRule:
-    divisor = _value(model_config, key)
-    return LogitRule(scale=1.0 if divisor is None else 1.0 / divisor)
+def _divided(value: float) -> LogitRule:
+    return LogitRule(scale=1.0 / value)
 
 
 _CAPPED = (
@@ -85,15 +73,16 @@ _DIVIDED = (
 )
 _MULTIPLIED = ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text")
 
-_RULES: Mapping[str, Callable[[Any], LogitRule]] = {
-    **dict.fromkeys(_CAPPED, partial(_capped, "final_logit_softcapping")),
-    **dict.fromkeys(_DIVIDED, partial(_divided, "logits_scaling")),
-    **dict.fromkeys(_MULTIPLIED, partial(_multiplied, "logit_scale")),
-    "falcon_h1": partial(_multiplied, "lm_head_multiplier"),
-    "hyperclovax": partial(_multiplied, "logits_scaling"),
-    "inkling_text": partial(_divided, "logits_mup_width_multiplier"),
-    "recurrent_gemma": partial(_capped, "logits_soft_cap"),
-    "xlstm": partial(_capped, "output_logit_soft_cap"),
+_RULES: Mapping[str, tuple[Callable[[float], LogitRule], str]] = {
+    **dict.fromkeys(_CAPPED, (_capped, "final_logit_softcapping")),
+    **dict.fromkeys(_DIVIDED, (_divided, "logits_scaling")),
+    **dict.fromkeys(_MULTIPLIED, (LogitRule, "logit_scale")),
+    "falcon_h1": (LogitRule, "lm_head_multiplier"),
+    "hyperclovax": (LogitRule, "logits_scaling"),
+    "inkling_text": (_divided, "logits_mup_width_multiplier"),
+    "recurrent_gemma": (_capped, "logits_soft_cap"),
+    "xlstm": (_capped, "output_logit_soft_cap"),
 }
+"""What is made of which number of the config, by the type of the model."""
 
 _PLAIN_FAMILIES = frozenset({"gemma", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3"})

@@ -4,7 +4,9 @@ A chunk's logits live only while that chunk is computed; the backward pass compu
 outputs the forward pass holds about three [chunk_tokens × vocabulary] float32 matrices at once, the backward pass about
 three, and the gradient of the head's weight once in float32.
 
-Shape suffixes: M tokens, C tokens of a chunk, H hidden size, V vocabulary.
+Ranks may divide the vocabulary (`VocabularyPart`), so that none has a whole row of logits.
+
+Shape suffixes: M tokens, C tokens of a chunk, H hidden size, V vocabulary, or this rank's part of it.
 
 Also here: a few fixed sequences whose log-probs tell whether two holders of a policy serve the same weights.
 
@@ -18,20 +20,39 @@ every update, and its sequences are spread over the vocabulary so that embedding
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from headway.config.sizing.process_memory import chunk_tokens
 from headway.data.packing import CollatedRow
 from headway.devices import kind_of
 from headway.models.cpu_linear import linear
 from headway.models.logits import PLAIN, LogitRule
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """The part of the vocabulary whose rows of the output layer a rank has."""
+
+    group: ProcessGroup
+    """The ranks that divide the vocabulary. All compute log-probs of the same tokens."""
+    first: int
+    """Id of the part's first token."""
+
+    def places(self, targets_C: Int[Tensor, " C"], size: int) -> tuple[Int[Tensor, " C"], Tensor]:
+        """Index of each target among the part's ``size`` tokens, 0 for another rank's; and which are this one's."""
+        places_C = targets_C - self.first
+        own_C = (places_C >= 0) & (places_C < size)
+        return places_C.where(own_C, 0), own_C
 
 
 def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -51,6 +72,7 @@ def chunked_logprobs(
     chunk_tokens: int | None = None,
     rule: LogitRule = PLAIN,
     compiled: bool = False,
+    part: VocabularyPart | None = None,
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
     """Log-prob (nats) of ``targets`` under softmax(logits / temperature), and its entropy.
 
@@ -63,36 +85,34 @@ def chunked_logprobs(
         temperature: positive; logits are divided by it.
         chunk_tokens: tokens computed at once; the default suits the device. The results do not depend on it.
         rule: the model's own scale and soft cap (`headway.models.logits.logit_rule`).
-        compiled: compile what is computed of a chunk; results differ in the last bits.
+        compiled: compile what is computed of a chunk; results differ in the last bits. Not with a ``part``.
+        part: the part of all rows that ``weight`` and ``bias`` are. Then all ranks need equal ``chunk_tokens``.
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], weight.device)
+    hidden_MH, targets_M = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     logprobs_M, entropy_M = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), temperature, rule, chunk, compiled
+        hidden_MH, weight, bias, targets_M, temperature, rule, chunk, compiled, part
     )
     if targets.ndim == 1:  # no view of an output: FSDP2 hooks onto what a module returns, and warns of views
         return logprobs_M, entropy_M
     return logprobs_M.view(targets.shape), entropy_M.view(targets.shape)
 
 
-def accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def scaled_logits(
+def _scaled_logits(
     hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rule: LogitRule, temperature: float
 ) -> Float[Tensor, "C V"]:
     """The model's logits, divided by the temperature. Only for functions that build no graph: it works in place."""
-    output_CV = linear(hidden_CH, weight_VH, bias_V).to(accumulation_dtype(hidden_CH))
+    output_CV = linear(hidden_CH, weight_VH, bias_V).to(torch.promote_types(hidden_CH.dtype, torch.float32))
     if rule.cap is None:
         factor = rule.scale / temperature
         return output_CV if factor == 1.0 else output_CV.mul_(factor)
     return output_CV.mul_(rule.scale / rule.cap).tanh_().mul_(rule.cap / temperature)
 
 
-def slope(logits_CV: Tensor, rule: LogitRule, temperature: float) -> Float[Tensor, "C V"] | float:
-    """Derivative of `scaled_logits` with respect to what the output layer gives: scale · (1 − tanh²) / temperature."""
+def _slope(logits_CV: Tensor, rule: LogitRule, temperature: float) -> Float[Tensor, "C V"] | float:
+    """Derivative of `_scaled_logits` with respect to what the output layer gives: scale · (1 − tanh²) / temperature."""
     factor = rule.scale / temperature
     if rule.cap is None:
         return factor
@@ -103,6 +123,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """Log-prob of the target and entropy, whose backward pass computes each chunk's logits again.
 
     With p = softmax(z) and entropy S = −Σ p·log p:  ∂log p_t/∂z = 1_t − p,  ∂S/∂z = −p·(log p + S).
+
+    Where ranks divide the vocabulary each has a part of z. The gradient of the hidden states is summed over them.
     """
 
     @staticmethod
@@ -116,44 +138,99 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rule: LogitRule,
         chunk: int,
         compiled: bool,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # an entropy that is only reported then costs no backward pass
-        dtype = accumulation_dtype(hidden_MH)
+        dtype = torch.promote_types(hidden_MH.dtype, torch.float32)
         logprobs_M = torch.empty(len(targets_M), dtype=dtype, device=hidden_MH.device)
         entropy_M = torch.empty_like(logprobs_M)
+        logsum_M = None if part is None else torch.empty_like(logprobs_M)
         compute = _of_chunks(_logprobs, compiled)
         for start in range(0, len(targets_M), chunk):
-            part = slice(start, start + chunk)
-            logprobs_M[part], entropy_M[part] = compute(
-                weight_VH, bias_V, rule, temperature, hidden_MH[part], targets_M[part]
-            )
-        ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, entropy_M)
+            of = slice(start, start + chunk)
+            given = weight_VH, bias_V, rule, temperature, hidden_MH[of], targets_M[of]
+            if part is None or logsum_M is None:
+                logprobs_M[of], entropy_M[of] = compute(*given)
+            else:
+                logprobs_M[of], entropy_M[of], logsum_M[of] = _logprobs_of_part(*given, part)
+        ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, entropy_M, logsum_M)
         ctx.temperature, ctx.rule, ctx.chunk = temperature, rule, chunk
-        ctx.compiled = compiled
+        ctx.compiled, ctx.part = compiled, part
         return logprobs_M, entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        targets_M = ctx.saved_tensors[3]
-        of_head = head_gradients(ctx, grads, _normalised, lambda part: (targets_M[part],), ctx.compiled)
-        return *of_head, None, None, None, None, None
+        grad_logprobs_M, grad_entropy_M = grads
+        hidden_MH, weight_VH, bias_V, targets_M, entropy_M, logsum_M = ctx.saved_tensors
+        dtype = entropy_M.dtype
+        grad_hidden_MH = torch.zeros_like(hidden_MH) if ctx.needs_input_grad[0] else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
+        compute = _of_chunks(_chunk_gradient, ctx.compiled)
+        for start in range(0, len(targets_M) if len(weight_VH) else 0, ctx.chunk):
+            of = slice(start, start + ctx.chunk)
+            grad_CV, of_bias_V = compute(
+                weight_VH,
+                bias_V,
+                ctx.rule,
+                ctx.temperature,
+                hidden_MH[of],
+                targets_M[of],
+                None if grad_logprobs_M is None else grad_logprobs_M[of],
+                None if grad_entropy_M is None else grad_entropy_M[of],
+                entropy_M[of],
+                None if logsum_M is None else logsum_M[of],
+                ctx.part,
+                grad_bias_V is not None,
+            )
+            if grad_bias_V is not None:
+                grad_bias_V += of_bias_V
+            if grad_hidden_MH is not None:
+                grad_hidden_MH[of] = linear(grad_CV, weight_VH.t())
+            if grad_weight_VH is not None:
+                grad_weight_VH += linear(grad_CV.t(), hidden_MH[of].t())
+        if grad_hidden_MH is not None and ctx.part is not None:
+            dist.all_reduce(grad_hidden_MH, group=ctx.part.group)
+        grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
+        grad_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_MH, grad_weight_VH, grad_bias_V, *(None,) * 6
 
 
 def _logprobs(
     weight_VH: Tensor, bias_V: Tensor | None, rule: LogitRule, temperature: float, hidden_CH: Tensor, targets_C: Tensor
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     """Log-probs of the targets of one chunk, and entropies."""
-    logp_CV = scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature).log_softmax(dim=-1)
+    logp_CV = _scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature).log_softmax(dim=-1)
     # −inf logits (a masked vocabulary entry) have p = 0 and contribute nothing: 0·log 0 is 0
     return logp_CV.gather(1, targets_C[:, None]).squeeze(1), torch.special.entr(logp_CV.exp()).sum(dim=-1)
 
 
-Normalised = tuple[Tensor, Tensor, Tensor | None]
-"""Log-probs of a chunk [C, V], the place of each target among the V, and which targets are there; None for all."""
+def _logprobs_of_part(
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    rule: LogitRule,
+    temperature: float,
+    hidden_CH: Tensor,
+    targets_C: Tensor,
+    part: VocabularyPart,
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Float[Tensor, " C"]]:
+    """The same by all ranks of ``part`` together, and the logarithm of what the exponentials of all logits sum to.
 
-
-def _normalised(logits_CV: Tensor, targets_C: Tensor) -> Normalised:
-    return logits_CV.log_softmax(dim=-1), targets_C, None
+    As Megatron-LM's vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053), with the entropy.
+    """
+    z_CV = _scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature)
+    highest_C = z_CV.amax(dim=1) if z_CV.shape[1] else z_CV.new_full((len(z_CV),), -torch.inf)
+    # Of all ranks, before any exponential: with its own maximum each rank's sums would be in another scale.
+    dist.all_reduce(highest_C, op=dist.ReduceOp.MAX, group=part.group)
+    places_C, own_C = part.places(targets_C, z_CV.shape[1])
+    of_targets_C = z_CV.gather(1, places_C[:, None]).squeeze(1) if z_CV.shape[1] else highest_C
+    e_CV = (z_CV - highest_C[:, None]).exp_()
+    weighted_C = (e_CV * z_CV.masked_fill_(e_CV == 0, 0.0)).sum(dim=1)  # −inf logits contribute nothing here, too
+    sums_3C = torch.stack([e_CV.sum(dim=1), weighted_C, of_targets_C.where(own_C, 0.0)])
+    dist.all_reduce(sums_3C, group=part.group)
+    total_C, weighted_C, of_targets_C = sums_3C.unbind()
+    logsum_C = highest_C + total_C.log()
+    return of_targets_C - logsum_C, logsum_C - weighted_C / total_C, logsum_C
 
 
 def _of_chunks(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
@@ -180,105 +257,47 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def head_gradients(
-    ctx: Any,
-    grads: tuple[Tensor | None, ...],
-    normalised: Callable[..., Normalised],
-    given: Callable[[slice], tuple[Any, ...]],
-    compiled: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden states, weight and bias of an output layer, of which ``ctx`` has saved what it read.
-
-    The logits of each chunk are computed again. ``normalised`` makes log-probs of them, from what is ``given`` for the
-    chunk, and may work in place.
-    """
-    grad_logprobs_M, grad_entropy_M = grads
-    hidden_MH, weight_VH, bias_V, targets_M, entropy_M, *_ = ctx.saved_tensors
-    dtype = entropy_M.dtype
-    grad_hidden_MH = torch.zeros_like(hidden_MH) if ctx.needs_input_grad[0] else None
-    grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
-    grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
-    compute = _of_chunks(_chunk_gradient, compiled)
-    for start in range(0, len(targets_M) if len(weight_VH) else 0, ctx.chunk):
-        part = slice(start, start + ctx.chunk)
-        grad_CV, of_bias_V = compute(
-            weight_VH,
-            bias_V,
-            ctx.rule,
-            ctx.temperature,
-            hidden_MH[part],
-            None if grad_logprobs_M is None else grad_logprobs_M[part],
-            None if grad_entropy_M is None else grad_entropy_M[part],
-            entropy_M[part],
-            normalised,
-            grad_bias_V is not None,
-            *given(part),
-        )
-        if grad_bias_V is not None:
-            grad_bias_V += of_bias_V
-        if grad_hidden_MH is not None:
-            grad_hidden_MH[part] = linear(grad_CV, weight_VH.t())
-        if grad_weight_VH is not None:
-            grad_weight_VH += linear(grad_CV.t(), hidden_MH[part].t())
-    return (
-        grad_hidden_MH,
-        None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
-        None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
-    )
-
-
 def _chunk_gradient(
     weight_VH: Tensor,
     bias_V: Tensor | None,
     rule: LogitRule,
     temperature: float,
     hidden_CH: Tensor,
-    grad_logp_C: Tensor | None,
-    grad_entropy_C: Tensor | None,
-    entropy_C: Tensor,
-    normalised: Callable[..., Normalised],
-    with_bias: bool,
-    *given: Any,
-) -> tuple[Float[Tensor, "C V"], Float[Tensor, " V"] | None]:
-    """Gradient of what the output layer gives for one chunk, in its dtype, and that of the bias."""
-    logits_CV = scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature)
-    factor = slope(logits_CV, rule, temperature)
-    logp_CV, targets_C, there_C = normalised(logits_CV, *given)
-    del logits_CV
-    grad_CV = grad_logits(logp_CV, targets_C, grad_logp_C, grad_entropy_C, entropy_C, there_C)
-    grad_CV = grad_CV.mul_(factor)  # before the cast, or it would be rounded twice
-    return grad_CV.to(hidden_CH.dtype), grad_CV.sum(dim=0) if with_bias else None
-
-
-def grad_logits(
-    logp_CV: Tensor,
     targets_C: Tensor,
     grad_logp_C: Tensor | None,
     grad_entropy_C: Tensor | None,
     entropy_C: Tensor,
-    there_C: Tensor | None = None,
-) -> Float[Tensor, "C V"]:
-    """Gradient with respect to the scaled logits of Σ grad_logp·log p_target + Σ grad_entropy·S.
+    logsum_C: Tensor | None,
+    part: VocabularyPart | None,
+    with_bias: bool,
+) -> tuple[Float[Tensor, "C V"], Float[Tensor, " V"] | None]:
+    """Gradient of what the output layer gives for one chunk, in its dtype, and that of the bias.
 
-    ``there_C``: which targets are among the V; None for all.
+    Of Σ grad_logp·log p_target + Σ grad_entropy·S, first with respect to the scaled logits.
     """
+    logits_CV = _scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature)
+    factor = _slope(logits_CV, rule, temperature)
+    of_targets_C = torch.zeros_like(entropy_C) if grad_logp_C is None else grad_logp_C
+    if part is None or logsum_C is None:
+        logp_CV, own_C = logits_CV.log_softmax(dim=-1), None
+    else:
+        targets_C, own_C = part.places(targets_C, logits_CV.shape[1])
+        logp_CV = logits_CV.sub_(logsum_C[:, None])
+    del logits_CV
     p_CV = logp_CV.exp()
     if grad_entropy_C is None:
         grad_CV = p_CV
-        grad_CV.mul_(_or_zeros(grad_logp_C, entropy_C).neg().unsqueeze(1))
+        grad_CV.mul_(of_targets_C.neg().unsqueeze(1))
     else:
         inner_CV = (logp_CV + entropy_C.unsqueeze(1)).mul_(grad_entropy_C.unsqueeze(1))
-        inner_CV.add_(_or_zeros(grad_logp_C, entropy_C).unsqueeze(1))
+        inner_CV.add_(of_targets_C.unsqueeze(1))
         # p is 0 where log p is −inf, and 0·(−inf) is NaN
         grad_CV = inner_CV.mul_(p_CV).neg_().masked_fill_(p_CV == 0, 0.0)
     if grad_logp_C is not None:
-        of_targets_C = grad_logp_C if there_C is None else grad_logp_C.where(there_C, 0.0)
-        grad_CV.scatter_add_(1, targets_C.unsqueeze(1), of_targets_C.unsqueeze(1).to(grad_CV.dtype))
-    return grad_CV
-
-
-def _or_zeros(grad_C: Tensor | None, like_C: Tensor) -> Tensor:
-    return torch.zeros_like(like_C) if grad_C is None else grad_C
+        own_grad_C = of_targets_C if own_C is None else of_targets_C.where(own_C, 0.0)
+        grad_CV.scatter_add_(1, targets_C.unsqueeze(1), own_grad_C.unsqueeze(1).to(grad_CV.dtype))
+    grad_CV = grad_CV.mul_(factor)  # before the cast, or it would be rounded twice
+    return grad_CV.to(hidden_CH.dtype), grad_CV.sum(dim=0) if with_bias else None
 
 
 PROBE_SEQUENCES = 4

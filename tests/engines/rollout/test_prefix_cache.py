@@ -89,10 +89,12 @@ class Memory:
             assert node.block == block and node.ids.tolist() == self.tokens[block]
             assert node.parent is not None and (node.parent.block < 0 or cache._nodes[node.parent.block] is node.parent)
             assert len(node.parent.ids) in (0, BLOCK) and len(node.ids) <= BLOCK
-        pinned = [leaf for one in cache._episodes.values() for leaf in one.leaves]
+        pinned = [node for one in cache._episodes.values() for leaf in one.leaves for node in leaf.way()]
         assert sum(node.pins for node in cache._nodes.values()) == len(pinned)
-        idle = {node for node in cache._nodes.values() if node.idle}
-        assert idle <= {node for _, _, _, node in cache._idle}, "something that may go is not known to"
+        places = {node: place for place, node in enumerate(cache._unpinned)}
+        assert places.keys() == {node for node in cache._nodes.values() if not node.pins}
+        for node, place in places.items():
+            assert place < places.get(node.parent, len(places)), "a block is to go after all that follow it"
         if not cache.lost:
             for trajectory, ids in self.kept.items():
                 if cache._episodes[trajectory].running:

@@ -91,7 +91,7 @@ def test_copies_of_the_weights_are_freed_and_made_again(keep_weights: bool, monk
     core = make_core(MODEL)
     forward = core._runner._forward
     assert isinstance(forward, FusedForward)
-    projections = [forward._head, *(part for layer in forward._layers for part in layer._projections())]
+    projections = forward._projections
     asleep(core, keep_weights=keep_weights)
     assert all(projection._packed is None for projection in projections)
     core.wake()
@@ -102,10 +102,9 @@ def test_prompts_that_were_prefilled_for_later_are_freed_too() -> None:
     core = make_core(MODEL, slots=2)
     core.ask([make_request(0, n=4)], "owner")
     steps(core, 1)
-    (context,) = core._batch.siblings._contexts.values()
-    assert context.kept is not None
-    kept = weakref.ref(context.kept.kv)
-    del context
+    (prefilled,) = core._batch.siblings._kept.values()
+    kept = weakref.ref(prefilled.kv)
+    del prefilled
     core.pause(OnUpdate.KEEP)
     core.sleep()
     assert kept() is None

@@ -251,7 +251,7 @@ def test_the_episodes_of_a_prompt_have_its_blocks_in_common() -> None:
 def test_single_answers_leave_nothing_behind() -> None:
     core = long_core(long_model(), slots=3)
     play(core, episodes(8, turns=1, prompt=3 * BLOCK + 5, goes_on=False))
-    assert len(core._batch.prefixes.tree) == 0 and not core._batch.siblings._contexts and not core._batch.siblings._kept
+    assert len(core._batch.prefixes.tree) == 0 and not core._batch.siblings._waiting and not core._batch.siblings._kept
     assert core.stats().prefilled_tokens == 3 * BLOCK + 5
 
 

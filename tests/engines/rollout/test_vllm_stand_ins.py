@@ -60,7 +60,7 @@ def core_over(llm: Noting) -> VllmCore:
 
 def load_buffer(core: VllmCore, into_workers: Callable[[Any], None]) -> None:
     into_workers(SimpleNamespace(path="buffer"))
-    core._state.weights.loaded()
+    core.state.weights.loaded()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ async def test_only_what_sleeps_is_woken(
     monkeypatch.setitem(sys.modules, base.__name__, base)
     llm = Noting()
     core = core_over(llm)
-    await core.begin()
+    await core.state.begin()
     await core.pause(OnUpdate.INTERRUPT)
     await core.sleep(keep_weights=keep)
     if loads:
@@ -107,7 +107,7 @@ async def test_a_vllm_whose_core_hangs_answers_that_calls_are_open_and_that_it_c
     monkeypatch.setattr("headway.engines.rollout.vllm.vllm_core.prompt_of", lambda run, version: run)
     monkeypatch.setattr("headway.engines.rollout.vllm.vllm_core.sampling_of", lambda run: None)
     core = core_over(Hanging())
-    await core.begin()
+    await core.state.begin()
     await core.submit("episode-worker", [make_call(make_request(0), number=number) for number in range(3)])
     for _ in range(5):
         await asyncio.sleep(0)

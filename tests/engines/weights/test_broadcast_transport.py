@@ -22,12 +22,12 @@ from headway.engines.weights.protocols import (
     EndContext,
     Link,
     OutgoingWeights,
+    TransportAddress,
     WeightSink,
     open_receiver,
     open_sender,
 )
 from headway.engines.weights.transports import broadcast, process_group
-from headway.engines.weights.transports.broadcast import BroadcastLink
 from headway.engines.weights.transports.process_group import StoreGroup, open_store
 from headway.engines.weights.weight_layout import build_manifest, combined
 from headway.errors import UpdateFailed
@@ -111,7 +111,7 @@ class _DiesAtTheSecond:
 def host_send_and_die(told: Connection) -> None:
     """The trainer's process: it hosts the store, and is killed in the middle of a version."""
     _store, port = open_store(HOST, 20.0)
-    link = Link("broadcast", BroadcastLink((HOST, port), "trainer", ("a", "b"), 20.0))
+    link = Link("broadcast", TransportAddress(MANIFEST, ("a", "b"), 20.0, address=(HOST, port)))
     told.send(link)
     open_sender(link, HERE).send(1, DoneBefore(stream(1), die))
 
@@ -248,7 +248,7 @@ def test_a_sender_leaves_the_group_before_it_asks_who_is_late(monkeypatch: pytes
             return ["b"]
 
     monkeypatch.setattr(broadcast, "StoreGroup", Recorded)
-    sender = broadcast.BroadcastSender(BroadcastLink((HOST, 1), "trainer", ("a", "b"), 1.0))
+    sender = broadcast.BroadcastSender(TransportAddress(MANIFEST, ("a", "b"), 1.0, address=(HOST, 1)))
     with pytest.raises(UpdateFailed, match="b did not answer"):
         sender.send(1, stream(1))
     assert calls == ["left", "who is behind 1:0"]
@@ -284,7 +284,7 @@ def test_a_group_that_connects_at_its_first_collective_is_joined_within_the_limi
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:
-    link = Link("broadcast", BroadcastLink((HOST, 1), "trainer", ("a",), timeout_s=1.0))
+    link = Link("broadcast", TransportAddress(MANIFEST, ("a",), 1.0, address=(HOST, 1)))
     with pytest.raises(UpdateFailed, match=r"a cannot reach the store at 127\.0\.0\.1:1"):
         open_receiver(link, "a", HERE)
 
@@ -345,7 +345,7 @@ def test_groups_of_one_receiver_each_carry_different_versions_at_the_same_time(s
 
 def test_every_meeting_of_a_run_has_keys_of_its_own() -> None:
     def prefix(*receivers: str, generation: int = 0) -> str:
-        return BroadcastLink((HOST, 1), "trainer", receivers, 1.0, generation).prefix
+        return broadcast.prefix_of(TransportAddress(MANIFEST, receivers, 1.0, generation=generation))
 
     meetings = [prefix("a", "b"), prefix("a"), prefix("b"), prefix("a", "b", generation=1), prefix("a", generation=1)]
     assert len(set(meetings)) == len(meetings)

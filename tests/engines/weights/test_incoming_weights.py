@@ -63,11 +63,14 @@ def longer(chunks: list[Chunk]) -> list[Chunk]:
         (shifted, "bucket 1 came with the bytes from 576 on"),
         (cut_off, r"ended after \d+ of \d+ bytes"),
         (longer, "expected a multiple of 64, or all that are left"),
-        (header(0, nbytes=500, payload_nbytes=500), "bucket 0 has 500 bytes from 0 on; expected a multiple of 64"),
+        (
+            header(0, nbytes=500, payload_nbytes=500),
+            "bucket 0 has 500 bytes from 0 on, of which 500 came; expected a multiple of 64",
+        ),
         (header(0, nbytes=0, payload_nbytes=0), "bucket 0 has 0 bytes"),
         (header(0, nbytes=2**40, payload_nbytes=2**40), "bucket 0 has 1099511627776 bytes"),
-        (header(0, payload_nbytes=64), "64 bytes came for the 512 of bucket 0"),
-        (header(0, payload_nbytes=2**40, base=1), "1099511627776 bytes came for the 512 of bucket 0"),
+        (header(0, payload_nbytes=64), "bucket 0 has 512 bytes from 0 on, of which 64 came"),
+        (header(0, payload_nbytes=2**40, base=1), "bucket 0 has 512 bytes from 0 on, of which 1099511627776 came"),
         (flipped, "the bytes of 'embed' are not those"),
     ],
 )

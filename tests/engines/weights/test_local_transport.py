@@ -14,37 +14,17 @@ from headway.engines.weights.protocols import Chunk, EndContext, OutgoingWeights
 from headway.engines.weights.weight_layout import build_manifest
 from headway.errors import UpdateFailed
 from tests.engines.weights.ends import Site
-from tests.engines.weights.versions import MANIFEST, GivesUp, assert_same, contents, stream, weights
+from tests.engines.weights.versions import MANIFEST, assert_same, contents, stream, weights
 
 
 def targets(*names: str) -> dict[str, BackBuffer]:
     return {name: BackBuffer(MANIFEST) for name in names}
 
 
-@dataclass(frozen=True)
-class Held:
-    """An `OutgoingWeights` that says when it was begun, and waits before its second chunk."""
-
-    inner: OutgoingWeights
-    begun: Event
-    go_on: Event
-
-    def __iter__(self) -> Iterator[Chunk]:
-        for index, chunk in enumerate(self.inner):
-            if index == 1:
-                self.begun.set()
-                assert self.go_on.wait(20)
-            yield chunk
-
-    @property
-    def digests(self) -> tuple[int, ...]:
-        return self.inner.digests
-
-
 def test_a_missing_receiver_is_named_when_the_time_is_over(site: Site) -> None:
     ends = site.meet("local", "a", "b", timeout_s=0.3)
     outcome = ends.update(1, stream(1), targets("a"))
-    with pytest.raises(UpdateFailed, match=r"wait(s|ed) for b to take .*longer than 0\.3 s"):
+    with pytest.raises(UpdateFailed, match=r"waited for b for longer than 0\.3 s"):
         raise outcome.sent or AssertionError
     assert isinstance(outcome.errors["a"], UpdateFailed)
 
@@ -91,17 +71,6 @@ def test_when_a_receiver_gives_up_sender_and_other_receivers_fail_at_once_and_th
         assert_same(contents(back), weights(2))
 
 
-def test_a_receiver_that_comes_after_the_sender_gave_up_is_told_at_once_and_only_once(site: Site) -> None:
-    ends = site.meet("local", "a", timeout_s=60)
-    with pytest.raises(ValueError, match="no memory"):
-        ends.sender.send(1, GivesUp(stream(1), ValueError("no memory"), after=0))
-    back = BackBuffer(MANIFEST)
-    with pytest.raises(UpdateFailed, match="stopped before receiver a came: the sender gave up: ValueError: no memory"):
-        ends.fill("a", 1, back, None).result(20)
-    assert not ends.update(1, stream(1), {"a": back}).errors
-    assert back.version == 1
-
-
 def test_closing_any_end_ends_every_wait_at_once(site: Site) -> None:
     ends = site.meet("local", "a", "b", timeout_s=60)
     begun = Event()
@@ -122,20 +91,6 @@ def test_closing_any_end_ends_every_wait_at_once(site: Site) -> None:
             waiting.result(20)
     with pytest.raises(UpdateFailed, match="closed"):
         ends.sender.send(2, stream(2))
-
-
-def test_a_second_version_sent_while_one_is_still_on_its_way_is_refused_and_the_first_arrives(site: Site) -> None:
-    ends = site.meet("local", "a", timeout_s=60)
-    begun, go_on = Event(), Event()
-    back = BackBuffer(MANIFEST)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(ends.update, 1, Held(stream(1), begun, go_on), {"a": back})
-        assert begun.wait(20)
-        with pytest.raises(UpdateFailed, match="version 2 was to be sent while version 1 still is"):
-            ends.sender.send(2, stream(2))
-        go_on.set()
-        assert first.result(20).sent is None
-    assert back.version == 1
 
 
 def test_a_receiver_that_the_meeting_is_not_for_is_told_so(site: Site) -> None:

@@ -15,10 +15,9 @@ import torch
 
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.buckets import Tensors, whole
-from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
+from headway.engines.weights.incoming_version import NOTHING, BackBuffer, InPlace, Receive, SharedBytes, memory_domain
 from headway.engines.weights.outgoing_version import Staged
 from headway.engines.weights.protocols import HostCopy, IncomingWeights, OutgoingWeights
-from headway.engines.weights.version_memory import NOTHING, SharedBytes, memory_domain
 from headway.errors import UpdateFailed
 from tests.engines.weights.versions import (
     BUCKET,

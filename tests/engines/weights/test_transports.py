@@ -15,10 +15,10 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.buckets import Tensors, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
 from headway.engines.weights.outgoing_version import Staged, Stream
-from headway.engines.weights.protocols import Header, TransportAddress, WeightSink, make_link
+from headway.engines.weights.protocols import Header, WeightSink
 from headway.engines.weights.weight_layout import Manifest, combined
-from headway.errors import ConfigError, UpdateFailed
-from tests.engines.weights.ends import ALL, STORED, STREAMED, Site
+from headway.errors import UpdateFailed
+from tests.engines.weights.ends import ALL, STORED, Site
 from tests.engines.weights.versions import (
     BUCKET,
     MANIFEST,
@@ -182,13 +182,10 @@ def test_an_error_of_the_receivers_own_passes_through_and_the_next_update_works(
     assert_same(contents(back), weights(1))
 
 
-@pytest.mark.parametrize("transport", STREAMED)
-def test_a_receiver_that_stops_answering_is_named_in_bounded_time_and_the_rest_go_on(
-    site: Site, transport: str
-) -> None:
+def test_a_receiver_that_stops_answering_is_named_in_bounded_time_and_the_rest_go_on(site: Site) -> None:
     """Receiver b is stuck in its first bucket, until everything else is over."""
     go_on = Event()
-    ends = site.meet(transport, "a", "b", timeout_s=2.0)
+    ends = site.meet("broadcast", "a", "b", timeout_s=2.0)
     stuck, back = _Stuck(MANIFEST, go_on), BackBuffer(MANIFEST)
     never = ends.fill("b", 1, stuck, None)
     started = time.monotonic()
@@ -198,7 +195,7 @@ def test_a_receiver_that_stops_answering_is_named_in_bounded_time_and_the_rest_g
         raise outcome.sent or AssertionError
     assert isinstance(outcome.errors["a"], UpdateFailed) and back.version is None
 
-    outcome = site.meet(transport, "a").update(1, stream(1), {"a": back})
+    outcome = site.meet("broadcast", "a").update(1, stream(1), {"a": back})
     assert outcome.sent is None and back.version == 1
     go_on.set()
     with pytest.raises(UpdateFailed):
@@ -254,17 +251,3 @@ class _Waiting(_Through):
     def filled(self, header: Header) -> None:
         assert self.go_on.wait(60)
         super().filled(header)
-
-
-def test_an_unknown_transport_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"'pigeon'.*broadcast, local, object_store, shared_memory, disk"):
-        make_link("pigeon", TransportAddress(MANIFEST, ("a",), 1))
-
-
-@pytest.mark.parametrize(
-    ("transport", "what"),
-    [("broadcast", "address"), ("disk", "directory"), ("shared_memory", "directory")],
-)
-def test_a_transport_says_what_its_meeting_lacks(transport: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=f"{transport}.* needs .*{what}"):
-        make_link(transport, TransportAddress(MANIFEST, ("a",), 1))

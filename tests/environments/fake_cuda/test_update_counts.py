@@ -11,13 +11,13 @@ from torch import Tensor
 
 from headway.engines.weights import incoming_version
 from headway.engines.weights.buckets import pack, whole
+from headway.engines.weights.incoming_version import SharedBytes
 from headway.engines.weights.outgoing_version import Staged, Stream
-from headway.engines.weights.protocols import Chunk, Header, IncomingWeights, OutgoingWeights
+from headway.engines.weights.protocols import Chunk, Header, IncomingWeights, OutgoingWeights, TransportAddress
 from headway.engines.weights.served_weights import ServedWeights, WeightMemory
 from headway.engines.weights.transports import broadcast
-from headway.engines.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
+from headway.engines.weights.transports.broadcast import BroadcastReceiver, BroadcastSender
 from headway.engines.weights.transports.local import done_on, take
-from headway.engines.weights.version_memory import SharedBytes
 from headway.engines.weights.weight_layout import buckets, build_manifest
 from headway.models.weight_files import FileTensor
 from tests.environments.fake_cuda.counting import CUDA, Counts, on_fake_cuda
@@ -74,7 +74,7 @@ class Noted:
 
 def by_broadcast(weights: OutgoingWeights, incoming: IncomingWeights) -> None:
     Group.sent, outgoing, (sink,) = [], Noted(weights), incoming.shares
-    link = BroadcastLink(("nowhere", 1), "trainer", ("replica",), 1.0, device="cuda:0")
+    link = TransportAddress(MANIFEST, ("replica",), 1.0, address=("nowhere", 1), device="cuda:0")
     BroadcastSender(link).send(1, outgoing)
     due = iter([*outgoing.headers, outgoing.digests])
 

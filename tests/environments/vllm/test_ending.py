@@ -86,7 +86,7 @@ async def core_over(llm: Scripted, told: Told) -> AsyncIterator[VllmCore]:
         can_sleep=True,
         weights=ReceiverState("rollout engine replica"),
     )
-    await core.begin()
+    await core.state.begin()
     yield core
     await core.close(RunError("closed"))
 

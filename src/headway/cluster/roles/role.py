@@ -127,7 +127,7 @@ class Role:
 
     def memory_domain(self) -> str:
         """Name the processes with which this one can share memory."""
-        from headway.engines.weights.version_memory import memory_domain
+        from headway.engines.weights.incoming_version import memory_domain
 
         return memory_domain()
 

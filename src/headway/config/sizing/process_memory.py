@@ -176,17 +176,15 @@ def update(
     copy: bool,
     on_cpu: bool,
     through_host: bool = False,
-    shared: bool = False,
 ) -> ProcessMemory:
     """Memory of an update on a trainer rank. ``senders``: ranks that send, each a share; 0 for one that does not.
 
     ``copy``: what is sent is kept (overlapped, or deltas). ``through_host``: a GPU's buckets are sent from the host.
-    ``shared``: each rank gets all, for a replica on its device.
     """
     share = up(shape.parameters * itemsize, max(1, senders))
     bucket = min(bucket, share)
     lines = [MemoryItem("bucket of an update", bucket)]
-    if senders > 1 or shared:
+    if senders > 1:
         lines.append(MemoryItem("bucket of another rank", bucket))
     if senders and through_host and not copy:
         lines.append(MemoryItem("the bucket in host memory", bucket, on_host=True))

@@ -238,7 +238,6 @@ class _Run:
             copy=config.param_update.schedule == "overlapped" or config.param_update.encoding == "delta",
             on_cpu=self._on_cpu,
             through_host=not self._on_cpu and not self.on_devices,
-            shared=placement.shared(ROLLOUT, ACTOR) and step.mesh.ranks > 1,
         )
         return memory.beside(sends)
 

@@ -120,7 +120,7 @@ class Paused:
     interrupted: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EngineStats:
     """Activity of an engine since the last call. Spans are on the event clock."""
 

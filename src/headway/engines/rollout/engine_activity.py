@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.data.interfaces.rollout import EngineStats
-from headway.events import DecodeSteps, PrefillSteps, Span, add_prefill
+from headway.events import Span, add_prefill
 
 
 class Counts(ABC):
@@ -19,26 +19,13 @@ class Counts(ABC):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._reset()
+        self._stats = EngineStats()
 
     def take(self, running: int, waiting: int, version: int) -> EngineStats:
         """Everything since the last call."""
         self._close()
-        stats = EngineStats(
-            busy=self._busy,
-            slot_seconds=self._slot_seconds,
-            generated_tokens=self._generated,
-            prefilled_tokens=self._prefilled,
-            cached_tokens=self._found,
-            preempted=self._preempted,
-            unpinned=self._unpinned,
-            running=running,
-            waiting=waiting,
-            version=version,
-            decode_steps=self._decode_steps,
-            prefill_steps=self._prefill_steps,
-        )
-        self._reset()
+        stats, self._stats = self._stats, EngineStats()
+        stats.running, stats.waiting, stats.version = running, waiting, version
         return stats
 
     @abstractmethod
@@ -47,24 +34,12 @@ class Counts(ABC):
 
     def _count(self, *, active: int, prefilled: int, seconds: float, cached: int) -> None:
         """One step, as `PrefillSteps` describes several."""
-        self._prefilled += prefilled
+        self._stats.prefilled_tokens += prefilled
         if prefilled:
-            add_prefill(self._prefill_steps, active, prefilled, seconds, cached)
+            add_prefill(self._stats.prefill_steps, active, prefilled, seconds, cached)
         else:
-            steps, total, before = self._decode_steps.get(active, (0, 0.0, 0))
-            self._decode_steps[active] = (steps + 1, total + seconds, before + cached)
-
-    def _reset(self) -> None:
-        self._busy: list[Span] = []
-        self._slot_seconds = 0.0
-        self._generated = 0
-        self._prefilled = 0
-        self._found = 0
-        """Tokens of contexts that were found in the prefix cache."""
-        self._preempted = 0
-        self._unpinned = 0
-        self._decode_steps: dict[int, DecodeSteps] = {}
-        self._prefill_steps: dict[int, PrefillSteps] = {}
+            steps, total, before = self._stats.decode_steps.get(active, (0, 0.0, 0))
+            self._stats.decode_steps[active] = (steps + 1, total + seconds, before + cached)
 
 
 @dataclass(slots=True)
@@ -103,21 +78,21 @@ class NativeActivity(Counts):
         end = self._clock()
         opened, before = self._open or (self._start, self._start)
         self._open = (opened, end)
-        self._slot_seconds += step.active * (end - self._start)
+        self._stats.slot_seconds += step.active * (end - self._start)
         self._start = end
-        self._generated += step.active
-        self._found += step.found
-        self._preempted += step.preempted
+        self._stats.generated_tokens += step.active
+        self._stats.cached_tokens += step.found
+        self._stats.preempted += step.preempted
         self._count(active=step.active, prefilled=step.prefilled, seconds=end - before, cached=step.cached)
 
     def lost(self, total: int) -> None:
         """Note how often, since the beginning, an open episode has lost what was kept for it."""
-        self._unpinned, self._lost = total - self._lost, total
+        self._stats.unpinned, self._lost = total - self._lost, total
 
     def stop(self) -> None:
         """End the busy span: the engine computes nothing until its next step."""
         if self._open:
-            self._busy.append(self._open)
+            self._stats.busy.append(self._open)
             self._open = None
 
     def _close(self) -> None:
@@ -162,7 +137,7 @@ class VllmActivity(Counts):
             self._since = self._last = now
             self._goes_on = False
         elif not calls and self._since is not None:
-            self._busy.append((self._since, now))
+            self._stats.busy.append((self._since, now))
             self._since = None
 
     def interrupted(self) -> None:
@@ -181,16 +156,16 @@ class VllmActivity(Counts):
         if scheduler is not None:
             self._inside = scheduler.num_running_reqs
         if iteration is not None:
-            self._generated += iteration.num_generation_tokens
+            self._stats.generated_tokens += iteration.num_generation_tokens
             ordered = min(self._cut, iteration.num_preempted_reqs)
             self._cut -= ordered
-            self._preempted += iteration.num_preempted_reqs - ordered
-            self._found += iteration.prompt_token_stats.cached_tokens
+            self._stats.preempted += iteration.num_preempted_reqs - ordered
+            self._stats.cached_tokens += iteration.prompt_token_stats.cached_tokens
             self._cached += iteration.num_generation_tokens + iteration.prompt_token_stats.total
             latencies = iteration.inter_token_latencies_iter
             active = len(latencies) + len(iteration.time_to_first_tokens_iter)
         if details is None:
-            self._prefilled += 0 if iteration is None else iteration.prompt_token_stats.computed
+            self._stats.prefilled_tokens += 0 if iteration is None else iteration.prompt_token_stats.computed
             return
         now = self._clock()
         seconds = min(latencies) if latencies and self._goes_on else now - self._last
@@ -226,10 +201,10 @@ class VllmActivity(Counts):
         now = self._clock()
         self._count_slots(now)
         if self._since is not None:
-            self._busy.append((self._since, now))
+            self._stats.busy.append((self._since, now))
             self._since = now
 
     def _count_slots(self, now: float) -> None:
         if self._running:
-            self._slot_seconds += self._running * (now - self._counted)
+            self._stats.slot_seconds += self._running * (now - self._counted)
         self._counted = now

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.engines.weights.served_weights import WeightUpdates, outcome
 from headway.errors import ClientGone, HeadwayError, RunError, UpdateFailed, boundary
+
+T = TypeVar("T")
 
 Work = Callable[[Any], Any]
 """Work that is given the core; its result may be awaitable where the core's thread runs an event loop."""
@@ -88,9 +90,10 @@ class EngineBase(ABC):
     def _check_open(self) -> None:
         """Raise what the engine has ended with, if it has."""
 
-    async def _ask(self, work: Work) -> Any:
+    async def _ask(self, work: Callable[[Any], T]) -> T:
         """Return the result of ``work``. It runs to its end also if the caller is cancelled."""
-        return await outcome(self._run(work))
+        result: T = await outcome(self._run(work))
+        return result
 
     # ------------------------------------------------------------------------------------- calls
 
@@ -143,8 +146,7 @@ class EngineBase(ABC):
 
     async def pause(self, policy: OnUpdate) -> Paused:
         """Returns when nothing decodes any more under ``policy``; soon, if the engine is paused already."""
-        paused: Paused = await self._ask(lambda core: core.pause(policy))
-        return paused
+        return await self._ask(lambda core: core.pause(policy))
 
     async def resume(self) -> None:
         """Resume decoding. Raises `RunError` while asleep, and while no whole version is active."""
@@ -177,16 +179,14 @@ class EngineBase(ABC):
                 f"rollout engine {self.name} was told to activate version {version}, but nothing is staged: it was "
                 "made without a weight transport"
             )
-        seconds: float = await self._ask(lambda core: core.activate(version, partial(updates.load, version)))
-        return seconds
+        return await self._ask(lambda core: core.activate(version, partial(updates.load, version)))
 
     async def probe(self) -> NDArray[np.float32] | None:
         """The log-probs [8] of `headway.models.logprobs` by the paths that sampling takes.
 
         None where a context is too short for them. Raises `RunError` while there is no whole version to compute with.
         """
-        scores: NDArray[np.float32] | None = await self._ask(lambda core: core.probe())
-        return scores
+        return await self._ask(lambda core: core.probe())
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache, and the device's memory of the weights, where `capabilities` says so.
@@ -203,8 +203,7 @@ class EngineBase(ABC):
 
     async def stats(self) -> EngineStats:
         """Activity since the last call."""
-        stats: EngineStats = await self._ask(lambda core: core.stats())
-        return stats
+        return await self._ask(lambda core: core.stats())
 
     # ------------------------------------------------------------------------------------- on the core's thread
 

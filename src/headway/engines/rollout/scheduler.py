@@ -170,23 +170,16 @@ def check_context(call: GenerateRequest, max_context: int, vocabulary: int) -> N
 
 def check_sampling(params: SamplingParams, vocabulary: int) -> None:
     """Raise `DataError` if ``params`` cannot be sampled from by a model of so many tokens."""
-    if params.max_tokens < 1:
-        raise DataError(f"sampling needs max_tokens ≥ 1, got {params.max_tokens}")
-    if not 0 <= params.min_tokens <= params.max_tokens:
-        raise DataError(f"sampling needs 0 ≤ min_tokens ≤ max_tokens={params.max_tokens}, got {params.min_tokens}")
-    if params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0 or not 0 <= params.min_p <= 1:
+    p = params
+    counts = p.max_tokens >= 1 and 0 <= p.min_tokens <= p.max_tokens and p.top_k >= 0
+    filters = p.temperature >= 0 and 0 < p.top_p <= 1 and 0 <= p.min_p <= 1
+    biases = all(0 <= token < vocabulary and math.isfinite(bias) for token, bias in p.logit_bias)
+    if not (counts and filters and biases and 0 < p.repetition_penalty < math.inf and all(p.stop)):
         raise DataError(
-            "sampling needs temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0 and 0 ≤ min_p ≤ 1, got "
-            f"temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}, min_p {params.min_p}"
+            "sampling needs max_tokens ≥ 1, 0 ≤ min_tokens ≤ max_tokens, temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0, "
+            "0 ≤ min_p ≤ 1, repetition_penalty > 0, stop strings that are not empty, and a finite logit_bias of tokens "
+            f"below {vocabulary} (to forbid one, -1e4); got {p}"
         )
-    if not 0 < params.repetition_penalty < math.inf:
-        raise DataError(f"sampling needs a repetition_penalty above 0, got {params.repetition_penalty}")
-    if unknown := [token for token, _ in params.logit_bias if not 0 <= token < vocabulary]:
-        raise DataError(f"logit_bias names token {unknown[0]}, but the model knows 0 to {vocabulary - 1}")
-    if not all(math.isfinite(bias) for _, bias in params.logit_bias):
-        raise DataError("logit_bias must be finite; to forbid a token, give it -1e4")
-    if any(not text for text in params.stop):
-        raise DataError("an empty stop string ends every answer before it begins; drop it")
 
 
 def not_finite(name: str, version: int) -> NonFinite:

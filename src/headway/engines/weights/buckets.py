@@ -11,15 +11,14 @@ sender's (`InPlace`).
 Also here: lossless changes between two versions of the same bytes, as bit patterns of any dtype.
 
 Bytes are compared as *units* of 16 bits, in blocks of 65,536 units. A bfloat16 element is one unit, a float32 element
-two; an odd last byte is a unit of its own, as if a zero followed. Numbers are little-endian, and there are no gaps:
+two. Numbers are little-endian, and there are no gaps:
 
     payload   │ count 0 │ count 1 │ … │ block 0 │ block 1 │ …     counts: uint32 each, the units that differ
     block     │ where │ values │                                  values: count × uint16, the new units
     where     count × uint16, the places of these units in the block, ascending; or, where that is shorter,
               one bit per unit of the block, lowest bit first, padded to a multiple of 16 bits
 
-A changed unit takes four bytes, or less where more than one in sixteen changed; every block takes four more. Blocks are
-worked on one at a time, within the processor's cache, so there is never an index of a whole bucket.
+A changed unit takes four bytes, or less where more than one in sixteen changed; every block takes four more.
 """
 
 from __future__ import annotations
@@ -27,21 +26,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from headway.engines.weights.weight_layout import Manifest, TensorSlot, slots_in
-from headway.errors import UpdateFailed
 
 
 def slot_dtype(slot: TensorSlot) -> torch.dtype:
     """The slot's dtype as torch has it."""
-    dtype = getattr(torch, slot.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UpdateFailed(f"tensor {slot.name!r} has dtype {slot.dtype!r} in the layout, which torch does not know")
+    dtype: torch.dtype = getattr(torch, slot.dtype)
     return dtype
 
 
@@ -76,15 +72,7 @@ class Tensors:
         """Take ``parts`` of all tensors of the layout; their dtypes may differ: values are cast.
 
         ``device``: what is written is brought there in one copy, and taken apart there; None: it is where they are.
-        Raises `UpdateFailed` for a tensor that is not there, or is larger than the layout says.
         """
-        for slot in manifest.slots:
-            if slot.name not in parts:
-                raise UpdateFailed(f"there is no tensor {slot.name!r}, which the layout of the weights has")
-            for part in parts[slot.name]:
-                ends = tuple(first + size for first, size in zip(part.start, part.values.shape, strict=False))
-                if len(ends) != len(slot.shape) or any(e > size for e, size in zip(ends, slot.shape, strict=True)):
-                    raise UpdateFailed(f"tensor {slot.name!r} has shape {ends} here; the layout says {slot.shape}")
         self._slots = manifest.slots
         self._parts, self._device = parts, device
 
@@ -129,8 +117,6 @@ def meetings(
     """
     for slot, first, last in slots_in(slots, offset, offset + data.numel()):
         at = slot.offset + first - offset
-        if first % slot.itemsize or last % slot.itemsize:
-            raise UpdateFailed(f"bytes {first} to {last} of tensor {slot.name!r} are not whole elements")
         room = data[at : at + last - first].view(slot_dtype(slot))
         for part in parts[slot.name]:
             yield from _overlaps(room, first // slot.itemsize, slot.shape, part.start, part.values)
@@ -168,151 +154,59 @@ def _overlaps(
 
 BLOCK_UNITS = 65_536
 """Number of units in a block: as many as a uint16 tells apart."""
-
-_UNIT = np.dtype("<u2")
-_COUNT = np.dtype("<u4")
-_BLOCK_BYTES = BLOCK_UNITS * _UNIT.itemsize
-
-_Bytes = npt.NDArray[np.uint8]
-_Units = npt.NDArray[np.uint16]
-_Places = npt.NDArray[np.intp]
-_SizeT = TypeVar("_SizeT", int, npt.NDArray[np.int64])
+_UNIT, _COUNT = np.dtype("<u2"), np.dtype("<u4")
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The changes that make the new version of some bytes from the old one."""
-
-    payload: torch.Tensor | None
-    """The encoded changes, [m] uint8 on the CPU; None where they would not be smaller than the bytes themselves."""
-    changed: int
-    """Number of 16-bit units that differ."""
-
-
-def encode(old: torch.Tensor, new: torch.Tensor) -> Delta:
+def encode(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """Encode ``new`` as a delta from ``old``, both [n] uint8; ``new`` may be on a device, and is copied to the host.
 
-    Memory besides that copy: the payload, an eighth of it to grow into, and 1 MiB. A payload that is then too large was
-    n · 17/16 bytes at the most. Raises ValueError for lengths that differ.
+    Returns the payload ([m] uint8 on the CPU; None where it would not be smaller than the bytes themselves), and the
+    number of units that differ.
     """
-    if old.shape != new.shape:
-        raise ValueError(f"old has shape {tuple(old.shape)}, new has {tuple(new.shape)}; a delta needs equal lengths")
-    before, after = old.numpy(), new.cpu().numpy()
-    counts = np.zeros(_block_count(after.size), _COUNT)
-    payload = bytearray(counts.nbytes)
-    for index in range(counts.size):
-        units = _units(after, index)
-        differs = units != _units(before, index)
+    before, after = _units(old), _units(new.cpu())
+    counts: list[int] = []
+    parts: list[npt.NDArray[np.uint16]] = []
+    for start in range(0, after.size, BLOCK_UNITS):
+        block = after[start : start + BLOCK_UNITS]
+        differs = block != before[start : start + BLOCK_UNITS]
         places = np.flatnonzero(differs)
-        counts[index] = places.size
-        payload.extend(_where(differs, places))
-        payload.extend(units[places].data)
-    changed = int(counts.sum(dtype=np.int64))
-    if len(payload) >= after.size:
-        return Delta(None, changed)
-    payload[: counts.nbytes] = counts.tobytes()
-    return Delta(torch.frombuffer(payload, dtype=torch.uint8), changed)
+        counts.append(places.size)
+        if places.size <= _bitmask_units(block.size):
+            parts.append(places.astype(_UNIT))
+        else:
+            parts.append(np.packbits(np.pad(differs, (0, -differs.size % 16)), bitorder="little").view(_UNIT))
+        parts.append(block[places])
+    header: npt.NDArray[Any] = np.array(counts, _COUNT)
+    odd = new.numel() % 2 and bool(old[-1] != new[-1])  # a byte that is in no unit
+    if odd or header.nbytes + sum(part.nbytes for part in parts) >= new.numel():
+        return None, sum(counts)
+    return torch.from_numpy(np.concatenate([part.view(np.uint8) for part in (header, *parts)])), sum(counts)
 
 
 def apply(payload: torch.Tensor, target: torch.Tensor) -> None:
     """Turn the old version in ``target`` [n] into the new one, in place; ``payload`` [m]; both uint8, on the CPU.
 
-    Memory: 1 MiB, and n / 1000 at the most. Raises `UpdateFailed`, with ``target`` untouched, for a payload that
-    `encode` cannot have made for n bytes. Values that were altered, and a target that holds something else than the
-    old version, are not seen here: the checksum of the payload and the digests of the result are for those.
+    ``payload`` is what `encode` made for n bytes; a checksum tells that it is.
     """
-    delta, data = payload.numpy(), target.numpy()
-    for block in _changed_blocks(delta, data.size):
-        block.check()
-    for block in _changed_blocks(delta, data.size):
-        units = _units(data, block.index)
-        units[block.places()] = block.values
-        start = block.index * _BLOCK_BYTES
-        if start + units.nbytes > data.size:  # with an odd last byte, these units are a padded copy
-            data[start:] = units.view(np.uint8)[:-1]
-
-
-@dataclass(frozen=True, slots=True)
-class _DeltaBlock:
-    """One block of a payload, with at least one change."""
-
-    index: int
-    size: int
-    """Number of units in the block, changed or not."""
-    where: _Units
-    values: _Units
-
-    def check(self) -> None:
-        """Raise `UpdateFailed` unless there is one place in the block for each value."""
-        if self._as_bits:
-            bits = self._bits()
-            if np.count_nonzero(bits) != self.values.size or np.any(bits[self.size :]):
-                raise _malformed(
-                    f"the bits of block {self.index} are not those of {self.values.size} of {self.size} units"
-                )
-        elif self.where[-1] >= self.size or np.any(self.where[1:] <= self.where[:-1]):
-            raise _malformed(f"the places in block {self.index} do not ascend within its {self.size} units")
-
-    def places(self) -> _Places:
-        """Indices of the units that change. Call it only after the block has been checked."""
-        return np.flatnonzero(self._bits()) if self._as_bits else self.where.astype(np.intp)
-
-    @property
-    def _as_bits(self) -> bool:
-        return self.where.size < self.values.size
-
-    def _bits(self) -> npt.NDArray[np.bool_]:
+    units = _units(target)
+    header = -(-units.size // BLOCK_UNITS) * _COUNT.itemsize
+    body, at = payload[header:].numpy().view(_UNIT), 0
+    for index, count in enumerate(payload[:header].numpy().view(_COUNT).tolist()):
+        block = units[index * BLOCK_UNITS :][:BLOCK_UNITS]
+        bitmask = _bitmask_units(block.size)
+        where = body[at : at + min(count, bitmask)]
+        at += where.size
         # As booleans: numpy searches those several times as fast as bytes.
-        return np.unpackbits(self.where.view(np.uint8), bitorder="little").view(np.bool_)
+        bits = np.unpackbits(where.view(np.uint8), bitorder="little").view(np.bool_) if count > bitmask else None
+        block[where if bits is None else np.flatnonzero(bits)] = body[at : at + count]
+        at += count
 
 
-def _changed_blocks(payload: _Bytes, nbytes: int) -> Iterator[_DeltaBlock]:
-    """The blocks with changes in a delta to ``nbytes`` bytes. That its counts add up is checked before the first."""
-    blocks = _block_count(nbytes)
-    header = blocks * _COUNT.itemsize
-    if payload.size < header:
-        raise _malformed(f"it has {payload.size} bytes, and the counts of {blocks} blocks take {header}")
-    counts = payload[:header].view(_COUNT).astype(np.int64)
-    sizes = np.full(blocks, BLOCK_UNITS)
-    sizes[-1:] = -(-nbytes // _UNIT.itemsize) - (blocks - 1) * BLOCK_UNITS
-    if np.any(counts > sizes):
-        first = np.argmax(counts > sizes)
-        raise _malformed(f"{counts[first]} changes in block {first}, which has {sizes[first]} units")
-    wheres = np.minimum(counts, _bitmask_units(sizes))
-    stops = np.cumsum(wheres + counts)
-    total = header + int(stops[-1:].sum()) * _UNIT.itemsize
-    if payload.size != total:
-        raise _malformed(f"it has {payload.size} bytes, and its counts add up to {total}")
-    body = payload[header:].view(_UNIT)
-    for index in np.flatnonzero(counts):
-        stop, count = stops[index], counts[index]
-        middle = stop - count
-        yield _DeltaBlock(int(index), int(sizes[index]), body[middle - wheres[index] : middle], body[middle:stop])
+def _bitmask_units(size: int) -> int:
+    """Number of units that a bit for each of ``size`` units takes."""
+    return -(-size // 16)
 
 
-def _where(differs: npt.NDArray[np.bool_], places: _Places) -> bytes:
-    if places.size <= _bitmask_units(differs.size):
-        return places.astype(_UNIT).tobytes()
-    bits = np.packbits(differs, bitorder="little").tobytes()
-    return bits.ljust(_bitmask_units(differs.size) * _UNIT.itemsize, b"\0")
-
-
-def _units(data: _Bytes, index: int) -> _Units:
-    """The units of block ``index``: a view, or a padded copy where the last byte is an odd one."""
-    block = data[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
-    if block.size % _UNIT.itemsize:
-        block = np.append(block, np.uint8(0))
-    return block.view(_UNIT)
-
-
-def _block_count(nbytes: int) -> int:
-    return -(-nbytes // _BLOCK_BYTES)
-
-
-def _bitmask_units(size: _SizeT) -> _SizeT:
-    """Number of units that a bitmask of ``size`` units takes."""
-    return (size + 15) // 16
-
-
-def _malformed(what: str) -> UpdateFailed:
-    return UpdateFailed(f"a delta is malformed: {what}; the version has to be sent whole")
+def _units(data: torch.Tensor) -> npt.NDArray[np.uint16]:
+    """The bytes as units, a view. An odd last byte is in none."""
+    return data.numpy()[: data.numel() // 2 * 2].view(_UNIT)

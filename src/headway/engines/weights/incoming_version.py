@@ -9,10 +9,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from io import FileIO
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import finalize
@@ -25,9 +28,8 @@ from headway.engines.weights.buckets import Tensors, apply
 from headway.engines.weights.digests import RunningDigests, digest
 from headway.engines.weights.protocols import Header, HostCopy, IncomingWeights
 from headway.engines.weights.receiver_state import ReceiverState
-from headway.engines.weights.version_memory import NOTHING, DeviceBytes, SharedBytes
 from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, buckets, combined
-from headway.errors import UpdateFailed
+from headway.errors import UpdateFailed, boundary
 
 if TYPE_CHECKING:
     from headway.devices import Device
@@ -38,13 +40,184 @@ Pin = Callable[[torch.Tensor], Callable[[], None]]
 """Function that locks pages of memory, for copies to a device, and returns one that undoes it."""
 
 
+NOTHING = -1
+"""Stamp of bytes that are no whole version."""
+_STAMP_BYTES = 8
+
+
+class SharedBytes:
+    """Bytes [nbytes] of memory that processes of one machine share, mapped into this process, and their stamp.
+
+        one process   SharedBytes.reserve(n)  ─path─▶   others   SharedBytes.at(path, n)      each maps the same bytes
+
+    The memory has no name in any file system, so nothing of it outlives the processes that map it, however they end.
+    The stamp behind the bytes says which version they are: a reader sees by it that they were written over meanwhile.
+
+    Example:
+        >>> mine = SharedBytes.reserve(2)
+        >>> theirs = SharedBytes.at(str(mine.path), 2)  # in another process
+        >>> mine.flat[:] = 7
+        >>> mine.stamp = 3
+        >>> theirs.flat.tolist(), theirs.stamp
+        ([7, 7], 3)
+    """
+
+    def __init__(self, file: FileIO, nbytes: int) -> None:
+        """Map what was reserved for ``nbytes`` bytes. Raises `RuntimeError` when it cannot be mapped."""
+        self._file = file
+        size = _size(nbytes)
+        mapped = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
+        self.flat = mapped[:nbytes]
+        """The bytes: [nbytes] uint8, writable by all who map them."""
+        self._stamp = mapped[size - _STAMP_BYTES :].view(torch.int64)
+
+    @classmethod
+    def reserve(cls, nbytes: int) -> SharedBytes:
+        """Reserve new memory. Raises `UpdateFailed` when there is not enough."""
+        try:
+            file = FileIO(os.memfd_create("headway-weights"), "r+")
+            # All of it before anything is written: memory that is short is an error here, and later a fault.
+            os.posix_fallocate(file.fileno(), 0, _size(nbytes))
+            made = cls(file, nbytes)
+        except (OSError, RuntimeError) as cause:  # the latter from torch, when it cannot be mapped
+            raise UpdateFailed(
+                f"no shared memory for {nbytes} bytes of weights: {cause}; those who serve them read new weights "
+                "from there. Give this machine (or container) more memory"
+            ) from cause
+        made.stamp = NOTHING
+        return made
+
+    @classmethod
+    def at(cls, path: str, nbytes: int) -> SharedBytes:
+        """Map what another process of this user and machine has reserved, at its `path`. Raises `UpdateFailed`."""
+        try:
+            file = FileIO(path, "r+")
+            if (size := os.fstat(file.fileno()).st_size) != _size(nbytes):  # torch would make any file long enough
+                raise OSError(f"{size} bytes are there, expected {_size(nbytes)}")
+            return cls(file, nbytes)
+        except (OSError, RuntimeError) as cause:
+            raise UpdateFailed(
+                f"the copy of the weights at {path} cannot be mapped: {cause}; the process that has it may have ended"
+            ) from cause
+
+    @property
+    def path(self) -> Path:
+        """The path at which other processes of this user and machine find the memory while this one lives."""
+        return Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+
+    @property
+    def stamp(self) -> int:
+        """The version that the bytes are; `NOTHING` while they are none, or being written."""
+        return int(self._stamp.item())
+
+    @stamp.setter
+    def stamp(self, version: int) -> None:
+        self._stamp.fill_(version)
+
+    def is_at(self, path: str) -> bool:
+        """Tell whether ``path`` leads to this very memory."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), Path(path).stat())
+        except OSError:
+            return False
+
+
+class DeviceBytes:
+    """Bytes [nbytes] of a device's memory, with a stamp as `SharedBytes` have: this process's alone."""
+
+    path = None
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Take the memory. Raises `UpdateFailed` when there is not enough."""
+        with boundary(f"no memory for {nbytes} bytes of new weights on {device}", UpdateFailed):
+            self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.stamp = NOTHING
+
+    def is_at(self, path: str) -> bool:
+        return False
+
+
+def memory_domain() -> str:
+    """Name the processes that can map each other's `SharedBytes`: those of one user, kernel and container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    processes, network = (Path(f"/proc/self/ns/{kind}").readlink() for kind in ("pid", "net"))
+    return f"{boot}/{processes}/{network}/{os.getuid()}"
+
+
+def _size(nbytes: int) -> int:
+    return nbytes + -nbytes % _STAMP_BYTES + _STAMP_BYTES
+
+
+class Arrival:
+    """One sender's share of a version on its way in (`WeightSink`): the order of buckets, the end, and the checks."""
+
+    def __init__(self, manifest: Manifest, version: int, intake: Intake) -> None:
+        self.manifest = manifest
+        self._version, self._intake = version, intake
+        self._due = 0
+        """Index of the bucket that comes next."""
+        self._offset = manifest.start
+        """Offset at which the bytes of the next bucket begin."""
+        self._sent: tuple[int, ...] | None = None
+        """Digests that the sender computed; None until they arrive."""
+        self.bucket = torch.empty(0, dtype=torch.uint8)
+        """Memory of the last payload: [payload_nbytes] uint8."""
+        self.running = RunningDigests(manifest)
+        self.nbytes = 0
+        """Number of bytes received so far."""
+
+    def room(self, header: Header, device: Device = "cpu") -> torch.Tensor:
+        if (header.index, header.offset) != (self._due, self._offset):
+            raise self.wrong(
+                f"bucket {header.index} came with the bytes from {header.offset} on, but bucket {self._due}, "
+                f"from {self._offset} on, is due: one was lost, sent twice or overtaken"
+            )
+        rest, payload = self.manifest.stop - header.offset, header.payload_nbytes
+        # Only the last bucket may end inside an element.
+        fits = 0 < header.nbytes <= rest and (header.nbytes == rest or header.nbytes % ALIGNMENT == 0)
+        if not fits or not 0 < payload <= header.nbytes or (header.base < 0 and payload != header.nbytes):
+            raise self.wrong(
+                f"bucket {header.index} has {header.nbytes} bytes from {header.offset} on, of which {payload} came; "
+                f"expected a multiple of {ALIGNMENT}, or all that are left of the {self.manifest.nbytes} bytes"
+            )
+        self.bucket = self._intake.room(self, header, device)
+        return self.bucket
+
+    def filled(self, header: Header) -> None:
+        self._intake.take(self, header)
+        self._due += 1
+        self._offset += header.nbytes
+        self.nbytes += header.payload_nbytes
+
+    def ended(self, digests: Sequence[int]) -> None:
+        self._sent = tuple(digests)
+
+    def check(self) -> tuple[int, ...]:
+        """Compare with the sender's digests, and return them. Raises `UpdateFailed`, naming a tensor."""
+        if self._sent is None or self._offset != self.manifest.stop:
+            came = self._offset - self.manifest.start
+            raise self.wrong(f"ended after {came} of {self.manifest.nbytes} bytes")
+        digests = self._intake.digests(self)
+        if len(digests) != len(self._sent):
+            raise self.wrong(f"came with {len(self._sent)} digests for {len(digests)} tensors")
+        pairs = zip(self.manifest.slots, digests, self._sent, strict=True)
+        wrong = [slot.name for slot, mine, theirs in pairs if mine != theirs]
+        if wrong:
+            more = f" (and of {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+            raise self.wrong(f"the bytes of {wrong[0]!r}{more} are not those that the trainer sent")
+        return digests
+
+    def wrong(self, what: str) -> UpdateFailed:
+        return UpdateFailed(f"version {self._version}: {what}")
+
+
 class Intake(ABC):
     """The memory that versions arrive in, one at a time. It is the `IncomingWeights` of the version that arrives."""
 
     def __init__(self, manifest: Manifest, state: ReceiverState) -> None:
         self.manifest = manifest
         self.state = state
-        self.shares: list[_Arrival] = []
+        self.shares: list[Arrival] = []
         self.torn = False
         """True once a part of a version was written over the served weights, until all of it has come."""
         self._copy: HostCopy | None = None
@@ -68,7 +241,7 @@ class Intake(ABC):
 
     def take_in(self, version: int, receive: Receive) -> ReceiveReport:
         """Do what `fill` does, for a caller that tells `state` of it."""
-        self._copy, self.shares = None, [self._sink(share, version) for share in self.manifest.shares()]
+        self._copy, self.shares = None, [Arrival(share, version, self) for share in self.manifest.shares()]
         started = time.perf_counter()
         receive(self)
         arrived = time.perf_counter()
@@ -93,8 +266,16 @@ class Intake(ABC):
         self.state.loaded()
 
     @abstractmethod
-    def _sink(self, share: Manifest, version: int) -> _Arrival:
-        """Make the sink of a sender's share of ``version``."""
+    def room(self, share: Arrival, header: Header, device: Device) -> torch.Tensor:
+        """Memory for a bucket of ``share`` that arrives on ``device``: [payload_nbytes] uint8."""
+
+    @abstractmethod
+    def take(self, share: Arrival, header: Header) -> None:
+        """Take in ``share.bucket``, now that the payload was written into it."""
+
+    @abstractmethod
+    def digests(self, share: Arrival) -> tuple[int, ...]:
+        """Digests of each tensor's bytes of ``share``, all of which have come."""
 
 
 class BackBuffer(Intake):
@@ -166,8 +347,25 @@ class BackBuffer(Intake):
             )
         self._copy = copy
 
-    def _sink(self, share: Manifest, version: int) -> _Arrival:
-        return _IntoBuffer(share, version, self._own, self._base)
+    def room(self, share: Arrival, header: Header, device: Device) -> torch.Tensor:
+        place = self._own(device)[header.offset :][: header.nbytes]
+        if header.base < 0:
+            return place
+        if header.base != self._base:
+            held = "nothing complete" if self._base is None else f"version {self._base}"
+            raise share.wrong(f"came as a delta to version {header.base}, but what is here is {held}; send it whole")
+        return torch.empty(header.payload_nbytes, dtype=torch.uint8)
+
+    def take(self, share: Arrival, header: Header) -> None:
+        if header.base >= 0:
+            if digest(share.bucket) != header.checksum:
+                raise share.wrong(f"the delta of bucket {header.index} is not what the trainer sent")
+            apply(share.bucket, self._own(CPU.name)[header.offset :][: header.nbytes])
+
+    def digests(self, share: Arrival) -> tuple[int, ...]:
+        start, stop = share.manifest.start, share.manifest.stop
+        share.running.add(start, self._own(CPU.name)[start:stop])
+        return share.running.finished()
 
     def windows(self, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield ``(offset, bytes)`` of the staged version, at most ``nbytes`` at a time: views."""
@@ -244,166 +442,20 @@ class InPlace(Intake):
         self.torn = False
         return report
 
-    def _sink(self, share: Manifest, version: int) -> _Arrival:
-        return _IntoTensors(share, version, self._write, self._memory)
-
-    def _memory(self, nbytes: int, device: Device) -> torch.Tensor:
-        """Memory for a bucket that arrives on ``device``."""
-        if self._device is not None and kind_of(device) is kind_of(self._device):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return host_buffer(nbytes, pinned=self._pinned)
-
-    def _write(self, offset: int, data: torch.Tensor) -> None:
-        self.torn = True
-        for start, stop in buckets(data.numel(), self._window):
-            self._tensors.write(offset + start, data[start:stop])
-
-
-class _Arrival(ABC):
-    """The part of a `WeightSink` that both ways in share: the order of buckets, the end, and the checks."""
-
-    def __init__(self, manifest: Manifest, version: int) -> None:
-        self._manifest = manifest
-        self._version = version
-        self._due = 0
-        """Index of the bucket that comes next."""
-        self._offset = manifest.start
-        """Offset at which the bytes of the next bucket begin."""
-        self._sent: tuple[int, ...] | None = None
-        """Digests that the sender computed; None until they arrive."""
-        self.nbytes = 0
-        """Number of bytes received so far."""
-
-    def room(self, header: Header, device: Device = "cpu") -> torch.Tensor:
-        self._expect(header)
-        return self._room(header, device)
-
-    def filled(self, header: Header) -> None:
-        self._take(header)
-        self._due += 1
-        self._offset += header.nbytes
-        self.nbytes += header.payload_nbytes
-
-    def ended(self, digests: Sequence[int]) -> None:
-        self._sent = tuple(digests)
-
-    def check(self) -> tuple[int, ...]:
-        """Compare with the sender's digests, and return them. Raises `UpdateFailed`, naming a tensor."""
-        if self._sent is None or self._offset != self._manifest.stop:
-            came = self._offset - self._manifest.start
-            raise self._wrong(f"ended after {came} of {self._manifest.nbytes} bytes")
-        digests = self._digests()
-        if len(digests) != len(self._sent):
-            raise self._wrong(f"came with {len(self._sent)} digests for {len(digests)} tensors")
-        pairs = zip(self._manifest.slots, digests, self._sent, strict=True)
-        wrong = [slot.name for slot, mine, theirs in pairs if mine != theirs]
-        if wrong:
-            more = f" (and of {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
-            raise self._wrong(f"the bytes of {wrong[0]!r}{more} are not those that the trainer sent")
-        return digests
-
-    @abstractmethod
-    def _room(self, header: Header, device: Device) -> torch.Tensor:
-        """Memory for a bucket that is due, and arrives on ``device``: [payload_nbytes] uint8."""
-
-    @abstractmethod
-    def _take(self, header: Header) -> None:
-        """Take in a bucket whose payload was written into its room."""
-
-    @abstractmethod
-    def _digests(self) -> tuple[int, ...]:
-        """Digests of each tensor's bytes, as they came."""
-
-    def _expect(self, header: Header) -> None:
-        if (header.index, header.offset) != (self._due, self._offset):
-            raise self._wrong(
-                f"bucket {header.index} came with the bytes from {header.offset} on, but bucket {self._due}, "
-                f"from {self._offset} on, is due: one was lost, sent twice or overtaken"
-            )
-        rest = self._manifest.stop - header.offset
-        # Only the last bucket may end inside an element.
-        if not 0 < header.nbytes <= rest or (header.nbytes < rest and header.nbytes % ALIGNMENT):
-            raise self._wrong(
-                f"bucket {header.index} has {header.nbytes} bytes from {header.offset} on; expected a multiple of "
-                f"{ALIGNMENT}, or all that are left of the {self._manifest.nbytes} bytes of the weights"
-            )
-        whole = header.base < 0
-        if not 0 < header.payload_nbytes <= header.nbytes or (whole and header.payload_nbytes != header.nbytes):
-            raise self._wrong(f"{header.payload_nbytes} bytes came for the {header.nbytes} of bucket {header.index}")
-
-    def _wrong(self, what: str) -> UpdateFailed:
-        return UpdateFailed(f"version {self._version}: {what}")
-
-
-class _IntoBuffer(_Arrival):
-    """Receives a version into a back buffer: whole buckets in their place, deltas beside it."""
-
-    def __init__(
-        self, manifest: Manifest, version: int, memory: Callable[[Device], torch.Tensor], base: int | None
-    ) -> None:
-        """Receive into the bytes of all weights that ``memory`` gives when the first bucket comes."""
-        super().__init__(manifest, version)
-        self._memory = memory
-        self._flat: torch.Tensor | None = None
-        self._base = base
-        self._delta = torch.empty(0, dtype=torch.uint8)
-
-    def _room(self, header: Header, device: Device) -> torch.Tensor:
-        if self._flat is None:
-            self._flat = self._memory(device)
-        if header.base < 0:
-            return self._place(header)
-        if header.base != self._base:
-            held = "nothing complete" if self._base is None else f"version {self._base}"
-            raise self._wrong(f"came as a delta to version {header.base}, but what is here is {held}; send it whole")
-        self._delta = torch.empty(header.payload_nbytes, dtype=torch.uint8)
-        return self._delta
-
-    def _take(self, header: Header) -> None:
-        if header.base < 0:
-            return
-        if digest(self._delta) != header.checksum:
-            raise self._wrong(f"the delta of bucket {header.index} is not what the trainer sent")
-        apply(self._delta, self._place(header))
-
-    def _digests(self) -> tuple[int, ...]:
-        running = RunningDigests(self._manifest)
-        start, stop = self._manifest.start, self._manifest.stop
-        flat = self._memory(CPU.name) if self._flat is None else self._flat  # None where there are no bytes
-        running.add(start, flat[start:stop])
-        return running.finished()
-
-    def _place(self, header: Header) -> torch.Tensor:
-        assert self._flat is not None
-        return self._flat[header.offset : header.offset + header.nbytes]
-
-
-class _IntoTensors(_Arrival):
-    """Receives a version straight into the served tensors, by way of one bucket."""
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        version: int,
-        write: Callable[[int, torch.Tensor], None],
-        memory: Callable[[int, Device], torch.Tensor],
-    ) -> None:
-        super().__init__(manifest, version)
-        self._write, self._memory = write, memory
-        self._running = RunningDigests(manifest)
-        self._bucket = torch.empty(0, dtype=torch.uint8)
-
-    def _room(self, header: Header, device: Device) -> torch.Tensor:
+    def room(self, share: Arrival, header: Header, device: Device) -> torch.Tensor:
         if header.base >= 0:
-            raise self._wrong("came as a delta, which needs rollout.enable_dual_buffer on the replica")
-        if self._bucket.numel() < header.nbytes:
-            self._bucket = self._memory(header.nbytes, device)
-        return self._bucket[: header.nbytes]
+            raise share.wrong("came as a delta, which needs rollout.enable_dual_buffer on the replica")
+        if share.bucket.numel() >= header.nbytes:
+            return share.bucket[: header.nbytes]
+        if self._device is not None and kind_of(device) is kind_of(self._device):
+            return torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
+        return host_buffer(header.nbytes, pinned=self._pinned)
 
-    def _take(self, header: Header) -> None:
-        data = self._bucket[: header.nbytes]
-        self._running.add(header.offset, data)
-        self._write(header.offset, data)
+    def take(self, share: Arrival, header: Header) -> None:
+        share.running.add(header.offset, share.bucket)
+        self.torn = True
+        for start, stop in buckets(header.nbytes, self._window):
+            self._tensors.write(header.offset + start, share.bucket[start:stop])
 
-    def _digests(self) -> tuple[int, ...]:
-        return self._running.finished()
+    def digests(self, share: Arrival) -> tuple[int, ...]:
+        return share.running.finished()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -86,7 +86,7 @@ class Staged:
     def gather(self, version: int, windows: Iterable[Window]) -> GatherReport:
         """Overwrite the copy with ``version``, whose ``windows`` are this object's own buckets, in order.
 
-        Raises `UpdateFailed` for other windows; after any error the copy holds no version.
+        After any error the copy holds no version.
         """
         if version == self.version and self._gathered is not None:
             deque(windows, maxlen=0)  # sent again: the copy is there, and so are the deltas to the version before
@@ -96,8 +96,7 @@ class Staged:
         # No version until all of it is there: gathering may fail half-way, and half a version must not be sent.
         self.version, self._deltas = None, {}
         running, changed = RunningDigests(self._manifest), 0
-        for index, (offset, data) in enumerate(windows):
-            whole = self._chunk_of(index, offset, data)
+        for whole, (offset, data) in zip(self._whole, windows, strict=False):
             if self._base is not None:
                 host = data.cpu()  # once: both read it
                 changed += self._encode(whole, host, self._base)
@@ -122,25 +121,13 @@ class Staged:
         deltas = self._deltas if to is not None and to == self._base else {}
         return _CompleteCopy([deltas.get(whole.header.index, whole) for whole in self._whole], self._digests)
 
-    def _chunk_of(self, index: int, offset: int, data: torch.Tensor) -> Chunk:
-        if index >= len(self._whole) or (offset, data.numel()) != (
-            (whole := self._whole[index]).header.offset,
-            whole.header.nbytes,
-        ):
-            raise UpdateFailed(
-                f"window {index} has {data.numel()} bytes from {offset} on, which is no bucket of the trainer's copy"
-            )
-        return whole
-
     def _encode(self, whole: Chunk, data: torch.Tensor, base: int) -> int:
         """Keep the delta from the copy's bucket to ``data``, if it is small; return the number of units that differ."""
-        delta, header = encode(whole.payload, data), whole.header
-        if delta.payload is not None:
-            payload = delta.payload
-            self._deltas[header.index] = Chunk(
-                Header(header.index, header.offset, header.nbytes, payload.numel(), base, digest(payload)), payload
-            )
-        return delta.changed
+        (payload, changed), header = encode(whole.payload, data), whole.header
+        if payload is not None:
+            sent = replace(header, payload_nbytes=payload.numel(), base=base, checksum=digest(payload))
+            self._deltas[header.index] = Chunk(sent, payload)
+        return changed
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ The ends find each other by a link:
 
     driver: make_link(name, TransportAddress) ─▶ trainer: open_sender(link)      receivers: open_receiver(link, name)
 
-A transport is a module of `transports` with these three functions, imported when it is asked for.
+A transport is a module of `transports` with the last two functions, imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.config.schema import Config
-from headway.config.transport_facts import TRANSPORTS, between_devices
+from headway.config.transport_facts import WITHIN_PROCESS, between_devices
 from headway.devices import kind_of
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import ConfigError, UpdateFailed
+from headway.errors import UpdateFailed
 
 if TYPE_CHECKING:
     import torch
 
     from headway.devices import Device
+    from headway.engines.weights.transports.local import LocalExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +222,9 @@ class Link:
     """The facts that both ends of a transport need to open. Travels to other processes, except for ``local``'s."""
 
     transport: str
-    data: Any
-    """The transport's own link, as its module made it."""
+    meeting: TransportAddress
+    exchange: LocalExchange | None = None
+    """Where the ends of ``local`` meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,19 +240,23 @@ class EndContext:
 
 
 def make_link(transport: str, meeting: TransportAddress) -> Link:
-    """Make the link of ``transport``. Raises `ConfigError` if it is unknown, or if ``meeting`` lacks what it needs."""
-    return Link(transport, _module(transport).make_link(meeting))
+    """Make the link of ``transport``."""
+    if transport != WITHIN_PROCESS:
+        return Link(transport, meeting)
+    from headway.engines.weights.transports.local import LocalExchange
+
+    return Link(transport, meeting, LocalExchange(meeting.receivers, meeting.timeout_s))
 
 
 def open_sender(link: Link, here: EndContext) -> WeightSender:
     """Open the trainer's end of ``link``. With ``broadcast`` this blocks until all receivers have opened theirs."""
-    sender: WeightSender = _module(link.transport).open_sender(link.data, here)
+    sender: WeightSender = _module(link.transport).open_sender(link, here)
     return sender
 
 
 def open_receiver(link: Link, name: str, here: EndContext) -> WeightReceiver:
     """Open the end of the receiver called ``name``. With ``broadcast`` this blocks until all ends are open."""
-    receiver: WeightReceiver = _module(link.transport).open_receiver(link.data, name, here)
+    receiver: WeightReceiver = _module(link.transport).open_receiver(link, name, here)
     return receiver
 
 
@@ -260,11 +266,6 @@ def through_devices(config: Config, device: str) -> bool:
     return kind.collectives != "gloo" and between_devices(
         update.transport, update.schedule, update.encoding, config.cluster.backend
     )
-
-
-def needs(transport: str, what: str) -> ConfigError:
-    """The error for a meeting that lacks what a transport needs."""
-    return ConfigError(f"the transport {transport!r} needs {what}; none was given")
 
 
 def place_of(name: str, receivers: Sequence[str]) -> int:
@@ -277,6 +278,4 @@ def place_of(name: str, receivers: Sequence[str]) -> int:
 
 
 def _module(transport: str) -> ModuleType:
-    if transport not in TRANSPORTS:
-        raise ConfigError(f"unknown param_update.transport {transport!r}; known are {', '.join(TRANSPORTS)}")
     return import_module(f"headway.engines.weights.transports.{transport}")

@@ -3,14 +3,22 @@
 A line's segments stand behind each other as `headway.data.packing` says. Attention takes them in parts, each of
 which is a batch of queries with keys of their own:
 
-    causal   a segment's tokens among themselves, or those of a whole row: what another row has, too, is dropped there
+    causal   a segment's tokens among themselves
     view     a segment's tokens, or a piece of them, and the keys of their whole path, under a mask
     subtree  all that stands behind a segment, and the segment's keys: no copies, no mask
 
-A tree is computed as whole rows, as views, or as its segments and what stands behind them, whose results are merged by
-their log-sum-exps: in whichever way costs least.
+A tree is computed as views, or as its segments and what stands behind them, whose results are merged by their
+log-sum-exps: in whichever way costs least.
 
-Shape suffixes: L tokens of the line, S segments, B items of a part, Q queries and K keys of each (padded).
+Ranks may divide a line (`SequenceRanks`): each has a part of the tokens, and for attention some heads of all.
+
+    tokens 0…  all heads │                          │ all tokens, heads 0…
+    tokens …   all heads │ ── all-to-all ─▶ attend  │ all tokens, heads …   ── all-to-all ─▶ tokens, all heads
+
+That is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
+
+Shape suffixes: L tokens of the line, S segments, B items of a part, Q queries and K keys of each (padded), H heads,
+D head size, U values.
 """
 
 from __future__ import annotations
@@ -19,16 +27,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import pairwise
+from math import gcd
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from headway.data.packing import Places, Segments, Tree
-from headway.models.attention.ulysses import SequenceRanks
 
 COPY = 8
 """Cost of a key that is copied into a view, in pairs of a query and a key."""
@@ -42,6 +52,82 @@ MOST_PAIRS = 1 << 22
 """Most pairs of one view: their mask is held as numbers."""
 PIECE = 256
 """Number of queries in a piece of a segment that is longer than a layer's window."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRanks:
+    """Ranks that divide lines of tokens, as one of them sees them. Their number divides the length of a line.
+
+    Heads of keys and values are repeated where there are fewer than ranks, or where they do not divide.
+    """
+
+    group: ProcessGroup
+    rank: int
+    """Place of this rank among them."""
+    size: int
+    """Number of ranks."""
+
+    def part(self, tokens: int) -> slice:
+        """Places of this rank's tokens in a line of ``tokens``."""
+        own = tokens // self.size
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+    def to_heads(self, line: Float[Tensor, "1 H l D"]) -> Float[Tensor, "1 h L D"]:
+        """Give up heads for tokens: some heads of all tokens. Repeats heads where ``size`` does not divide them."""
+        heads = line.shape[1]
+        if heads % self.size:
+            line = line.repeat_interleave(self.size // gcd(heads, self.size), dim=1)
+        exchanged: Tensor = _AllToAll.apply(line, 1, 2, self.group)  # type: ignore[no-untyped-call]
+        return exchanged
+
+    def to_tokens(self, line: Float[Tensor, "1 L h D"]) -> Float[Tensor, "1 l H D"]:
+        """Give up tokens for heads: all heads of this rank's tokens."""
+        exchanged: Tensor = _AllToAll.apply(line, 1, 2, self.group)  # type: ignore[no-untyped-call]
+        return exchanged
+
+    def own_heads(self, of_heads: Float[Tensor, " H"]) -> Float[Tensor, " h"]:
+        """Return the numbers of this rank's heads. Differentiable."""
+        return of_heads.chunk(self.size)[self.rank]
+
+    def joined(self, values: Float[Tensor, " u"], places: Int[Tensor, " u"], total: int) -> Float[Tensor, " U"]:
+        """Return the ``total`` values of all ranks, of which this one has those at ``places``.
+
+        Every rank is to compute the same from them: the gradient of its own values is its own.
+        """
+        joined: Tensor = _Joined.apply(values, places, total, self.group)  # type: ignore[no-untyped-call]
+        return joined
+
+
+class _AllToAll(torch.autograd.Function):
+    """Scatter one dimension over the ranks, and gather another from them."""
+
+    @staticmethod
+    def forward(ctx: Any, line: Tensor, scattered: int, gathered: int, group: ProcessGroup) -> Tensor:
+        ctx.args = gathered, scattered, group
+        ranks = dist.get_world_size(group)
+        sent = torch.stack(line.chunk(ranks, dim=scattered))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(), dim=gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllToAll.apply(grads[0], *ctx.args), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, total: int, group: ProcessGroup) -> Tensor:
+        ctx.save_for_backward(places)
+        joined = values.new_zeros(total).index_copy_(0, places, values)
+        dist.all_reduce(joined, group=group)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Not summed over the ranks: all compute the same loss from all values, and a sum would count it once for each.
+        (places,) = ctx.saved_tensors
+        return grads[0].index_select(0, places), None, None, None
 
 
 class AttentionKind(Enum):
@@ -59,8 +145,6 @@ class Item:
     """Places of the queries in the line."""
     keys: Places
     """Places of the keys."""
-    dropped: int = 0
-    """Number of the first queries whose results another item has, too."""
     before: int = 0
     """Number of keys before the first query's own, in a view; 0 in other kinds."""
     level: int = 0
@@ -168,16 +252,12 @@ def _items(segments: Segments, positions: Places, window: int | None) -> list[It
         lengths = stops[of] - starts[of]
         depths = positions[starts[of]]
         behind = ends[of] - stops[of]
-        paths = (depths + lengths)[behind == 0]
         pairs = lengths * (depths + lengths)
-        as_rows = int(_causal(paths).sum() + COPY * paths.sum())
         as_views = int((pairs + COPY * (depths + lengths)).sum())
-        as_segments = int(_causal(lengths).sum() + (behind * (lengths + MERGE)).sum()) + CALL * int(len(paths) > 1)
+        as_segments = int(_causal(lengths).sum() + (behind * (lengths + MERGE)).sum()) + CALL * int(len(lengths) > 1)
         windowed = window is not None and window <= positions[starts[root] : ends[root]].max()
-        if windowed or (as_views < min(as_rows, as_segments) and pairs.max() <= MOST_PAIRS):
+        if windowed or (as_views < as_segments and pairs.max() <= MOST_PAIRS):
             items += _views(root, following, segments, stops, window)
-        elif as_rows <= as_segments:
-            items += _rows(root, following, segments, stops)
         else:
             items += _segments(root, following, segments, stops)
     return items
@@ -195,17 +275,6 @@ def _paths(root: int, following: int, segments: Segments, stops: Places) -> Iter
         own = np.arange(segments.starts[segment], stops[segment])
         path = paths[segment] = np.concatenate([paths[int(segments.parents[segment])], own])
         yield segment, own, path
-
-
-def _rows(root: int, following: int, segments: Segments, stops: Places) -> list[Item]:
-    """Each row of a tree by itself. What it has in common with one before it is computed again, and dropped."""
-    items = []
-    done = int(segments.starts[root])  # tokens before it are some row's already
-    for segment, _, path in _paths(root, following, segments, stops):
-        if segments.ends[segment] == stops[segment]:
-            items.append(Item(AttentionKind.CAUSAL, path, path, dropped=int(np.searchsorted(path, done))))
-            done = int(stops[segment])
-    return items
 
 
 def _segments(root: int, following: int, segments: Segments, stops: Places) -> list[Item]:
@@ -266,7 +335,7 @@ def _part(kind: AttentionKind, items: Sequence[Item], window: int | None, device
     queries_BQ, keys_BK = _padded([item.queries for item in items]), _padded([item.keys for item in items])
     wide, long = queries_BQ.shape[1], keys_BK.shape[1]
     column = np.arange(wide)
-    kept_BQ = (column < query_lengths[:, None]) & (column >= np.array([[item.dropped] for item in items]))
+    kept_BQ = column < query_lengths[:, None]
     seen = None
     if kind is AttentionKind.VIEW:
         # Padding sees what the item's last query does, whose place it has.

@@ -44,7 +44,7 @@ class DecodeRows:
     rows stay in front and neighbours, which attend together (see `blocks_of`), are of similar length.
     """
 
-    def __init__(self, slots: int, max_context: int, *, ordered: bool = False, runs_ahead: int = 0) -> None:
+    def __init__(self, slots: int, max_context: int, *, ordered: bool = False) -> None:
         self.slots = slots
         self._ordered = ordered
         self.runs: list[CallRun] = []
@@ -54,11 +54,8 @@ class DecodeRows:
         """Tokens of each row in the KV cache, once all that was launched is done."""
         self.sampled = np.zeros(slots, np.int64)
         """Tokens of each row's call, those included that were launched and not read."""
-        self.places = np.full((runs_ahead + 1, slots), -1, np.int64)
-        """Each row's place in the steps launched last, step i in line i modulo their number; -1: it had none."""
         self.steady = 0
         """Steps launched since rows were last added, removed or moved."""
-        self._numbers = np.arange(slots)
         self._written = np.zeros(slots, np.int64)
         self._limits = np.zeros(slots, np.int64)
         self._keys = np.zeros(slots, np.uint64)
@@ -81,7 +78,7 @@ class DecodeRows:
         row, written = self.active, len(run.written.ids)
         self.runs.append(run)
         self.steady = 0
-        self.places[:, row], self.tokens[row] = -1, -2
+        self.tokens[row] = -2
         self.lengths[row] = len(run.call.input_ids) + written
         self._written[row] = self.sampled[row] = written
         self._limits[row] = run.limit
@@ -114,22 +111,18 @@ class DecodeRows:
         """[steps, A] one uniform for each row's next tokens."""
         return uniforms(self._keys[: self.active], self.sampled[: self.active] + np.arange(steps)[:, None])
 
-    def launched(self, step: int, decoding: int) -> None:
-        """Every row gets a token in the ``step``-th step; the first ``decoding`` have their last one in the cache."""
-        if self.steady < len(self.places):
-            line = self.places[step % len(self.places)]
-            line[: self.active], line[self.active :] = self._numbers[: self.active], -1
+    def launched(self, decoding: int) -> None:
+        """Every row gets a token in a step; the first ``decoding`` have their last one in the cache."""
         self.steady += 1
         self.lengths[:decoding] += 1
         self.sampled[: self.active] += 1
 
-    def got(self, step: int, since: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows that got a token in the ``step``-th step, and their places in it; ``since`` then that many followed."""
-        if since < self.steady:
-            return self._numbers[: self.active], self._numbers[: self.active]
-        places = self.places[step % len(self.places), : self.active]
-        rows = np.flatnonzero(places >= 0)
-        return rows, places[rows]
+    def places(self, runs: Sequence[CallRun]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows whose calls are among the ``runs`` of a step, and their places in it."""
+        where = {run: place for place, run in enumerate(runs)}
+        found = [(row, where[run]) for row, run in enumerate(self.runs) if run in where]
+        rows, places = np.array(found, np.int64).reshape(-1, 2).T.copy()
+        return rows, places
 
     def record(
         self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
@@ -188,7 +181,6 @@ class DecodeRows:
         state: NDArray[Any]
         for state in (self.tokens, self.lengths, self.sampled, self._written, self._limits, self._keys, self._stops):
             state[target] = state[source]
-        self.places[:, target] = self.places[:, source]
         end = int(self._written[source])
         for state in (self._ids, self._logprobs, self._versions):
             state[target, :end] = state[source, :end]
@@ -209,6 +201,8 @@ class LaunchedStep:
     """Place of the step among all that were launched."""
     version: int
     """Version of the weights that sampled."""
+    runs: Sequence[CallRun]
+    """Calls that get a token."""
     starting: Sequence[CallRun]
     """Calls that get their first token, or the first since they were parked."""
     record: DecodeStep
@@ -234,7 +228,7 @@ class DecodeBatch:
         max_batched_tokens: int,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        self.rows = DecodeRows(slots, max_context, ordered=runner.in_blocks, runs_ahead=runner.runs_ahead)
+        self.rows = DecodeRows(slots, max_context, ordered=runner.in_blocks)
         self.prefixes = Prefixes(runner.cache)
         self.siblings = Siblings(max(max_context, runner.cache.tokens // KEPT_SHARE))
         self._prompts = SharedPrompts(slots)
@@ -246,6 +240,8 @@ class DecodeBatch:
         """True once a call with stop strings has started."""
         self._launched = 0
         """Steps so far."""
+        self._last: Sequence[CallRun] = ()
+        """Calls that get a token in the last one."""
         # What the steps read on the device, of the rows as they were when the last one was launched.
         self._tokens = torch.empty(0, dtype=torch.int64, device=runner.device)
         self._lengths = self._penalised = self._tokens
@@ -326,7 +322,7 @@ class DecodeBatch:
         decoded, prefilled = self._runner.step(tokens, positions, lengths, contexts, prompts)
         # After the step, which stores each row's token at the length from before it.
         positions += 1
-        self.rows.launched(self._launched, decoding)
+        self.rows.launched(decoding)
         logits = [decoded] if decoding else []
         if admission.starting:
             # After the contexts were gathered: making room may take the blocks in which they were found.
@@ -340,8 +336,9 @@ class DecodeBatch:
         self._tokens, logprobs = sample(joined, self._sampling, self._uniforms.popleft())
         if seen is not None:
             self._seen.record(self._penalised, self._tokens)
-        self._launched += 1
-        return LaunchedStep(self._launched - 1, version, admission.starting, record, to_host([self._tokens, logprobs]))
+        self._launched, self._last = self._launched + 1, [*self.rows.runs]
+        read = to_host([self._tokens, logprobs])
+        return LaunchedStep(self._launched - 1, version, self._last, admission.starting, record, read)
 
     def _bring(self, decoding: int, contexts: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
         """Bring to the device what has changed of the rows' numbers, by one copy, and the tokens of ``contexts``.
@@ -351,7 +348,7 @@ class DecodeBatch:
         rows, arrays = self.rows, dict[str, NDArray[Any]]()
         if changed := self._bars or not rows.steady:
             params = [run.call.sampling for run in rows.runs]
-            arrays["places"] = rows.places[(self._launched - 1) % len(rows.places), :decoding]
+            arrays["places"] = rows.places(self._last)[1][:decoding]
             arrays["lengths"] = rows.lengths[: rows.active].copy()  # a CPU's tensor would be the array itself
             arrays["penalised"] = np.array([row for row, p in enumerate(params) if p.repetition_penalty != 1], np.int64)
             arrays |= BatchSampling.numbers(params, self._runner.vocabulary, rows.sampled)
@@ -374,7 +371,10 @@ class DecodeBatch:
         False where they are not finite.
         """
         tokens, logprobs = step.read()
-        rows, at = self.rows.got(step.number, self._launched - 1 - step.number)
+        if self._launched - 1 - step.number < self.rows.steady:  # nothing has moved since
+            rows = at = np.arange(self.active)
+        else:
+            rows, at = self.rows.places(step.runs)
         if not np.isfinite(logprobs[at]).all():
             return False
         self.rows.record(rows, tokens[at], logprobs[at], step.version)
@@ -395,11 +395,14 @@ class DecodeBatch:
 
     def take_out(self, row: int) -> CallRun:
         """Free the row of a finished call; its context is kept if its episode may call again."""
+        run = self.rows.runs[row]
+        if (shared := self.prefixes.kept(run)) is None:
+            return self.remove(row)
         # Read before the row is freed: another row is copied into its place, over the keys and values.
-        ending = self.prefixes.ending(self.rows.runs[row], row, self.rows.context)
-        run = self.remove(row)
-        if ending is not None:
-            self.prefixes.store(run, ending, self._runner.rows_of(self.active))
+        ids = self.rows.context(row)
+        kv = self._runner.cache.read(row, len(ids))
+        self.remove(row)
+        self.prefixes.store(run, ids, kv, shared, self._runner.rows_of(self.active))
         return run
 
     def remove(self, row: int) -> CallRun:

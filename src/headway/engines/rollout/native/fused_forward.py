@@ -139,12 +139,19 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
     check_kind(config, max_context)
     windows = Windows.of(config, max_context)
     module = ModuleForward(model, max_context, windows)
+    try:
+        expected = _brief_logits(module, model, windows, max_context)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:  # the model's own code, of any family
+        said = str(cause) if isinstance(cause, ModelError) else said_by(cause)
+        raise not_served(config, f"its code does not take the engine's cache or masks ({said})") from cause
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if config.model_type not in FAMILY or rope not in _FIXED_ROPE or config.hidden_act != "silu":
-        _try(module, model, windows, max_context)
         return module
     fused = FusedForward(model, max_context, windows)
-    difference, largest = _largest_difference(module, fused, model, windows, max_context)
+    difference = float((expected - _brief_logits(fused, model, windows, max_context)).abs().max())
+    largest = float(expected.abs().max())
     if difference <= _TOLERANCE.get(model.dtype, 2**-5) * max(1.0, largest):
         return fused
     logger.warning(
@@ -155,26 +162,6 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
         largest,
     )
     return module
-
-
-def _try(module: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int) -> None:
-    """Raise `ModelError` where the model's own code cannot be run with the engine's cache and masks."""
-    try:
-        _brief_logits(module, model, windows, max_context)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as cause:  # the model's own code, of any family
-        said = str(cause) if isinstance(cause, ModelError) else said_by(cause)
-        why = f"its code does not take the engine's cache or masks ({said})"
-        raise not_served(model.config, why) from cause
-
-
-def _largest_difference(
-    module: PolicyForward, fused: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int
-) -> tuple[float, float]:
-    """Between the logits of both over a short prefill and one decoded token, and the module's largest logit."""
-    expected, logits = (_brief_logits(forward, model, windows, max_context) for forward in (module, fused))
-    return float((expected - logits).abs().max()), float(expected.abs().max())
 
 
 def _brief_logits(forward: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int) -> torch.Tensor:
@@ -227,19 +214,6 @@ class _FusedLayer:
     gate_up: Projection
     down: Projection
 
-    def refresh(self) -> None:
-        for projection in self._projections():
-            projection.refresh()
-        if self.head_norms is not None:
-            self.head_norms.refresh()
-
-    def release(self) -> None:
-        for projection in self._projections():
-            projection.release()
-
-    def _projections(self) -> tuple[Projection, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
-
 
 def _with_fillers(parts: Sequence[torch.Tensor], fillers: int) -> torch.Tensor:
     """Concatenate ``parts``, followed by ``fillers`` zeros."""
@@ -268,6 +242,9 @@ class FusedForward:
         with torch.no_grad():
             self._layers = [_pack(layer, self.shape.heads, self.shape.kv_heads) for layer in decoder.layers]
             self._head = _joint(model.get_output_embeddings())
+            self._projections = [self._head]
+            for layer in self._layers:
+                self._projections += [layer.qkv, layer.out, layer.gate_up, layer.down]
             self._cos, self._sin = self._rotation(decoder.rotary_emb, max_context, model)
 
     def step(
@@ -303,14 +280,15 @@ class FusedForward:
         return logits, prefill.kv() if contexts else []
 
     def refresh(self) -> None:
+        for projection in self._projections:
+            projection.refresh()
         for layer in self._layers:
-            layer.refresh()
-        self._head.refresh()
+            if layer.head_norms is not None:
+                layer.head_norms.refresh()
 
     def release(self) -> None:
-        for layer in self._layers:
-            layer.release()
-        self._head.release()
+        for projection in self._projections:
+            projection.release()
 
     def _run(self, tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [N, hidden] before the final norm, of ``tokens`` [N]; ``cos``, ``sin`` [N, 1, D]."""

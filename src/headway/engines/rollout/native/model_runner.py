@@ -213,18 +213,11 @@ class ModelRunner:
         """Rows of every call, where their number matters: then that is always the same."""
         if self.device.type != "cpu":
             return 1
+        so = f"every decoding step is filled up to {slots} rows, and what is sampled depends on rollout.max_concurrent"
         if self._has_experts:
-            logger.warning(
-                "a row's logits depend on the number of rows beside it here, and an expert has as many as the router "
-                "gives it: the last bits of what is sampled depend on what decodes beside it"
-            )
-            return 1
-        logger.warning(
-            "a row's logits depend on the number of rows beside it here, so every decoding step is filled up to %d "
-            "rows; what is sampled then depends on rollout.max_concurrent, and on nothing else beside the seed",
-            slots,
-        )
-        return slots
+            so = "an expert has as many as the router gives it, and the last bits of what is sampled depend on them"
+        logger.warning("a row's logits depend on the number of rows beside it here: %s", so)
+        return 1 if self._has_experts else slots
 
     @property
     def shares(self) -> bool:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -249,13 +248,6 @@ def recorded_rows(rows: int) -> int:
     return next((few for few in (1, 2, 4, 8) if rows <= few), -(-rows // 16) * 16)
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordedGraph:
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-    replay: Compute
-
-
 class DecodeGraphs:
     """Runs decoding steps in one cache by recording and replaying them: on a GPU one launch, where a step is a hundred.
 
@@ -274,7 +266,8 @@ class DecodeGraphs:
         """``window``: of the model's sliding attention, if it has any."""
         self._forward, self._cache, self._recorder = forward, cache, recorder
         self._window, self._dtype = window, dtype
-        self._recorded: OrderedDict[tuple[int, int, int], _RecordedGraph] = OrderedDict()
+        self._recorded: OrderedDict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, Compute]] = OrderedDict()
+        """By rows, span and room: the tensors that a graph reads tokens and lengths from, and its replay."""
         self._logits: torch.Tensor | None = None
         """[slots, V] which every recorded step writes."""
         self.works = True
@@ -298,14 +291,14 @@ class DecodeGraphs:
             span = min(-(-positions // RECORDED_SPAN_STEP) * RECORDED_SPAN_STEP, span)
         shape = (rows, span, self._cache.room)
         tokens, lengths = _filled(tokens, rows), _filled(lengths, rows)
-        recorded = self._recorded.get(shape)
-        if recorded is None:
+        if shape not in self._recorded:
             return self._record(shape, tokens, lengths)[:wanted]
         self._recorded.move_to_end(shape)
         # Into the tensors that the graph has recorded: it reads their addresses, whatever Python calls them.
-        recorded.tokens[:] = tokens
-        recorded.lengths[:] = lengths
-        recorded.replay()
+        its_tokens, its_lengths, replay = self._recorded[shape]
+        its_tokens[:] = tokens
+        its_lengths[:] = lengths
+        replay()
         assert self._logits is not None
         return self._logits[:wanted].clone()
 
@@ -344,7 +337,7 @@ class DecodeGraphs:
         if not difference <= REPLAY_TOLERANCE:
             self._give_up(f"a replayed step of {rows} rows differs from the step by {difference:.2g}, relative")
             return expected
-        self._recorded[shape] = _RecordedGraph(tokens, lengths, replay)
+        self._recorded[shape] = tokens, lengths, replay
         if len(self._recorded) > MOST_RECORDED:
             self._recorded.popitem(last=False)
         return expected

@@ -18,9 +18,9 @@ youngest open episode loses its own, which is counted.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,18 +44,20 @@ class _CacheNode:
     given: int
     """Leading tokens that were prefilled behind shared ones: any episode would compute the same bits."""
     block: int
-    """Number of the block; -1 for a root, and for what is gone."""
-    depth: int
-    used: int = 0
-    """Time of the last use."""
+    """Number of the block; -1 for a root."""
     pins: int = 0
+    """Contexts of open episodes that begin with it."""
     shared: dict[bytes, _CacheNode] = field(default_factory=dict)
     own: dict[TrajectoryId, list[_CacheNode]] = field(default_factory=dict)
 
-    @property
-    def idle(self) -> bool:
-        """True for an unpinned block without children."""
-        return self.block >= 0 and not self.pins and not self.shared and not self.own
+    def way(self) -> list[_CacheNode]:
+        """The block and all before it, up to the root."""
+        way: list[_CacheNode] = []
+        node = self
+        while node.parent is not None:
+            way.append(node)
+            node = node.parent
+        return way
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +69,7 @@ class _OpenEpisode:
     running: int = 0
     """Calls of it that decode."""
     leaves: list[_CacheNode] = field(default_factory=list)
-    """The ends of its contexts, pinned."""
+    """The ends of its contexts, which are pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +112,10 @@ class PrefixCache:
         self.limit = limit
         self.lost = 0
         """Times that an open episode lost its pins and had nothing in a row."""
-        self._time = 0
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Drop everything; all episodes count as not open."""
         self._root = _root()
         self._nodes: dict[int, _CacheNode] = {}
         """Nodes by block."""
@@ -121,9 +123,9 @@ class PrefixCache:
         """Heap of free blocks below `top`."""
         self.top = 0
         """All blocks from here on are free."""
-        self._idle: list[tuple[int, int, int, _CacheNode]] = []
-        """Heap of (last use, -depth, serial, node); entries may be out of date."""
-        self._serial = count()
+        self._unpinned: OrderedDict[_CacheNode, None] = OrderedDict()
+        """Blocks that may go, the least recently used first. A block comes before the one that it follows in a context:
+        who uses it uses both."""
         self._episodes: dict[TrajectoryId, _OpenEpisode] = {}
 
     def __len__(self) -> int:
@@ -149,7 +151,7 @@ class PrefixCache:
             if common < BLOCK:
                 break
             node = child
-        self._use(way)
+        self._use(reversed(way))
         return Found(tuple(node.block for node in way), length, shared)
 
     def store(self, ids: Ids, trajectory: TrajectoryId, shared: int) -> list[BlockCopy]:
@@ -161,9 +163,8 @@ class PrefixCache:
         if (episode := self._episodes.get(trajectory)) is None:
             return []
         copies: list[BlockCopy] = []
-        node, start = self._root_of(trajectory), 0
-        episode.root = node
-        while start < len(ids):
+        node = episode.root = self._root_of(trajectory)
+        for start in range(0, len(ids), BLOCK):
             chunk = ids[start : start + BLOCK]
             given = min(max(shared - start, 0), len(chunk))
             is_shared = given == BLOCK
@@ -171,23 +172,24 @@ class PrefixCache:
             if child is None and not is_shared:
                 child = self._extended(node, chunk, start, trajectory, copies)
             if child is None:
-                node.pins += 1  # it has to stay while room is made
-                block = self._take(episode)
-                node.pins -= 1
-                if block is None:
-                    self._rest(node)
+                if (block := self._take(episode)) is None:
+                    self._unpin(node)
                     return copies
-                child = _CacheNode(node, chunk.copy(), None if is_shared else trajectory, given, block, node.depth + 1)
+                child = _CacheNode(node, chunk.copy(), None if is_shared else trajectory, given, block)
                 self._nodes[block] = child
                 if is_shared:
                     node.shared[_key(chunk)] = child
                 else:
                     node.own.setdefault(trajectory, []).append(child)
                 copies.append(BlockCopy(block, 0, start, start + len(chunk)))
-            self._use([child])
-            node, start = child, start + BLOCK
-        if node.parent is not None:
-            self._pin(episode, node)
+            child.pins += 1  # it has to stay while room is made for the rest
+            self._unpinned.pop(child, None)
+            node = child
+        way = node.way()
+        before = [leaf for leaf in episode.leaves if leaf in way]  # ends of its earlier contexts, which this one has
+        episode.leaves = [leaf for leaf in episode.leaves if leaf not in way] + way[:1]
+        for leaf in before:
+            self._unpin(leaf)
         return copies
 
     # ------------------------------------------------------------------------------------- episodes
@@ -214,11 +216,7 @@ class PrefixCache:
         for trajectory in trajectories:
             if (episode := self._episodes.pop(trajectory, None)) is not None:
                 for leaf in episode.leaves:
-                    leaf.pins -= 1
-                    node = leaf
-                    while node.owner is not None and node.idle:
-                        node = self._remove(node)
-                    self._rest(node)
+                    self._unpin(leaf, drop=True)
 
     def leave(self, holder: Hashable) -> None:
         """Release all episodes of ``holder``."""
@@ -229,10 +227,6 @@ class PrefixCache:
         self._root = _root()
         while self._evict():
             pass
-
-    def clear(self) -> None:
-        """Drop everything; all episodes count as not open."""
-        self._clear()
 
     # ------------------------------------------------------------------------------------- memory
 
@@ -267,16 +261,10 @@ class PrefixCache:
 
     def _evict(self) -> bool:
         """Drop the least recently used block that may go, if there is one."""
-        while self._idle:
-            used, _, _, node = heapq.heappop(self._idle)
-            if not node.idle:
-                continue
-            if node.used > used:
-                self._rest(node)
-                continue
-            self._rest(self._remove(node))
-            return True
-        return False
+        if not self._unpinned:
+            return False
+        self._remove(next(iter(self._unpinned)))
+        return True
 
     def _unpin_youngest(self, storing: _OpenEpisode | None) -> _OpenEpisode:
         """Take the pins of the youngest open episode: of those first that have everything in a row.
@@ -332,57 +320,37 @@ class PrefixCache:
         copies.append(BlockCopy(child.block, common, start + common, start + len(chunk)))
         return child
 
-    def _use(self, way: Sequence[_CacheNode]) -> None:
-        self._time += 1
+    def _use(self, way: Iterable[_CacheNode]) -> None:
+        """Note that blocks are used. ``way``: the end of a context first."""
         for node in way:
-            node.used = self._time
+            if node in self._unpinned:
+                self._unpinned.move_to_end(node)
 
-    def _pin(self, episode: _OpenEpisode, leaf: _CacheNode) -> None:
-        """Pin the end of a context, and unpin the episode's earlier ends on its path."""
-        before, above = leaf, {leaf}
-        while before.parent is not None:
-            before = before.parent
-            above.add(before)
-        stays = [other for other in episode.leaves if other not in above]
-        leaf.pins += 1
-        for other in episode.leaves:
-            if other in above:
-                self._unpin(other)
-        episode.leaves = [*stays, leaf]
+    def _unpin(self, leaf: _CacheNode, *, drop: bool = False) -> None:
+        """Unpin a context by its end. ``drop``: blocks that only its episode finds go at once."""
+        for node in leaf.way():
+            node.pins -= 1
+            if not node.pins:
+                self._unpinned[node] = None
+                if drop and node.owner is not None and not node.own and not node.shared:
+                    self._remove(node)
 
-    def _unpin(self, leaf: _CacheNode) -> None:
-        leaf.pins -= 1
-        self._rest(leaf)
-
-    def _rest(self, node: _CacheNode | None) -> None:
-        """Note that ``node`` may go, if it may."""
-        if node is None or not node.idle:
-            return
-        if len(self._idle) > 64 + 4 * len(self._nodes):
-            idle = (one for one in self._nodes.values() if one.idle and one is not node)
-            self._idle = [(one.used, -one.depth, next(self._serial), one) for one in idle]
-            heapq.heapify(self._idle)
-        heapq.heappush(self._idle, (node.used, -node.depth, next(self._serial), node))
-
-    def _remove(self, node: _CacheNode) -> _CacheNode:
-        """Free the block of an idle node; its parent."""
-        parent = node.parent
-        assert parent is not None
+    def _remove(self, node: _CacheNode) -> None:
+        """Free the block of a node that nothing follows."""
+        assert node.parent is not None
         if node.owner is None:
-            del parent.shared[_key(node.ids)]
+            del node.parent.shared[_key(node.ids)]
         else:
-            siblings = parent.own[node.owner]
+            siblings = node.parent.own[node.owner]
             siblings.remove(node)
             if not siblings:
-                del parent.own[node.owner]
-        del self._nodes[node.block]
+                del node.parent.own[node.owner]
+        del self._nodes[node.block], self._unpinned[node]
         heapq.heappush(self._free, node.block)
-        node.block = -1
-        return parent
 
 
 def _root() -> _CacheNode:
-    return _CacheNode(None, np.empty(0, np.int32), None, 0, -1, 0)
+    return _CacheNode(None, np.empty(0, np.int32), None, 0, -1)
 
 
 def _key(chunk: Ids) -> bytes:

@@ -10,6 +10,7 @@ row or in blocks. There is memory for as many of them as there are slots, unless
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,13 +29,6 @@ def context_key(run: CallRun) -> bytes:
     return run.call.input_ids.tobytes()
 
 
-@dataclass(slots=True)
-class _SharedPrefix:
-    waiting: int = 0
-    """Calls that have not started."""
-    kept: Prefilled | None = None
-
-
 class Siblings:
     """The contexts of calls that have not started, and the prefills kept for these: whole ones, with their logits.
 
@@ -45,61 +39,39 @@ class Siblings:
     def __init__(self, most: int) -> None:
         """``most``: tokens to keep, unless one context alone is longer."""
         self._most = most
-        self._contexts: dict[bytes, _SharedPrefix] = {}
-        self._kept: dict[bytes, int] = {}
-        """Tokens of the prefills that are kept, by context, the oldest first."""
+        self._waiting = Counter[bytes]()
+        """Calls that have not started, by context."""
+        self._kept: dict[bytes, Prefilled] = {}
+        """Prefills by context, the oldest first."""
 
     def expect(self, run: CallRun) -> None:
         """Note that a call will start from its own context."""
-        key = context_key(run)
-        context = self._contexts.get(key)
-        if context is None:
-            context = self._contexts[key] = _SharedPrefix()
-        context.waiting += 1
+        self._waiting[context_key(run)] += 1
 
     def started(self, run: CallRun) -> None:
         """Note that a call has started, or never will."""
         key = context_key(run)
-        context = self._contexts[key]
-        context.waiting -= 1
-        if not context.waiting:
-            del self._contexts[key]
+        self._waiting[key] -= 1
+        if not self._waiting[key]:
+            del self._waiting[key]
             self._kept.pop(key, None)
 
     def of(self, run: CallRun) -> Prefilled | None:
         """The prefill that is kept for ``run``."""
-        context = self._contexts.get(context_key(run)) if run.fresh else None
-        return None if context is None else context.kept
+        return self._kept.get(context_key(run)) if run.fresh else None
 
     def keep(self, run: CallRun, prefilled: Prefilled) -> None:
         """Keep a copy of the prefill from which ``run`` has started, if any that wait have the same context."""
         key = context_key(run)
-        if not run.fresh or (context := self._contexts.get(key)) is None or context.kept is not None:
+        if not run.fresh or key not in self._waiting or key in self._kept:
             return
-        context.kept = prefilled.copy()
-        self._kept[key] = prefilled.length
-        while len(self._kept) > 1 and sum(self._kept.values()) > self._most:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self._contexts[oldest].kept = None
+        self._kept[key] = prefilled.copy()
+        while len(self._kept) > 1 and sum(kept.length for kept in self._kept.values()) > self._most:
+            del self._kept[next(iter(self._kept))]
 
     def drop(self) -> None:
         """Give up all that is kept: its keys and values are not to be used any more."""
-        for key in self._kept:
-            self._contexts[key].kept = None
         self._kept.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedContext:
-    """A context on its way from a row into blocks."""
-
-    ids: NDArray[np.int64]
-    """[T]"""
-    kv: torch.Tensor
-    """[layers, 2·kv_heads, T, head_dim]"""
-    shared: int
-    """Leading tokens that all episodes share."""
 
 
 class Prefixes:
@@ -132,19 +104,18 @@ class Prefixes:
         self._running.pop(run, None)
         self.tree.end(run.call.trajectory)
 
-    def ending(self, run: CallRun, row: int, context: Callable[[int], NDArray[np.int64]]) -> FinishedContext | None:
-        """Take what a call that ends has in its row, if it is to be kept. ``context`` returns the tokens of a row."""
-        if run not in self._running:
-            return None
-        ids = context(row)
-        return FinishedContext(ids, self._cache.read(row, len(ids)), self._running[run])
+    def kept(self, run: CallRun) -> int | None:
+        """Leading tokens of a decoding call's context that all episodes share; None where it will not be kept."""
+        return self._running.get(run)
 
-    def store(self, run: CallRun, ending: FinishedContext, rows: int) -> None:
-        """Keep what a call that has ended had in its row, beside ``rows`` rows."""
+    def store(self, run: CallRun, ids: NDArray[np.int64], kv: torch.Tensor, shared: int, rows: int) -> None:
+        """Keep the context ``ids`` [T] of a call that has ended, beside ``rows`` rows.
+
+        ``kv``: [layers, 2·kv_heads, T, head_dim]. All episodes share the first ``shared`` tokens.
+        """
         # First give up the blocks that rows have grown into: new ones must not be taken from there.
         self._limit(self._cache.blocks_beside(rows))
-        copies = self.tree.store(ending.ids, run.call.trajectory, ending.shared)
-        self._cache.store(copies, ending.kv)
+        self._cache.store(self.tree.store(ids, run.call.trajectory, shared), kv)
         self._cache.lent = self.tree.top
 
     def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:

@@ -329,10 +329,10 @@ class VllmEngine(EngineBase):
             core = VllmCore(
                 llm, self._deliver, self._tell_clients, activity=activity, can_sleep=sleep, **self._core_settings
             )
-            await core.begin()
+            await core.state.begin()
             if self._manifest is not None:
                 slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in self._manifest.slots]
-                await core.connect(self._manifest.nbytes, slots)
+                await core.state.connect(self._manifest.nbytes, slots)
             self._loop, self._stop, self._core = asyncio.get_running_loop(), asyncio.Event(), core
             self._started.set_result(None)
             await self._stop.wait()

@@ -29,7 +29,7 @@ from headway.data.interfaces.rollout import Completion, EngineStats, GenerateReq
 from headway.data.types import FinishReason, SampledTokens
 from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.scheduler import CallRun, Mode, OpenCalls, Scheduler, not_finite
-from headway.engines.rollout.vllm.vllm_state import VllmLink, VllmState
+from headway.engines.rollout.vllm.vllm_state import VllmState
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.receiver_state import ReceiverState
 from headway.errors import HeadwayError, RunError
@@ -144,8 +144,9 @@ class VllmCore:
         """
         self._llm = llm
         self._hand_on, self._on_end = deliver, on_end
-        self._link = VllmLink(llm, name, self._end)
-        self._state = VllmState(llm, self._link, name, weights, on_halted=self._show, on_cleared=activity.interrupted)
+        self.state = VllmState(
+            llm, name, weights, on_end=self._end, on_halted=self._show, on_cleared=activity.interrupted
+        )
         self._name = name
         self._slots = slots
         self._max_context = max_context
@@ -168,42 +169,33 @@ class VllmCore:
 
     # ------------------------------------------------------------------------------------- commands
 
-    async def begin(self) -> None:
-        """Serve the first weights as version 0. Raises `ModelError` for a model that vLLM cannot compute with."""
-        self._link.watch()
-        await self._state.begin()
-
-    async def connect(self, nbytes: int, slots: list[tuple[str, list[int], str, int, int]]) -> None:
-        """Tell the workers what lies where in the buffers that they will map."""
-        await self._state.connect(nbytes, slots)
-
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
-        self.check()
+        self.state.check()
         self._scheduler.submit(self._calls.submit(client, calls))
         self._fill()
 
     async def pause(self, policy: OnUpdate) -> Paused:
         """Returns when nothing decodes any more under ``policy``."""
-        self.check()
+        self.state.check()
         self._scheduler.pause(policy)
         self._settle()
-        while self._scheduler.mode is Mode.DRAINING and self._link.over is None:
+        while self._scheduler.mode is Mode.DRAINING and self.state.over is None:
             await self._moved.wait()
-        self.check()
+        self.state.check()
         async with self._alone():
             if self._scheduler.mode is not Mode.PAUSED:  # resumed meanwhile
                 return Paused()
-            cut = policy is OnUpdate.INTERRUPT and not self._state.cleared
+            cut = policy is OnUpdate.INTERRUPT and not self.state.cleared
             # A drain that another pause ended leaves what that one keeps as it is.
-            await self._state.halt(clear=cut or (policy is OnUpdate.DRAIN and not self._running))
+            await self.state.halt(clear=cut or (policy is OnUpdate.DRAIN and not self._running))
         return Paused(sum(run.started is not None for run in self._running.values()) if cut else 0)
 
     async def resume(self) -> None:
         """Resume decoding. Raises `RunError` while asleep, and while there is no whole version to sample from."""
         async with self._alone():
-            self._state.check("resume")
-            await self._state.go_on()
+            self.state.check_computes("resume")
+            await self.state.go_on()
             self._scheduler.resume()
         self._settle()
         self._fill()
@@ -217,33 +209,33 @@ class VllmCore:
         """
         async with self._alone():
             start = self._clock()
-            await self._state.halt(clear=False)
+            await self.state.halt(clear=False)
             loop = asyncio.get_running_loop()
 
             def into_workers(buffer: BackBuffer) -> None:
-                asyncio.run_coroutine_threadsafe(self._state.load(version, buffer.path), loop).result()
+                asyncio.run_coroutine_threadsafe(self.state.load(version, buffer.path), loop).result()
 
             try:
                 await asyncio.to_thread(load, into_workers)
             finally:
-                goes_on = self._scheduler.mode is not Mode.PAUSED and not self._state.asleep
-                if goes_on and self._state.whole and self._link.over is None:
-                    await self._state.go_on()
+                goes_on = self._scheduler.mode is not Mode.PAUSED and not self.state.asleep
+                if goes_on and self.state.weights.problem is None and self.state.over is None:
+                    await self.state.go_on()
             return self._clock() - start
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None:
         """End these calls of ``client`` as they are."""
-        self.check()
+        self.state.check()
         await self._abort(self._calls.find(client, numbers))
 
     async def abort_older_than(self, version: int) -> None:
         """End the unfinished training calls with a token of an older version."""
-        self.check()
+        self.state.check()
         await self._abort(self._calls.older_than(version))
 
     async def forget(self, client: str) -> None:
         """Stop and drop everything that ``client`` submitted."""
-        if self._link.over is None:
+        if self.state.over is None:
             runs = self._calls.of(client)
             self._calls.forget(client)
             self._done.pop(client, None)
@@ -251,7 +243,7 @@ class VllmCore:
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Free the device's memory. Raises `RunError` unless paused, and where the platform cannot."""
-        self.check()
+        self.state.check()
         if not self._can_sleep:
             raise RunError(
                 f"rollout engine {self._name} cannot sleep: vLLM frees nothing on a CPU, elsewhere only when it was "
@@ -260,16 +252,16 @@ class VllmCore:
         async with self._alone():
             if self._scheduler.mode is not Mode.PAUSED:
                 raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
-            await self._state.sleep(keep_weights=keep_weights)
+            await self.state.sleep(keep_weights=keep_weights)
 
     async def wake(self) -> None:
         """Take the device's memory back; still paused."""
         async with self._alone():
-            await self._state.wake()
+            await self.state.wake()
 
     async def probe(self) -> NDArray[np.float32] | None:
         """Log-probs [8] of `headway.models.logprobs`'s sequences; None where a context is too short for them."""
-        self.check()
+        self.state.check()
         sequences = probe_sequences(self._calls.vocabulary)
         if sequences.shape[1] > self._max_context:
             return None
@@ -277,39 +269,35 @@ class VllmCore:
         contexts = [ids[:position].tolist() for ids in sequences for position in positions]
         tokens = [int(ids[position]) for ids in sequences for position in positions]
         async with self._alone():
-            self._state.check("probe")
-            was_halted = self._state.halted
-            await self._state.halt(clear=False)
+            self.state.check_computes("probe")
+            was_halted = self.state.halted
+            await self.state.halt(clear=False)
             try:
-                return await self._state.score(contexts, tokens, self._temperature or 1.0)
+                return await self.state.score(contexts, tokens, self._temperature or 1.0)
             finally:
-                if not was_halted and self._link.over is None:
-                    await self._state.go_on()
+                if not was_halted and self.state.over is None:
+                    await self.state.go_on()
 
     async def stats(self) -> EngineStats:
         """Activity since the last call. vLLM's engine core is not asked: its tokens show whether it computes."""
-        self.check()
-        running = 0 if self._state.halted else len(self._running)
+        self.state.check()
+        running = 0 if self.state.halted else len(self._running)
         waiting = self._scheduler.waiting + len(self._running) - running
-        return self._activity.take(running, waiting, self._state.version)
+        return self._activity.take(running, waiting, self.state.version)
 
     async def close(self, error: HeadwayError) -> None:
         """End everything; waiting callers get ``error``."""
-        self._link.end(error)
+        self.state.end(error)
         tasks = list(self._following.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def check(self) -> None:
-        """Raise what the engine ended with, if it did."""
-        self._link.check()
-
     # ------------------------------------------------------------------------------------- running
 
     def _fill(self) -> None:
         """Submit waiting calls to vLLM while it has free slots."""
-        if self._link.over is not None:
+        if self.state.over is not None:
             return
         for run in self._scheduler.take(self._slots - len(self._running)):
             request = f"{self._name}-{run.serial}"
@@ -321,12 +309,12 @@ class VllmCore:
         last = None
         try:
             outputs = self._llm.generate(
-                prompt_of(run, self._state.version), sampling_of(run), request, priority=int(run.trains)
+                prompt_of(run, self.state.version), sampling_of(run), request, priority=int(run.trains)
             )
             async for output in outputs:
                 last = output
                 if run.started is None and output.outputs[0].token_ids:
-                    run.begin(self._clock(), self._state.version)
+                    run.begin(self._clock(), self.state.version)
                     run.cached = output.num_cached_tokens or 0
             reason = None if last is None else reason_of(last)
             if last is None or reason is None:
@@ -334,15 +322,15 @@ class VllmCore:
                 raise RunError(f"rollout engine {self._name}: vLLM ended {run.call.trajectory} {ended}")
             run.written = written_of(last, self._name)
         except HeadwayError as error:
-            self._link.end(error)
+            self.state.end(error)
         except Exception as cause:
-            self._link.end(self._link.attributed("generate", cause, RunError))
+            self.state.end(self.state.attributed("generate", cause, RunError))
         else:
             self._ended(request, run, reason)
 
     def _ended(self, request: str, run: CallRun, reason: FinishReason) -> None:
         del self._running[request], self._following[request]
-        if self._link.over is not None:  # whoever waited was told so
+        if self.state.over is not None:  # whoever waited was told so
             return
         self._activity.ended(0 if run.fresh else run.length)
         self._finish(run, reason)
@@ -372,7 +360,7 @@ class VllmCore:
         requests = [request for request, run in self._running.items() if run in aborted]
         tasks = [self._following[request] for request in requests]
         if requests:
-            await self._link.tell("abort", self._llm.abort(requests))
+            await self.state.tell("abort", self._llm.abort(requests))
             await asyncio.wait(tasks)
         self._settle()
 
@@ -392,11 +380,11 @@ class VllmCore:
         self._moved = asyncio.Event()
 
     def _show(self) -> None:
-        self._activity.running(len(self._running), halted=self._state.halted)
+        self._activity.running(len(self._running), halted=self.state.halted)
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
         """Context in which no other command runs. Raises the engine's error if it ended, also while this one waited."""
         async with self._turn:
-            self.check()
+            self.state.check()
             yield

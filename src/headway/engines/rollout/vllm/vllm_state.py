@@ -21,27 +21,52 @@ from headway.errors import HeadwayError, ModelError, RunError, UpdateFailed, Wor
 T = TypeVar("T")
 
 
-class VllmLink:
-    """Link to one vLLM: orders, answers, and its end, which every waiting caller hears of. Driven from its loop.
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""vLLM's tags of the memory that it gives up when it sleeps."""
+
+
+class VllmState:
+    """State of one vLLM: version, pause, sleep, and its end, which every waiting caller hears of. Driven from its loop.
+
+    Callers must not run two changes of it at once.
 
     Args:
         llm: an ``AsyncLLM`` of the running loop.
         name: of the replica, in messages.
+        weights: the state of the weights that vLLM's workers hold; `WeightUpdates` changes it.
         on_end: called once with why the engine ended.
+        on_halted: called when vLLM is paused or resumed.
+        on_cleared: called when all keys and values are gone.
     """
 
-    def __init__(self, llm: Any, name: str, on_end: Callable[[HeadwayError], None]) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        name: str,
+        weights: ReceiverState,
+        *,
+        on_end: Callable[[HeadwayError], None],
+        on_halted: Callable[[], None],
+        on_cleared: Callable[[], None],
+    ) -> None:
         self._llm = llm
         self._name = name
-        self._on_end = on_end
+        self.weights = weights
+        self._on_end, self._on_halted, self._on_cleared = on_end, on_halted, on_cleared
         self.over: HeadwayError | None = None
         """The error that the engine ended with; None before."""
         self._ended = asyncio.Event()
+        self.version = 0
+        """The version of the weights, stamped on what is sampled."""
+        self.halted = False
+        """vLLM is paused."""
+        self.cleared = False
+        """Paused, and all keys and values are gone."""
+        self._sleeping: list[str] = []
+        """The parts of its memory that sleep, by vLLM's tags: it wakes as a whole, or the weights first, when new ones
+        come."""
 
-    def watch(self) -> None:
-        """Notice vLLM's end, even while it is idle."""
-        if (handler := getattr(self._llm, "output_handler", None)) is not None:
-            handler.add_done_callback(lambda _: self._lost())
+    # ------------------------------------------------------------------------------------- orders, and vLLM's end
 
     async def tell(self, what: str, order: Coroutine[Any, Any, T], error: type[HeadwayError] = RunError) -> T:
         """vLLM's answer to an ``order`` to do ``what``, or what this engine ended with: a dead vLLM never answers.
@@ -96,64 +121,21 @@ class VllmLink:
         """End with the error for outputs of vLLM's that have ended: by its death, unless this engine ended before."""
         self.end(WorkerDied(f"vLLM's processes of rollout engine {self._name} have ended; its own output says why"))
 
-
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""vLLM's tags of the memory that it gives up when it sleeps."""
-
-
-class VllmState:
-    """State of one vLLM engine: version, pause, sleep. Callers must not run two changes of it at once.
-
-    Args:
-        llm: an ``AsyncLLM`` of the running loop.
-        link: sends it commands, and watches for its end.
-        name: of the replica, in messages.
-        weights: the state of the weights that vLLM's workers hold; `WeightUpdates` changes it.
-        on_halted: called when vLLM is paused or resumed.
-        on_cleared: called when all keys and values are gone.
-    """
-
-    def __init__(
-        self,
-        llm: Any,
-        link: VllmLink,
-        name: str,
-        weights: ReceiverState,
-        *,
-        on_halted: Callable[[], None],
-        on_cleared: Callable[[], None],
-    ) -> None:
-        self._llm = llm
-        self._link = link
-        self._name = name
-        self.weights = weights
-        self._on_halted, self._on_cleared = on_halted, on_cleared
-        self.version = 0
-        """The version of the weights, stamped on what is sampled."""
-        self.halted = False
-        """vLLM is paused."""
-        self.cleared = False
-        """Paused, and all keys and values are gone."""
-        self._sleeping: list[str] = []
-        """The parts of its memory that sleep, by vLLM's tags: it wakes as a whole, or the weights first, when new ones
-        come."""
+    # ------------------------------------------------------------------------------------- its state
 
     @property
     def asleep(self) -> bool:
         """True until `wake`: nothing is computed."""
         return bool(self._sleeping)
 
-    @property
-    def whole(self) -> bool:
-        """True with a whole version to sample from."""
-        return self.weights.problem is None
-
     async def begin(self) -> None:
         """The first weights are version 0. Raises `ModelError` for a model that vLLM loads and cannot compute with."""
-        await self._link.tell("start", self._llm.get_supported_tasks())  # kept by vLLM: requests then register at once
-        await self._link.tell("start", self._llm.update_weight_version("0"))
+        if (handler := getattr(self._llm, "output_handler", None)) is not None:  # it ends with vLLM, also while idle
+            handler.add_done_callback(lambda _: self._lost())
+        await self.tell("start", self._llm.get_supported_tasks())  # kept by vLLM: requests then register at once
+        await self.tell("start", self._llm.update_weight_version("0"))
         first = self._llm.collective_rpc("headway_score", args=([[0, 0]], [0], 1.0))
-        await self._link.tell("compute with the model", first, ModelError)
+        await self.tell("compute with the model", first, ModelError)
 
     async def connect(self, nbytes: int, slots: list[tuple[str, list[int], str, int, int]]) -> None:
         """Tell the workers what lies where in the buffers that they will map."""
@@ -163,13 +145,13 @@ class VllmState:
 
         request = WeightTransferInitRequest({"nbytes": nbytes, "slots": slots})
         told = self._llm.init_weight_transfer_engine(request)
-        await self._link.tell("prepare for new weights", told, UpdateFailed)
+        await self.tell("prepare for new weights", told, UpdateFailed)
 
     async def halt(self, *, clear: bool) -> None:
         """Pause vLLM and collect the outputs under way. ``clear`` also empties the cache: all is prefilled again."""
         if self.halted and (self.cleared or not clear):
             return
-        await self._link.tell("pause", self._llm.pause_generation(mode="keep", clear_cache=clear))
+        await self.tell("pause", self._llm.pause_generation(mode="keep", clear_cache=clear))
         self.halted, self.cleared = True, clear
         if clear:
             self._on_cleared()
@@ -178,7 +160,7 @@ class VllmState:
     async def go_on(self) -> None:
         """End a pause."""
         if self.halted:
-            await self._link.tell("go on", self._llm.resume_generation())
+            await self.tell("go on", self._llm.resume_generation())
             self.halted = self.cleared = False
             self._on_halted()
 
@@ -194,13 +176,13 @@ class VllmState:
             await self._llm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
             await self._llm.finish_weight_update(str(version))
 
-        await self._link.tell(f"load version {version}", load(), UpdateFailed)
+        await self.tell(f"load version {version}", load(), UpdateFailed)
         self.version = version
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Free the device's memory."""
         if not self.asleep:
-            await self._link.tell("sleep", self._llm.sleep(level=1 if keep_weights else 2, mode="keep"))
+            await self.tell("sleep", self._llm.sleep(level=1 if keep_weights else 2, mode="keep"))
             self._on_cleared()
             self._sleeping = [WEIGHTS, KV_CACHE]
         if not keep_weights:
@@ -209,9 +191,9 @@ class VllmState:
     async def wake(self) -> None:
         """Take the device's memory back; still paused."""
         if self.asleep:
-            await self._link.tell("wake", self._llm.wake_up(list(self._sleeping)))
+            await self.tell("wake", self._llm.wake_up(list(self._sleeping)))
             # Waking lets it go on.
-            await self._link.tell("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+            await self.tell("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
             self._sleeping, self.cleared = [], True
 
     async def score(
@@ -219,10 +201,10 @@ class VllmState:
     ) -> NDArray[np.float32]:
         """The log-prob of each of ``tokens`` behind its context, in steps of their own, while vLLM stands still."""
         scoring = self._llm.collective_rpc("headway_score", args=(contexts, tokens, temperature))
-        scores = await self._link.tell("compute the probe's log-probs", scoring)
+        scores = await self.tell("compute the probe's log-probs", scoring)
         return np.array(next((s for s in scores if s), []), np.float32)
 
-    def check(self, doing: str) -> None:
+    def check_computes(self, doing: str) -> None:
         """Raise `RunError` while asleep, and without a whole version: nothing can be computed for ``doing`` that."""
         if self.asleep:
             raise RunError(f"rollout engine {self._name} was told to {doing} while asleep; call wake() first")

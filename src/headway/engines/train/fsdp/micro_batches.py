@@ -26,8 +26,7 @@ from torch import Tensor
 from headway.data.packing import CollatedRow, Tree, grow
 from headway.data.types import ColumnName
 from headway.devices import to_device
-from headway.models.attention.packed_layout import PackedLayout
-from headway.models.attention.ulysses import SequenceRanks
+from headway.models.attention.packed_layout import PackedLayout, SequenceRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +77,20 @@ def collate(rows: Sequence[CollatedRow], trees: Sequence[Tree] = (), ranks: Sequ
     """
     if any(row.prompt_length < 1 for row in rows):
         raise ValueError("a row has an empty prompt, so nothing predicts the first token of its response")
-    batch = _packed(rows, trees) if trees else _padded(rows)
+    arrays, part = _packed(rows, trees) if trees else _padded(rows), None
     if trees and ranks is not None:
-        ids = batch.input_ids
+        ids, predictors = arrays["input_ids"], arrays["predictors"]
         if missing := -ids.shape[1] % ranks.size:
             trees = [*trees, grow([np.zeros(missing, dtype=np.int32)])]
             ids = np.pad(ids, ((0, 0), (0, missing)))
         part = ranks.part(ids.shape[1])
-        places = np.flatnonzero((batch.predictors >= part.start) & (batch.predictors < part.stop))
-        own = batch.predictors[places] - part.start
-        batch = replace(batch, input_ids=ids[:, part], predictors=own, places=places, part=part)
-    layout = PackedLayout.of(trees, ranks) if trees else None
-    return MicroBatch(
-        input_ids=torch.from_numpy(batch.input_ids),
-        predictors=torch.from_numpy(batch.predictors),
-        targets=torch.from_numpy(batch.targets),
-        places=None if batch.places is None else torch.from_numpy(batch.places),
-        which=None if batch.which is None else torch.from_numpy(batch.which),
-        layout=layout,
-        positions=None if layout is None else layout.positions_L,
-        ends=None if layout is None else layout.ends_L,
-        part=batch.part,
-    )
+        places = np.flatnonzero((predictors >= part.start) & (predictors < part.stop))
+        arrays |= {"input_ids": ids[:, part], "predictors": predictors[places] - part.start, "places": places}
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if not trees:
+        return MicroBatch(**tensors)
+    layout = PackedLayout.of(trees, ranks)
+    return MicroBatch(**tensors, layout=layout, positions=layout.positions_L, ends=layout.ends_L, part=part)
 
 
 def on_device(device: torch.device, *parts: Any) -> list[Any]:
@@ -116,19 +107,11 @@ def on_device(device: torch.device, *parts: Any) -> list[Any]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrays:
-    """Fields of a `MicroBatch`, as arrays."""
-
-    input_ids: NDArray[np.int64]
-    predictors: NDArray[np.int64]
-    targets: NDArray[np.int64]
-    which: NDArray[np.int64] | None = None
-    places: NDArray[np.int64] | None = None
-    part: slice | None = None
+Arrays = dict[str, NDArray[np.int64]]
+"""Fields of a `MicroBatch`, by name."""
 
 
-def _padded(rows: Sequence[CollatedRow]) -> _Arrays:
+def _padded(rows: Sequence[CollatedRow]) -> Arrays:
     longest = max(len(row.input_ids) for row in rows)
     ids = np.zeros((len(rows), longest), dtype=np.int64)
     predictors: list[NDArray[np.int64]] = []
@@ -137,10 +120,10 @@ def _padded(rows: Sequence[CollatedRow]) -> _Arrays:
         first = i * longest + row.prompt_length - 1
         predictors.append(np.arange(first, first + _response_length(row)))
     targets = [row.input_ids[row.prompt_length :].astype(np.int64) for row in rows]
-    return _Arrays(ids, np.concatenate(predictors), np.concatenate(targets))
+    return {"input_ids": ids, "predictors": np.concatenate(predictors), "targets": np.concatenate(targets)}
 
 
-def _packed(rows: Sequence[CollatedRow], trees: Sequence[Tree]) -> _Arrays:
+def _packed(rows: Sequence[CollatedRow], trees: Sequence[Tree]) -> Arrays:
     ids = np.concatenate([tree.ids for tree in trees]).astype(np.int64)
     predictors, tokens = [], []
     left, before = iter(rows), 0
@@ -153,8 +136,8 @@ def _packed(rows: Sequence[CollatedRow], trees: Sequence[Tree]) -> _Arrays:
     of_rows, ahead = np.concatenate(tokens), np.concatenate(predictors)
     once, first, which = np.unique(of_rows, return_index=True, return_inverse=True)
     if len(once) == len(of_rows):
-        return _Arrays(ids[None], ahead, ids[of_rows])
-    return _Arrays(ids[None], ahead[first], ids[once], which)
+        return {"input_ids": ids[None], "predictors": ahead, "targets": ids[of_rows]}
+    return {"input_ids": ids[None], "predictors": ahead[first], "targets": ids[once], "which": which}
 
 
 def response_aligned(

@@ -52,10 +52,9 @@ from headway.errors import ModelError
 from headway.models.attention.packable import undivided, use_packed_attention
 from headway.models.cpu_linear import use_quickest
 from headway.models.logits import logit_rule
-from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
+from headway.models.logprobs import VocabularyPart, chunked_logprobs, default_chunk_tokens
 from headway.models.output_layer import check_output_layer
 from headway.models.pretrained import compute_dtype, load_model
-from headway.models.vocabulary_parallel import VocabularyPart, divided_logprobs
 from headway.runtime.progress import Progress, advance, progress_here
 
 T = TypeVar("T")
@@ -176,16 +175,20 @@ class PolicyModule(ShardedModule):
         targets_U = batch.targets if batch.places is None else batch.targets.index_select(0, batch.places)
         head = self.lm.get_output_embeddings()
         weight, bias, part = _own(head.weight), None if head.bias is None else _own(head.bias), _part(head.weight)
-        if part is None:
-            logprobs_U, entropy_U = chunked_logprobs(
-                hidden_UH, weight, bias, targets_U, self._temperature, rule=self._rule, compiled=self.compiled
-            )
-        else:
-            # The same on all ranks, which meet in each chunk: their parts may differ in length.
+        chunk = None
+        if part is not None:  # the same on all ranks, which meet in each chunk: their parts may differ in length
             chunk = default_chunk_tokens(-(-len(head.weight) // part.group.size()), weight.device)
-            logprobs_U, entropy_U = divided_logprobs(
-                hidden_UH, weight, bias, targets_U, self._temperature, self._rule, chunk, part
-            )
+        logprobs_U, entropy_U = chunked_logprobs(
+            hidden_UH,
+            weight,
+            bias,
+            targets_U,
+            self._temperature,
+            chunk,
+            rule=self._rule,
+            compiled=self.compiled and part is None,
+            part=part,
+        )
         return self._of_all(logprobs_U, batch), self._of_all(entropy_U, batch)
 
 

@@ -8,37 +8,32 @@
 A checkpoint, an export, an update and a restored mesh all ask the same: which elements are here, and where they belong.
 
 Weights of files are assembled from them, bucket by bucket, so that a rank holds at most two buckets beside its shards,
-however large a tensor is:
-
-    on the rank that sends it   each rank writes what it has of the bucket among zeros; the sum of the bytes, of which
-                                one at most is not zero, is the bucket
-    on every rank               each rank broadcasts what it has of the bucket, packed; nothing travels twice
+however large a tensor is: each rank writes what it has of the bucket among zeros; the sum of the bytes, of which one at
+most is not zero, is the bucket.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from headway.engines.train.fsdp.device_mesh import EP, REPLICATE, TP, TrainMesh
-from headway.engines.weights.buckets import Part, Parts, meetings, pack
+from headway.engines.weights.buckets import Part, Parts, pack
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, buckets
 from headway.models.weight_files import FileTensor
 from headway.runtime.progress import advance
-
-Span = tuple[int, int]
-"""First index of some neighbours in one dimension, and the index behind the last."""
 
 
 def boxes(tensor: torch.Tensor, part: torch.Tensor | None = None) -> list[Part]:
@@ -49,14 +44,12 @@ def boxes(tensor: torch.Tensor, part: torch.Tensor | None = None) -> list[Part]:
     if not isinstance(tensor, DTensor):
         return [Part((0,) * tensor.ndim, tensor.detach() if part is None else part)]
     own = local(tensor) if part is None else part
-    spans = [_nonempty(of) for of in _spans(tuple(tensor.shape), tensor.device_mesh, tensor.placements)]
-    steps = [accumulate((stop - first for first, stop in of), initial=0) for of in spans]  # of the rank's elements
     found = []
-    for chosen in product(*(zip(of, ahead, strict=False) for of, ahead in zip(spans, steps, strict=True))):
+    for runs in product(*(_runs(indices) for indices in _indices(tensor))):
         values = own
-        for dim, ((first, stop), at) in enumerate(chosen):
-            values = values.narrow(dim, at, stop - first)
-        found.append(Part(tuple(first for (first, _), _ in chosen), values))
+        for dim, (_, at, size) in enumerate(runs):
+            values = values.narrow(dim, at, size)
+        found.append(Part(tuple(first for first, _, _ in runs), values))
     return found
 
 
@@ -90,50 +83,37 @@ def is_first(tensor: torch.Tensor, *, of_copy: bool = False) -> bool:
     return int(mesh.mesh.flatten()[0]) == 0
 
 
-def _spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[list[Span]]:
-    """The rank's elements of each dimension.
+def _indices(tensor: DTensor) -> list[NDArray[np.int64]]:
+    """The rank's indices in each dimension of ``tensor``, ascending.
 
     tp and ep divide the whole; what is left is sharded, however torch spells that: FSDP2 writes a strided placement
     where another dimension of the mesh divides the same one of the tensor, and shards what that left.
     """
-    spans: list[list[Span]] = [[(0, size)] for size in shape]
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    place = mesh.get_coordinate()
+    mesh, own = tensor.device_mesh, [np.arange(size) for size in tensor.shape]
+    names, place = mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.get_coordinate()
     assert place is not None
-    order = sorted(range(mesh.ndim), key=lambda at: (names[at] not in (TP, EP), at))
-    for at in order:
-        placement, count, index = placements[at], mesh.size(at), place[at]
+    for at in sorted(range(mesh.ndim), key=lambda at: (names[at] not in (TP, EP), at)):
+        placement = tensor.placements[at]
         if not isinstance(placement, Shard | _StridedShard):
             continue
-        dim = placement.dim % len(shape)
+        dim, parts = placement.dim % tensor.ndim, 1
         if names[at] in (TP, EP) and isinstance(placement, _StridedShard):
-            (whole,) = spans[dim]
-            parts = _chunk([whole], int(placement.split_factor))
-            spans[dim] = [span for part in parts for span in _chunk([part], count, index)]
-        else:
-            spans[dim] = _chunk(spans[dim], count, index)
-    return spans
+            parts = int(placement.split_factor)
+        divided = [_chunk(own[dim], parts, part) for part in range(parts)]
+        own[dim] = np.concatenate([_chunk(part, mesh.size(at), place[at]) for part in divided])
+    return own
 
 
-def _chunk(spans: Sequence[Span], count: int, index: int | None = None) -> list[Span]:
-    """Chunk ``index`` of ``count`` of the elements of ``spans``, as torch.chunk divides; None: all, of one span."""
-    total = sum(stop - first for first, stop in spans)
-    size = math.ceil(total / count)
-    if index is None:
-        ((first, stop),) = spans
-        return [(min(first + k * size, stop), min(first + (k + 1) * size, stop)) for k in range(count)]
-    low, high = min(index * size, total), min((index + 1) * size, total)
-    found, before = [], 0
-    for first, stop in spans:
-        start, end = max(low - before, 0), min(high - before, stop - first)
-        if start < end:
-            found.append((first + start, first + end))
-        before += stop - first
-    return found
+def _chunk(indices: NDArray[np.int64], count: int, index: int) -> NDArray[np.int64]:
+    """Chunk ``index`` of ``count`` of the ``indices``, as torch.chunk divides."""
+    size = -(-len(indices) // count)
+    return indices[index * size : (index + 1) * size]
 
 
-def _nonempty(spans: list[Span]) -> list[Span]:
-    return [span for span in spans if span[0] < span[1]]
+def _runs(indices: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Neighbours among ``indices``: the first of them, its place, and their number."""
+    starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1).tolist()
+    return [(int(indices[a]), a, b - a) for a, b in zip(starts, [*starts[1:], len(indices)], strict=False)]
 
 
 class Pieces(torch.Tensor):
@@ -207,15 +187,15 @@ def gather(parts: Parts, manifest: Manifest, bucket_bytes: int, mesh: TrainMesh)
     if 0 not in members:
         return
     shares, place = manifest.shares(), dist.get_rank(mesh.copy)
-    nbytes = max(share.nbytes for share in shares)
-    own = _room(min(nbytes, bucket_bytes), mesh)
+    largest = max(shares, key=lambda share: share.nbytes)
+    own = _room(largest, bucket_bytes, mesh)
     others = torch.empty_like(own) if len(shares) > 1 and place < len(shares) else own
     streams = [
         pack(share, parts, _padded(share, bucket_bytes), own if index == place else others)
         for index, share in enumerate(shares)
     ]
     gathered = 0
-    for _ in buckets(nbytes, bucket_bytes):
+    for _ in buckets(largest.nbytes, bucket_bytes):
         mine: Window | None = None
         for index, (share, stream) in enumerate(zip(shares, streams, strict=True)):
             if (window := next(stream, None)) is None:
@@ -238,46 +218,14 @@ def gather(parts: Parts, manifest: Manifest, bucket_bytes: int, mesh: TrainMesh)
 def gather_everywhere(parts: Parts, manifest: Manifest, bucket_bytes: int, mesh: TrainMesh) -> Iterator[Window]:
     """Yield all weights bucket by bucket on each rank, as `FsdpEngine.gather_everywhere` says. Collective.
 
-    Bytes come from the ranks of this rank's own copy of the model, and only from those that have them.
+    Bytes come from the ranks of this rank's own copy of the model.
     """
-    members, place = dist.get_process_group_ranks(mesh.copy), dist.get_rank(mesh.copy)
-    room = _room(min(manifest.nbytes, bucket_bytes), mesh)
-    if len(members) == 1:
-        yield from pack(manifest, parts, buckets(manifest.nbytes, bucket_bytes), room)
-        return
-    of_all = _of_all(parts, mesh)
-    packed = torch.empty_like(room)
-    for start, stop in buckets(manifest.nbytes, bucket_bytes):
-        bucket = room[: stop - start]
-        for index, rank in enumerate(members):
-            pieces = list(meetings(manifest.slots, of_all[index], start, bucket))
-            nbytes = sum(piece.nbytes for piece, _ in pieces)
-            if not nbytes:
-                continue
-            end = 0
-            at = [(piece, packed[end : (end := end + piece.nbytes)].view(piece.dtype)) for piece, _ in pieces]
-            if index == place:
-                for (piece, there), (_, values) in zip(at, pieces, strict=True):
-                    there.view(piece.shape).copy_(piece.copy_(values))
-            dist.broadcast(packed[:nbytes], src=rank, group=mesh.copy)
-            if index != place:
-                for piece, there in at:
-                    piece.copy_(there.view(piece.shape))
-        _advance(stop, manifest)
-        yield start, bucket
-
-
-def _of_all(parts: Parts, mesh: TrainMesh) -> list[Parts]:
-    """Return what each rank of this copy has: of others, parts without values. Collective."""
-    boxes_here = {name: [(part.start, tuple(part.values.shape)) for part in found] for name, found in parts.items()}
-    of_all: list[dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]] = [{} for _ in range(mesh.copy.size())]
-    dist.all_gather_object(of_all, boxes_here, group=mesh.copy)
-    found: list[Parts] = [
-        {name: [Part(start, torch.empty(shape, device="meta")) for start, shape in held] for name, held in rank.items()}
-        for rank in of_all
-    ]
-    found[dist.get_rank(mesh.copy)] = parts
-    return found
+    for start, bucket in pack(manifest, parts, _padded(manifest, bucket_bytes), _room(manifest, bucket_bytes, mesh)):
+        if mesh.copy.size() > 1:
+            dist.all_reduce(bucket.view(_WORD), group=mesh.copy)
+        data = bucket[: manifest.stop - start]
+        _advance(start + data.numel(), manifest)
+        yield start, data
 
 
 def _advance(gathered: int, manifest: Manifest) -> None:
@@ -290,7 +238,8 @@ def _padded(share: Manifest, bucket_bytes: int) -> Iterator[tuple[int, int]]:
         yield share.start + start, share.start + stop + -stop % ALIGNMENT
 
 
-def _room(nbytes: int, mesh: TrainMesh) -> torch.Tensor:
+def _room(manifest: Manifest, bucket_bytes: int, mesh: TrainMesh) -> torch.Tensor:
+    nbytes = min(manifest.nbytes, bucket_bytes)
     return torch.zeros(nbytes + -nbytes % ALIGNMENT, dtype=torch.uint8, device=mesh.device)
 
 

@@ -10,23 +10,22 @@ the broken connection, and the next update needs a link of another generation: a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import astuple, replace
 from enum import IntEnum
 
 import torch
 
 from headway.engines.weights.protocols import (
-    Address,
     Chunk,
     EndContext,
     Header,
+    Link,
     OutgoingWeights,
     StoredVersion,
     TransportAddress,
     WeightSink,
-    needs,
     place_of,
 )
 from headway.engines.weights.transports.process_group import StoreGroup
@@ -36,38 +35,17 @@ HEADER = 8
 """Number of integers in a header: version, kind, then a bucket's `Header`, or the number of digests."""
 
 
-@dataclass(frozen=True, slots=True)
-class BroadcastLink:
-    """The facts that every member of a broadcast group has to know to find the others."""
-
-    address: Address
-    sender: str
-    receivers: tuple[str, ...]
-    timeout_s: float
-    generation: int = 0
-    device: str = "cpu"
-    """Device on which buckets lie at both ends: ``cpu`` (Gloo) or ``cuda`` (NCCL)."""
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of the store's keys: no other group of a run has the same."""
-        return f"weights/{self.generation}/{'+'.join(self.receivers)}"
+def open_sender(link: Link, here: EndContext) -> BroadcastSender:
+    return BroadcastSender(link.meeting, here.host)
 
 
-def make_link(meeting: TransportAddress) -> BroadcastLink:
-    if meeting.address is None:
-        raise needs("broadcast", "the address of the sender's store")
-    return BroadcastLink(
-        meeting.address, meeting.sender, meeting.receivers, meeting.timeout_s, meeting.generation, meeting.device
-    )
+def open_receiver(link: Link, name: str, here: EndContext) -> BroadcastReceiver:
+    return BroadcastReceiver(link.meeting, place_of(name, link.meeting.receivers), here.host)
 
 
-def open_sender(link: BroadcastLink, here: EndContext) -> BroadcastSender:
-    return BroadcastSender(link, here.host)
-
-
-def open_receiver(link: BroadcastLink, name: str, here: EndContext) -> BroadcastReceiver:
-    return BroadcastReceiver(link, place_of(name, link.receivers), here.host)
+def prefix_of(meeting: TransportAddress) -> str:
+    """Prefix of the store's keys: no other group of a run has the same."""
+    return f"weights/{meeting.generation}/{'+'.join(meeting.receivers)}"
 
 
 class _MessageKind(IntEnum):
@@ -77,15 +55,16 @@ class _MessageKind(IntEnum):
 
 
 class _Member:
-    def __init__(self, link: BroadcastLink, rank: int, host: str | None) -> None:
-        self._link = link
+    def __init__(self, meeting: TransportAddress, rank: int, host: str | None) -> None:
+        assert meeting.address is not None
+        self._meeting, self._device = meeting, meeting.device
         self._group = StoreGroup(
-            link.address,
-            prefix=link.prefix,
-            members=(link.sender, *link.receivers),
+            meeting.address,
+            prefix=prefix_of(meeting),
+            members=(meeting.sender, *meeting.receivers),
             rank=rank,
-            timeout_s=link.timeout_s,
-            device=link.device,
+            timeout_s=meeting.timeout_s,
+            device=meeting.device,
             host=host,
         )
 
@@ -93,28 +72,40 @@ class _Member:
         """Leave the group; others that still wait in it fail at once."""
         self._group.close()
 
+    @contextmanager
+    def _together(self, what: Callable[[], str]) -> Iterator[None]:
+        """Context of collectives. A failure closes the group and raises `UpdateFailed` that says ``what`` failed."""
+        try:
+            yield
+        except UpdateFailed:
+            raise
+        except RuntimeError as cause:
+            # First: the store may be slow to say who is late, and members that are well wait in a collective.
+            self._group.close()
+            limit = f"within {self._meeting.timeout_s:g} s or went away"
+            raise UpdateFailed(f"{what()} did not answer {limit}: {cause}") from cause
+
 
 class BroadcastSender(_Member):
     """The trainer's end of a broadcast, rank 0 (`WeightSender`). Joining blocks until all receivers join."""
 
-    def __init__(self, link: BroadcastLink, host: str | None = None) -> None:
-        super().__init__(link, rank=0, host=host)
+    def __init__(self, meeting: TransportAddress, host: str | None = None) -> None:
+        super().__init__(meeting, rank=0, host=host)
 
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion | None:
         count = 0
         source = iter(weights)
         while (chunk := self._draw(source, version, count)) is not None:
-            payload = chunk.payload.to(self._link.device)
+            payload = chunk.payload.to(self._device)
             with self._sending(version, count, f"bucket {count}"):
-                self._header(version, _MessageKind.BUCKET, *_numbers(chunk.header))
+                self._header(version, _MessageKind.BUCKET, *astuple(chunk.header))
                 self._group.broadcast(payload)
             count += 1
         digests = weights.digests  # outside the context below: an error of the weights is not one of the group
         with self._sending(version, count, "the end"):
             self._header(version, _MessageKind.END, count, len(digests))
             if digests:
-                signed = [value - 2**64 if value >= 2**63 else value for value in digests]
-                self._group.broadcast(torch.tensor(signed, dtype=torch.int64).to(self._link.device))
+                self._group.broadcast(_signed(digests).to(self._device))
             self._group.meet()
         return None
 
@@ -128,40 +119,30 @@ class BroadcastSender(_Member):
                 self._group.close()
             raise
 
-    @contextmanager
-    def _sending(self, version: int, index: int, what: str) -> Iterator[None]:
-        """Context of one send. A failure closes the group and raises `UpdateFailed`, naming the receivers behind."""
-        try:
-            yield
-        except UpdateFailed:
-            raise
-        except RuntimeError as cause:
-            # First: the store may be slow to say who is late, and receivers that are well wait in a collective.
-            self._group.close()
+    def _sending(self, version: int, index: int, what: str) -> AbstractContextManager[None]:
+        def failed() -> str:
             late = ", ".join(self._group.behind(f"{version}:{index}")) or "the receivers"
-            raise UpdateFailed(
-                f"version {version}: {what} could not be sent; {late} did not answer within "
-                f"{self._link.timeout_s:g} s or went away: {cause}"
-            ) from cause
+            return f"version {version}: {what} could not be sent; {late}"
+
+        return self._together(failed)
 
     def _header(self, version: int, kind: _MessageKind, *values: int) -> None:
         numbers = [version, int(kind), *values]
-        numbers += [0] * (HEADER - len(numbers))
-        self._group.broadcast(torch.tensor(numbers, dtype=torch.int64, device=self._link.device))
+        self._group.broadcast(_signed(numbers + [0] * (HEADER - len(numbers))).to(self._device))
 
 
 class BroadcastReceiver(_Member):
     """A replica's end of a broadcast, rank ``index + 1`` (`WeightReceiver`). Joining blocks until all join."""
 
-    def __init__(self, link: BroadcastLink, index: int, host: str | None = None) -> None:
-        super().__init__(link, rank=index + 1, host=host)
-        self._name = link.receivers[index]
+    def __init__(self, meeting: TransportAddress, index: int, host: str | None = None) -> None:
+        super().__init__(meeting, rank=index + 1, host=host)
+        self._name = meeting.receivers[index]
 
     def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None = None) -> None:
         index = 0
         try:
             while isinstance(what := self._next(version, index), Header):
-                room = sink.room(what, self._link.device)
+                room = sink.room(what, self._device)
                 with self._waiting(version, index):
                     self._payload(room)
                     self._group.note(f"{version}:{index}")
@@ -178,65 +159,46 @@ class BroadcastReceiver(_Member):
     def _next(self, version: int, index: int) -> Header | tuple[int, ...]:
         """Receive the header of the bucket that is due, or, when all members have everything, the digests."""
         with self._waiting(version, index):
-            numbers = self._expect(version, index)
-            if numbers[1] == _MessageKind.BUCKET:
-                return _header_of(numbers)
-            digests = self._digests(numbers[3])
+            sent_version, kind, *values = self._numbers(HEADER)
+            if kind == _MessageKind.GIVE_UP:
+                raise _SenderGaveUp(f"version {sent_version}: {self._meeting.sender} gave up at bucket {values[0]}")
+            if (sent_version, values[0]) != (version, index):
+                raise UpdateFailed(
+                    f"{self._name} asked for bucket {index} of version {version}, "
+                    f"{self._meeting.sender} sends bucket {values[0]} of version {sent_version}"
+                )
+            if kind == _MessageKind.BUCKET:
+                header = Header(*values)
+                return replace(header, checksum=header.checksum % 2**64)
+            digests = tuple(value % 2**64 for value in self._numbers(values[1]))
             self._group.note(f"{version}:{index}")
             self._group.meet()
             return digests
 
-    @contextmanager
-    def _waiting(self, version: int, index: int) -> Iterator[None]:
-        try:
-            yield
-        except UpdateFailed:
-            raise
-        except RuntimeError as cause:
-            raise UpdateFailed(
-                f"version {version}: {self._name} waited for bucket {index} from {self._link.sender}, which did not "
-                f"answer within {self._link.timeout_s:g} s or went away: {cause}"
-            ) from cause
+    def _waiting(self, version: int, index: int) -> AbstractContextManager[None]:
+        what = f"version {version}: {self._name} waited for bucket {index} from {self._meeting.sender}, which"
+        return self._together(lambda: what)
 
     def _payload(self, room: torch.Tensor) -> None:
-        if room.device.type == self._link.device:
+        if room.device.type == self._device:
             self._group.broadcast(room)
         else:
-            arrived = torch.empty_like(room, device=self._link.device)
+            arrived = torch.empty_like(room, device=self._device)
             self._group.broadcast(arrived)
             room.copy_(arrived)
 
-    def _digests(self, count: int) -> tuple[int, ...]:
-        digests = torch.empty(count, dtype=torch.int64, device=self._link.device)
+    def _numbers(self, count: int) -> list[int]:
+        numbers = torch.empty(count, dtype=torch.int64, device=self._device)
         if count:
-            self._group.broadcast(digests)
-        return tuple(value % 2**64 for value in digests.tolist())
-
-    def _expect(self, version: int, index: int) -> list[int]:
-        """Receive the next header and return its numbers: a bucket's, or the end's."""
-        header = torch.empty(HEADER, dtype=torch.int64, device=self._link.device)
-        self._group.broadcast(header)
-        numbers: list[int] = header.tolist()
-        sent_version, kind, sent_index = numbers[:3]
-        if kind == _MessageKind.GIVE_UP:
-            raise _SenderGaveUp(f"version {sent_version}: {self._link.sender} gave up at bucket {sent_index}")
-        if (sent_version, sent_index) != (version, index):
-            raise UpdateFailed(
-                f"{self._name} asked for bucket {index} of version {version}, "
-                f"{self._link.sender} sends bucket {sent_index} of version {sent_version}"
-            )
-        return numbers
+            self._group.broadcast(numbers)
+        received: list[int] = numbers.tolist()
+        return received
 
 
 class _SenderGaveUp(UpdateFailed):
     """The sender said that it gives up; the group is in order."""
 
 
-def _numbers(header: Header) -> tuple[int, ...]:
-    checksum = header.checksum - 2**64 if header.checksum >= 2**63 else header.checksum
-    return header.index, header.offset, header.nbytes, header.payload_nbytes, header.base, checksum
-
-
-def _header_of(numbers: list[int]) -> Header:
-    index, offset, nbytes, payload_nbytes, base, checksum = numbers[2:HEADER]
-    return Header(index, offset, nbytes, payload_nbytes, base, checksum % 2**64)
+def _signed(numbers: Sequence[int]) -> torch.Tensor:
+    """Numbers of 64 bits, with a sign or without, as int64."""
+    return torch.tensor([(number + 2**63) % 2**64 - 2**63 for number in numbers])

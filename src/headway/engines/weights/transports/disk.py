@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -25,16 +25,15 @@ from headway.engines.weights.protocols import (
     Chunk,
     EndContext,
     Header,
+    Link,
     OutgoingWeights,
     StoredReceiver,
     StoredSender,
     StoredVersion,
-    TransportAddress,
     WeightSink,
-    needs,
 )
 from headway.engines.weights.weight_layout import Manifest, TensorSlot
-from headway.errors import UpdateFailed
+from headway.errors import UpdateFailed, boundary
 
 if TYPE_CHECKING:
     import torch
@@ -169,21 +168,15 @@ def _shards(manifest: Manifest, most: int) -> list[list[TensorSlot]]:
 
 KEPT = 2
 """Number of versions that are kept: the newest, and the one that receivers may still be reading."""
-
-
-Link = tuple[Path, Manifest, str]
-"""The directory for files of one dtype, the layout of the weights in them, and the sender's name."""
-
-
-def make_link(meeting: TransportAddress) -> Link:
-    if meeting.directory is None:
-        raise needs("disk", "a directory")
-    dtypes = sorted({slot.dtype for slot in meeting.manifest.slots})
-    return meeting.directory / "-".join(dtypes), meeting.manifest, meeting.sender
+ELSEWHERE = "set param_update.directory to a place that all workers can write and read"
+"""What helps where a file cannot be written or read."""
 
 
 def open_sender(link: Link, here: EndContext) -> DiskSender:
-    return DiskSender(*link)
+    meeting = link.meeting
+    assert meeting.directory is not None
+    dtypes = sorted({slot.dtype for slot in meeting.manifest.slots})
+    return DiskSender(meeting.directory / "-".join(dtypes), meeting.manifest, meeting.sender)
 
 
 def open_receiver(link: Link, name: str, here: EndContext) -> DiskReceiver:
@@ -207,11 +200,11 @@ class DiskSender(StoredSender):
 
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         path = self._path = self._directory / f"version_{version}.safetensors"
-        with _writing(version, path):
+        with boundary(self._writing(version), UpdateFailed):
             file = self._file = SafetensorsFile(path, self._manifest.slots, {"version": str(version)}, self._name)
         try:
             stored = super().send(version, weights)
-            with _writing(version, path):
+            with boundary(self._writing(version), UpdateFailed):
                 file.finish()
         except BaseException:
             file.discard()
@@ -227,9 +220,12 @@ class DiskSender(StoredSender):
         if chunk.header.base >= 0:
             raise UpdateFailed("param_update.transport=disk writes whole versions, not deltas")
         assert self._file is not None
-        with _writing(version, self._path):
+        with boundary(self._writing(version), UpdateFailed):
             self._file.write(chunk.payload.cpu().numpy().data)
         return str(self._path)
+
+    def _writing(self, version: int) -> str:
+        return f"version {version} cannot be written to {self._path} (free space there, or {ELSEWHERE})"
 
 
 class DiskReceiver(StoredReceiver):
@@ -252,28 +248,12 @@ class DiskReceiver(StoredReceiver):
             self._file = None
 
     def _get(self, version: int, header: Header, content: str, room: torch.Tensor) -> None:
-        try:
+        with boundary(f"version {version}: {self._name} cannot read {content} ({ELSEWHERE})", UpdateFailed):
             if self._file is None:
                 self._file = Path(content).open("rb")  # noqa: SIM115  # open for all buckets
             self._file.seek(0)
             data = LENGTH_BYTES + int.from_bytes(self._file.read(LENGTH_BYTES), "little")
             self._file.seek(data + header.offset)
             read = self._file.readinto(room.numpy().data)  # type: ignore[attr-defined]
-        except OSError as cause:
-            raise UpdateFailed(
-                f"version {version}: {self._name} cannot read {content}: {cause.strerror or cause}; set "
-                "param_update.directory to a place that all workers can write and read"
-            ) from cause
         if read != room.numel():
             raise UpdateFailed(f"version {version}: {content} ends within bucket {header.index}")
-
-
-@contextmanager
-def _writing(version: int, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as cause:
-        raise UpdateFailed(
-            f"version {version} cannot be written to {path}: {cause.strerror or cause}; free space there, or set "
-            "param_update.directory to a place that all workers can write and read"
-        ) from cause

@@ -1,16 +1,15 @@
-"""Hand-over of buckets between threads of one process: the receivers read the sender's buffer.
+"""Hand-over of buckets between threads of one process: the sender writes each bucket into the receivers' memory.
 
-    sender     offer bucket 0 ─ wait for all ─ offer bucket 1 ─ wait for all ─ … ─ offer end ─ wait for all
-    receiver                 take ─ acknowledge             take ─ acknowledge            take ─ acknowledge
+    receivers   come with their sinks, and wait ───────────────────────────────────────▶ all is there, or why not
+    sender      waits for all ─ bucket 0 into each sink ─ bucket 1 ─ … ─ digests into each ─┘
 
-The sender draws the next bucket only when every receiver has acknowledged the last one, so one reused buffer is enough.
-Whoever gives up says so, and the others fail at once instead of waiting for their time-outs.
+One reused buffer is enough: a bucket is drawn when all sinks have the last one. Whoever gives up ends it for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from threading import Condition
 
 import torch
@@ -19,44 +18,24 @@ from headway.devices import kind_of
 from headway.engines.weights.protocols import (
     Chunk,
     EndContext,
+    Link,
     OutgoingWeights,
     StoredVersion,
-    TransportAddress,
     WeightSink,
     place_of,
 )
 from headway.errors import UpdateFailed
 
-End = tuple[int, ...]
-"""The digests, which are offered after the last bucket."""
+
+def open_sender(link: Link, here: EndContext) -> LocalExchange:
+    assert link.exchange is not None
+    return link.exchange
 
 
-def make_link(meeting: TransportAddress) -> LocalExchange:
-    return LocalExchange(meeting.receivers, meeting.timeout_s)
-
-
-def open_sender(link: LocalExchange, here: EndContext) -> LocalExchange:
-    return link
-
-
-def open_receiver(link: LocalExchange, name: str, here: EndContext) -> LocalReceiver:
-    place_of(name, link.receivers)
-    return LocalReceiver(link, name)
-
-
-@dataclass(slots=True)
-class _LocalVersion:
-    """One version on its way. All fields are guarded by the exchange's condition."""
-
-    version: int
-    pending: set[str]
-    """Receivers that have not yet acknowledged what is on offer."""
-    index: int = -1
-    """Index of what is on offer; -1 before the first."""
-    offer: Chunk | End | None = None
-    left: set[str] = field(default_factory=set)
-    """Receivers that have acknowledged the end, or were told of the failure."""
-    failure: str | None = None
+def open_receiver(link: Link, name: str, here: EndContext) -> LocalReceiver:
+    assert link.exchange is not None
+    place_of(name, link.meeting.receivers)
+    return LocalReceiver(link.exchange, name)
 
 
 class LocalExchange:
@@ -66,48 +45,51 @@ class LocalExchange:
     """
 
     def __init__(self, receivers: Sequence[str], timeout_s: float) -> None:
-        self.receivers = tuple(receivers)
+        self._receivers = tuple(receivers)
         self._timeout_s = timeout_s
         self._changed = Condition()
-        self._update: _LocalVersion | None = None
+        self._waiting: dict[str, tuple[int, WeightSink, Future[None]]] = {}
+        """The receivers that have come: which version each wants, where to, and what it waits for."""
         self._closed = False
 
     def send(self, version: int, weights: OutgoingWeights) -> None:
-        """Offer every bucket to every receiver; returns when all have acknowledged the end of ``version``."""
-        update = _LocalVersion(version, pending=set())
-        with self._changed:
-            if self._update is not None and self._update.failure is None:
-                raise UpdateFailed(
-                    f"version {version} was to be sent while version {self._update.version} still is; end that first"
-                )
-            self._update = update
+        """Put every bucket into every receiver's sink, once all have come."""
+        came = self._meet(version)
+        index, at = 0, ""
         try:
-            for index, chunk in enumerate(weights):
-                done_on(chunk.payload)  # receivers work on streams of their own
-                self._offer(update, index, chunk)
-            self._offer(update, update.index + 1, weights.digests)
+            for chunk in weights:
+                self._check_open(f"version {version} was being sent")
+                for name, (_, sink, _) in came.items():
+                    at = name
+                    take(sink, chunk)
+                index, at = index + 1, ""
+            digests = weights.digests
+            for name, (_, sink, _) in came.items():
+                at = name
+                sink.ended(digests)
         except BaseException as cause:
-            # It stays, for receivers that come late: each is told once.
-            self._fail(update, f"the sender gave up: {type(cause).__name__}: {cause}")
+            who = f"receiver {at}" if at else "the sender"
+            stopped = UpdateFailed(f"version {version} stopped at bucket {index}: {who} gave up: {cause}")
+            for name, (*_, told) in came.items():
+                told.set_exception(cause if name == at else stopped)
+            if at:
+                raise stopped from cause
             raise
-        with self._changed:
-            self._update = None
+        for *_, told in came.values():
+            told.set_result(None)
 
     def receive(self, name: str, version: int, sink: WeightSink) -> None:
-        """Put the buckets of ``version`` into ``sink``, for receiver ``name``."""
-        update = self._join(name, version)
-        try:
-            index = 0
-            while isinstance(chunk := self._take(update, name, index), Chunk):
-                take(sink, chunk)
-                self._acknowledge(update, name)
-                index += 1
-            self._acknowledge(update, name)
-            sink.ended(chunk)
-        except BaseException as cause:
-            reason = f"receiver {name} gave up: {cause}" if str(cause) else f"receiver {name} gave up"
-            self._fail(update, reason, told=name)
-            raise
+        """Wait until the buckets of ``version`` are in ``sink``, for receiver ``name``."""
+        told: Future[None] = Future()
+        with self._changed:
+            self._waiting[name] = version, sink, told
+            self._changed.notify_all()
+            try:
+                waits = f"receiver {name} waited for the sender to begin version {version}"
+                self._wait(lambda: name not in self._waiting, lambda: waits)
+            finally:
+                self._waiting.pop(name, None)
+        told.result()  # no limit of its own: the sender writes into the sink until it tells how that ended
 
     def close(self) -> None:
         """Close the exchange: every end that waits here, or comes later, fails at once."""
@@ -115,86 +97,40 @@ class LocalExchange:
             self._closed = True
             self._changed.notify_all()
 
-    def _offer(self, update: _LocalVersion, index: int, offer: Chunk | End) -> None:
-        with self._changed:
-            update.index, update.offer = index, offer
-            update.pending = set(self.receivers)
-            self._changed.notify_all()
-            self._wait(
-                lambda: not update.pending or update.failure is not None,
-                lambda: (
-                    f"the sender of version {update.version} waited for {', '.join(sorted(update.pending))} to "
-                    f"take {f'bucket {index}' if isinstance(offer, Chunk) else 'the end'}"
-                ),
-            )
-            if update.failure is not None:
-                raise UpdateFailed(f"version {update.version} stopped at bucket {index}: {update.failure}")
+    def _meet(self, version: int) -> dict[str, tuple[int, WeightSink, Future[None]]]:
+        def missing() -> list[str]:
+            return [name for name in self._receivers if name not in self._waiting]
 
-    def _join(self, name: str, version: int) -> _LocalVersion:
-        def ready() -> bool:
-            update = self._update
-            if update is None or name in update.left:
-                return False
-            return update.failure is None or update.version == version
-
-        with self._changed:
-            self._wait(ready, lambda: f"receiver {name} waited for the sender to begin version {version}")
-            update = self._update
-            assert update is not None
-            if update.version != version:
-                update.failure = f"receiver {name} asked for version {version}, the sender sends {update.version}"
-                self._changed.notify_all()
-                raise UpdateFailed(update.failure)
-            if update.failure is not None:
-                update.left.add(name)
-                raise UpdateFailed(f"version {version} stopped before receiver {name} came: {update.failure}")
-            return update
-
-    def _take(self, update: _LocalVersion, name: str, index: int) -> Chunk | End:
         with self._changed:
             self._wait(
-                lambda: update.index >= index or update.failure is not None,
-                lambda: (
-                    f"receiver {name} waited for bucket {index} of version {update.version} from the sender"
-                    + (
-                        f" (which waits for {', '.join(sorted(update.pending))} to take the last)"
-                        * bool(update.pending)
-                    )
-                ),
+                lambda: not missing(), lambda: f"the sender of version {version} waited for {', '.join(missing())}"
             )
-            if update.failure is not None:
-                raise UpdateFailed(f"version {update.version} stopped at bucket {index}: {update.failure}")
-            assert update.offer is not None
-            return update.offer
-
-    def _acknowledge(self, update: _LocalVersion, name: str) -> None:
-        with self._changed:
-            update.pending.discard(name)
-            if not isinstance(update.offer, Chunk):
-                update.left.add(name)
+            came, self._waiting = self._waiting, {}
             self._changed.notify_all()
-
-    def _fail(self, update: _LocalVersion, reason: str, told: str | None = None) -> None:
-        with self._changed:
-            update.failure = update.failure or reason
-            update.offer = None
-            if told is not None:
-                update.left.add(told)
-            self._changed.notify_all()
+        for name, (asked, _, _) in came.items():
+            if asked != version:
+                wrong = UpdateFailed(f"receiver {name} asked for version {asked}, the sender sends version {version}")
+                for *_, told in came.values():
+                    told.set_exception(wrong)
+                raise wrong
+        return came
 
     def _wait(self, condition: Callable[[], bool], who: Callable[[], str]) -> None:
-        in_time = self._changed.wait_for(lambda: self._closed or condition(), timeout=self._timeout_s)
-        if self._closed:
-            raise UpdateFailed(f"{who()} when an end was closed")
-        if not in_time:
+        self._changed.wait_for(lambda: self._closed or condition(), timeout=self._timeout_s)
+        if not condition():
+            self._check_open(who())
             raise UpdateFailed(f"{who()} for longer than {self._timeout_s:g} s")
+
+    def _check_open(self, doing: str) -> None:
+        if self._closed:
+            raise UpdateFailed(f"{doing} when an end was closed")
 
 
 def take(sink: WeightSink, chunk: Chunk) -> None:
     """Put ``chunk`` into ``sink``: when this returns, its payload's memory may be used again."""
     sink.room(chunk.header, chunk.payload.device).copy_(chunk.payload)
-    done_on(chunk.payload)
     sink.filled(chunk.header)
+    done_on(chunk.payload)  # also with what the sink made of it: the receiver goes on on another stream
 
 
 def done_on(payload: torch.Tensor) -> None:

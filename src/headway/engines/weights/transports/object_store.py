@@ -11,22 +11,18 @@ from headway.engines.weights.protocols import (
     Chunk,
     EndContext,
     Header,
+    Link,
     StoredReceiver,
     StoredSender,
-    TransportAddress,
 )
 from headway.errors import UpdateFailed, boundary
 
 
-def make_link(meeting: TransportAddress) -> None:
-    """Make a link without data: both ends reach the object store and need to know nothing else."""
-
-
-def open_sender(link: None, here: EndContext) -> ObjectStoreSender:
+def open_sender(link: Link, here: EndContext) -> ObjectStoreSender:
     return ObjectStoreSender(here)
 
 
-def open_receiver(link: None, name: str, here: EndContext) -> ObjectStoreReceiver:
+def open_receiver(link: Link, name: str, here: EndContext) -> ObjectStoreReceiver:
     return ObjectStoreReceiver(here, name)
 
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 from time import monotonic
@@ -39,11 +38,17 @@ _making = Lock()
 """Lock that is held while a device is made: two made at once could not tell their listeners apart."""
 
 
-def device_and_listener(make: Callable[[], Any]) -> tuple[Any, Endpoint | None]:
-    """Make a Gloo device, and find where it listens for the group's other members; None where that cannot be told."""
+def device_and_listener(host: str | None) -> tuple[Any, Endpoint | None]:
+    """Make a Gloo device at the address ``host``, and find where it listens for the group's other members.
+
+    None where that cannot be told.
+    """
     with _making:
         before = _listeners()
-        device = make()
+        if host is None:
+            device = ProcessGroupGloo.create_default_device()
+        else:
+            device = ProcessGroupGloo.create_device(hostname=host)
         new = _listeners() - before
     return device, new.pop() if len(new) == 1 else None
 
@@ -163,9 +168,11 @@ class StoreGroup:
             if (group := self._kind.own_group(self._store, self.rank, size, self._timeout)) is not None:
                 self._prove(group, until - monotonic())
                 return group
-            device, self._listens = device_and_listener(partial(_device, host))
+            device, self._listens = device_and_listener(host)
             self._store.set(f"listens/{self.rank}", " ".join(map(str, self._listens or ())))
-            return _gloo(self._store, self.rank, size, self._timeout, device)
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout, options._threads, options._devices = self._timeout, 1, [device]
+            return ProcessGroupGloo(self._store, self.rank, size, options)
         except RuntimeError as cause:
             missing = [name for rank, name in enumerate(self.members) if self._read(f"joined/{rank}") is None]
             raise UpdateFailed(
@@ -225,20 +232,6 @@ class StoreGroup:
     def _read(self, key: str) -> bytes | None:
         value: bytes | None = self._store.get(key) if self._store.check([key]) else None
         return value
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._threads = 1
-    options._devices = [device]
-    return ProcessGroupGloo(store, rank, size, options)
-
-
-def _device(host: str | None) -> Any:
-    if host is None:
-        return ProcessGroupGloo.create_default_device()
-    return ProcessGroupGloo.create_device(hostname=host)
 
 
 def open_store(host: str, timeout_s: float) -> tuple[Any, int]:
