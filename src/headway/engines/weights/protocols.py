@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import torch
 
     from headway.devices import Device
-    from headway.engines.weights.transports.local import LocalExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +222,8 @@ class Link:
 
     transport: str
     meeting: TransportAddress
-    exchange: LocalExchange | None = None
-    """Where the ends of ``local`` meet."""
+    exchange: Any = None
+    """Where the ends of ``local`` meet, a `LocalExchange`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +240,9 @@ class EndContext:
 
 def make_link(transport: str, meeting: TransportAddress) -> Link:
     """Make the link of ``transport``."""
-    if transport != WITHIN_PROCESS:
-        return Link(transport, meeting)
-    from headway.engines.weights.transports.local import LocalExchange
-
-    return Link(transport, meeting, LocalExchange(meeting.receivers, meeting.timeout_s))
+    within = transport == WITHIN_PROCESS
+    exchange = _module(transport).LocalExchange(meeting.receivers, meeting.timeout_s) if within else None
+    return Link(transport, meeting, exchange)
 
 
 def open_sender(link: Link, here: EndContext) -> WeightSender:

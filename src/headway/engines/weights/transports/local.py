@@ -28,12 +28,11 @@ from headway.errors import UpdateFailed
 
 
 def open_sender(link: Link, here: EndContext) -> LocalExchange:
-    assert link.exchange is not None
-    return link.exchange
+    exchange: LocalExchange = link.exchange
+    return exchange
 
 
 def open_receiver(link: Link, name: str, here: EndContext) -> LocalReceiver:
-    assert link.exchange is not None
     place_of(name, link.meeting.receivers)
     return LocalReceiver(link.exchange, name)
 
