@@ -132,8 +132,7 @@ def ray_here(request: pytest.FixtureRequest) -> None:
 def _ray(root: Path) -> Iterator[None]:
     import ray
 
-    from headway.cluster.machine.child_processes import ChildProcesses
-    from headway.cluster.on_ray.ray_node import sigterm_kept
+    from headway.cluster.on_ray.ray_node import ChildProcesses, sigterm_kept
 
     with sigterm_kept(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.api.eval.scored_answers import progress
 from headway.cli.eval_command import AnswersFile
-from headway.cluster.machine.child_processes import descendants
 from headway.cluster.machine.worker_setup import math_environment
+from headway.runtime.process_tree import descendants
 from tests.api.evaluation.test_figures import solved
 from tests.cli.evaluations import LENGTH, SHORT, lines_of, said, write
 from tests.cli.test_commands import python, run

@@ -13,8 +13,8 @@ import pytest
 import ray
 
 from headway.cluster.backend import start_backend
-from headway.cluster.machine.child_processes import ChildProcesses, descendants
 from headway.cluster.on_ray.ray_cluster import RayCluster
+from headway.cluster.on_ray.ray_node import ChildProcesses, descendants
 from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.workers import Workers, replaceable_dies

@@ -19,10 +19,10 @@ from ray.exceptions import OutOfMemoryError
 from ray.util import placement_group_table
 
 from headway.cluster.backend import start_backend
-from headway.cluster.machine.child_processes import ChildProcesses
 from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace
 from headway.cluster.on_ray import ray_worker, resource_pool
 from headway.cluster.on_ray.ray_cluster import RayCluster
+from headway.cluster.on_ray.ray_node import ChildProcesses
 from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.on_ray.resource_pool import Node, ResourcePool
 from headway.cluster.worker_group import WorkerGroup

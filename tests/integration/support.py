@@ -16,10 +16,10 @@ import ray
 from typer.testing import CliRunner
 
 from headway.cli import cli
-from headway.cluster.machine.child_processes import descendants
 from headway.cluster.machine.worker_setup import math_environment
 from headway.config.sections.model_section import MakeModelConfig
 from headway.models.made_model import make_model
+from headway.runtime.process_tree import descendants
 
 START_S = 200
 """For a run of several processes to come so far as a test waits for, on a machine with other work."""

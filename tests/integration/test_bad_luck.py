@@ -24,13 +24,13 @@ from headway.api.run import training_run as app_run
 from headway.api.run.training_run import Interrupts
 from headway.cli.common import errors_as_messages
 from headway.cli.train_command import load_checked
-from headway.cluster.machine.child_processes import descendants
 from headway.cluster.worker_engines import TrainGroup
 from headway.engines.train.fsdp import checkpoint, learner
 from headway.errors import RunError, StallError
 from headway.events import Event, Note
 from headway.pipeline.run import Pipeline
 from headway.reports.report_manager import Reports
+from headway.runtime.process_tree import descendants
 from headway.runtime.signals import terminations_as_interrupts
 from tests.full_disk import small_disk
 from tests.integration import support

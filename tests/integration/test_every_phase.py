@@ -21,10 +21,10 @@ import pytest
 
 import headway.api.run.training_run
 from headway.cluster.inline_cluster import InlineWorker
-from headway.cluster.machine.child_processes import descendants
 from headway.cluster.on_ray.ray_worker import RayPeer, RayWorker
 from headway.errors import WorkerDied
 from headway.reports.report_manager import Reports
+from headway.runtime.process_tree import descendants
 from tests.integration.support import Done, alive, make_job, run_here, summary
 from tests.tiers import mostly_slow
 

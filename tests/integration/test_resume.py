@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import evidence
-from headway.cluster.machine.child_processes import descendants
 from headway.data.journal import records, segments
+from headway.runtime.process_tree import descendants
 from tests.integration.support import (
     alive,
     batches_in,

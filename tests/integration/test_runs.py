@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headway.cluster.machine.child_processes import descendants
 from headway.config.presets import PRESETS
+from headway.runtime.process_tree import descendants
 from tests.integration.support import (
     alive,
     events,

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from headway.cluster.machine.child_processes import descendants
+from headway.runtime.process_tree import descendants
 from tests.integration.support import (
     alive,
     events,

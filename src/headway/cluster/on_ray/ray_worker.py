@@ -32,11 +32,10 @@ import ray
 import ray._private.worker as printing
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from headway.cluster.machine.child_processes import Watched
 from headway.cluster.machine.token_files import TokenPart, read_rows
 from headway.cluster.machine.worker_setup import importing, set_up_process, threads_of
 from headway.cluster.on_ray.network_interface import ANSWER_S, ATTEMPTS, network_environment, stops_answering
-from headway.cluster.on_ray.ray_node import RayNode, replaced
+from headway.cluster.on_ray.ray_node import RayNode, Watched, replaced
 from headway.cluster.on_ray.resource_pool import described
 from headway.cluster.on_ray.worker_connections import (
     CallAddress,
