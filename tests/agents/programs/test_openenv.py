@@ -151,6 +151,20 @@ async def test_a_server_that_says_so_in_the_middle_of_an_episode_is_away():
             await play(await load(address), Script("3"))
 
 
+async def test_a_server_without_room_is_asked_again_and_given_up_after_the_time_out(monkeypatch):
+    monkeypatch.setattr("headway.agents.adapters.openenv.FULL_WAIT_S", 0.01)
+    full = error("CAPACITY_REACHED", "8 of 8 sessions")
+    server = Server(lambda n: full if n < 4 else observed({"text": "Guess."}), observed({"text": "="}, 1.0, True))
+    async with server.serving() as address:
+        assert (await play(await load(address), Script("3"))).turn_rewards == (1.0,)
+        assert len(server.heard) == 4
+        server.answers = (full,)
+        with pytest.raises(
+            ProgramAway, match="no room for a further session: 8 of 8 sessions; raise its max_concurrent"
+        ):
+            await play(await load(address, timeout_s=0.1), Script("3"))
+
+
 FIRST = observed({"text": "Guess."})
 
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 100 << 20
 """Most bytes of a message, as OpenEnv's own client has it."""
+FULL_WAIT_S = 0.5
+"""Seconds before a server is asked again that has as many sessions as it takes."""
 NOT_TEXT = ("done", "reward", "metadata")
 """Fields of every observation that are not for the model."""
 PARAMS = ("action_field", "observation_field", "timeout_s")
@@ -82,11 +84,21 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
 
     @asynccontextmanager
     async def episode(self, start: EpisodeStart) -> AsyncIterator[_OpenEnvEpisode]:
-        """Open a connection, whose environment has been reset."""
+        """Open a connection, whose environment has been reset. Waits for a server that is full."""
+        until = asyncio.get_running_loop().time() + self._timeout_s
         async with self._session() as session:
-            socket = await self._connected(session)
+            socket, first = await self._connected(session), None
             try:
-                yield _OpenEnvEpisode(socket, await self._reset(socket, start))
+                while first is None:
+                    try:
+                        first = await self._reset(socket, start)
+                    except _Full:
+                        if asyncio.get_running_loop().time() > until:
+                            raise
+                        await socket.close()
+                        await asyncio.sleep(FULL_WAIT_S)
+                        socket = await self._connected(session)
+                yield _OpenEnvEpisode(socket, first)
             finally:
                 with suppress(Exception):
                     await socket.send_str('{"type": "close"}')
@@ -177,7 +189,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
                 said_so = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in errors]
                 return _BadAction(f"Error: the action does not fit: {'; '.join(said_so) or text}. Nothing was done.")
             case "CAPACITY_REACHED":
-                return ProgramAway(
+                return _Full(
                     f"{self.who}: the server has no room for a further session: {text}; raise its "
                     "max_concurrent_envs, or lower rollout.max_concurrent"
                 )
@@ -226,6 +238,10 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
 
 class _BadAction(Exception):
     """Exception for an action of the model's that is none; its message is for the model."""
+
+
+class _Full(ProgramAway):
+    """Error for a server that takes no further session for now."""
 
 
 def web_socket(url: str) -> str:
