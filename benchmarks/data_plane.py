@@ -28,7 +28,7 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import FinishReason, Prompt, RowAt, RowTokens, SampledTokens, TrainSample, Trajectory
 from headway.engines.train.batch_advantages import BatchAdvantages
-from headway.pipeline.admission.train_batches import add_column, outcomes, samples_of
+from headway.pipeline.actor_critic import add_column, outcomes, samples_of
 
 MINI_BATCHES = 4
 COST = Cost(4096)
