@@ -363,7 +363,7 @@ def test_reference_and_copy_of_the_policy_have_the_log_probs_of_rows_one_by_one(
         manifest=build_manifest((name, tuple(p.shape), p.dtype) for name, p in held.named_parameters()),
         receive=lambda *_: None,
     )
-    assert copy.padded is None
+    assert copy._policy.padded is None
     assert_same_numbers(copy.proximal_logprobs(rows, 0), expected)
     copy.close()
 
