@@ -44,6 +44,6 @@ def test_an_address_at_which_something_else_than_ray_listens_is_one_message_in_b
     settings = (f"cluster.address={address}", "cluster.start_timeout_s=4", f"run.dir={run_dir}")
     done = run_here("train", str(make_job(tmp_path)), *settings)
     assert done.exit_code == 2, done.output
-    said = f"error: cluster.address={address}: something listens there, but no Ray cluster answered within "
+    said = f"error: cluster.address={address}: no Ray cluster answered within "
     assert re.fullmatch(re.escape(said) + r"[\d.]+ s \(cluster\.start_timeout_s\)\. .*\n", done.stderr), done.stderr
     assert not run_dir.exists(), "the corrected command finds its place free"
