@@ -3,12 +3,12 @@
 A line's segments stand behind each other as `headway.data.packing` says. Attention takes them in parts, each of
 which is a batch of queries with keys of their own:
 
-    causal   a segment's tokens among themselves
+    causal   a segment's tokens among themselves, or those of a whole row: what another row has, too, is dropped there
     view     a segment's tokens, or a piece of them, and the keys of their whole path, under a mask
     subtree  all that stands behind a segment, and the segment's keys: no copies, no mask
 
-A tree is computed as views, or as its segments and what stands behind them, whose results are merged by their
-log-sum-exps: in whichever way costs least.
+A tree is computed as whole rows, as views, or as its segments and what stands behind them, whose results are merged by
+their log-sum-exps: in whichever way costs least.
 
 Ranks may divide a line (`SequenceRanks`): each has a part of the tokens, and for attention some heads of all.
 
@@ -145,6 +145,8 @@ class Item:
     """Places of the queries in the line."""
     keys: Places
     """Places of the keys."""
+    dropped: int = 0
+    """Number of the first queries whose results another item has, too."""
     before: int = 0
     """Number of keys before the first query's own, in a view; 0 in other kinds."""
     level: int = 0
@@ -252,12 +254,16 @@ def _items(segments: Segments, positions: Places, window: int | None) -> list[It
         lengths = stops[of] - starts[of]
         depths = positions[starts[of]]
         behind = ends[of] - stops[of]
+        paths = (depths + lengths)[behind == 0]
         pairs = lengths * (depths + lengths)
+        as_rows = int(_causal(paths).sum() + COPY * paths.sum())
         as_views = int((pairs + COPY * (depths + lengths)).sum())
-        as_segments = int(_causal(lengths).sum() + (behind * (lengths + MERGE)).sum()) + CALL * int(len(lengths) > 1)
+        as_segments = int(_causal(lengths).sum() + (behind * (lengths + MERGE)).sum()) + CALL * int(len(paths) > 1)
         windowed = window is not None and window <= positions[starts[root] : ends[root]].max()
-        if windowed or (as_views < as_segments and pairs.max() <= MOST_PAIRS):
+        if windowed or (as_views < min(as_rows, as_segments) and pairs.max() <= MOST_PAIRS):
             items += _views(root, following, segments, stops, window)
+        elif as_rows <= as_segments:
+            items += _rows(root, following, segments, stops)
         else:
             items += _segments(root, following, segments, stops)
     return items
@@ -275,6 +281,17 @@ def _paths(root: int, following: int, segments: Segments, stops: Places) -> Iter
         own = np.arange(segments.starts[segment], stops[segment])
         path = paths[segment] = np.concatenate([paths[int(segments.parents[segment])], own])
         yield segment, own, path
+
+
+def _rows(root: int, following: int, segments: Segments, stops: Places) -> list[Item]:
+    """Each row of a tree by itself. What it has in common with one before it is computed again, and dropped."""
+    items = []
+    done = int(segments.starts[root])  # tokens before it are some row's already
+    for segment, _, path in _paths(root, following, segments, stops):
+        if segments.ends[segment] == stops[segment]:
+            items.append(Item(AttentionKind.CAUSAL, path, path, dropped=int(np.searchsorted(path, done))))
+            done = int(stops[segment])
+    return items
 
 
 def _segments(root: int, following: int, segments: Segments, stops: Places) -> list[Item]:
@@ -335,7 +352,7 @@ def _part(kind: AttentionKind, items: Sequence[Item], window: int | None, device
     queries_BQ, keys_BK = _padded([item.queries for item in items]), _padded([item.keys for item in items])
     wide, long = queries_BQ.shape[1], keys_BK.shape[1]
     column = np.arange(wide)
-    kept_BQ = column < query_lengths[:, None]
+    kept_BQ = (column < query_lengths[:, None]) & (column >= np.array([[item.dropped] for item in items]))
     seen = None
     if kind is AttentionKind.VIEW:
         # Padding sees what the item's last query does, whose place it has.
