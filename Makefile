@@ -111,10 +111,10 @@ layers: setup
 
 # Three side by side on two cores: what starts processes waits for them half of its time.
 pytest: setup
-	$(TEST_ENV) $(BIN)/python -m pytest --forks 3 $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 test-slow: setup site-env
-	$(TEST_ENV) $(BIN)/python -m pytest --forks 2 -m slow $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow $(ARGS)
 
 test-nodes: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m nodes tests/cluster/nodes $(ARGS)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.blocks import DOCS, ROOT
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
 MKDOCS = ROOT / ".venv-site" / "bin" / "mkdocs"
 
 

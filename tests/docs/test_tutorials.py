@@ -17,7 +17,7 @@ ORDER = ("own-task", "own-loss", "agent", "cluster", "reading")
 LIMIT_S = 240
 """A tutorial takes 20 to 60 s on two cores, and four times as long where much other work runs beside it."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S), pytest.mark.xdist_group("tutorials")]
 
 
 @pytest.fixture(scope="module")
