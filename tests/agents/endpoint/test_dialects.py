@@ -345,7 +345,8 @@ async def test_answers_have_the_fields_of_the_clients_types():
         return 1.0
 
     assert (await made(agent, [SAYS[1]] * 5)).episode.failure is None
-    ChatCompletion.model_validate_json(bodies["chat"], strict=True)
+    chat = ChatCompletion.model_validate_json(bodies["chat"], strict=True)
+    assert chat.choices[0].logprobs and chat.choices[0].logprobs.content
     Completion.model_validate_json(bodies["completion"], strict=True)
     Response.model_validate_json(bodies["response"])
     AnthropicMessage.model_validate_json(bodies["message"], strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from headway.agents.adapters.program_loader import ProgramSpec
+from headway.agents.adapters.user_programs import tail_of
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
 from headway.errors import ProgramFailed, UserCodeError
 
@@ -194,6 +196,21 @@ def test_a_command_reads_the_row_and_its_last_line_is_the_reward(
     )
     assert end_of(command(code, tmp_path)).reward == 0.5
     assert (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\x85"])
+def test_only_a_newline_ends_a_line_of_a_command(tmp_path: Path, mark: str) -> None:
+    line = json.dumps({"said": f"a{mark}b", "reward": 0.5}, ensure_ascii=False)
+    code = f"import sys; sys.stdout.buffer.write(({line!r} + '\\n\\n').encode())"
+    assert end_of(command(code, tmp_path)).reward == 0.5
+
+
+async def test_of_what_a_command_prints_the_end_is_kept() -> None:
+    stream = asyncio.StreamReader()
+    stream.feed_data(b"x" * 2**21 + b"\n0.5\n")
+    stream.feed_eof()
+    kept = await tail_of(stream)
+    assert (len(kept), kept[-6:]) == (2**20, b"x\n0.5\n")
 
 
 @pytest.mark.parametrize(

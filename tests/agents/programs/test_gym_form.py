@@ -157,6 +157,7 @@ EXPECTED = r"expected \(observation, reward, terminated, truncated, info\)"
         ({"step": '("obs", math.nan, True, False, {})'}, r"the reward of step\(\) is nan, expected a finite number"),
         ({"step": '("obs", "1.0", True, False, {})'}, r"the reward of step\(\) is '1.0', expected a finite number"),
         ({"step": '("obs", None, True, False, {})'}, r"the reward of step\(\) is None, expected a finite number"),
+        ({"step": '("obs", 1, True, {}, False)'}, r"step\(\) returned {} for truncated, expected True or False"),
         ({"step": "(3, 1, False, False, {})"}, r"step\(\) returned the observation 3, and the model reads text; wrap"),
         ({"step": "1 / 0"}, r"step\(\) raised ZeroDivisionError: division by zero \(game\.py:\d+, in step\)$"),
         ({"reset": "exit(3)"}, r"reset\(\) raised SystemExit: 3 \(game\.py:\d+, in reset\)$"),

@@ -35,12 +35,14 @@ def error(code: str, message: str = "so it is", **more: Any) -> dict[str, Any]:
 class Server:
     """Answers messages one after the other, in each connection from the first answer on."""
 
-    def __init__(self, *answers: Any, schema: Any = GUESS) -> None:
-        self.answers, self.schema = answers, schema
+    def __init__(self, *answers: Any, schema: Any = GUESS, status: int = 101) -> None:
+        self.answers, self.schema, self.status = answers, schema, status
         self.heard: list[list[Any]] = []
         self.ended = asyncio.Event()
 
     async def socket(self, request: Any) -> Any:
+        if self.status != 101:
+            return web.Response(status=self.status)
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         self.heard.append([])
@@ -251,6 +253,14 @@ async def test_a_server_without_its_web_socket_is_told_where_it_belongs():
     async with Server(schema=404).serving() as address:
         loaded = await load(f"{address}/elsewhere")
         with pytest.raises(ProgramFailed, match="where OpenEnv has its WebSocket, raised WSServerHandshakeError: 404"):
+            await play(loaded, Script("3"))
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_an_episode_whose_server_has_too_much_to_do_is_to_be_run_again(status):
+    async with Server(status=status).serving() as address:
+        loaded = await load(address)
+        with pytest.raises(ProgramAway, match=f"the server answers with status {status}"):
             await play(loaded, Script("3"))
 
 

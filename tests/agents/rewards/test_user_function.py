@@ -381,6 +381,8 @@ def test_what_a_function_for_verl_needs_beyond_that_is_told_before_the_run() -> 
         match="needs 'reward_model_tokenizer', but the rows have nothing",
     ):
         function.check_columns(["reward_model_tokenizer"])
+    with pytest.raises(UserCodeError, match="needs 'solution', but the rows have nothing"):
+        user(lambda solution_str, solution: 0, ("solution",)).check_columns([])
 
 
 # ---------------------------------------------------------------------------------------------- values

@@ -59,6 +59,7 @@ def logs(completions, log_metric, log_extra, **kwargs):
     log_metric("share", 0.25)
     log_metric("share", 0.75)
     log_metric("not one", None)
+    log_metric(3, 0.5)
     return [1.0] * len(completions)
 
 def many(response):

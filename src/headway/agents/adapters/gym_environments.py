@@ -68,6 +68,9 @@ class GymProgram(EnvironmentProgram[Any]):
         if not isinstance(value, tuple | list) or len(value) != 5:
             raise ProgramFailed(f"{self.who}: step() returned {shown(value)}, expected {FIVE}")
         observation, reward, terminated, truncated, _ = value
+        for name, flag in (("terminated", terminated), ("truncated", truncated)):
+            if not (isinstance(flag, bool | int) or hasattr(flag, "dtype")):
+                raise ProgramFailed(f"{self.who}: step() returned {shown(flag)} for {name}, expected True or False")
         worth, done = number(reward, f"{self.who}: the reward of step()"), bool(terminated or truncated)
         return Step([] if done else [said("user", self._text(observation, "step"))], done, worth)
 

@@ -284,7 +284,7 @@ class CommandProgram:
         try:
             assert process.stdin and process.stdout and process.stderr, "they were asked for"
             output, printed, _ = await asyncio.gather(
-                process.stdout.read(), _copied(process.stderr), _written(process.stdin, start)
+                tail_of(process.stdout), _copied(process.stderr), _written(process.stdin, start)
             )
             status = await process.wait()
         finally:
@@ -293,8 +293,8 @@ class CommandProgram:
             await process.wait()
         if status != 0:
             raise ProgramFailed(f"{self._who} ended with status {status}: {printed or 'it printed no error'}")
-        lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
-        return EpisodeEnd(reward=self._reward(lines[-1]) if lines else None)
+        line = output.rstrip().rpartition(b"\n")[2].decode(errors="replace")
+        return EpisodeEnd(reward=self._reward(line) if line else None)
 
     def _reward(self, line: str) -> float | None:
         try:
@@ -325,6 +325,14 @@ async def _written(stdin: asyncio.StreamWriter, start: EpisodeStart) -> None:
         stdin.write(json.dumps(start.with_prompt(), default=str).encode() + b"\n")
         await stdin.drain()
     stdin.close()
+
+
+async def tail_of(stdout: asyncio.StreamReader) -> bytes:
+    """Read to the end; return the last megabyte."""
+    last = b""
+    while printed := await stdout.read(2**16):
+        last = (last + printed)[-(2**20) :]
+    return last
 
 
 async def _copied(stderr: asyncio.StreamReader) -> str:

@@ -66,6 +66,7 @@ class ChatCompletions(Dialect):
             "message": message,
             "finish_reason": _finish_reason(turn),
             "logprobs": None,
+            **_chat_logprobs(wanted, turn),
         }
         head = _head(wanted, f"chatcmpl-{id}", "chat.completion")
         return {**head, "choices": [choice], "usage": usage(turn)}

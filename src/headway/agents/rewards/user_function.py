@@ -70,7 +70,7 @@ class FurtherNumbers:
 
     def log_metric(self, name: str, value: Any) -> None:
         """Keep a number of the whole group, as TRL's trainer does; of several under a name their mean."""
-        if (number := finite_number(value)) is not None:
+        if isinstance(name, str) and (number := finite_number(value)) is not None:
             self._logged.setdefault(name, []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
@@ -161,8 +161,8 @@ class UserFunction:
 
         ``lacked``: columns that some rows have → the first row that does not, for the message.
         """
-        others = () if self.dialect.of_verl else columns
-        for name in self._takes.lacking({*self.dialect.given, *self._params, *others, *self._answer_keys}):
+        others = set() if self.dialect.of_verl else {*columns, *self._answer_keys}
+        for name in self._takes.lacking({*self.dialect.given, *self._params, *others}):
             have = ", ".join(sorted(others)) or "nothing"
             lacks = f" ({lacked[name]} lacks it)" if lacked and name in lacked else ""
             raise UserCodeError(
