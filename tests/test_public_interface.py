@@ -91,6 +91,15 @@ def test_every_moved_path_leads_to_a_module_and_each_renamed_class_is_there_once
     assert not any(hasattr(module, old) for module in modules for old in RENAMED)
 
 
+@pytest.mark.parametrize(
+    ("module", "name"), [("values", "value_loss"), ("losses.sequence", "gspo"), ("losses.covariance", "clip_cov")]
+)
+def test_algorithms_import_from_where_they_were(module: str, name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=r"is now headway\.algorithms\.losses\.clipped"):
+        old = import_module(f"headway.algorithms.{module}")
+    assert callable(getattr(old, name))
+
+
 def test_other_paths_and_names_are_as_unknown_as_ever() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"headway\.programs\.own"):
         import_module("headway.programs.own")

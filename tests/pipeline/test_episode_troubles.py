@@ -58,7 +58,7 @@ def test_limits_that_end_half_of_the_episodes_are_told_once():
     cut = episode(limit="tokens", reason=FinishReason.LENGTH)
     (text,) = told(some(2, cut))
     assert text.startswith("of the last 64 episodes 32 were ended by a limit (32 by tokens). ")
-    assert "Raise data.max_response_length" in text
+    assert text.endswith("Raise data.max_response_length, which all turns share"), "the limit is trained on by default"
     assert told(some(3, cut)) == []
 
 

@@ -17,6 +17,7 @@ _INTERFACES = {
     "weights": ("weights",),
 }
 """Module of `headway.data.interfaces` → names that its parts had there or in ``headway.interfaces``."""
+_LOSSES = ("covariance", "sequence", "soft")
 _CORRECTIONS = ("base", "build", "prox", "ratio", "sequence_mask")
 MOVED = {
     "headway.interfaces": "headway.data.interfaces",
@@ -28,7 +29,8 @@ MOVED = {
         if (package, name) != ("headway.data.interfaces", module)
     },
     **{f"headway.algorithms.corrections.{name}": "headway.algorithms.corrections" for name in _CORRECTIONS},
-    "headway.algorithms.losses.soft": "headway.algorithms.losses.clipped",
+    "headway.algorithms.values": "headway.algorithms.losses.clipped",
+    **{f"headway.algorithms.losses.{name}": "headway.algorithms.losses.clipped" for name in _LOSSES},
     "headway.algorithms.advantages.tokens": "headway.algorithms.advantages.groups",
     "headway.algorithms.filters": "headway.algorithms.scores",
     "headway.algorithms.overlong": "headway.algorithms.scores",

@@ -63,6 +63,7 @@ def read(dialect: Dialect, body: Any) -> Any:
         (RESPONSES, {"input": "a", "background": True}, "responses are not kept here"),
         (RESPONSES, {"input": [{"type": "computer_call"}]}, "input.0.type is 'computer_call'; expected message, func"),
         (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "no tools of the server"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "custom", "name": "code"}]}, "a function with a name and parame"),
         (RESPONSES, {"input": [{"type": "function_call", "call_id": "a", "name": "b"}]}, "input.0.arguments is None"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no images or files"),
         (MESSAGES, {"messages": [ASK, {"role": "assistant", "content": "It is"}]}, "does not go on with yours"),

@@ -78,8 +78,11 @@ def test_what_fits_is_given_back(more):
 
 
 def test_whole_floats_are_integers_and_become_them():
-    given = fitted(GOOD | {"i": 2.0, "n": 2.0}, PARAMETERS)
-    assert (repr(given["i"]), repr(given["n"])) == ("2", "2.0")
+    more = {"i": 2.0, "n": 2.0, "many": [1.0], "named": {"a": 1.0}, "nested": [{"a": [1.0]}]}
+    given = fitted(GOOD | more, PARAMETERS)
+    assert repr({name: given[name] for name in more}) == repr(
+        {"i": 2, "n": 2.0, "many": [1], "named": {"a": 1.0}, "nested": [{"a": [1]}]}
+    )
 
 
 @pytest.mark.parametrize(

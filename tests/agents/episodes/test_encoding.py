@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -63,8 +64,11 @@ class Held(ChatRenderer):
         return super().encode(text)
 
 
-async def a_long_one_and_another(renderer: Held) -> list[tuple[int, int, int, list[int]]]:
-    """(episode, number, key, context) of the calls of two episodes; texts are let go once the second has its answer."""
+async def a_long_one_and_another(renderer: Held, in_parts: bool) -> list[tuple[int, int, int, list[int]]]:
+    """(episode, number, key, context) of the calls of two episodes; texts are let go once the second has its answer.
+
+    ``in_parts``: the content of messages is a list of parts.
+    """
     started = 0
 
     async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
@@ -72,7 +76,8 @@ async def a_long_one_and_another(renderer: Held) -> list[tuple[int, int, int, li
         started += 1
         long_and_short = started == 1
         texts = ["word " * (LONG // 4), "asked behind it"] if long_and_short else ["begin"]
-        await asyncio.gather(*(ask(TurnRequest([said("user", text)])) for text in texts))
+        contents: list[Any] = [[{"type": "text", "text": text}] if in_parts else text for text in texts]
+        await asyncio.gather(*(ask(TurnRequest([said("user", content)])) for content in contents))
         if not long_and_short:
             renderer.let_go.set()
         return EpisodeEnd(1.0)
@@ -85,9 +90,12 @@ async def a_long_one_and_another(renderer: Held) -> list[tuple[int, int, int, li
     return sorted((call.trajectory.k, n, call.key, call.input_ids.tolist()) for n, call in enumerate(policy.calls))
 
 
-def test_an_episode_is_answered_while_a_text_of_another_is_encoded_and_calls_are_those_without_threads() -> None:
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_an_episode_is_answered_while_a_text_of_another_is_encoded_and_calls_are_those_without_threads(
+    in_parts: bool,
+) -> None:
     def calls(run: Callable[[Any], Any], renderer: Held) -> list[Any]:
-        return [(k, key, ids) for k, _, key, ids in run(a_long_one_and_another(renderer))]
+        return [(k, key, ids) for k, _, key, ids in run(a_long_one_and_another(renderer, in_parts))]
 
     at_once = Held()
     at_once.let_go.set()

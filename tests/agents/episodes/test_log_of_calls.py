@@ -36,6 +36,14 @@ def test_what_is_away_for_a_time_is_tried_again_after_a_pause_and_its_turns_are_
     assert episode.failure == "ConnectionError: no route to host"
 
 
+def test_what_is_never_there_again_is_tried_as_often_as_is_asked_for():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        raise ProgramAway("ConnectionError: no route to host")
+
+    (episode,) = made(program, limits=EpisodeLimits(400, 5, retries=1100)).trajectories
+    assert (episode.failure, episode.metrics["tries"]) == ("ConnectionError: no route to host", 1101)
+
+
 def test_a_lost_worker_has_its_program_run_again_with_the_calls_that_the_log_knows():
     whole = made(talk).tokens
     programs, policy = Here(talk), Policy()

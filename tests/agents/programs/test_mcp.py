@@ -21,10 +21,22 @@ from tests.agents.programs.served import served
 
 pytest.importorskip("mcp", reason="the extra mcp")
 
+from mcp import Client
 from mcp.server.mcpserver import MCPServer
 from mcp.shared.memory import create_client_server_memory_streams
 from mcp.shared.message import SessionMessage
-from mcp_types import CallToolResult, ImageContent, JSONRPCRequest, JSONRPCResponse, TextContent
+from mcp_types import (
+    INVALID_REQUEST,
+    METHOD_NOT_FOUND,
+    PARSE_ERROR,
+    CallToolResult,
+    ErrorData,
+    ImageContent,
+    JSONRPCError,
+    JSONRPCRequest,
+    JSONRPCResponse,
+    TextContent,
+)
 
 SERVER = Path(__file__).parent / "a_server.py"
 
@@ -154,7 +166,8 @@ def test_without_the_sdk_the_message_names_the_extra(monkeypatch):
 
 
 def written(answers: dict[str, Any]) -> Callable[[], Any]:
-    """A server that answers requests by method: with a result, an exception for what cannot be read, some, or none."""
+    """A server that answers requests by method: with a result, an error, an exception for what cannot be read, some of
+    these, or none."""
 
     @asynccontextmanager
     async def connect():
@@ -171,6 +184,8 @@ def written(answers: dict[str, Any]) -> Callable[[], Any]:
                     for one in answer if isinstance(answer, list) else [answer]:
                         if isinstance(one, Exception):
                             await writes.send(one)
+                        elif isinstance(one, ErrorData):
+                            await writes.send(SessionMessage(JSONRPCError(jsonrpc="2.0", id=request.id, error=one)))
                         elif one == "ends":
                             await writes.aclose()
                         elif one is not None:
@@ -224,6 +239,14 @@ def answering(call: Any, **others: Any) -> dict[str, Any]:
         (ValueError("<html>"), ProgramAway, "'place' was waited for 0.2 s"),
         (None, ProgramAway, "'place' was waited for 0.2 s, and the server did not answer .agent.mcp.far.timeout_s"),
         ("ends", ProgramAway, "the server went away during the call of its tool 'place': Connection closed"),
+        *(
+            (
+                ErrorData(code=code, message="no"),
+                ProgramFailed,
+                "'place' with what is not MCP: no$",
+            )
+            for code in (PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND)
+        ),
     ],
 )
 async def test_an_answer_that_is_wrong_fails_the_episode_and_one_that_does_not_come_has_it_run_again(
@@ -250,6 +273,29 @@ async def test_after_a_server_has_hung_or_ended_the_next_call_connects_anew():
             await play(loaded, Script(calling(("place", {})), "x"))
     await play(loaded, ask := Script(calling(("place", {})), "x"))
     assert heard(ask) == ["here"]
+
+
+@pytest.mark.parametrize(("error", "connections"), [(RuntimeError, 1), (KeyError, 2)])
+async def test_what_the_sdk_raises_in_a_call_costs_the_connection_unless_it_found_the_answer_wrong(
+    error, connections, monkeypatch
+):
+    async def raises(*given: Any, **named: Any) -> None:
+        raise error("by the SDK")
+
+    made = []
+
+    def make() -> MCPServer:
+        made.append(digits())
+        return made[-1]
+
+    loaded = program(in_memory(make=make))
+    made.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "call_tool", raises)
+        with pytest.raises(ProgramFailed, match="by the SDK"):
+            await play(loaded, Script(calling(("add", {"a": 1})), "done"))
+    await play(loaded, Script(calling(("add", {"a": 1})), "done"))
+    assert len(made) == connections
 
 
 @pytest.mark.parametrize(

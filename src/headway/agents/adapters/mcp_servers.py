@@ -220,7 +220,9 @@ class _McpLink:
 
     async def _answer(self, ask: Callable[..., Any], doing: str) -> Any:
         """Ask the server, and wait for its answer, its end, or the time-out."""
+        import mcp_types as types
         from mcp import MCPError
+        from pydantic import ValidationError
 
         async with self._opening:
             if self._connection is None or self._connection.lost:
@@ -240,15 +242,19 @@ class _McpLink:
                 return result
         except MCPError as error:
             text = cut(" ".join(error.message.split()), 300)
-            if not _is_lost(error, text):
-                connection.answered += 1
-                raise _CallRefused(text) from error
-            connection.lose()
-            raise Unavailable(f"{who}: the server went away during {doing}: {text}") from error
+            if _is_lost(error, text):
+                connection.lose()
+                raise Unavailable(f"{who}: the server went away during {doing}: {text}") from error
+            connection.answered += 1
+            if error.code in (types.PARSE_ERROR, types.INVALID_REQUEST, types.METHOD_NOT_FOUND):
+                raise ProgramFailed(f"{who}: the server answered {doing} with what is not MCP: {text}") from error
+            raise _CallRefused(text) from error
         except Exception as cause:  # the SDK checks results by MCP's own schema and by the tool's
             if is_away(cause):
                 connection.lose()
                 raise Unavailable(f"{who}: {doing} raised {said_by(cause)}") from cause
+            if not isinstance(cause, ValidationError | RuntimeError):
+                connection.lose()
             raise ProgramFailed(f"{who}: the server answered {doing} with what is wrong: {_in_words(cause)}") from cause
         finally:
             call.cancel()

@@ -182,8 +182,7 @@ class Misfit(ValueError):
 
 
 def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Check ``arguments`` against ``schema``, of type object; returns them. A whole float for
-    a parameter that is an integer becomes one.
+    """Check ``arguments`` against ``schema``, of type object; returns them, with whole floats for integers as integers.
 
         fitted({"a": 2.0}, {"type": "object", "properties": {"a": {"type": "integer"}}})   # {"a": 2}
 
@@ -196,11 +195,22 @@ def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str,
     if (error := best_match(validator.iter_errors(arguments))) is not None:
         where = error.json_path.removeprefix("$").removeprefix(".")
         raise Misfit(cut(f"{where}: {error.message}" if where else error.message, 200))
-    properties = schema.get("properties") or {}
-    whole = {name for name, kind in properties.items() if _types(kind) in (["integer"], ["integer", "null"])}
-    return {
-        name: int(value) if name in whole and isinstance(value, float) else value for name, value in arguments.items()
-    }
+    whole: dict[str, Any] = _whole(dict(arguments), schema)
+    return whole
+
+
+def _whole(value: Any, schema: Any) -> Any:
+    """Return ``value``, which fits ``schema``, with integers where that wants some."""
+    if not isinstance(schema, Mapping):
+        return value
+    if isinstance(value, float) and _types(schema) in (["integer"], ["integer", "null"]):
+        return int(value)
+    if isinstance(value, list):
+        return [_whole(one, schema.get("items")) for one in value]
+    if isinstance(value, dict):
+        known, other = schema.get("properties") or {}, schema.get("additionalProperties")
+        return {name: _whole(one, known.get(name, other)) for name, one in value.items()}
+    return value
 
 
 def _nullable(name: str) -> Callable[..., Iterator[ValidationError]]:

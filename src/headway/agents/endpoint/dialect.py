@@ -284,7 +284,8 @@ def _function_tools(tools: Sequence[Mapping[str, Any]]) -> list[ToolSchema] | No
     schemas: dict[str, ToolSchema] = {}
     for n, tool in enumerate(tools):
         where, function = f"tools.{n}", tool.get("function", tool)
-        if tool.get("type") not in (None, "function", "custom") or not isinstance(function, dict):
+        kinds = (None, "function", "custom") if "input_schema" in tool else (None, "function")
+        if tool.get("type") not in kinds or not isinstance(function, dict):
             raise wrong(where, tool, "a function with a name and parameters: there are no tools of the server here")
         name = name_of(function, "name", where)
         if name in schemas:

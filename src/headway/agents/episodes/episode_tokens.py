@@ -116,7 +116,7 @@ class ChatRecord:
 
     async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
         """See `EpisodeTokens.prompt`."""
-        size = sum(len(text) for one in request.messages if isinstance(text := one.get("content"), str))
+        size = sum(len(str(one.get("content"))) for one in request.messages)  # text, or a list of parts
         return await off_loop(size, self.context, request, taken)
 
     def context(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:

@@ -293,7 +293,7 @@ class ProgramEpisode:
             raise error
         self._again = str(error)
         first, most = LOST_S if isinstance(error, RunnerLost) else AWAY_S
-        return float(min(most, first * 2 ** (self._tries - 1)))
+        return float(min(most, first * 2 ** min(self._tries - 1, 16)))
 
     # ------------------------------------------------------------------------------------- the end
 

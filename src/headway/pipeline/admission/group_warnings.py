@@ -98,8 +98,8 @@ TOLD_AGAIN = 10.0
 
 LOGS = "What programs raised and printed is in logs/*-programs.log in the run's directory"
 ADVICE = {
-    "turns": "Raise agent.max_turns, or add turns to agent.train_on_limit",
-    "tokens": "Raise data.max_response_length, which all turns share, or add tokens to agent.train_on_limit",
+    "turns": "Raise agent.max_turns",
+    "tokens": "Raise data.max_response_length, which all turns share",
     "step": "Raise agent.step_timeout_s, or make the environment's steps faster",
     "time": "Raise agent.episode_timeout_s, or make the environment's steps faster",
     None: LOGS,
