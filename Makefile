@@ -186,7 +186,7 @@ $(FRAMEWORKS_STAMP): constraints-frameworks.txt
 	@test -x $(FRAMEWORKS_BIN)/pip || $(PYTHON) -m venv .venv-frameworks || { $(PYTHON) -m venv --clear --without-pip .venv-frameworks && \
 		$(PYTHON) -m pip --python $(FRAMEWORKS_BIN)/python install pip; }
 	$(FRAMEWORKS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-frameworks.txt smolagents openai-agents inspect-ai \
-		openai anthropic aiohttp transformers numpy pydantic tenacity xxhash omegaconf jaxtyping pyyaml \
+		openai anthropic aiohttp transformers numpy pydantic xxhash omegaconf jaxtyping pyyaml \
 		hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
@@ -233,7 +233,7 @@ $(FAKE_CUDA_STAMP): pyproject.toml constraints-fake-cuda.txt
 		$(PYTHON) -m pip --python $(FAKE_CUDA_BIN)/python install pip; }; } && \
 	$(FAKE_CUDA_BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints-fake-cuda.txt torch transformers \
 		aiohttp cloudpickle jaxtyping jsonschema math-verify numpy omegaconf pyarrow pydantic pyyaml reasoning-gym rich \
-		safetensors tenacity tensorboard tokenizers typer xxhash hypothesis psutil pytest pytest-asyncio pytest-timeout pytest-xdist && \
+		safetensors tensorboard tokenizers typer xxhash hypothesis psutil pytest pytest-asyncio pytest-timeout pytest-xdist && \
 	$(FAKE_CUDA_BIN)/python -c 'import torch; assert torch.version.cuda, torch.__version__' && touch $@; } || { echo "make fake-cuda-env: \
 	torch's CUDA build could not be installed here (constraints-fake-cuda.txt: x86-64 Linux); nothing was counted" >&2; exit 1; }
 
