@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,8 @@ def test_a_growing_file_has_its_slope_and_a_process_its_kind(tmp_path: Path, mon
     monkeypatch.setattr(growth, "kind_of", lambda _: "driver")
     watched = Growth(lambda: [os.getpid(), 2**22 + 1], tmp_path)  # one of them is no process
     times = iter(range(0, 10_000, 60))
-    monkeypatch.setattr(growth.time, "monotonic", lambda: watched._began + next(times))
+    clock = SimpleNamespace(monotonic=lambda: watched._began + next(times))
+    monkeypatch.setattr(growth, "time", clock)  # not `time.monotonic`, which other threads of the process call, too
     for look in range(FEWEST):
         (tmp_path / "events.jsonl").write_bytes(bytes(look * 2**20))
         watched.look()

@@ -42,7 +42,7 @@ class Phase:
 PHASES = {
     "start": Phase("actor-0", "build"),
     "validation": Phase("rollout-0", "engine.submit"),
-    "training": Phase("actor-0", "train_step", nth=2),
+    "training": Phase("actor-0", "train_step", nth=3),  # the checkpoint of version 1 is complete: version 2's came after
     "gather": Phase("actor-0", "gather_weights", ("mode=overlapped",)),
     "send": Phase("actor-0", "send_weights"),
     "recv": Phase("rollout-0", "stage_weights"),
@@ -361,7 +361,7 @@ def test_a_worker_that_dies_in_any_phase_ends_the_run_with_its_name_unless_nobod
     phase = PHASES[name]
     deaths = Deaths(monkeypatch, Moments(phase, lambda: deaths.kill(victim)))
     run_dir = tmp_path / "run"
-    settings = ("cluster.backend=inline", "rollout.total_rollout_steps=8", *phase.overrides)
+    settings = ("cluster.backend=inline", "rollout.total_rollout_steps=12", *phase.overrides)
     done = headway_train(recipe, run_dir, *settings)
     if (name, victim) == ("export", "rollout-0"):
         assert (done.exit_code, done.stderr) == (0, "")
