@@ -42,7 +42,7 @@ class Phase:
 PHASES = {
     "start": Phase("actor-0", "build"),
     "validation": Phase("rollout-0", "engine.submit"),
-    "training": Phase("actor-0", "train_step", nth=3),  # the checkpoint of version 1 is complete: version 2's came after
+    "training": Phase("actor-0", "train_step", nth=3),  # version 2's checkpoint has begun: version 1's is complete
     "gather": Phase("actor-0", "gather_weights", ("mode=overlapped",)),
     "send": Phase("actor-0", "send_weights"),
     "recv": Phase("rollout-0", "stage_weights"),
