@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 SCALE = 0.3
 COSTS: dict[str, dict[str, int]] = {
     "as they come": {},
+    "rows": {"CALL": 10**9, "COPY": 0, "BLOCK": -(10**6), "MERGE": 10**6},
     "views": {"CALL": 10**9, "COPY": 0, "BLOCK": 10**6, "MERGE": 10**6},
     "segments": {"CALL": 0, "COPY": 10**6, "BLOCK": 0, "MERGE": 0},
     "pieces": {"PIECE": 4},
@@ -183,6 +184,7 @@ def test_each_kind_of_part_is_chosen_where_it_is_cheap() -> None:
                 part.kind for part in assert_as_defined(long_trees(), Case(window=window), torch.float32).parts(window)
             }
 
+    assert kinds("rows") == {AttentionKind.CAUSAL}
     assert AttentionKind.VIEW in kinds("views")
     assert kinds("segments") == {AttentionKind.CAUSAL, AttentionKind.SUBTREE}
     assert AttentionKind.VIEW in kinds("segments", window=5), "windows are cut out of views alone"

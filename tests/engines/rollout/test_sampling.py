@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway import devices
 from headway.data.interfaces.rollout import OnUpdate, SamplingParams
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.native.sampler import (
     BatchSampling,
     behaviour_logprobs,
+    has_kernel,
     inverse_cdf,
     sample,
 )
@@ -283,3 +290,46 @@ def test_a_seed_of_its_own_replaces_the_runs() -> None:
     for core in (first, second):
         core.ask([make_request(i, seed=7) for i in range(3)], "owner")
     assert tokens_of(finish(first)) == tokens_of(finish(second))
+
+
+KERNEL = "headway.engines.rollout.native.sampling_kernel"
+
+
+def plain(logits: torch.Tensor, uniform: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel is to give."""
+    named = dict(zip(("temperature", "top_k", "top_p", "min_p", "greedy"), options, strict=True))
+    logprobs = behaviour_logprobs(logits, BatchSampling(**named))
+    tokens = inverse_cdf(logprobs, uniform)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def without(place: int) -> Any:
+    """A kernel that looks past one of the options."""
+    return lambda logits, uniform, *options: plain(
+        logits, uniform, *(None if index == place else option for index, option in enumerate(options))
+    )
+
+
+def missing(*args: Any) -> Any:
+    raise ImportError("no kernels here")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (plain, None),
+        (missing, "cannot be had (ImportError: no kernels here)"),
+        *((without(place), "what one kernel gives differs by") for place in range(4)),
+    ],
+    ids=["right", "missing", "temperature", "top_k", "top_p", "min_p"],
+)
+def test_a_kernel_is_used_where_it_gives_what_many_operations_give_or_else_a_line_says_why_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernel: Any, said: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, KERNEL, SimpleNamespace(sample_rows=kernel))  # type: ignore[arg-type]
+    monkeypatch.setattr(type(devices.CPU), "compiles_kernels", True)
+    # What `sample` asks, whose device is the same one here.
+    monkeypatch.setattr("headway.engines.rollout.native.sampler.has_kernel", lambda device: False)
+    with caplog.at_level(logging.WARNING):
+        assert has_kernel.__wrapped__(CPU) is (said is None)
+    assert [said in message for message in caplog.messages] == ([True] if said else [])

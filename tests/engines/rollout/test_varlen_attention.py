@@ -33,7 +33,9 @@ LAYERS = 2
 class Kernel:
     """FlashAttention over sequences of different lengths, in float64, with the checks of torch's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, from_the_top: bool = False) -> None:
+        """``from_the_top``: the first query attends to the first key alone, which is wrong where keys were there."""
+        self._from_the_top = from_the_top
         self.prefills: list[int] = []
         """Sequences of each call with several queries of one."""
         self.read: list[int] = []
@@ -73,7 +75,7 @@ class Kernel:
             assert k.shape[1] == count, "keys beyond the memory that was given"
             scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
             ahead = torch.arange(count) - torch.arange(q.shape[1])[:, None]
-            ahead -= count - q.shape[1]
+            ahead -= 0 if self._from_the_top else count - q.shape[1]
             right = 0 if causal else window_size_right
             hidden = (ahead > right) if right >= 0 else torch.zeros_like(ahead, dtype=torch.bool)
             if window_size_left >= 0:
@@ -191,9 +193,10 @@ def refused(*args: Any, **settings: Any) -> tuple[torch.Tensor]:
     ("kernel", "dtype", "said"),
     [
         (refused, torch.bfloat16, "Ampere"),
+        (Kernel(from_the_top=True), torch.bfloat16, "differs from attention"),
         (Kernel(), torch.float32, "torch.float32"),
     ],
-    ids=["refused", "dtype"],
+    ids=["refused", "wrong", "dtype"],
 )
 def test_without_a_kernel_that_works_a_line_says_so_and_the_other_path_runs(
     monkeypatch: pytest.MonkeyPatch,

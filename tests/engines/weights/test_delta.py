@@ -153,6 +153,10 @@ def test_an_empty_bucket_has_no_delta() -> None:
     assert encode(random_bytes(0), random_bytes(0)) == (None, 0)
 
 
+def test_a_single_byte_has_no_delta_also_where_it_is_equal() -> None:
+    assert encode(torch.ones(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)) == (None, 0)
+
+
 def test_of_equal_bytes_only_the_counts_travel() -> None:
     old = random_bytes(2 * BLOCK_BYTES + 10)
     delta = assert_lossless(old, old.clone())

@@ -21,12 +21,63 @@ def targets(*names: str) -> dict[str, BackBuffer]:
     return {name: BackBuffer(MANIFEST) for name in names}
 
 
+@dataclass(frozen=True)
+class Held:
+    """An `OutgoingWeights` that says when it was begun, and waits before its second chunk."""
+
+    inner: OutgoingWeights
+    begun: Event
+    go_on: Event
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for index, chunk in enumerate(self.inner):
+            if index == 1:
+                self.begun.set()
+                assert self.go_on.wait(20)
+            yield chunk
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        return self.inner.digests
+
+
 def test_a_missing_receiver_is_named_when_the_time_is_over(site: Site) -> None:
     ends = site.meet("local", "a", "b", timeout_s=0.3)
     outcome = ends.update(1, stream(1), targets("a"))
     with pytest.raises(UpdateFailed, match=r"waited for b for longer than 0\.3 s"):
         raise outcome.sent or AssertionError
     assert isinstance(outcome.errors["a"], UpdateFailed)
+
+
+def test_who_has_come_is_told_when_the_sender_waits_for_another_no_longer(site: Site) -> None:
+    ends = site.meet("local", "a", "b", timeout_s=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(ends.sender.send, 1, stream(1))
+        Event().wait(0.5)
+        with pytest.raises(UpdateFailed, match="the sender of version 1 waited for b"):
+            ends.fill("a", 1, BackBuffer(MANIFEST), None).result(20)
+        assert isinstance(sent.exception(20), UpdateFailed)
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["late", "closed"])
+def test_a_sender_held_between_buckets_does_not_hold_its_receivers_nor_writes_to_them_afterwards(
+    site: Site, closed: bool
+) -> None:
+    ends = site.meet("local", "a", "b", timeout_s=60 if closed else 0.5)
+    begun, go_on, filled = Event(), Event(), targets("a", "b")
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(ends.sender.send, 1, Held(stream(1), begun, go_on))
+        waiting = [ends.fill(name, 1, back, None) for name, back in filled.items()]
+        assert begun.wait(20)
+        if closed:
+            ends.receivers["b"].close()
+        for one in waiting:
+            with pytest.raises(UpdateFailed, match="an end was closed" if closed else "waited for the sender of ver"):
+                one.result(20)
+        go_on.set()
+        with pytest.raises(UpdateFailed, match="an end was closed" if closed else "bucket 1: receiver a gave up"):
+            sent.result(20)
+    assert not any(back.version for back in filled.values())
 
 
 def test_a_missing_sender_is_named_when_the_time_is_over(site: Site) -> None:

@@ -70,7 +70,7 @@ async def connect(served: Served, change: object) -> None:
     engine = served.engine
     assert engine._core is not None
     slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in served.source.manifest.slots]
-    await engine._ask(lambda core: core.connect(served.source.manifest.nbytes, change(slots)))
+    await engine._ask(lambda core: core.state.connect(served.source.manifest.nbytes, change(slots)))
 
 
 async def test_prompts_that_do_not_fit_into_one_step_together_are_prefilled_one_by_one(served: Served) -> None:

@@ -178,7 +178,7 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor | None, i
         parts.append(block[places])
     header: npt.NDArray[Any] = np.array(counts, _COUNT)
     odd = new.numel() % 2 and bool(old[-1] != new[-1])  # a byte that is in no unit
-    if odd or header.nbytes + sum(part.nbytes for part in parts) >= new.numel():
+    if odd or not counts or header.nbytes + sum(part.nbytes for part in parts) >= new.numel():
         return None, sum(counts)
     return torch.from_numpy(np.concatenate([part.view(np.uint8) for part in (header, *parts)])), sum(counts)
 

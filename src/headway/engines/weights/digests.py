@@ -31,6 +31,8 @@ _PIECE = 4096 * COLUMNS * WORD
 """Most bytes that are summed at once, 17 MB: an accelerator writes their products to memory."""
 _COPIED = 32 * COLUMNS * WORD
 """Most bytes that a CPU copies because they lie across the words of its memory: they stay in its second cache."""
+_TOGETHER = 64
+"""Number of tensors whose sums are mixed at once."""
 _KEYS = 2**40
 """Number of the first key in the sequence of odd numbers, whose first ones are the weights of rows."""
 
@@ -62,7 +64,9 @@ class RunningDigests:
         """Weights of the rows of the largest tensor, and of one more."""
         self._on_host = True
         self._sums: torch.Tensor | None = None
-        """Sums [T, COLUMNS] of the tensors with bytes."""
+        """Sums [≤ _TOGETHER, COLUMNS] of the tensors that have begun last."""
+        self._mixed: list[torch.Tensor] = []
+        """Mixed sums [≤ _TOGETHER] of the tensors before those."""
         self._finished: tuple[int, ...] | None = None
 
     def add(self, offset: int, data: torch.Tensor) -> None:
@@ -77,10 +81,9 @@ class RunningDigests:
             self._on_host = kind_of(data.device) is CPU
             rows = max((slot.nbytes for slot in self._manifest.slots), default=0) // (COLUMNS * WORD) + 2
             self._weights = _odd(0, rows, data.device)
-            count = sum(slot.nbytes > 0 for slot in self._manifest.slots)
-            self._sums = torch.zeros(count, COLUMNS, dtype=torch.int64, device=data.device)
         for slot, first, last in slots_in(self._manifest.slots, offset, self._at):
-            self._begun += first == 0
+            if first == 0:
+                self._begin(data.device)
             at = slot.offset + first - offset
             self._add(first, data[at : at + last - first])
 
@@ -90,11 +93,23 @@ class RunningDigests:
             came = self._at - self._manifest.start
             raise UpdateFailed(f"the weights ended after {came} of {self._manifest.nbytes} bytes")
         if self._finished is None:
-            sums = self._sums
-            mixed = iter(() if sums is None else _mixed(sums * _odd(_KEYS, COLUMNS, sums.device)).sum(1).tolist())
+            self._mix()
+            mixed = iter(torch.cat(self._mixed).tolist() if self._mixed else ())
             sizes = [slot.nbytes for slot in self._manifest.slots]
             self._finished = tuple((next(mixed) + LENGTH * size) % 2**64 if size else 0 for size in sizes)
         return self._finished
+
+    def _begin(self, device: torch.device) -> None:
+        if self._begun % _TOGETHER == 0:
+            self._mix()
+            count = min(_TOGETHER, len(self._manifest.slots) - self._begun)
+            self._sums = torch.zeros(count, COLUMNS, dtype=torch.int64, device=device)
+        self._begun += 1
+
+    def _mix(self) -> None:
+        if self._sums is not None:
+            self._mixed.append(_mixed(self._sums * _odd(_KEYS, COLUMNS, self._sums.device)).sum(1))
+            self._sums = None
 
     def _add(self, first: int, data: torch.Tensor) -> None:
         """Add ``data``, bytes ``first …`` of the tensor that has begun last, in pieces that end with a word."""
@@ -114,7 +129,7 @@ class RunningDigests:
     def _add_words(self, at: int, words: torch.Tensor) -> None:
         """Add ``words`` [n] int64, those of the tensor that has begun last from number ``at`` on."""
         assert self._sums is not None and self._weights is not None
-        sums = self._sums[self._begun - 1]
+        sums = self._sums[(self._begun - 1) % _TOGETHER]
         row, column = divmod(at, COLUMNS)
         if column:  # the end of a row, perhaps without its own
             end, words = words[: COLUMNS - column], words[COLUMNS - column :]

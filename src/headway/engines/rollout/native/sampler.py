@@ -173,17 +173,36 @@ def has_kernel(device: torch.device) -> bool:
     """Tell whether a batch is sampled by one kernel there (see `sampling_kernel`). Logs why not, where it might."""
     if not kind_of(device).compiles_kernels:
         return False
+    noise = torch.Generator().manual_seed(0)
+    logits, uniform = torch.randn(4, 9000, generator=noise), torch.rand(4, dtype=torch.float64, generator=noise)
+    rows = [
+        SamplingParams(1),
+        SamplingParams(1, 0.7, top_p=0.8),
+        SamplingParams(1, top_k=9),
+        SamplingParams(1, min_p=0.1),
+    ]
+    cpu = torch.device("cpu")
+    expected = sample(logits, BatchSampling.of(rows, logits.shape[1], cpu), uniform)
     try:
         from headway.engines.rollout.native.sampling_kernel import sample_rows
 
-        uniform = torch.zeros(1, dtype=torch.float64, device=device)
-        sample_rows(torch.zeros(1, 2, device=device), uniform, None, None, None, None, None)
+        s = BatchSampling.of(rows, logits.shape[1], device)
+        on_device = sample_rows(
+            logits.to(device), uniform.to(device), s.temperature, s.top_k, s.top_p, s.min_p, s.greedy
+        )
+        wrong = max(
+            float((ours.cpu().float() - of.float()).abs().max()) for ours, of in zip(on_device, expected, strict=True)
+        )
     except Exception as cause:  # Triton's own errors are of no common kind, and it may be missing
         logger.warning(
             "tokens are sampled by many operations on %s: one kernel cannot be had (%s)", device, said_by(cause)
         )
         return False
-    return True
+    if not wrong <= 1e-3:
+        logger.warning(
+            "tokens are sampled by many operations on %s: what one kernel gives differs by %.2g", device, wrong
+        )
+    return wrong <= 1e-3
 
 
 def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:

@@ -3,7 +3,8 @@
     receivers   come with their sinks, and wait ───────────────────────────────────────▶ all is there, or why not
     sender      waits for all ─ bucket 0 into each sink ─ bucket 1 ─ … ─ digests into each ─┘
 
-One reused buffer is enough: a bucket is drawn when all sinks have the last one. Whoever gives up ends it for all.
+One reused buffer is enough: a bucket is drawn when all sinks have the last one. Whoever gives up ends it for all: the
+sender at once, a receiver between two buckets, also when its time-out is over and the next one has not come.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from headway.engines.weights.protocols import (
 )
 from headway.errors import UpdateFailed
 
+Ends = dict[str, tuple[int, WeightSink, Future[None]]]
+"""Receivers by name: which version each wants, where to, and what it waits for."""
+
 
 def open_sender(link: Link, here: EndContext) -> LocalExchange:
     exchange: LocalExchange = link.exchange
@@ -47,8 +51,10 @@ class LocalExchange:
         self._receivers = tuple(receivers)
         self._timeout_s = timeout_s
         self._changed = Condition()
-        self._waiting: dict[str, tuple[int, WeightSink, Future[None]]] = {}
-        """The receivers that have come: which version each wants, where to, and what it waits for."""
+        self._waiting: Ends = {}
+        """The receivers that have come."""
+        self._put = 0
+        """Number of buckets that were put into all sinks."""
         self._closed = False
 
     def send(self, version: int, weights: OutgoingWeights) -> None:
@@ -57,25 +63,34 @@ class LocalExchange:
         index, at = 0, ""
         try:
             for chunk in weights:
-                self._check_open(f"version {version} was being sent")
-                for name, (_, sink, _) in came.items():
-                    at = name
-                    take(sink, chunk)
-                index, at = index + 1, ""
+                with self._changed:  # what is written to may give up before or after that
+                    self._check_open(f"version {version} was being sent")
+                    for name, (_, sink, told) in came.items():
+                        at = name
+                        if told.done():
+                            told.result()
+                        take(sink, chunk)
+                    index, at = index + 1, ""
+                    self._put += 1
+                    self._changed.notify_all()
             digests = weights.digests
-            for name, (_, sink, _) in came.items():
-                at = name
-                sink.ended(digests)
+            with self._changed:
+                self._check_open(f"version {version} was being sent")
+                for name, (_, sink, told) in came.items():
+                    at = name
+                    if told.done():
+                        told.result()
+                    sink.ended(digests)
+                self._tell(came, None)
         except BaseException as cause:
             who = f"receiver {at}" if at else "the sender"
             stopped = UpdateFailed(f"version {version} stopped at bucket {index}: {who} gave up: {cause}")
-            for name, (*_, told) in came.items():
-                told.set_exception(cause if name == at else stopped)
+            if at:
+                self._tell({at: came.pop(at)}, cause)
+            self._tell(came, stopped)
             if at:
                 raise stopped from cause
             raise
-        for *_, told in came.values():
-            told.set_result(None)
 
     def receive(self, name: str, version: int, sink: WeightSink) -> None:
         """Wait until the buckets of ``version`` are in ``sink``, for receiver ``name``."""
@@ -86,9 +101,15 @@ class LocalExchange:
             try:
                 waits = f"receiver {name} waited for the sender to begin version {version}"
                 self._wait(lambda: name not in self._waiting, lambda: waits)
+                waits = f"receiver {name} waited for the sender of version {version}"
+                while not told.done():
+                    self._wait(lambda put=self._put: told.done() or self._put > put, lambda: waits)  # type: ignore[misc]
+            except BaseException as cause:
+                self._tell({name: (version, sink, told)}, cause)
+                raise
             finally:
                 self._waiting.pop(name, None)
-        told.result()  # no limit of its own: the sender writes into the sink until it tells how that ended
+        told.result()
 
     def close(self) -> None:
         """Close the exchange: every end that waits here, or comes later, fails at once."""
@@ -96,23 +117,40 @@ class LocalExchange:
             self._closed = True
             self._changed.notify_all()
 
-    def _meet(self, version: int) -> dict[str, tuple[int, WeightSink, Future[None]]]:
+    def _meet(self, version: int) -> Ends:
+        seen: set[str] = set()  # also who waited for as long, and has gone
+
         def missing() -> list[str]:
+            seen.update(self._waiting)
             return [name for name in self._receivers if name not in self._waiting]
 
+        def waits() -> str:
+            never = [name for name in self._receivers if name not in seen]
+            return f"the sender of version {version} waited for {', '.join(never or missing())}"
+
         with self._changed:
-            self._wait(
-                lambda: not missing(), lambda: f"the sender of version {version} waited for {', '.join(missing())}"
-            )
-            came, self._waiting = self._waiting, {}
-            self._changed.notify_all()
-        for name, (asked, _, _) in came.items():
-            if asked != version:
-                wrong = UpdateFailed(f"receiver {name} asked for version {asked}, the sender sends version {version}")
-                for *_, told in came.values():
-                    told.set_exception(wrong)
-                raise wrong
+            try:
+                self._wait(lambda: not missing(), waits)
+                for name, (asked, _, _) in self._waiting.items():
+                    if asked != version:
+                        raise UpdateFailed(
+                            f"receiver {name} asked for version {asked}, the sender sends version {version}"
+                        )
+            except UpdateFailed as cause:
+                self._tell(self._waiting, cause)
+                raise
+            finally:
+                came, self._waiting = self._waiting, {}
+                self._changed.notify_all()
         return came
+
+    def _tell(self, ends: Ends, cause: BaseException | None) -> None:
+        """Let what ``ends`` wait for end: with ``cause``, or well."""
+        with self._changed:
+            for *_, told in ends.values():
+                if not told.done():
+                    told.set_exception(cause) if cause else told.set_result(None)
+            self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], bool], who: Callable[[], str]) -> None:
         self._changed.wait_for(lambda: self._closed or condition(), timeout=self._timeout_s)
