@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headway.reports.record.file_access import Tail
 from headway.reports.trackers.tracker_set import Trackers
 from headway.reports.trackers.tracker_thread import MOST_SAMPLES, TrackerState, TrackerThread, memory_file
 from headway.reports.trackers.tracker_tools import ADDRESSES
@@ -228,6 +231,36 @@ def test_a_disk_that_is_full_is_said_and_the_tool_gets_its_rows(tmp_path: Path) 
     assert tool.rows == [0]
     path = tmp_path / "trackers" / "wandb.json"
     assert told.warnings == [f"wandb: cannot write {path} (File too large); a resumed run would begin another entry"]
+
+
+def test_a_row_that_the_disk_did_not_take_is_said_to_be_missing(tmp_path: Path) -> None:
+    tool, told = Tool(), Told()
+    tracker = threaded(tool, told, tmp_path)
+    tracker.start()
+    tracker.row({"version": 0})
+    tracker.on_row()  # of which metrics.jsonl has nothing
+    end(tracker)
+    assert memory(tmp_path) == TrackerState("entry-1", rows=1, whole=False)
+    assert tracker.missing("silent") == f"wandb did not get 1 of 2 rows (silent){remedy(tmp_path)}"
+
+
+def test_rows_that_cannot_be_read_for_a_moment_are_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool, told = Tool(), Told()
+    tracker = threaded(tool, told, tmp_path)
+    read, answers = Tail.read, iter([OSError(errno.EIO, "Input/output error")])
+
+    def refused_once(tail: Tail) -> Iterator[tuple[int, bytes]]:
+        if cause := next(answers, None):
+            raise cause
+        return read(tail)
+
+    monkeypatch.setattr(Tail, "read", refused_once)
+    tracker.row({"version": 0})
+    tracker.start()
+    end(tracker)
+    assert tool.rows == [0] and tracker.missing("silent") == ""
+    (warning,) = told.warnings
+    assert "metrics.jsonl cannot be read" in warning and "the run goes on, and what waits is sent later" in warning
 
 
 def test_an_interrupt_ends_the_wait_for_a_tool_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import DataError, said_by
-from headway.reports.record.file_access import Tail, replace_file
+from headway.reports.record.file_access import Tail, replace_file, whole_lines
 from headway.reports.run_directory import RunDirectory
 from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting
 from headway.reports.trackers.tracker_tools import KEPT, make_tracker
@@ -223,10 +223,14 @@ class TrackerThread:
         while self._samples:
             if not self._call("on_sample", self._samples.popleft()):
                 self._lost["samples"] += 1
-        while lines := [line for _, line in self._tail.read()]:
-            known = min(self._passed, len(lines))
-            self._passed -= known
-            self._waiting.extend(_row_of(line) for line in lines[known:])
+        try:
+            while lines := [line for _, line in self._tail.read()]:
+                known = min(self._passed, len(lines))
+                self._passed -= known
+                self._waiting.extend(_row_of(line) for line in lines[known:])
+        except OSError as cause:  # of a disk that may answer again
+            self._fail(f"{self._run.metrics} cannot be read ({said_by(cause)})")
+            return False
         while self._waiting:
             if self._waiting[0] is None:
                 self._leave_out()
@@ -247,7 +251,7 @@ class TrackerThread:
             self._leave_out()  # what comes behind the last row was taken
         if model is not None:
             self._give("the model", "on_model", model)
-        all_sent = not self._waiting and not self._left
+        all_sent = self._sent >= self._rows and not self._waiting and not self._left  # a full disk has kept no row
         if self._call("close", summary.get("status") or "failed"):
             self._whole = all_sent
             self._remember()
@@ -343,7 +347,6 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
 
 def _lines(path: Path) -> int:
     try:
-        with path.open("rb") as lines:
-            return sum(1 for _ in lines)
+        return sum(1 for _ in whole_lines(path))
     except OSError:
         return 0
