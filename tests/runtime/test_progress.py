@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -107,3 +108,28 @@ def test_a_file_that_grows_is_progress_and_its_bytes_are_patience(tmp_path: Path
         time.sleep(0.05)
         assert made.heartbeat().quiet_s == 50, "bytes that stay what they are do not count"
     assert made.heartbeat() == Heartbeat("")
+
+
+def test_a_look_that_outlives_the_writing_leaves_no_bytes_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The look finds the writing still open, and stores the bytes once it has ended."""
+    checked, ended = threading.Event(), threading.Event()
+
+    class EndsAfterTheCheck(threading.Event):
+        def is_set(self) -> bool:
+            was_set = super().is_set()
+            checked.set()
+            assert ended.wait(60)
+            return was_set
+
+    monkeypatch.setattr(progress, "LOOK_S", 0.001)
+    monkeypatch.setattr(progress, "Event", EndsAfterTheCheck)
+    grows = itertools.count(1000)
+    monkeypatch.setattr(progress, "_sizes", lambda folder: (next(grows), 0))
+    made = Progress()
+    with made.working("export"):
+        with made.writing(tmp_path):
+            assert checked.wait(60)
+            (looking,) = (thread for thread in threading.enumerate() if thread.name == "headway-file-growth")
+        ended.set()
+        looking.join(60)
+        assert made.heartbeat().file_nbytes is None

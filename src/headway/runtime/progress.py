@@ -76,6 +76,14 @@ class OpenWork:
         return now - self._since
 
 
+@dataclass(slots=True)
+class Files:
+    """Files that one call writes or reads."""
+
+    nbytes: int
+    """Bytes of them, as far as that is known."""
+
+
 class Progress:
     """Progress of one worker. Written by the threads that work, read by one that does not.
 
@@ -92,8 +100,8 @@ class Progress:
         self._work: str | None = None
         self._place = ""
         self._began = self._moved = clock()
-        self._file_nbytes: int | None = None
-        """Bytes of the files that are being written or read, as far as that is known; None: no files."""
+        self._files: Files | None = None
+        """Files that are being written or read; None: no files."""
 
     def advance(self, place: str = "") -> None:
         """Count one more step as done. ``place`` says which one, of how many; without it the last place is kept."""
@@ -115,20 +123,21 @@ class Progress:
         work, place, moved = self._work, self._place, self._moved
         if work is None:
             return Heartbeat("")
-        now = self._clock()
+        now, files = self._clock(), self._files
         where = f" ({place})" if place else ""
         doing = f"{work} for {now - self._began:.0f} s{where}, no progress for {now - moved:.0f} s"
-        return Heartbeat(doing, now - moved, self._file_nbytes)
+        return Heartbeat(doing, now - moved, None if files is None else files.nbytes)
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
         """Count the files of ``folder`` as being read until the block ends; all of their bytes are known."""
-        self._file_nbytes, _ = _sizes(folder)
-        self.advance(f"reading {folder}, {_amount(self._file_nbytes)}")
+        nbytes, _ = _sizes(folder)
+        self._files = Files(nbytes)
+        self.advance(f"reading {folder}, {_amount(nbytes)}")
         try:
             yield
         finally:
-            self._file_nbytes = None
+            self._files = None
             self.advance()
 
     @contextmanager
@@ -139,26 +148,26 @@ class Progress:
         Another thread looks, so that libraries that write a file in one call are seen at work, and a file system that
         does not answer does not delay a heartbeat.
         """
-        closed = Event()
-        looking = Thread(target=self._look, args=(folder, closed), name="headway-file-growth", daemon=True)
-        self._file_nbytes = 0
+        closed, files = Event(), Files(0)
+        looking = Thread(target=self._look, args=(folder, files, closed), name="headway-file-growth", daemon=True)
+        self._files = files
         self.advance(f"writing {folder}")
         looking.start()
         try:
             yield
         finally:
             closed.set()
-            self._file_nbytes = None
+            self._files = None
             self.advance()
 
-    def _look(self, folder: Path, closed: Event) -> None:
-        """Keep the files' bytes up to date with ``folder`` until ``closed``, and not after."""
+    def _look(self, folder: Path, files: Files, closed: Event) -> None:
+        """Keep ``files``, which are this call's alone, up to date with ``folder`` until ``closed``."""
         seen = _sizes(folder)
         while not closed.wait(LOOK_S):
             sizes = _sizes(folder)
             if sizes != seen and not closed.is_set():
                 seen = nbytes, on_disk = sizes
-                self._file_nbytes = nbytes
+                files.nbytes = nbytes
                 self.advance(f"writing {folder}, {_amount(min(on_disk, nbytes))} of {_amount(nbytes)} on the disk")
 
 
