@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import ray
-from ray.exceptions import OutOfMemoryError
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util import placement_group_table
 
 from headway.cluster.backend import start_backend
@@ -23,8 +32,9 @@ from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlac
 from headway.cluster.on_ray import ray_worker, resource_pool
 from headway.cluster.on_ray.ray_cluster import RayCluster
 from headway.cluster.on_ray.ray_node import ChildProcesses
-from headway.cluster.on_ray.ray_worker import RayWorker
+from headway.cluster.on_ray.ray_worker import RayPeer, RayWorker
 from headway.cluster.on_ray.resource_pool import Node, ResourcePool
+from headway.cluster.on_ray.worker_connections import ConnectionEnded
 from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.placement import node_shares
@@ -188,11 +198,49 @@ def test_a_worker_that_ray_ended_for_lack_of_memory_died_and_the_message_is_one_
     worker.name, worker.pid, worker.log_file = "rollout-0", 7, Path("rollout-0.log")
     worker._killed, worker._ray, worker._elsewhere = False, None, None
     with (
-        pytest.raises(WorkerDied, match=r"^worker rollout-0 died: .*pid 7.*Ray says: 2 were killed") as died,
+        pytest.raises(WorkerDied, match=r"^worker rollout-0 died: .*pid 7.*memory had almost run out: 2 were") as died,
         RayWorker._failures(worker, "supervision"),
     ):
         raise OutOfMemoryError("2 were killed (0.97)\nThe top ten users are\n…")
     assert "top ten" not in str(died.value)
+    assert "RAY_memory_usage_threshold" in str(died.value)
+
+
+class AnsweringWith:
+    """Handle of an actor whose methods all fail with an error of Ray's."""
+
+    def __init__(self, error: RayError) -> None:
+        self.address = self.process = self
+        self._error = error
+
+    async def remote(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NodeDiedError("lost"),
+        WorkerCrashedError(),
+        LocalRayletDiedError(),
+        ActorPlacementGroupRemoved(),
+        RayActorError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_whatever_ray_says_of_a_worker_that_a_peer_calls_means_that_it_died(error: RayError) -> None:
+    peer = RayPeer("rollout-0", 7, "rollout-0.log", AnsweringWith(error))
+    with pytest.raises(WorkerDied, match=r"^worker rollout-0 died: its process \(pid 7\) ended during 'generate'"):
+        await peer.call("generate")
+    assert isinstance(await peer._translated("generate", ConnectionEnded("cut")), WorkerDied)
+
+
+async def test_a_peer_tells_what_a_workers_method_raises_from_a_death_unless_its_connection_has_ended() -> None:
+    raised = RayTaskError("address", "", ValueError("no port"))
+    peer = RayPeer("rollout-0", 7, "rollout-0.log", AnsweringWith(raised))
+    with pytest.raises(RunError, match=r"^worker rollout-0 failed in 'generate': ValueError: no port"):
+        await peer.call("generate")
+    assert isinstance(await peer._translated("generate", ConnectionEnded("cut")), WorkerDied)
 
 
 async def test_a_killed_worker_is_noticed_while_nobody_calls_it(workers: list[RayWorker]) -> None:

@@ -99,7 +99,8 @@ class RayPeer:
                 try:
                     self._connection = await connected(await self._actor.address.remote())
                 except RayError as error:
-                    raise failure(self.name, self._pid, self._log, doing, error) from error
+                    told = failure if isinstance(error, RayTaskError) else death
+                    raise told(self.name, self._pid, self._log, doing, error) from error
             return self._connection
 
     async def _translated(self, doing: str, error: ConnectionEnded | CallFailed) -> HeadwayError:
@@ -108,7 +109,7 @@ class RayPeer:
         try:
             await self._actor.process.remote()
         except RayError as why:
-            return failure(self.name, self._pid, self._log, doing, why)
+            return death(self.name, self._pid, self._log, doing, why)
         return WorkerDied(f"worker {self.name} is out of reach during {doing!r}: {error}. Its log: {self._log}")
 
 
@@ -126,13 +127,23 @@ def failure(name: str, pid: int | None, log: str, doing: str, error: RayError) -
         return RunError(f"worker {name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {log}")
     if not isinstance(error, RayActorError | OutOfMemoryError):
         return RunError(f"worker {name}, {doing!r}: {type(error).__name__}: {error}")
-    if _VANISHED in str(error):  # where somebody else killed it, Ray lists only possible causes
+    return death(name, pid, log, doing, error)
+
+
+def death(name: str, pid: int | None, log: str, doing: str, error: RayError) -> WorkerDied:
+    """Return the error for a worker whose process ended while it was asked for ``doing``, with why that was."""
+    if isinstance(error, OutOfMemoryError):
+        why = (
+            f"Ray ended it because its machine's memory had almost run out: {str(error).splitlines()[0]}. Fewer "
+            "workers or smaller batches need less; RAY_memory_usage_threshold says how full is too full"
+        )
+    elif _VANISHED in str(error):  # where somebody else killed it, Ray lists only possible causes
         why = (
             "If the log does not tell why, the process was killed from outside: most often by the kernel, because "
             "memory had run out (`dmesg` tells; fewer workers or smaller batches need less)"
         )
     else:  # the first lines, without their colours and the list of ids
-        said = str(error).splitlines()[: 1 if isinstance(error, OutOfMemoryError) else None]
+        said = str(error).splitlines()
         lines = (_COLOUR.sub("", line).strip() for line in said if line.strip() and line[0] != "\t")
         why = f"Ray says: {' '.join(lines)[:300]}"
     process = "its process" if pid is None else f"its process (pid {pid})"
