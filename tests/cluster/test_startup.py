@@ -16,6 +16,7 @@ from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, ModelError, StallError, WorkerDied
+from headway.models.model_folder import hidden_size
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import Heartbeat
 from tests.cluster.one_version import tiny_config
@@ -216,6 +217,25 @@ async def test_watching_raises_when_a_worker_dies_that_is_needed_and_replicas_te
             await workers.watch()
         with pytest.raises(WorkerDied, match="worker rollout-0 died"):
             await workers.rollouts[0].died()
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        ('{"hidden_size": 64}', 64),
+        ('{"n_embd": 48}', 48),
+        ('{"hidden_size": 7, "text_config": {"hidden_size": 96}}', 96),
+        ('{"text_config": null}', None),
+        (None, None),
+    ],
+)
+def test_samples_are_balanced_by_the_width_that_the_models_configuration_tells(
+    tmp_path: Path, config: str | None, width: int | None
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert hidden_size(str(tmp_path)) == width
+    assert hidden_size("owner/model") is None
 
 
 async def test_an_engine_that_cannot_sleep_cannot_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -490,11 +490,13 @@ async def test_the_parts_of_a_sum_come_with_it(user_file: Path) -> None:
 
 
 async def test_math_verify_scores_in_a_process_and_is_killed_over_what_never_ends(tmp_path: Path) -> None:
-    """A tower of powers is one multiplication that never gives the interpreter back."""
+    """A tower of powers is one multiplication that never gives the interpreter back. Waits for a limit that is long
+    enough for math-verify's first answer in a new process while other tests run.
+    """
     log = tmp_path / "reward.log"
-    async with reward_of("math_verify", timeout_s=3, log_path=log) as reward:
+    async with reward_of("math_verify", timeout_s=6, log_path=log) as reward:
         assert (await reward.score(prompt("1/2"), [r"\boxed{0.5}", "0.4"])).rewards.tolist() == [1.0, 0.0]
-        with pytest.raises(ScoringFailed, match="timeout after 3 s"):
+        with pytest.raises(ScoringFailed, match="timeout after 6 s"):
             await reward.score(prompt("1/2"), [r"\boxed{9^{9^{9^9}}}"])
         assert (await reward.score(prompt("1/2"), ["2/4"])).rewards.tolist() == [1.0]
     (started,) = log.read_text().splitlines()
