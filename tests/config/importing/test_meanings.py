@@ -237,6 +237,24 @@ def test_trls_reward_of_the_form_gives_what_it_gives_there() -> None:
     assert weighted[1] == {"function": "format", "weight": 0.2, "params": found.values["reward.params"]}
 
 
+@pytest.mark.parametrize(
+    ("project", "key"),
+    [
+        ("verl", "actor_rollout_ref.model.use_remove_padding"),
+        ("trl", "use_vllm"),
+        ("trl", "bf16"),
+        ("trl", "scale_rewards"),
+    ],
+)
+@pytest.mark.parametrize("value", [True, False])
+def test_1_and_0_are_true_and_false(project: str, key: str, value: bool) -> None:
+    def answer(given: bool | int) -> Any:
+        (found,) = (one.answer for one in imported(project, {key: given}).outcomes if one.key == key)
+        return found
+
+    assert answer(int(value)) == answer(value)
+
+
 def test_rows_that_share_their_prompt_are_not_what_others_call_packed() -> None:
     (packed,) = (
         one

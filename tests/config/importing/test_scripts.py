@@ -103,6 +103,21 @@ def test_a_condition_that_cannot_be_told_is_remarked() -> None:
 
 
 @pytest.mark.parametrize(
+    "condition",
+    ["$A", "false", "! grep -q x hosts", 'test -n "$A"', "(( N > 2 ))", "[ a = a ] && false", "[ a = b ] || false"],
+)
+def test_a_condition_that_is_a_command_is_remarked(condition: str) -> None:
+    script = read_script(f"n=1\nif {condition}; then\n  n=2\nelse\n  n=3\nfi\nrun a.b=$n")
+    assert script.commands[-1] == ["run", "a.b=2"]
+    assert script.remarks == [f"`if {condition}` is taken to hold"]
+
+
+def test_a_command_behind_a_condition_that_fails_decides_nothing() -> None:
+    script = read_script("n=1\nif [ a = b ] && grep -q x hosts; then\n  n=2\nfi\nrun a.b=$n")
+    assert script.commands == [["run", "a.b=1"]] and not script.remarks
+
+
+@pytest.mark.parametrize(
     ("text", "command", "remark"),
     [
         ('[ "$M" = x ] && n=9\nrun a.b=$n', ["run", "a.b=9"], '`[ "$M" = x ]` is taken to hold'),

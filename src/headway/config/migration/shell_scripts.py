@@ -165,7 +165,10 @@ class _Reader:
     def _if(self, start: int, *, live: bool) -> None:
         done, end = False, "elif"
         while end == "elif":
+            carried_out = len(self._script.commands)
             _, holds = self.block("then", live=live)
+            if len(self._script.commands) > carried_out:  # a command, of which nobody knows how it ends
+                holds = None
             condition = self._text[start : self._tokens[self._at - 1].start()]
             if holds is None and live and not done:
                 self._remark(condition.strip(" \n;"), "is taken to hold")

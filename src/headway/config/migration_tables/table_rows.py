@@ -116,8 +116,8 @@ class TableRow:
         return Translated(PARTS[says], values, filled(case[says], given, value))
 
 
-_NAMES = {"true": True, "false": False, "null": "absent"}
-"""Names of values in a ``choice`` that are no texts."""
+_NAMES = {"true": [True, 1], "false": [False, 0], "null": "absent"}
+"""Names of values in a ``choice`` that are no texts; many a script has 1 and 0."""
 
 
 def row_of(entry: Mapping[str, Any], functions: Mapping[str, Any]) -> TableRow:
