@@ -511,6 +511,20 @@ def test_a_killed_run_keeps_the_dense_events_of_its_version_and_a_resume_undoes_
 
 
 @pytest.mark.usefixtures("small_segments")
+def test_dense_events_of_a_killed_run_that_are_ahead_of_its_record_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    file = EventsFile(path, unexpected)
+    run = [reached(0), admitted(0), note("a"), admitted(1), note("b"), admitted(2)]
+    for event in run:
+        file.on_event(event)
+    file._lines.flush()
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:9])
+    assert list(read_events(path)) == [event for event in run if event != note("b")]
+    assert list(read_events(path, until=0)) == [reached(0)]
+
+
+@pytest.mark.usefixtures("small_segments")
 def test_a_segment_that_cannot_become_columns_stays_and_is_read(tmp_path: Path) -> None:
     problems: list[str] = []
     run = [reached(0), StageChanged(time=0.0, stage="\ud800", state="x"), reached(1), admitted(1), reached(2)]

@@ -12,11 +12,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headway.events import Event, Note, PromptsLeftOut, ReplicaLost, RunStarted, ValidationFinished
+from headway.events import (
+    Event,
+    Note,
+    PromptsLeftOut,
+    ReplicaLost,
+    RunFinished,
+    RunStarted,
+    UpdateRetried,
+    ValidationFinished,
+)
 from headway.reports.live.console_view import report_end
 from headway.reports.live.live_view import LiveView
 from headway.reports.live.panel import RunProgress, panel
-from headway.reports.live.plain_log import PlainView, validation_line
+from headway.reports.live.plain_log import EventLog, PlainView, validation_line
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
 from headway.reports.run_directory import RunDirectory
@@ -275,3 +284,18 @@ def test_a_validation_line_names_the_sources_where_there_are_several() -> None:
     assert "(" not in validation_line(one)
     several = validation_line(replace(one, by_source={"code": 0.25, "math": 0.75}))
     assert "mean reward 0.500 on 8 problems (code 0.250, math 0.750)" in several
+
+
+def test_the_drivers_log_has_trouble_at_its_level_with_the_reason(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.on_event(Note(time=0.0, level="info", text="workers are up"))
+    log.on_event(UpdateRetried(time=1.0, version=2, receivers=["rollout-0", "rollout-1"], reason="connection reset"))
+    log.on_event(RunFinished(time=2.0, status="failed", reason="worker actor died", version=2, groups={}))
+    log.end()
+    told = [re.sub(r"^.*?(?=INFO|WARNING|ERROR)", "", line) for line in (tmp_path / "logs" / "driver.log").open()]
+    words = [(line.split()[0], line.partition(": ")[2].strip()) for line in told]
+    assert words == [
+        ("INFO", "workers are up"),
+        ("WARNING", "version 2 is sent to rollout-0, rollout-1 again: connection reset"),
+        ("ERROR", "failed at version 2: worker actor died"),
+    ]

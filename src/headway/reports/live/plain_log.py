@@ -164,8 +164,11 @@ class EventLog:
         self._log = DriverLog(run / "logs", run.resolve().name)
 
     def on_event(self, event: Event) -> None:
-        if (told := words(event)) is not None:
-            logger.log(logging.WARNING if told[0] == "warning" else logging.INFO, told[1])
+        if isinstance(event, events.RunFinished) and event.status == "failed":
+            logger.error("failed at version %d: %s", event.version, event.reason)
+        elif (told := words(event)) is not None:
+            warns = told[0] == "warning" or isinstance(event, events.UpdateRetried)
+            logger.log(logging.WARNING if warns else logging.INFO, told[1])
 
     def close(self) -> None:
         """Leave the log open: what fails as the run ends is logged, too. See `end`."""

@@ -411,6 +411,7 @@ class EventReader:
         while self.lines > before:
             before = self.lines
             yield from self.read_on()
+        yield from self._dense_until(ALL)  # a run that was killed may have written them, and not the lines before them
 
     def read_on(self) -> Iterator[Event]:
         """Yield the next events that are there, a few MiB of them. Raises `Rewritten`, and `DataError` as `read`."""
