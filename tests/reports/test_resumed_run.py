@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from headway.reports.record.events_file import read_events
 from headway.reports.report import report
 from headway.reports.report_manager import Reports, open_reports, reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.trackers.tracker_thread import TrackerState, memory_file
 from tests.pipeline.scenario import Run, Scenario
 
 SCENARIO = Scenario("on_policy", sections={"trainer": {"save_freq": 1}}, problems=3)
@@ -72,6 +74,12 @@ def killed(folder: Path, at: float, checkpoint: int = -1) -> tuple[Path, dict[st
     reports = open_reports(SCENARIO.config, folder / "before", quiet())
     run = observed(SCENARIO, reports, at)
     reports._events._look_beside(wait=True)  # a kill may come earlier; this one finds all segments sealed, every time
+    until = time.monotonic() + 10.0
+    for tracker in reports._trackers._threads:  # and all rows with the trackers, which are threads, too
+        state = memory_file(tracker._setting.folder, tracker.name)
+        while TrackerState.read(state).rows < tracker._rows:
+            assert time.monotonic() < until, f"{tracker.name} has {tracker._sent} of {tracker._rows} rows"
+            time.sleep(0.005)
     left = Path(shutil.copytree(folder / "before", folder / "run"))
     reports.close()
     with (left / "events.jsonl").open("a") as file:

@@ -175,6 +175,23 @@ def test_a_lock_is_looked_at_without_a_trace(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
+def test_a_lock_is_taken_while_others_look_at_it(tmp_path: Path) -> None:
+    """Whoever asks whether a run is trained shares its lock for a moment, and keeps nobody from it."""
+    path = tmp_path / "run.lock"
+    path.touch()
+    with path.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        away = threading.Timer(0.1, fcntl.flock, (looking, fcntl.LOCK_UN))
+        away.start()
+        lock = RunLock(path)
+        lock.take()
+        away.join()
+    with pytest.raises(UserError, match=f"process {os.getpid()} on .* trains this run right now"):
+        RunLock(path).take()
+    assert is_trained(path) is True
+    lock.release()
+
+
 def test_a_lock_where_nothing_can_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); give a run.dir that you may write to"):

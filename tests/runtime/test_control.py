@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import socket
 import stat
@@ -203,14 +202,3 @@ async def test_a_run_on_another_machine_is_told_with_its_name(run: RunDirectory)
     message = str(await failure(run))
     assert "process 7 on elsewhere trains this run, or did, and this machine is" in message
     assert message.endswith("give the command there")
-
-
-async def test_asking_why_nobody_answers_never_touches_the_lock(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
-    """A run that begins at that instant would be refused its own directory."""
-    RunLock(run.lock).take()
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("the lock was tried")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    assert "no process trains this run" in str(await failure(run))
