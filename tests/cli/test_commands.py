@@ -448,3 +448,15 @@ def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -
     assert there.read_text() == "kept"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "there"]
     assert link.is_symlink()
+
+
+def test_a_tracker_that_was_given_up_holds_the_exit_no_longer_than_its_limit() -> None:
+    """Over 3 s on a busy machine: imports the command line."""
+    program = (
+        "import atexit, sys, threading, time, headway.cli as cli\n"
+        "threading.Thread(target=time.sleep, args=(60,), name='tracker-wandb', daemon=True).start()\n"
+        "atexit.register(time.sleep, 60)\n"
+        "cli.EXIT_S, cli.cli = 0.1, lambda: sys.exit(3)\n"
+        "cli.main()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=50, check=False).returncode == 3

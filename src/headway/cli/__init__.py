@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Annotated
 
 import typer
@@ -25,6 +26,9 @@ from headway.cli.show_command import show
 from headway.cli.train_command import demo, doctor, sft, train
 from headway.cli.watch_command import compare, ctl, sync, watch
 from headway.errors import OutputRefused
+
+EXIT_S = 5.0
+"""Seconds for the process to end once its command is over, where a tracker does not answer."""
 
 cli = typer.Typer(
     name="headway",
@@ -75,12 +79,22 @@ def main() -> None:
         try:
             cli()
         finally:
+            _limit_exit(sys.exc_info()[1])
             sys.stdout.flush()
     except OutputRefused as refused:  # raised outside of a command, like --version, or by the last flush
         say(f"error: {refused}")
         sys.exit(refused.exit_code)
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
+
+
+def _limit_exit(ended: BaseException | None) -> None:
+    """End the process after `EXIT_S` where a tracker was given up: its library's exit handlers may wait for minutes."""
+    if any(thread.name.startswith("tracker-") for thread in threading.enumerate()):
+        code = ended.code if isinstance(ended, SystemExit) else EXIT_FAILED
+        left = threading.Timer(EXIT_S, os._exit, [code if isinstance(code, int) else EXIT_FAILED if code else 0])
+        left.daemon = True
+        left.start()
 
 
 def _open_what_is_closed() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,18 @@ def test_wandb_goes_on_in_the_same_run(offline: None, tmp_path: Path) -> None:
     assert points == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4), (3, 0.6)]
 
 
+def test_wandb_leaves_a_run_of_the_user_alone(offline: None, tmp_path: Path) -> None:
+    """Over 5 s: starts W&B's service."""
+    import wandb
+
+    with wandb.init(dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True)) as theirs:
+        run = Tracked(tmp_path, "wandb")
+        run.go([0])
+        assert run.entry != theirs.id
+        theirs.log({"still": 1})
+    assert [one["reward/mean"] for one in history(run) if "reward/mean" in one] == [0.0]
+
+
 def test_wandb_without_a_login_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +226,7 @@ def test_a_server_that_is_away_is_said_and_the_rest_is_sent_once_it_is_there(
     run = Tracked(tmp_path, "mlflow")
     run.go([0, 1])
     assert len(run.warnings) == 2
-    assert "did not get 2 of 2 rows, the summary" in run.warnings[-1]
+    assert "did not get 2 of 2 rows, the settings, the summary" in run.warnings[-1]
     assert "headway sync" in run.warnings[-1]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     run.go([2])
@@ -224,8 +237,17 @@ def test_a_server_that_is_away_is_said_and_the_rest_is_sent_once_it_is_there(
 # ---------------------------------------------------------------------------------------------- trackio
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One folder for all runs: trackio reads ``TRACKIO_DIR`` when it is imported. Each test has its own project."""
+    folder = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(folder))
+        yield folder
+
+
 def stored(project: str, run: str) -> list[dict[str, Any]]:
-    """The run's logs by trackio's own reader, in a process: ``TRACKIO_DIR`` is read when trackio is imported."""
+    """The run's logs by trackio's own reader, in a process, which shares no connection with the run's."""
     program = (
         "import json, sys; from trackio.sqlite_storage import SQLiteStorage\n"
         "print(json.dumps(SQLiteStorage.get_logs(*sys.argv[1:]), default=str))"
@@ -235,9 +257,8 @@ def stored(project: str, run: str) -> list[dict[str, Any]]:
     return logs
 
 
-def test_trackio_has_the_whole_run_and_goes_on_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_has_the_whole_run_and_goes_on_in_it(trackio_folder: Path, tmp_path: Path) -> None:
     """Over 5 s: imports trackio three times."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     run = Tracked(tmp_path, "trackio", project="sorting", log_model=True)
     run.go([0, 1, 2])
     assert run.notes == ["trackio: trackio show --project sorting"]
@@ -251,38 +272,30 @@ def test_trackio_has_the_whole_run_and_goes_on_in_it(tmp_path: Path, monkeypatch
     assert len(tables) == 5
     assert tables[0]["_value"][0]["text"] == "is it 4?"
     assert [one["run/groups.trained"] for one in logs if "run/groups.trained" in one] == [64, 64]
-    assert any(
-        path.read_bytes() == b'{"model_type": "none"}' for path in (tmp_path / "trackio").rglob("*") if path.is_file()
-    )
+    assert any(path.read_bytes() == b'{"model_type": "none"}' for path in trackio_folder.rglob("*") if path.is_file())
 
 
-def test_a_second_run_of_the_same_name_is_another_one_in_trackio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over 5 s: imports trackio four times."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+def test_a_second_run_of_the_same_name_is_another_one_in_trackio(tmp_path: Path) -> None:
+    """Over 5 s: imports trackio three times."""
     entries = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        run = Tracked(tmp_path / folder, "trackio")
+        run = Tracked(tmp_path / folder, "trackio", project="twice")
         run.go([0])
         assert run.warnings == []
         entries.append(run.entry)
     assert entries[0] == "first"
     assert entries[1].startswith("first-")
-    assert [len([one for one in stored("headway", entry) if "reward/mean" in one]) for entry in entries] == [1, 1]
+    assert [len([one for one in stored("twice", entry) if "reward/mean" in one]) for entry in entries] == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------------- a full disk
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio"])
-def test_a_disk_that_is_full_is_said_and_the_run_goes_on(
-    tracker: str, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_is_said_and_the_run_goes_on(tracker: str, offline: None, tmp_path: Path) -> None:
     """Over 5 s: imports the package."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    run = Tracked(tmp_path, tracker)
+    run = Tracked(tmp_path, tracker, project="full")
     with files_of_at_most(3000):
         run.go([0, 1, 2])
     first, last = run.warnings
@@ -292,16 +305,16 @@ def test_a_disk_that_is_full_is_said_and_the_run_goes_on(
     assert last.startswith(f"{tracker} did not get ") and any(command in last for command in commands)
 
 
-def test_what_trackio_could_not_write_is_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over 5 s: imports trackio a few times."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    run = Tracked(tmp_path, "trackio")
-    with files_of_at_most(3000):
-        run.go([0, 1, 2])
-    memory = TrackerState.read(memory_file(run.directory.trackers, "trackio"))
-    assert (memory.rows, memory.whole) == (0, False)
+def test_what_trackio_could_not_write_is_sent_later(tmp_path: Path) -> None:
+    """Over 5 s: imports trackio a few times. Warnings are off, as in many a notebook."""
+    run = Tracked(tmp_path, "trackio", project="later")
+    for versions in ([0], [1, 2]):
+        with files_of_at_most(3000), warnings.catch_warnings(action="ignore"):
+            run.go(versions)
+        memory = TrackerState.read(memory_file(run.directory.trackers, "trackio"))
+        assert (memory.rows, memory.whole) == (0, False)
     run.go([3])  # there is room again
-    logs = stored("headway", run.entry)
+    logs = stored("later", run.entry)
     assert sorted({one["step"] for one in logs if "reward/mean" in one}) == [0, 1, 2, 3]
     assert TrackerState.read(memory_file(run.directory.trackers, "trackio")).whole
 

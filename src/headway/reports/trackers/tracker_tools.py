@@ -10,11 +10,11 @@ import logging
 import re
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from headway.errors import said_by
 from headway.reports.trackers.tensorboard import TensorBoardTracker
@@ -44,6 +44,7 @@ class WandbTracker(Tracker):
             name=setting.name,
             id=setting.entry or None,
             resume="allow",
+            reinit="create_new",  # the user may have a run in this process, too
             dir=str(setting.folder),
             settings=wandb.Settings(console="off", silent=True),
         )
@@ -174,21 +175,22 @@ class TrackioTracker(Tracker):
     """Tracker for trackio: a run with a name that no other of its project has, by which it is found again. It takes the
     settings when a run begins.
 
-    trackio writes in a thread, and only warns where that fails, once for each kind: the first of its warnings is raised
-    by the next call, as `NotKept` where it says that something is lost.
+    trackio writes in a thread, and only warns where that fails: the first of its run's warnings is raised by the next
+    call, as `NotKept` where it says that something is lost. They are taken where its run gives them: this process may
+    show no warnings at all.
     """
 
     def __init__(self, setting: TrackerSetting) -> None:
         import trackio
 
-        self._trackio = trackio
+        self._trackio, self._module = trackio, cast(Any, import_module("trackio.run"))
         self._troubles: list[str] = []
-        self._show, warnings.showwarning = warnings.showwarning, self._on_warning
         self.entry = setting.entry or _free_name(trackio, setting)
         resume = "allow" if setting.entry else "never"
         self._run = trackio.init(
             project=setting.project, name=self.entry, config=setting.config, resume=resume, embed=False
         )
+        self._run._warn_once = lambda key, message: self._troubles.append(message)
         self.where = f"trackio show --project {setting.project}"
         self._newest = 0
 
@@ -213,14 +215,12 @@ class TrackioTracker(Tracker):
         self._run.log_artifact(artifact)
 
     def close(self, status: str) -> None:
-        self._run.finish()
+        warn, self._module._emit_nonfatal_warning = self._module._emit_nonfatal_warning, self._troubles.append
+        try:
+            self._run.finish()
+        finally:
+            self._module._emit_nonfatal_warning = warn
         self._raise_trouble()
-
-    def _on_warning(self, message: Warning | str, *args: Any, **named: Any) -> None:
-        if "trackio" in str(message):
-            self._troubles.append(str(message))
-        else:
-            self._show(message, *args, **named)
 
     def _raise_trouble(self) -> None:
         if self._troubles:
