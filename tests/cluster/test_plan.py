@@ -198,7 +198,7 @@ async def test_such_an_address_is_named_before_the_start_as_a_whole_runs_out_of_
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         cluster = {"backend": "ray", "device": "cpu", "address": address, "start_timeout_s": 8}
-        with pytest.raises(ConfigError, match=f"cluster.address={address}: something listens there"):
+        with pytest.raises(ConfigError, match=f"cluster.address={address}: no Ray cluster answered"):
             await start_backend(
                 Config(cluster=cluster),  # type: ignore[arg-type]
                 model_path="m",

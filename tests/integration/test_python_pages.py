@@ -58,5 +58,5 @@ def test_the_notebook_runs_and_its_run_is_shown_in_one_output_that_is_replaced(t
     shown, returned = trained.outputs
     assert "Completed" in shown["data"]["text/html"]
     assert "128/128 groups" in shown["data"]["text/plain"]
-    assert "completed" in returned["data"]["text/html"]
+    assert "completed" in returned["data"]["text/plain"]
     assert len(nbformat.writes(notebook)) < 1_000_000
