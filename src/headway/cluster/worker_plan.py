@@ -187,7 +187,7 @@ def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroups:
-    """Worker groups of a run, one for each role; None for a role without ranks of its own."""
+    """The worker groups of a run, by role. A role without ranks of its own has None."""
 
     actor: WorkerGroup
     rollouts: tuple[WorkerGroup, ...]

@@ -58,7 +58,7 @@ class Project:
 
 
 def read_project(module: ModuleType, further: Mapping[str, Mapping[str, Any]] | None = None) -> Project:
-    """Return the project of the table beside ``module``, which has its conversions. ``further``: rows of its own."""
+    """Return the project whose table lies beside ``module``. ``further``: rows that the table does not have."""
     functions = vars(module)
     table = tomllib.loads(Path(functions["__file__"]).with_suffix(".toml").read_text(encoding="utf-8"))
     rows: dict[str, TableRow] = {}

@@ -74,7 +74,7 @@ class TrackerMessages:
 
 
 class TrackerThread:
-    """A tracker that gets a run in a thread of its own.
+    """The thread that sends a run to one tracker.
 
     not started ─start─▶ sending ─end─▶ sending the rest ─▶ over
 
