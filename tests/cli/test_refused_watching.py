@@ -27,10 +27,6 @@ def spoil_settings(folder: Path) -> None:
     (folder / "other" / "config.yaml").write_text("a: [")
 
 
-def hold_elsewhere(folder: Path) -> None:
-    (folder / "run" / "run.lock").write_text("process 7 on there\n")
-
-
 def kill(folder: Path) -> None:
     events = folder / "run" / "events.jsonl"
     events.write_text("".join(events.read_text().splitlines(keepends=True)[:-1]))
@@ -49,7 +45,6 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "ctl of what is no run": ("ctl nowhere profile", lambda folder: None),
     "ctl of a run that nobody trains": ("ctl run profile", kill),
     "ctl of a run that is complete": ("ctl run profile", lambda folder: None),
-    "ctl of a run on another machine": ("ctl run profile", hold_elsewhere),
 }
 
 

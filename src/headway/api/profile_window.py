@@ -1,18 +1,19 @@
 """A window in which the run's processes are profiled: from one version's boundary to another's.
 
-    ask ─▶ WAITING ──boundary of the next version──▶ OPEN ──so many boundaries later, or a limit──▶ WRITING ─▶ IDLE
+    RUN/profile.json ──boundary of the next version──▶ OPEN ──so many boundaries later, or a limit──▶ WRITING ─▶ IDLE
 
+``headway ctl`` writes the file, and the run removes it when the window is over: it works wherever the directory is seen.
 The window watches events alone, and nothing of the run waits for it: a process that does not begin in time, fails or is
-lost meanwhile has no trace, and the run goes on. With no window asked for, nothing is done at all.
+lost meanwhile has no trace, and the run goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import chain, count
 from math import ceil
 from pathlib import Path
@@ -20,10 +21,13 @@ from types import TracebackType
 from typing import Any
 
 from headway.data.interfaces.training import Profiled
-from headway.errors import ConfigError, HeadwayError, RunError, UserError, said_by
+from headway.errors import ConfigError, DataError, HeadwayError, RunError, UserError, said_by
 from headway.events import Emit, Event, Note, ProfileTaken, RunFinished, RunStarted, VersionReached
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.channel import Signal
+from headway.reports.record.events_file import look_through
+from headway.reports.record.file_access import replace_file
+from headway.reports.run_directory import RunDirectory, is_trained
 from headway.runtime.task_groups import concurrently, end
 
 MAX_VERSIONS = 1000
@@ -42,38 +46,47 @@ LEAVING_S = 10.0
 """The same of a run that is left at once, or has failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class WindowLines:
-    """Progress lines for the requester of a window. They may stay unread."""
+def ask(run: RunDirectory, versions: int, seconds: float) -> None:
+    """Ask the process that trains ``run`` for a window of so many ``versions``, of at most so many ``seconds``.
 
-    _lines: asyncio.Queue[str | HeadwayError | None] = field(default_factory=asyncio.Queue)
+    Raises:
+        ConfigError: numbers that make no window.
+        UserError: no process trains the run, or a window is asked for already.
+    """
+    _check(versions, seconds)
+    if is_trained(run.lock) is False:
+        with suppress(DataError):
+            if look_through(run.events).ended == "completed":
+                raise UserError(
+                    f"{run.path}: no process trains this run, which is complete: a run is asked while it trains"
+                )
+        raise UserError(f"{run.path}: no process trains this run. To go on with it: headway train --resume {run.path}")
+    if run.profile_request.exists():
+        raise UserError(f"{run.path}: this run has a profile under way; ask again when that is written")
+    try:
+        replace_file(run.profile_request, json.dumps({"versions": versions, "seconds": seconds}))
+    except OSError as cause:
+        raise UserError(f"{run.path} cannot be written ({cause.strerror or cause}); ask as the run's user") from cause
 
-    def say(self, line: str) -> None:
-        self._lines.put_nowait(line)
 
-    def end(self, failure: HeadwayError | None = None) -> None:
-        self._lines.put_nowait(failure)
-
-    async def lines(self) -> AsyncGenerator[str, None]:
-        """Yield each line. Raises the error that the window ended with, if it did."""
-        while (line := await self._lines.get()) is not None:
-            if isinstance(line, HeadwayError):
-                raise line
-            yield line
+def _check(versions: int, seconds: float) -> None:
+    if not 1 <= versions <= MAX_VERSIONS:
+        raise ConfigError(f"--versions: got {versions}, expected 1 to {MAX_VERSIONS}")
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ConfigError(f"--seconds: got {seconds:g}, expected more than 0 and at most {MAX_SECONDS:g}")
 
 
 class ProfileWindow:
     """Window of one run, an observer of its events. One is open at a time.
 
-    async with ProfileWindow(processes, run_dir / "profiles", emit, since_first) as window:
+    async with ProfileWindow(processes, run_directory, emit, since_first):
         …                                       # the pipeline runs, and tells the window what happens
-        async for line in window.ask(versions=1, seconds=60).lines(): …
     """
 
     def __init__(
         self,
         processes: Callable[[], Sequence[Profiled]],
-        folder: Path,
+        directory: RunDirectory,
         emit: Emit,
         since_first: Callable[[float], float],
         *,
@@ -84,14 +97,14 @@ class ProfileWindow:
 
         Args:
             processes: those to profile, as they are when a window opens.
-            folder: the run's folder of profiles, in which each window makes one.
-            emit: takes what is reported: `ProfileTaken`, and a warning for a process without a trace.
+            directory: the run's, with the request and the folder in which each window makes one.
+            emit: takes what is reported: `ProfileTaken`, and notes of what the window does.
             since_first: seconds of the run's record at a moment on the event loop's clock.
             version: that the run begins with.
-            remark: what is not profiled, for whoever asks.
+            remark: what is not profiled.
         """
         self._processes = processes
-        self._folder = folder
+        self._request, self._folder = directory.profile_request, directory.profiles
         self._emit = emit
         self._since_first = since_first
         self._version = version
@@ -103,8 +116,6 @@ class ProfileWindow:
         self._changed = Signal()
         self._task: asyncio.Task[None] | None = None
 
-    # ------------------------------------------------------------------------------------------ the run's side
-
     def on_event(self, event: Event) -> None:
         match event:
             case RunStarted(total_groups=int(total)):
@@ -112,6 +123,9 @@ class ProfileWindow:
             case VersionReached():
                 self._version = event.version
                 self._changed.changed()
+                ends = self._last is not None and event.version > self._last
+                if (self._task is None or self._task.done()) and not ends and self._request.exists():
+                    self._task = asyncio.create_task(self._window())
             case RunFinished():
                 self._over = True
                 self._changed.changed()
@@ -120,6 +134,7 @@ class ProfileWindow:
         """Do nothing, as an observer: a window that is open ends with `__aexit__`."""
 
     async def __aenter__(self) -> ProfileWindow:
+        self._request.unlink(missing_ok=True)  # of a process that was killed before this one resumed the run
         return self
 
     async def __aexit__(
@@ -131,72 +146,38 @@ class ProfileWindow:
         if self._task is not None:
             await asyncio.wait([self._task], timeout=AT_THE_END_S if kind is None else LEAVING_S)
             await end([self._task])
-
-    # ------------------------------------------------------------------------------------------ whoever asks
-
-    def ask(self, *, versions: int, seconds: float) -> WindowLines:
-        """Ask for a window of so many ``versions`` from the next one on, of at most so many ``seconds``.
-
-        It opens and closes whether anybody reads what it tells or not. Raises `UserError` where that cannot be.
-        """
-        if not 1 <= versions <= MAX_VERSIONS:
-            raise ConfigError(f"--versions: got {versions}, expected 1 to {MAX_VERSIONS}")
-        if not 0 < seconds <= MAX_SECONDS:
-            raise ConfigError(f"--seconds: got {seconds:g}, expected more than 0 and at most {MAX_SECONDS:g}")
-        if self._task is not None and not self._task.done():
-            raise UserError("this run has a profile under way; ask again when that is written")
-        first = self._version + 1
-        if self._over:
-            raise UserError("this run is ending, and trains no more; there is nothing to profile")
-        if self._last is not None and first > self._last:
-            raise UserError(
-                f"this run trains its last version, {self._version}, and a profile begins with a new one; ask a run "
-                "that goes on for longer"
-            )
-        if not self._processes():
-            raise UserError(f"this run has nothing to profile{f': {self._remark}' if self._remark else ''}")
-        told = WindowLines()
-        if self._remark:
-            told.say(self._remark)
-        told.say(f"the window opens with version {first}, when version {self._version} is trained")
-        self._task = asyncio.create_task(self._end_told(self._take(first, versions, seconds, told), told))
-        return told
+        if self._request.exists():
+            self._request.unlink(missing_ok=True)
+            self._note("the run was over before the profile was written that it was asked for", "warning")
 
     # ------------------------------------------------------------------------------------------ the window
 
-    async def _end_told(self, taking: Coroutine[Any, Any, None], told: WindowLines) -> None:
-        """Run a window to its end, and report success or failure."""
-        failure: HeadwayError | None = RunError("the run was left before the profile was written")
+    async def _window(self) -> None:
+        """Run a window to its end, and note where it fails."""
         try:
-            await taking
-            failure = None
-        except HeadwayError as cause:
-            failure = cause
+            asked = json.loads(self._request.read_bytes())
+            _check(asked["versions"], asked["seconds"])
+            await self._take(asked["versions"], asked["seconds"])
         except Exception as cause:
-            failure = RunError(f"the profile failed: {said_by(cause)}")
-            self._warn(str(failure))
-        finally:
-            told.end(failure)
+            self._note(f"there is no profile: {_reason(cause)}", "warning")
+        self._request.unlink(missing_ok=True)  # last: while it is there no other window is asked for
 
-    async def _take(self, first: int, versions: int, seconds: float, told: WindowLines) -> None:
-        await self._changed.until(lambda: self._over or self._version >= first)
-        if self._over:
-            raise RunError(f"the run ended before version {first} began: there is no profile")
+    async def _take(self, versions: int, seconds: float) -> None:
         opened_at, asked = now(), self._processes()
+        if self._remark:
+            self._note(self._remark)
         opened = await self._each(asked, "begin", lambda process: process.start(), BEGIN_S)
         first = self._version  # a later one where beginning took longer than a whole version
         reason: str | None = None
         if opened:
-            told.say(f"the window is open, with version {first}: {', '.join(process.name for process in opened)}")
+            self._note(f"profiling version {first}: {', '.join(process.name for process in opened)}")
             reason = await self._until(first + versions, seconds)
         trained, closed_at = min(versions, self._version - first), now()
-        if opened:
-            told.say(f"the window closes: {reason or f'version {first + trained - 1} is trained'}")
         # All of them: one that did not begin in time may have done so since, and would record until its memory ends.
         stopped = await self._each(asked, "end", lambda process: process.stop(), END_S)
         kept = [process for process in stopped if process in opened]
         folder = self._new_folder(first)
-        files = await self._written(kept, folder, told)
+        files = await self._written(kept, folder)
         if files:
             self._emit(
                 ProfileTaken(
@@ -209,11 +190,10 @@ class ProfileWindow:
                     reason=reason,
                 )
             )
+            self._note(f"profiled: {len(files)} traces in {folder.parent.name}/{folder.name}")
         await self._forgotten([process for process in asked if process not in kept])
-        if not opened:
-            raise RunError("no process of the run could be profiled; the run's warnings say why")
         if not files:
-            raise RunError("no trace could be written; the run's warnings say why")
+            raise RunError("no process of the run could be profiled")
 
     async def _forgotten(self, processes: Sequence[Profiled]) -> None:
         """Have processes drop their recordings, because those began or ended too late.
@@ -233,7 +213,7 @@ class ProfileWindow:
         names = chain([f"version-{version}"], (f"version-{version}-{number}" for number in count(2)))
         return next(folder for name in names if not (folder := self._folder / name).exists())
 
-    async def _written(self, processes: Sequence[Profiled], folder: Path, told: WindowLines) -> list[str]:
+    async def _written(self, processes: Sequence[Profiled], folder: Path) -> list[str]:
         """Write the traces, one after another, since each may be large. Returns the names of those that are there."""
         origin = time.time() - self._since_first(now())
         files: list[str] = []
@@ -242,7 +222,6 @@ class ProfileWindow:
             path = folder / f"{process.name}.json.gz"
             await asyncio.to_thread(_write_whole, path, await process.take(origin))
             files.append(path.name)
-            told.say(f"wrote {folder.parent.name}/{folder.name}/{path.name}")
 
         for process in processes:
             await self._each([process], "write its trace", write, TAKE_S)
@@ -270,22 +249,24 @@ class ProfileWindow:
             try:
                 async with asyncio.timeout(limit_s):
                     await act(process)
-            except HeadwayError as failure:
-                return str(failure)
             except TimeoutError:
                 return f"it did not {doing} within {limit_s:g} s"
             except Exception as failure:
-                return said_by(failure)
+                return _reason(failure)
             return None
 
         failures = await concurrently(attempt(process) for process in processes)
         for process, failure in zip(processes, failures, strict=True):
             if failure is not None:
-                self._warn(f"there is no profile of {process.name}: {failure}")
+                self._note(f"there is no profile of {process.name}: {failure}", "warning")
         return [process for process, failure in zip(processes, failures, strict=True) if failure is None]
 
-    def _warn(self, text: str) -> None:
-        self._emit(Note(time=now(), level="warning", text=text))
+    def _note(self, text: str, level: str = "info") -> None:
+        self._emit(Note(time=now(), level=level, text=text))
+
+
+def _reason(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, HeadwayError) else said_by(failure)
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -1,16 +1,11 @@
-"""Commands about runs: ``headway watch``, ``compare``, ``ctl`` (asks a live run for something) and ``sync`` (trackers).
-
-    headway ctl RUN COMMAND …  ─▶  RUN/control.sock  ─▶  the process that trains the run
-
-A further command of ``ctl`` is one function here, and one answer in `headway.api.control_socket`.
-"""
+"""Commands about runs: ``headway watch``, ``compare``, ``ctl`` (asks for a profile) and ``sync`` (trackers)."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -86,20 +81,13 @@ def profile(
 ) -> None:
     """Profile trainer and engines with torch's profiler, from the next version on; traces are in RUN/profiles."""
     with errors_as_messages(debug):
-        try:
-            _ask(context.obj, {"command": "profile", "versions": versions, "seconds": seconds})
-        except KeyboardInterrupt:
-            say("the run goes on with the profile all the same")
-            raise
+        from headway.api.profile_window import ask
+        from headway.reports.run_directory import RunDirectory
 
-
-def _ask(run: Path, message: dict[str, Any]) -> None:
-    """Print what the run answers to ``message``, line by line."""
-    from headway.api.control_socket import ask
-    from headway.reports.run_directory import RunDirectory
-
-    for line in ask(RunDirectory.existing(run), message):
-        typer.echo(line)
+        ask(RunDirectory.existing(context.obj), versions, seconds)
+        typer.echo(
+            "asked: the window opens with the next version, and the run notes when the traces are in its profiles/"
+        )
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]

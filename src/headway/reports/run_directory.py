@@ -7,7 +7,7 @@ samples.jsonl  what drawn groups said
 tensorboard/   checkpoints/   logs/             model/         the exported model
 trackers/      what other trackers leave here, and the ids of their entries
 run.lock       held by the process that trains  initial_model/ the model that was made, where one was
-control.sock   where that process is asked      profiles/      what workers computed, where that was asked for
+profile.json   a profile that was asked for     profiles/      what workers computed, where that was asked for
 journal/       what was finished since the checkpoints, for a resumed run
 code/          functions that were given as objects, in Python
 run.alive      touched every minute by the process that trains, for machines that do not see its lock
@@ -140,7 +140,7 @@ class RunDirectory:
     made: bool = False
     """Whether `create` made it, and did not find it empty."""
     lock = _Inside("run.lock")
-    control = _Inside("control.sock")
+    profile_request = _Inside("profile.json")
     profiles = _Inside("profiles")
     initial_model = _Inside("initial_model")
     config = _Inside("config.yaml")
@@ -252,7 +252,7 @@ class RunDirectory:
     def discard(self) -> None:
         """Remove what a start left that came to nothing. ``code``, and what is not Headway's, stays."""
         files = (self.config, self.events, self.metrics, self.samples, self.summary, self._room)
-        for file in (*files, self.lock, signs_of_life(self.lock), self.control, self.storage):
+        for file in (*files, self.lock, signs_of_life(self.lock), self.profile_request, self.storage):
             file.unlink(missing_ok=True)
         folders = (self.tensorboard, self.checkpoints, self.logs, self.trackers, self.profiles, self.initial_model)
         for folder in (*folders, self.journal):

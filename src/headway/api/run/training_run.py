@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from headway.agents.episodes.program_workers import variables
 from headway.agents.rewards.reward_workers import HOPELESS, RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec
-from headway.api.control_socket import RunControl, listening
 from headway.api.profile_window import ProfileWindow
 from headway.api.storage.uploader import StorageUploader
 from headway.config.schema import Config
@@ -212,12 +211,6 @@ class TrainingRun:
         from headway.models.tokenizer import TokenTexts, load_tokenizer
 
         config, reports = self._config, self._reports
-        control = RunControl()
-        try:
-            await stack.enter_async_context(listening(reports.directory.control, control.answer))
-        except OSError as cause:
-            text = f"this run cannot be asked for profiles (headway ctl): {reports.directory.control}: {said_by(cause)}"
-            reports.emit(Note(time=time.monotonic(), level="warning", text=text))
         reports.phase(STARTING if self._model.warm_up is None else WARMING)
         tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
@@ -298,7 +291,7 @@ class TrainingRun:
             told=lambda: reports.resumable,
             in_use=lambda: None if uploader is None else uploader.sending,
         )
-        control.window = window = await stack.enter_async_context(self._profile_window(workers))
+        window = await stack.enter_async_context(self._profile_window(workers))
         others: list[Observer | None] = [journal, uploader]
         observers: list[Observer] = [reports, retention, window, *(one for one in others if one is not None)]
         pipeline = Pipeline(config, parts, observers, reports.directory.checkpoints, taken)
@@ -339,7 +332,7 @@ class TrainingRun:
         ours = engine == "native"
         return ProfileWindow(
             lambda: workers.profiled(replicas=ours),
-            reports.directory.profiles,
+            reports.directory,
             reports.emit,
             reports.since_first,
             version=self._start or 0,
