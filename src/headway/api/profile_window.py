@@ -2,7 +2,7 @@
 
     RUN/profile.json ──boundary of the next version──▶ OPEN ──so many boundaries later, or a limit──▶ WRITING ─▶ IDLE
 
-``headway ctl`` writes the file, and the run removes it when the window is over: it works wherever the directory is seen.
+``headway ctl`` writes the file, wherever the directory is seen, and the run removes it when the window is over.
 The window watches events alone, and nothing of the run waits for it: a process that does not begin in time, fails or is
 lost meanwhile has no trace, and the run goes on.
 """
