@@ -11,7 +11,7 @@ from headway.data.interfaces.rollout import Completion, GenerateRequest, OnUpdat
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.planner.profiles.job_profile import RolloutProfile
-from headway.planner.simulation.simulated_prompts import zero_ids
+from headway.planner.simulation.simulated_prompts import same_ids
 from headway.planner.simulation.simulated_rollout import Receive, SimulatedRollout
 
 Lengths = Callable[[int, int], int]
@@ -71,7 +71,7 @@ def calls(
         GenerateRequest(
             number=OF_ROW * row + k,
             trajectory=TrajectoryId(0, row, 0, k),
-            input_ids=zero_ids(prompt_tokens),
+            input_ids=same_ids(prompt_tokens),
             sampling=SamplingParams(max_tokens),
             key=key,
             priority=priority,

@@ -25,8 +25,6 @@ from headway.planner.profiles.job_profile import (
     Profile,
     ProgramProfile,
     RecordedNumber,
-    draw,
-    largest_of,
 )
 from headway.planner.simulation.simulated_prompts import SimulatedRecord, said_in_tokens
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
@@ -189,11 +187,11 @@ def test_keys_of_calls_tell_contexts_apart_and_are_the_same_at_every_try():
 
 def test_bounds_of_numbers_are_those_of_their_draws():
     number = LognormalNumber(kind="lognormal", mean=2.0, sigma=1.2, max=9.0)
-    draws = [draw(number, episode=0.5, own=(k + 0.5) / 20_000) for k in range(20_000)]
-    assert max(draws) == largest_of(number) == 9.0
+    draws = [number.draw(episode=0.5, own=(k + 0.5) / 20_000) for k in range(20_000)]
+    assert max(draws) == number.largest == 9.0
     recorded = RecordedNumber(kind="recorded", values=[1, 2, 6])
-    assert [draw(recorded, episode=e, own=0.9) for e in (0.1, 0.5, 0.99)] == [1, 2, 6]
-    assert largest_of(recorded) == 6
+    assert [recorded.draw(episode=e, own=0.9) for e in (0.1, 0.5, 0.99)] == [1, 2, 6]
+    assert recorded.largest == 6
 
 
 # ---------------------------------------------------------------------------------------------- plans

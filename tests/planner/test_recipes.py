@@ -9,17 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import calibrate
-from benchmarks.calibrate import (
-    PUBLISHED,
-    Assumptions,
-    Lengths,
-    PartsMeter,
-    mean_length,
-    misfit,
-    pattern_search,
-    profile_of,
-)
-from benchmarks.predict import DEMO, B, trainable_modes
+from benchmarks.calibrate import PUBLISHED, PartsMeter, misfit, pattern_search
+from benchmarks.modes import DEMO, B, trainable_modes
 from headway.config.loading import load
 from headway.config.presets import PRESETS
 from headway.planner.grid import own
@@ -82,22 +73,12 @@ def test_the_fitted_profile_is_what_the_calibration_writes(tmp_path: Path) -> No
 
 def test_the_fitted_profile_repeats_the_published_training_and_comes_close_to_the_steps() -> None:
     """Simulates several versions of a large job."""
-    for devices, fitted in calibrate.simulated(Assumptions(), calibrate.shipped(), versions=2).items():
+    for devices, fitted in calibrate.simulated(calibrate.shipped(), versions=2).items():
         published = PUBLISHED[devices]
         assert fitted.update == pytest.approx(published.update, rel=0.05)
         assert fitted.old_log_prob == pytest.approx(published.old_log_prob, rel=0.05)
         assert fitted.rest == pytest.approx(published.rest, rel=0.05)
         assert fitted.total == pytest.approx(published.total, rel=0.2)
-
-
-def test_longer_answers_of_one_run_make_its_training_cheaper_by_the_token() -> None:
-    lengths = Lengths(mean=2000, sigma=0.5)
-    plain, longer = (profile_of(a, lengths) for a in (Assumptions(), Assumptions(longer={64: 1.25})))
-    assert longer.response == plain.response
-    tokens = [150 + mean_length(Assumptions(longer={64: f}).lengths_on(64, lengths)) for f in (1.25, 1.0)]
-    change = longer.train.points[1].token_s / plain.train.points[1].token_s
-    assert change == pytest.approx(tokens[1] / tokens[0], rel=1e-3)
-    assert longer.train.points[0] == plain.train.points[0]
 
 
 def test_the_parts_of_a_step_on_shared_devices_add_up() -> None:

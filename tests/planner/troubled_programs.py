@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, RunnerLost
-from headway.planner.profiles.job_profile import NumberProfile, ProgramProfile, draw
+from headway.planner.profiles.job_profile import NumberProfile, ProgramProfile
 from headway.planner.profiles.lengths import uniform_of
 from headway.planner.simulation.simulated_prompts import SimulatedPrograms, said_in_tokens
 from headway.runtime.task_groups import concurrently
@@ -139,7 +139,7 @@ class _AttemptScript:
         return answer
 
     async def _step(self, turn: int) -> None:
-        seconds = draw(self._profile.step_s, episode=self._episode, own=self._own("step_s", turn))
+        seconds = self._profile.step_s.draw(episode=self._episode, own=self._own("step_s", turn))
         if seconds > 0:
             await asyncio.sleep(seconds)
 
@@ -157,7 +157,7 @@ class _AttemptScript:
     # ------------------------------------------------------------------------------------- draws
 
     def _count(self, number: NumberProfile, what: str, turn: int) -> int:
-        return round(draw(number, episode=self._episode, own=self._own(what, turn)))
+        return round(number.draw(episode=self._episode, own=self._own(what, turn)))
 
     def _own(self, what: str, turn: int) -> float:
         """A uniform number of one turn, which a further try that drifts draws anew."""

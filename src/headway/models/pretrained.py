@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import transformers
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -23,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig, DistributedMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
@@ -120,12 +120,6 @@ def _divided_by(divide: Callable[[PreTrainedModel], None] | None) -> Iterator[di
     if divide is None:
         yield {}
         return
-    try:
-        from transformers.distributed import DistributedConfig, DistributedMixin
-    except ImportError as cause:
-        raise ModelError(
-            f"transformers {transformers.__version__} cannot load a model in parts; install 5.19 or later"
-        ) from cause
 
     def distribute(cls: type[PreTrainedModel], model: PreTrainedModel, *_: object) -> PreTrainedModel:
         model._is_distributed_loading_by_transformers = True

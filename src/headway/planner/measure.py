@@ -32,7 +32,7 @@ from headway.events import (
 )
 from headway.planner.grid import PlanSetting
 from headway.planner.profiles.costs import decode_cost, train_cost
-from headway.planner.profiles.job_profile import Profile, draw
+from headway.planner.profiles.job_profile import Profile
 from headway.planner.profiles.lengths import lengths_of
 from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.reports.metrics.occupancy import Occupancy
@@ -218,7 +218,7 @@ def _least_step_s(profile: Profile, setting: PlanSetting) -> float:
     tokens = fmean(length(TrajectoryId(0, row, 0, 0)) for row in range(DRAWS))
     if profile.program is not None:
         places = [(index + 0.5) / DRAWS for index in range(DRAWS)]
-        tokens *= fmean(draw(profile.program.turns, episode=place, own=place) for place in places)
+        tokens *= fmean(profile.program.turns.draw(episode=place, own=place) for place in places)
     answers = batch.groups_per_version * batch.n
     train, curve = train_cost(profile.train, setting.split.train_devices), decode_cost(profile.rollout).curve
     training = batch.ppo_epochs * (batch.mini_batches * train.step_s + train.token_s * answers * tokens)

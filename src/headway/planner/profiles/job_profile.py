@@ -34,6 +34,15 @@ class ConstantNumber(Section):
     kind: Literal["constant"]
     value: float = Field(ge=0)
 
+    def draw(self, *, episode: float, own: float) -> float:
+        """Return the number that two uniform numbers in (0, 1) decide: the episode's, and that of this very draw."""
+        return self.value
+
+    @property
+    def largest(self) -> float:
+        """Upper bound of the draws."""
+        return self.value
+
 
 class LognormalNumber(Section):
     """Log-normal numbers, cut at ``max``. Each draw is independent of all others."""
@@ -45,6 +54,16 @@ class LognormalNumber(Section):
     """Standard deviation of the logarithm."""
     max: float = Field(gt=0)
 
+    def draw(self, *, episode: float, own: float) -> float:
+        """See `ConstantNumber.draw`; the episode has no part in it."""
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        return min(math.exp(mu + self.sigma * _normal.inv_cdf(own)), self.max)
+
+    @property
+    def largest(self) -> float:
+        """Upper bound of the draws."""
+        return self.max
+
 
 class RecordedNumber(Section):
     """Measured numbers, one for each recorded episode, as means over its turns where it had several.
@@ -55,7 +74,17 @@ class RecordedNumber(Section):
     kind: Literal["recorded"]
     values: list[Annotated[float, Field(ge=0)]] = Field(min_length=1)
 
+    def draw(self, *, episode: float, own: float) -> float:
+        """See `ConstantNumber.draw`; all draws of an episode are of the same recorded one."""
+        return self.values[int(episode * len(self.values))]
 
+    @property
+    def largest(self) -> float:
+        """Upper bound of the draws."""
+        return max(self.values)
+
+
+# Not `discriminator="kind"`: pydantic refuses a field for that where the model has a validator before all fields.
 def _kind_of(value: Any) -> Any:
     return value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
 
@@ -66,29 +95,6 @@ NumberProfile = Annotated[
     | Annotated[RecordedNumber, Tag("recorded")],
     Discriminator(_kind_of),
 ]
-
-
-def draw(number: NumberProfile, *, episode: float, own: float) -> float:
-    """Return the number that two uniform numbers in (0, 1) decide: the episode's, and that of this very draw."""
-    match number:
-        case ConstantNumber():
-            return number.value
-        case LognormalNumber():
-            mu = math.log(number.mean) - number.sigma**2 / 2
-            return min(math.exp(mu + number.sigma * _normal.inv_cdf(own)), number.max)
-        case RecordedNumber():
-            return number.values[int(episode * len(number.values))]
-
-
-def largest_of(number: NumberProfile) -> float:
-    """Return the upper bound of the draws."""
-    match number:
-        case ConstantNumber():
-            return number.value
-        case LognormalNumber():
-            return number.max
-        case RecordedNumber():
-            return max(number.values)
 
 
 class ProgramProfile(Section):
@@ -144,6 +150,11 @@ class ConstantLengths(Section):
     kind: Literal["constant"]
     tokens: Positive
 
+    @property
+    def longest(self) -> int:
+        """Upper bound of the lengths."""
+        return self.tokens
+
 
 class LognormalLengths(Section):
     """Log-normal lengths, cut at ``max``: the usual shape of reasoning answers, most short and a few very long."""
@@ -157,6 +168,11 @@ class LognormalLengths(Section):
     """Largest length in tokens, where sampling stops (``data.max_response_length``)."""
     within_group: float = Field(0.0, ge=0, le=1)
     """Share of the logarithm's variance that the answers of one group have in common: hard prompts are long for all."""
+
+    @property
+    def longest(self) -> int:
+        """Upper bound of the lengths."""
+        return self.max
 
 
 class EmpiricalLengths(Section):
@@ -179,6 +195,11 @@ class EmpiricalLengths(Section):
         if sorted(set(filtered)) != filtered or (filtered and filtered[-1] >= len(groups)):
             raise ValueError(f"expected indices of the {len(groups)} groups, each once, in order")
         return filtered
+
+    @property
+    def longest(self) -> int:
+        """Upper bound of the lengths."""
+        return max(map(max, self.groups))
 
 
 LengthsProfile = Annotated[

@@ -43,7 +43,7 @@ from headway.data.types import (
     TrajectoryId,
 )
 from headway.errors import EpisodeOver
-from headway.planner.profiles.job_profile import NumberProfile, ProgramProfile, RewardProfile, draw
+from headway.planner.profiles.job_profile import NumberProfile, ProgramProfile, RewardProfile
 from headway.planner.profiles.lengths import FilterSampler, LengthSampler, uniform_of
 
 HELD_OUT = -1
@@ -90,20 +90,12 @@ def held_out_prompts(count: int, lengths: LengthSampler) -> list[Prompt]:
 
 def _prompt(epoch: int, row: int, length: int) -> Prompt:
     messages = [said_in_tokens("user", "", length)]
-    return Prompt(epoch, row, 0, source="simulated", text="", token_ids=zero_ids(length), messages=messages)
+    return Prompt(epoch, row, 0, source="simulated", text="", token_ids=same_ids(length), messages=messages)
 
 
-_FOUR_BYTES = bytes(4)
-
-
-def zero_ids(length: int) -> NDArray[np.int32]:
-    """Return [length] zeros that take no memory: one element, seen ``length`` times. They cannot be written to."""
-    return np.ndarray((length,), np.int32, _FOUR_BYTES, 0, (0,))
-
-
-def same_ids(length: int, value: int) -> NDArray[np.int32]:
-    """Return [length] ids that are all ``value``. They take no memory either, and cannot be written to."""
-    return np.ndarray((length,), np.int32, value.to_bytes(4, sys.byteorder), 0, (0,)) if value else zero_ids(length)
+def same_ids(length: int, value: int = 0) -> NDArray[np.int32]:
+    """Return [length] ids that are all ``value`` and take no memory: one element, seen ``length`` times."""
+    return np.ndarray((length,), np.int32, value.to_bytes(4, sys.byteorder), 0, (0,))
 
 
 async def zero_advantages(samples: Sequence[TrainSample], outcomes: Outcomes) -> dict[str, list[Column]]:
@@ -255,7 +247,7 @@ class SimulatedPrograms:
             return uniform_of(job.seed, zlib.crc32(what.encode()), *key)
 
         def drawn(number: NumberProfile, what: str, turn: int) -> float:
-            return draw(number, episode=episode, own=uniform(what, turn, 0))
+            return number.draw(episode=episode, own=uniform(what, turn, 0))
 
         profile, episode, messages = self._profile, uniform("episode"), list(job.messages)
         for turn in range(1, (round(drawn(profile.turns, "turns", 0)) or 1) + 1):
@@ -279,7 +271,6 @@ class SimulatedReward:
         self._filtered = profile.filtered
         self._seed = seed
         self._workers = asyncio.Semaphore(profile.workers)
-        self._scores: dict[tuple[int, bool], Scores] = {}
 
     async def score(
         self, prompt: Prompt, responses: Sequence[str], conversations: Sequence[Conversation] | None = None
@@ -291,14 +282,7 @@ class SimulatedReward:
         if prompt.answer is None:
             key = self._seed, zlib.crc32(b"reward"), prompt.epoch, prompt.row, prompt.attempt
             filtered = uniform_of(*key) < self._filtered
-        return self._shared(len(responses), varied=not filtered)
+        n = len(responses)
+        return Scores(np.zeros(n, np.float32) if filtered else np.arange(n, dtype=np.float32) % 2)
 
     async def close(self) -> None: ...
-
-    def _shared(self, n: int, *, varied: bool) -> Scores:
-        """The scores of n answers, as one array [n] for all groups: it cannot be written to."""
-        if (scores := self._scores.get((n, varied))) is None:
-            rewards = np.arange(n, dtype=np.float32) % 2 if varied else np.zeros(n, np.float32)
-            rewards.setflags(write=False)
-            scores = self._scores[n, varied] = Scores(rewards)
-        return scores

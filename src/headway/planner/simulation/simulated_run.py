@@ -33,16 +33,12 @@ from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.wiring import Parts
 from headway.planner.profiles.costs import Contention, phase_seconds, train_cost
 from headway.planner.profiles.job_profile import (
-    ConstantLengths,
     ContentionProfile,
     EmpiricalLengths,
-    LengthsProfile,
-    LognormalLengths,
     PhaseProfile,
     Profile,
     SharedProfile,
     UpdateProfile,
-    largest_of,
 )
 from headway.planner.profiles.lengths import filtered_of, lengths_of
 from headway.planner.simulation.simulated_prompts import (
@@ -232,9 +228,7 @@ def _job(profile: Profile, versions: int) -> dict[str, Any]:
         "actor.parallel": profile.train.parallel.model_dump(),
         "actor.use_kl_loss": profile.train.reference,
         "algorithm.filter_groups.enable": profile.reward.filtered > 0 or filtered_of(profile.response, 0) is not None,
-        "data.max_prompt_length": longest(profile.prompt),
-        "data.max_response_length": _longest_episode(profile),
-        **_program_values(profile),
+        **_lengths(profile),
         "rollout.n": batch.n,
         "rollout.max_concurrent": profile.rollout.slots,
         "rollout.total_rollout_steps": versions * batch.groups_per_version,
@@ -243,34 +237,19 @@ def _job(profile: Profile, versions: int) -> dict[str, Any]:
     }
 
 
-def longest(lengths: LengthsProfile) -> int:
-    """Upper bound of the tokens of a sampled answer."""
-    match lengths:
-        case ConstantLengths(tokens=tokens):
-            return tokens
-        case LognormalLengths(max=most):
-            return most
-        case EmpiricalLengths(groups=groups):
-            return max(map(max, groups))
-
-
-def _longest_episode(profile: Profile) -> int:
-    """Upper bound of the tokens of an episode after its prompt."""
-    program, answer = profile.program, longest(profile.response)
+def _lengths(profile: Profile) -> dict[str, Any]:
+    """Limits of the configuration: those of the distributions, for episodes of a program where the profile has one."""
+    answer, program = profile.response.longest, profile.program
+    prompts = {"data.max_prompt_length": profile.prompt.longest}
     if program is None:
-        return answer
-    turns = max(1, round(largest_of(program.turns)))
-    return turns * (answer + round(largest_of(program.step_tokens)))
-
-
-def _program_values(profile: Profile) -> dict[str, Any]:
-    """Values of the configuration by which a run has programs: their limits are those of the distributions."""
-    if profile.program is None:
-        return {}
+        return {**prompts, "data.max_response_length": answer}
+    turns = max(1, round(program.turns.largest))
     return {
+        **prompts,
+        "data.max_response_length": turns * (answer + round(program.step_tokens.largest)),
         "agent.program": PROGRAM,
-        "agent.max_turns": max(1, round(largest_of(profile.program.turns))),
-        "agent.max_turn_tokens": longest(profile.response),
+        "agent.max_turns": turns,
+        "agent.max_turn_tokens": answer,
         "agent.step_timeout_s": FOREVER_S,
         "agent.episode_timeout_s": FOREVER_S,
     }

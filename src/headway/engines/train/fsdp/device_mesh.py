@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from headway.config.sections.learning import ParallelConfig
 from headway.errors import HeadwayError, RunError, said_by
-from headway.models.attention.packed_layout import SequenceRanks
+from headway.models.attention.sequence_ranks import SequenceRanks
 
 T = TypeVar("T")
 
