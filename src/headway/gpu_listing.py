@@ -1,12 +1,8 @@
-"""The GPUs of a machine, found without loading torch: by the driver's management library, or by its command."""
+"""The GPUs of a machine, found without loading torch: by the driver's management library (NVML)."""
 
 from __future__ import annotations
 
-import subprocess
 from ctypes import CDLL, Structure, byref, c_uint, c_ulonglong, c_void_p, create_string_buffer
-
-SMI_TIMEOUT_S = 10.0
-"""Seconds within which the driver has to say how much memory its devices have."""
 
 Gpu = tuple[str, int | None]
 """A GPU's UUID, and its bytes of memory where they are known."""
@@ -17,13 +13,7 @@ class _DeviceMemory(Structure):
 
 
 def listed_gpus() -> list[Gpu] | None:
-    """Return the GPUs of this machine. None where they cannot be listed."""
-    found = _gpus_of_library()
-    return _gpus_of_command() if found is None else found
-
-
-def _gpus_of_library() -> list[Gpu] | None:
-    """Return the GPUs that the driver's management library (NVML) names. None without library or driver."""
+    """Return the GPUs of this machine. None without library or driver."""
     try:
         nvml = CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() != 0:
@@ -40,17 +30,6 @@ def _gpus_of_library() -> list[Gpu] | None:
         gpus.append((name.value.decode(), int(memory.total) if sized else None))
     nvml.nvmlShutdown()
     return gpus if known else None
-
-
-def _gpus_of_command() -> list[Gpu] | None:
-    """Return the GPUs that ``nvidia-smi`` names. None where it does not run."""
-    asked = ["nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    rows = [line.partition(",")[::2] for line in done.stdout.splitlines() if line.strip()]
-    return [(name.strip(), int(size) * 2**20 if size.strip().isdigit() else None) for name, size in rows]
 
 
 def visible(gpus: list[Gpu], asked: str | None) -> list[Gpu]:

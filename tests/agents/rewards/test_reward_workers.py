@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -411,24 +410,6 @@ async def test_endless_and_dying_calls_fail_their_group_and_the_others_go_on(use
                 await reward.score(prompt(), ["fine", response])
             assert (await reward.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
     assert timeouts == [1, 2]
-
-
-async def test_a_reward_that_only_times_out_is_not_tried_on_everything_that_waits(
-    user_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Waits for several time-outs, after each of which a worker starts anew."""
-    monkeypatch.setattr(runners_module, "HOPELESS", 2)
-    timeouts: list[int] = []
-    async with reward_of(f"{user_file}:moody", timeout_s=0.3, retries=1, on_timeout=timeouts.append) as reward:
-        waiting = (reward.score(prompt(), ["loop"]) for _ in range(100))
-        ends = Counter(str(end) for end in await asyncio.gather(*waiting, return_exceptions=True))
-        assert ends == {"timeout after 0.3 s": 1, "not tried, for all before had timeout after 0.3 s": 99}
-        assert 2 <= len(timeouts) < 10
-        assert (await reward.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
-        before = len(timeouts)
-        with pytest.raises(ScoringFailed, match=r"^timeout after 0.3 s"):
-            await reward.score(prompt(), ["loop"])
-        assert len(timeouts) == before + 2, "it has worked once, so that it is tried again"
 
 
 @pytest.mark.parametrize(("retries", "lost"), [(0, ["worker ended with SIGKILL"]), (1, [])])

@@ -165,7 +165,7 @@ def test_an_asynchronous_call_that_leaves_the_process_fails_its_own_group_alone(
         return 1.0
 
     function = user(score)
-    with pytest.raises(end, match="3"):
+    with pytest.raises(ScoringFailed, match=rf"^exception: {end.__name__}: 3 \(test_user_function.py:\d+, in score\)$"):
         group(function, replace(REQUEST, responses=["left", "leave"]))
     assert cleaned_up == ["left"]
     assert group(function, REQUEST) == [1.0, 1.0]

@@ -143,7 +143,7 @@ def _longest(tests: Sequence[Test], most: int | None) -> Sequence[Test]:
     """The ``most`` tests with the longest inputs, in their order."""
     if most is None:
         return tests
-    places = nlargest(most, range(len(tests)), key=lambda place: len(repr(tests[place].size)))
+    places = nlargest(most, range(len(tests)), key=lambda place: len(repr(tests[place].given)))
     return [tests[place] for place in sorted(places)]
 
 

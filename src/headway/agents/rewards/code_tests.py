@@ -42,33 +42,21 @@ class StdinTest:
     given: str
     expected: str
 
-    @property
-    def size(self) -> str:
-        return self.given
-
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
     """A function's arguments, and the value that it has to return; plain data as JSON has it."""
 
     function: str
-    arguments: Sequence[Any]
+    given: Sequence[Any]
     expected: Any
-
-    @property
-    def size(self) -> Sequence[Any]:
-        return self.arguments
 
 
 @dataclass(frozen=True, slots=True)
 class AssertTest:
     """Code that raises where the answer before it is wrong."""
 
-    tests: str
-
-    @property
-    def size(self) -> str:
-        return self.tests
+    given: str
 
 
 Test = StdinTest | CallTest | AssertTest

@@ -11,7 +11,6 @@ asynchronous, groups share processes. Rewards that only compare two texts are sc
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,12 +35,6 @@ AT_ONCE = 16
 """Most groups at once in a process, where all functions are asynchronous."""
 MOST_LOSSES = 8
 """Most times that a group is tried again, beyond its retries, because another one ended the process of both."""
-HOPELESS = 8
-"""Time-outs before any answer after which what waits is not tried any more: it would take as long for each of them."""
-
-
-class _NoFurtherTry(ScoringFailed):
-    """The reward has done nothing but time out so far."""
 
 
 class RewardWorkers:
@@ -71,11 +64,6 @@ class RewardWorkers:
         self._retries = retries
         self._on_timeout = on_timeout
         self._timeouts = 0
-        self._began: float | None = None
-        """The time, on the event loop's clock, at which the first group was submitted; None before."""
-        self._answered = False
-        """Some try ended otherwise than by a time-out."""
-        self._awaited: set[asyncio.Task[Scores]] = set()
         self._closed = False
 
     async def load(self) -> None:
@@ -122,9 +110,6 @@ class RewardWorkers:
         Raises `ScoringFailed` with a short reason when every try failed: ``exception: ValueError: …``,
         ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``. Where there are
         several parts, the name of the one that failed comes first, if its process lived to tell.
-
-        Where the first `HOPELESS` tries of all, and every group's chance of a second one, end in time-outs, all groups
-        that wait then fail without being tried.
         """
         if not responses:
             return Scores(np.zeros(0, np.float32), {part.name: [] for part in self._spec.parts})
@@ -141,8 +126,6 @@ class RewardWorkers:
         while True:
             try:
                 return await self._try(request)
-            except _NoFurtherTry:
-                raise
             except ScoringFailed as failure:
                 if losses_left and self._is_anothers(failure.__cause__):
                     losses_left -= 1
@@ -160,52 +143,9 @@ class RewardWorkers:
     async def close(self) -> None:
         """End all processes, busy or not. Scores still awaited fail."""
         self._closed = True
-        for task in self._awaited:
-            task.cancel()
         await self._pool.close()
 
     async def _try(self, request: ScoreRequest) -> Scores:
-        if self._began is None:
-            self._began = asyncio.get_running_loop().time()
-        try:
-            scores = await self._run(request)
-            self._answered = True
-            return scores
-        except RunnerLost as lost:
-            if lost.timed_out:
-                raise self._timed_out(self._timeout_reason) from lost
-            self._answered |= lost.culprit is True
-            raise ScoringFailed(f"worker ended with {lost.end}" if lost.end else f"worker: {lost}") from lost
-        except ScoringTimedOut as late:
-            raise self._timed_out(str(late)) from late
-        except UserCodeFailed as failure:  # such as a reward that has closed what its process answers through
-            raise ScoringFailed(f"worker: {failure}") from failure
-        except ScoringFailed as failure:
-            self._answered |= not isinstance(failure, _NoFurtherTry)
-            raise
-
-    def _timed_out(self, reason: str) -> ScoringFailed:
-        self._timeouts += 1
-        if self._on_timeout is not None:
-            self._on_timeout(self._timeouts)
-        if not self._is_hopeless():
-            return ScoringFailed(reason)
-        for task in self._awaited:
-            task.cancel()
-        return _NoFurtherTry(reason)
-
-    def _is_hopeless(self) -> bool:
-        """True if only time-outs came, for as long as all tries of a group take: a slow service may need to wake up."""
-        took = asyncio.get_running_loop().time() - (self._began or 0.0)
-        tries = 1 + self._retries
-        return not self._answered and self._timeouts >= HOPELESS and took >= tries * self._spec.timeout_s
-
-    @property
-    def _timeout_reason(self) -> str:
-        return f"timeout after {min(map(self._spec.limit_s, self._spec.parts)):g} s"
-
-    async def _run(self, request: ScoreRequest) -> Scores:
-        """Score in a worker, in a task that can be given up without its caller. Cancelling this ends it."""
         if self._closed:
             raise ScoringFailed("the reward is closed")
         if not self._spec.needs_process:
@@ -214,16 +154,21 @@ class RewardWorkers:
         # One call more where groups share a process: whose call holds its event loop is to be found before.
         calls = len(request.responses) + (1 if self._spec.shared else 0)
         limit = calls * sum(map(self._spec.limit_s, self._spec.parts)) + GRACE_S
-        task: asyncio.Task[Scores] = asyncio.create_task(self._pool.run(request, timeout_s=limit))
-        self._awaited.add(task)
         try:
-            return await task
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if caller is not None and caller.cancelling():
-                raise
-            if self._closed:
-                raise ScoringFailed("the reward was closed") from None  # by `close`, not by the caller
-            raise _NoFurtherTry(f"not tried, for all before had {self._timeout_reason}") from None
-        finally:
-            self._awaited.discard(task)
+            scores: Scores = await self._pool.run(request, timeout_s=limit)
+            return scores
+        except RunnerLost as lost:
+            if lost.timed_out:
+                shortest = min(map(self._spec.limit_s, self._spec.parts))
+                raise self._timed_out(f"timeout after {shortest:g} s") from lost
+            raise ScoringFailed(f"worker ended with {lost.end}" if lost.end else f"worker: {lost}") from lost
+        except ScoringTimedOut as late:
+            raise self._timed_out(str(late)) from late
+        except UserCodeFailed as failure:  # such as a reward that has closed what its process answers through
+            raise ScoringFailed(f"worker: {failure}") from failure
+
+    def _timed_out(self, reason: str) -> ScoringFailed:
+        self._timeouts += 1
+        if self._on_timeout is not None:
+            self._on_timeout(self._timeouts)
+        return ScoringFailed(reason)

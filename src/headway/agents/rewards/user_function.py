@@ -34,7 +34,7 @@ from typing import Any
 
 from headway.agents.interface.user_calls import finite_number
 from headway.agents.rewards.score_request import ScoreRequest
-from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError
+from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError, raised_by
 from headway.runtime.user_code import Parameters
 from headway.runtime.workers.user_code_boundary import killed_after
 
@@ -113,14 +113,6 @@ class CallingConvention(Enum):
         return self in (CallingConvention.VERL, CallingConvention.VERL_BATCH)
 
 
-class _FunctionExited(Exception):
-    """Exception for a call that ended itself by ``by``: `sys.exit` or an interrupt."""
-
-    def __init__(self, by: BaseException) -> None:
-        super().__init__()
-        self.by = by
-
-
 class UserFunction:
     """A reward function of the user's own, called by what its signature asks for. ``spec`` is how the user named it."""
 
@@ -192,8 +184,6 @@ class UserFunction:
         ]
         try:
             return self._scores_of(await asyncio.gather(*tasks), further)
-        except _FunctionExited as left:
-            raise left.by from None
         finally:  # the loop lives on: nothing of a group that failed may run in it
             for task in tasks:
                 task.cancel()
@@ -206,7 +196,7 @@ class UserFunction:
             async with limit:
                 return await self._call(arguments)
         except (SystemExit, KeyboardInterrupt) as end:  # out of a task these stop the loop, with all others left in it
-            raise _FunctionExited(end) from None
+            raise ScoringFailed(f"exception: {raised_by(end)}") from end
         except Exception as error:
             if not limit.expired():  # a time limit of the function's own, among others
                 raise

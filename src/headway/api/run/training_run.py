@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.agents.episodes.program_workers import variables
-from headway.agents.rewards.reward_workers import HOPELESS, RewardWorkers
+from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec
 from headway.api.profile_window import ProfileWindow
 from headway.api.storage.uploader import StorageUploader
@@ -340,8 +340,8 @@ class TrainingRun:
         )
 
     def _report_timeout(self, count: int) -> None:
-        """Warn of the reward's first time-outs, and of its tenth, hundredth and so on."""
-        if count > HOPELESS and count != 10 ** (len(str(count)) - 1):
+        """Warn of the reward's first time-out, and of its tenth, hundredth and so on."""
+        if count != 10 ** (len(str(count)) - 1):
             return
         reward = self._config.reward
         names = ", ".join(one.function for one in reward.all)

@@ -49,7 +49,6 @@ class TaskExited(Exception):
 class _Shared:
     def __init__(self, hosted: Hosted, redaction: Redaction, note: memoryview) -> None:
         self._hosted, self._redaction, self._note = hosted, redaction, note
-        self._pid = os.getpid()
         self._jobs: dict[int, asyncio.Task[Frame]] = {}
         self._asks: dict[tuple[int, int], asyncio.Future[Any]] = {}
         self._numbers = count(1)
@@ -139,7 +138,7 @@ class _Shared:
     @types.coroutine
     def _steps(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Generator[Any, Any, Any]:
         """Step through ``coroutine``; what it waits for is the task's to wait for."""
-        note, pid = self._note, self._pid
+        note = self._note
         value, error = None, None
         while True:
             note[0] = number
@@ -152,8 +151,6 @@ class _Shared:
                 raise TaskExited(said_by(end)) from end
             finally:
                 note[0], error = NOBODY, None
-                if os.getpid() != pid:  # a child that user code has forked returns: there is one loop at the connection
-                    os._exit(0)
             value = None
             try:
                 value = yield awaited

@@ -79,11 +79,10 @@ class HostedSpec(Protocol):
 async def closed(hosted: Hosted) -> None:
     """Have the user's code close what it holds, if it has ``close``. In a process without an event loop this awaits
     nothing."""
-    with nothing_returns_but_this_process():
-        try:
-            await hosted.close()
-        except (Exception, SystemExit):
-            print_traceback()
+    try:
+        await hosted.close()
+    except (Exception, SystemExit):
+        print_traceback()
 
 
 def print_traceback() -> None:
@@ -92,18 +91,18 @@ def print_traceback() -> None:
         traceback.print_exc()
 
 
-@contextmanager
-def nothing_returns_but_this_process() -> Iterator[None]:
-    """At the block's end, exit in the children that user code forked in it and let return.
+def closed_in_children(sock: socket.socket) -> socket.socket:
+    """Close ``sock``, the worker's connection, in processes that user code forks, before they go on. Returns it.
 
-    Such a child holds the worker's connection; it would answer the host a second time.
+    One that user code lets return would answer the host a second time: now it ends over a connection that is closed.
     """
-    pid = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() != pid:
-            os._exit(0)
+
+    def close() -> None:
+        with suppress(OSError):  # the child of a child
+            os.close(sock.detach())
+
+    os.register_at_fork(after_in_child=close)
+    return sock
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from headway.runtime.workers.user_code_boundary import (
     HostedSpec,
     answer_in,
     closed,
-    nothing_returns_but_this_process,
+    closed_in_children,
     pickled_error,
     print_traceback,
 )
@@ -81,7 +81,7 @@ def main(descriptor: int, note: int) -> None:
     with suppress(OSError, RuntimeError):  # stderr may be closed
         faulthandler.register(SHOWS_WHERE, all_threads=True)
     os.set_inheritable(descriptor, False)
-    channel = BlockingChannel(socket.socket(fileno=descriptor))
+    channel = BlockingChannel(closed_in_children(socket.socket(fileno=descriptor)))
     first = channel.receive()
     if first is None:
         return
@@ -102,19 +102,18 @@ def main(descriptor: int, note: int) -> None:
 
 def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) -> Hosted | None:
     """Load the user's code and tell the host what it is, or why there is none."""
-    with nothing_returns_but_this_process():
-        try:
-            spec: HostedSpec = pickle.loads(start.spec)
-            hosted = spec.load()
-            told = Frame(FrameKind.LOADED, payload=pickle.dumps(hosted.describe()))
-        except HeadwayError as error:
-            hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
-        except BaseException as error:
-            if start.prints:
-                print_traceback()
-            text = cut(redaction.of(said_by(error, most=1 << 20)), MOST_SAID)
-            error = UserCodeError(f"{start.shown} cannot be loaded: {text}")
-            hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
+    try:
+        spec: HostedSpec = pickle.loads(start.spec)
+        hosted = spec.load()
+        told = Frame(FrameKind.LOADED, payload=pickle.dumps(hosted.describe()))
+    except HeadwayError as error:
+        hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
+    except BaseException as error:
+        if start.prints:
+            print_traceback()
+        text = cut(redaction.of(said_by(error, most=1 << 20)), MOST_SAID)
+        error = UserCodeError(f"{start.shown} cannot be loaded: {text}")
+        hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
     channel.send(told)
     return hosted
 
@@ -134,26 +133,22 @@ def _leave_signals_to_the_host() -> None:
 def serve_alone(channel: BlockingChannel, hosted: Hosted, redaction: Redaction) -> None:
     """Serve jobs, one at a time, until the host closes the connection."""
     while (frame := channel.receive()) is not None:
-        with nothing_returns_but_this_process():
-            try:
-                ended = Frame(FrameKind.RESULT, frame.number, 0, pickle.dumps(_done(channel, hosted, frame)))
-            except BaseException as error:  # an interrupt, too: workers ignore Ctrl-C, so that user code raised it
-                if not isinstance(error, HeadwayError):
-                    print_traceback()
-                ended = Frame(FrameKind.ERROR, frame.number, 0, pickled_error(error, redaction))
+        try:
+            ended = Frame(FrameKind.RESULT, frame.number, 0, pickle.dumps(_done(channel, hosted, frame)))
+        except BaseException as error:  # an interrupt, too: workers ignore Ctrl-C, so that user code raised it
+            if not isinstance(error, HeadwayError):
+                print_traceback()
+            ended = Frame(FrameKind.ERROR, frame.number, 0, pickled_error(error, redaction))
         channel.send(ended)
     close_alone(hosted)
 
 
 def _done(channel: BlockingChannel, hosted: Hosted, frame: Frame) -> Any:
     """Run a job's coroutine, which waits for nothing but the host, in one step."""
-    pid, asks = os.getpid(), count(1)
+    asks = count(1)
 
     async def ask(message: Any) -> Any:
-        payload = pickle.dumps(message)
-        if os.getpid() != pid:  # a child that user code has forked, at the worker's connection
-            os._exit(0)
-        channel.send(Frame(FrameKind.ASK, frame.number, next(asks), payload))
+        channel.send(Frame(FrameKind.ASK, frame.number, next(asks), pickle.dumps(message)))
         answer = channel.receive()
         if answer is None:  # the host is gone
             os._exit(1)
@@ -212,8 +207,7 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
             os.setsid()
             die_with(fork_server)
             adopt_orphans()
-            os.close(sock.detach())
-            return BlockingChannel(socket.socket(fileno=descriptors[0]))
+            return BlockingChannel(closed_in_children(socket.socket(fileno=descriptors[0])))
         os.close(descriptors[0])
         kept.add(pid)
         sock.sendall(Frame(FrameKind.FORKED, order, pid).packed())
