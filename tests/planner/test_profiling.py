@@ -132,7 +132,6 @@ def test_many_groups_are_thinned_evenly_and_that_is_said(tmp_path: Path, monkeyp
 def test_a_large_run_is_profiled_by_its_newest_versions_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.reports.record.events_file.SEGMENT_BYTES", 1)
     job = build_profile(RICH)
     config = config_for(job, "async_partial", train_devices=4, replicas=4, versions=16, activity_interval_s=3.0)
     directory = RunDirectory.create(tmp_path / "run", config)
@@ -142,9 +141,7 @@ def test_a_large_run_is_profiled_by_its_newest_versions_and_that_is_said(
     whole = profile_run(directory.path)
     recording = recording_of(read_events(directory.events), mini_batch=job.batch.ppo_mini_batch_size, ranks=4)
     usual = fmean(step.tokens for step in recording.training.steps)
-    monkeypatch.setattr(run_profiler, "MOST_DENSE", 1)
-    for early in sorted((directory.path / "events").glob("*.parquet"))[:4]:
-        early.write_bytes(b"not read")
+    monkeypatch.setattr(run_profiler, "MOST_BYTES", 1)
     newest = profile_run(directory.path)
     assert any("in the newest versions, " in text and "a run of mode" in text for text in newest.assumptions)
     assert isinstance(newest.response, EmpiricalLengths) and isinstance(whole.response, EmpiricalLengths)

@@ -19,7 +19,7 @@ from headway.events import (
     ValidationFinished,
     VersionReached,
 )
-from headway.reports.record.events_file import to_json_line
+from headway.reports.record.events_file import DENSE_PREFIXES, look_through, to_json_line
 from tests.reports.scripted_run import ScriptedRun
 
 SOURCES = ("addition", "word problems")
@@ -169,4 +169,15 @@ def written(
     (run / "config.yaml").write_text(json.dumps(config or {"mode": "async_partial", "run": {"dir": str(run)}}))
     if samples:
         (run / "samples.jsonl").write_text(lines(samples))
+    return run
+
+
+def only_late(run: Path, versions: int = 3) -> Path:
+    """Let frequent events before the last ``versions`` be no events: nobody may parse them."""
+    begin = sorted(look_through(run / "events.jsonl").boundaries.values())[-1 - versions]
+    at, kept = 0, []
+    for line in (run / "events.jsonl").read_bytes().splitlines(keepends=True):
+        kept.append(line.replace(b'"time"', b'"emit"', 1) if at < begin and line.startswith(DENSE_PREFIXES) else line)
+        at += len(line)
+    (run / "events.jsonl").write_bytes(b"".join(kept))
     return run

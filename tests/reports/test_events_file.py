@@ -4,8 +4,6 @@ import errno
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
@@ -27,15 +25,11 @@ from headway.events import (
     RunFinished,
     RunResumed,
     Span,
-    StageChanged,
     TrainerBusy,
     VersionReached,
 )
-from headway.reports.record.dense_events import DENSE
 from headway.reports.record.events_file import EventsFile, JsonLines, look_through, read_events
 from headway.reports.record.file_access import cut_off_half_line
-from headway.reports.run_directory import RunDirectory
-from headway.reports.watch.follower import Follower
 from tests.reports.scripted_run import ScriptedRun
 
 EVENT_TYPES = [
@@ -193,9 +187,8 @@ def test_a_line_that_is_not_utf_8_is_an_error_that_names_the_line(byte: bytes, t
     write(path, [note("a"), note("b")])
     with path.open("ab") as file:
         file.write(b'{"kind": "note", "text": "' + byte + b'"}\n')
-    for read in (look_through, lambda path: list(read_events(path))):
-        with pytest.raises(DataError, match=r"events\.jsonl:3 is damaged: it is not UTF-8 \(byte 27\)\. Take the file"):
-            read(path)
+    with pytest.raises(DataError, match=r"events\.jsonl:3 is damaged: it is not UTF-8 \(byte 27\)\. Take the file"):
+        list(read_events(path))
 
 
 # ---------------------------------------------------------------------------------------------- a disk that refuses
@@ -437,134 +430,18 @@ def test_an_event_on_another_clock_has_all_its_moments_moved() -> None:
     assert (later.time, later.busy, later.slot_seconds) == (13.0, [(11.0, 12.0), (12.5, 13.0)], 1.5)
 
 
-# ---------------------------------------------------------------------------------------------- dense events
-
-
-@pytest.fixture
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense events go to a segment from the first version on, and each version's becomes columns."""
-    monkeypatch.setattr("headway.reports.record.events_file.SEGMENT_BYTES", 1)
-
-
-def admitted(number: int) -> GroupAdmitted:
-    return GroupAdmitted(
-        time=0.5, number=number, epoch=0, row=number, attempt=0, version=0, admitted=number, discarded=0, limit=9
-    )
-
-
-def segments(run: Path, suffix: str) -> list[Path]:
-    return sorted((run / "events").glob(f"*{suffix}"))
-
-
-@pytest.mark.usefixtures("small_segments")
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.lists(st.one_of([st.builds(cls, **fields_of(cls)) for cls in DENSE]), min_size=1, max_size=6))
-def test_dense_events_come_back_from_columns_as_they_were_written(
-    tmp_path_factory: pytest.TempPathFactory, dense: list[Event]
-) -> None:
-    path = tmp_path_factory.mktemp("run") / "events.jsonl"
-    run = [note("a"), reached(0), *dense, note("b"), *dense, reached(1), *dense]
-    write(path, run)
-    assert segments(path.parent, ".parquet"), "the first version's are columns"
-    assert list(read_events(path)) == run
-
-
-def test_a_segment_becomes_columns_without_pandas(tmp_path: Path) -> None:
-    """In a process of its own, as pandas stays imported: its import costs a run's driver 0.3 s of CPU."""
-    path = tmp_path / "000000000000.jsonl"
-    path.write_text(json.dumps(events.GroupSettled(time=1.0, number=0, fate="trained").to_json() | {"line": 0}) + "\n")
-    seals = "import pathlib, sys; from headway.reports.record.dense_events import seal; seal(pathlib.Path(sys.argv[1]))"
-    told = [sys.executable, "-c", f"{seals}; print('pandas' in sys.modules)", str(path)]
-    assert subprocess.run(told, capture_output=True, text=True, check=True).stdout == "False\n"
-    assert path.with_suffix(".parquet").is_file()
-
-
-@pytest.mark.usefixtures("small_segments")
-def test_a_whole_run_comes_back_in_order_from_segments(tmp_path: Path) -> None:
+def test_one_kind_and_one_group_are_read_alone(tmp_path: Path) -> None:
     run = ScriptedRun().build()
-    run[20:20], run[60:60] = [reached(1)], [reached(2)]
     write(tmp_path / "events.jsonl", run)
-    assert segments(tmp_path, ".parquet")
-    assert not segments(tmp_path, ".tmp")
-    assert list(read_events(tmp_path / "events.jsonl")) == run
     wanted = [e for e in run if isinstance(e, GroupAdmitted) and e.number == 3]
     assert list(read_events(tmp_path / "events.jsonl", kinds=[GroupAdmitted], number=3)) == wanted
 
 
-@pytest.mark.usefixtures("small_segments")
-def test_a_killed_run_keeps_the_dense_events_of_its_version_and_a_resume_undoes_them(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    file = EventsFile(path, unexpected)
-    first = [reached(0), admitted(0), note("a"), admitted(1), reached(1)]
-    undone = [admitted(2), note("b"), admitted(3), reached(2), admitted(4), note("c")]
-    for event in [*first, *undone]:
-        file.on_event(event)
-    file._lines.flush()  # and killed: what a second has passed over is in the files
-    file._look_beside(wait=True)
-    with segments(tmp_path, ".jsonl")[-1].open("a") as half:
-        half.write('{"kind": "group.adm')
-    assert list(read_events(path)) == [*first, *undone]
-    assert list(read_events(path, until=1)) == first
-    again = [resumed(1, 1), admitted(2), reached(2), admitted(5)]
-    write(path, again)
-    assert list(read_events(path)) == [*first, *again]
-
-
-@pytest.mark.usefixtures("small_segments")
-def test_dense_events_of_a_killed_run_that_are_ahead_of_its_record_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    file = EventsFile(path, unexpected)
-    run = [reached(0), admitted(0), note("a"), admitted(1), note("b"), admitted(2)]
-    for event in run:
-        file.on_event(event)
-    file._lines.flush()
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-1]) + lines[-1][:9])
-    assert list(read_events(path)) == [event for event in run if event != note("b")]
-    assert list(read_events(path, until=0)) == [reached(0)]
-
-
-@pytest.mark.usefixtures("small_segments")
-def test_a_segment_that_cannot_become_columns_stays_and_is_read(tmp_path: Path) -> None:
-    problems: list[str] = []
-    run = [reached(0), StageChanged(time=0.0, stage="\ud800", state="x"), reached(1), admitted(1), reached(2)]
-    write(tmp_path / "events.jsonl", run, problems.append)
-    assert list(read_events(tmp_path / "events.jsonl")) == run
-    assert len(problems) == 1
-    assert "stays as it is" in problems[0]
-
-
-@pytest.mark.usefixtures("small_segments")
-def test_a_run_is_followed_over_the_ends_of_its_segments(tmp_path: Path) -> None:
-    follower = Follower(RunDirectory(tmp_path))
-    file = EventsFile(tmp_path / "events.jsonl", unexpected)
-    seen = []
-    run = ScriptedRun().build()
-    run[20:20], run[60:60] = [reached(1)], [reached(2)]
-    for event in run:
-        file.on_event(event)
-        if isinstance(event, VersionReached | StageChanged):
-            file._lines.flush()
-            while follower.look():
-                pass
-            seen.append(follower.message(0, follower.epoch)["ledger"])
-    file.close()
-    while follower.look():
-        pass
-    anew = Follower(RunDirectory(tmp_path))
-    while anew.look():
-        pass
-    assert follower.message(0, follower.epoch)["ledger"] == anew.message(0, anew.epoch)["ledger"]
-    assert anew.message(0, anew.epoch)["ledger"]["balanced"]
-    assert any(ledger and ledger["groups"]["in_flight"] for ledger in seen), "while the version went on, too"
-
-
-@pytest.mark.usefixtures("small_segments")
-def test_a_damaged_segment_is_one_message(tmp_path: Path) -> None:
-    write(tmp_path / "events.jsonl", [reached(0), admitted(0), reached(1)])
-    (columns,) = segments(tmp_path, ".parquet")
-    columns.write_bytes(columns.read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"events/0+1\.parquet is damaged"):
+def test_a_part_of_the_events_that_an_earlier_version_left_elsewhere_is_not_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "events.jsonl", [reached(0)])
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "000000000001.parquet").touch()
+    with pytest.raises(DataError, match=r"events/0+1\.parquet has a part of the run's events"):
         list(read_events(tmp_path / "events.jsonl"))
 
 

@@ -1,4 +1,4 @@
-"""A run whose dense events lie in segments: what is read of it, against what reading every event gives."""
+"""A run with states of its metrics: what is read of it, against what reading every event gives."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from headway.reports.timeline.run_history import CurveLog, to_json
 from headway.reports.timeline.timeline import Lane, Timeline, build_timeline
 from headway.reports.watch.follower import Follower
 from tests.pipeline.scenario import Scenario
-from tests.reports.stories import sample
+from tests.reports.stories import only_late, sample
 from tests.reports.timelines import simulated_events
 
 VERSIONS = 6
-SEGMENTS_FROM = "headway.reports.record.events_file.SEGMENT_BYTES"
+LARGE_FROM = "headway.reports.report_manager.LARGE"
 
 
 def _emitted(run: Path, events: Iterable[Event]) -> tuple[Reports, io.StringIO]:
@@ -46,22 +46,22 @@ def _emitted(run: Path, events: Iterable[Event]) -> tuple[Reports, io.StringIO]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A simulated run, each of whose versions has a segment."""
+    """A simulated run, with a state at each of its newest versions."""
     directory = tmp_path_factory.mktemp("large") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SEGMENTS_FROM, 1)
+        patch.setattr(LARGE_FROM, 1)
         _emitted(directory, simulated_events("async_partial", VERSIONS))[0].close()
     return directory
 
 
 @pytest.fixture
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SEGMENTS_FROM, 1)
+def always_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LARGE_FROM, 1)
 
 
 @pytest.fixture
 def few_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.reports.report.MOST_DENSE", 1)
+    monkeypatch.setattr("headway.reports.report.DRAWN_BYTES", 1)
 
 
 def copy(run: Path, folder: Path) -> Path:
@@ -71,12 +71,6 @@ def copy(run: Path, folder: Path) -> Path:
 def without_states(run: Path) -> Path:
     for path in (run / "events").glob("*.state"):
         path.unlink()
-    return run
-
-
-def without_early_segments(run: Path) -> Path:
-    for path in sorted((run / "events").glob("*.parquet"))[:-3]:
-        path.write_bytes(b"not read")
     return run
 
 
@@ -99,7 +93,7 @@ def inside(lanes: tuple[Lane, ...], window: tuple[float, float]) -> list[tuple[s
 
 def test_figures_and_curves_of_a_large_run_are_those_of_all_its_events(run: Path, tmp_path: Path) -> None:
     replayed = read_runs([without_states(copy(run, tmp_path))])[0]
-    found = read_runs([without_early_segments(copy(run, tmp_path / "late"))])[0]
+    found = read_runs([only_late(copy(run, tmp_path / "late"))])[0]
     assert found.figures == replayed.figures
     assert found.figures["groups"]["trained"] > 0
     assert to_json(found.curves) == to_json(replayed.curves)
@@ -114,7 +108,7 @@ def test_the_page_of_a_large_run_draws_its_newest_versions_and_says_so(run: Path
     assert inside(late.lanes, late.window) == inside(whole.lanes, late.window)
     assert late.summary == whole.summary
     assert [mark.label for mark in late.marks] == [m.label for m in whole.marks if m.time >= late.window[0]]
-    page = report(without_early_segments(copy(run, tmp_path))).html.read_text()
+    page = report(only_late(copy(run, tmp_path))).html.read_text()
     assert "cover the versions {} to {};".format(*late.versions) in page
 
 
@@ -142,7 +136,7 @@ def test_a_small_run_is_drawn_as_a_whole(run: Path) -> None:
 @pytest.mark.usefixtures("few_drawn")
 def test_watching_a_large_run_begins_with_its_newest_versions(run: Path, tmp_path: Path) -> None:
     messages = []
-    for directory in (without_early_segments(copy(run, tmp_path)), without_states(copy(run, tmp_path / "all"))):
+    for directory in (only_late(copy(run, tmp_path)), without_states(copy(run, tmp_path / "all"))):
         follower = Follower(RunDirectory(directory))
         while follower.look():
             pass
@@ -175,7 +169,7 @@ def of_old_modules(state: bytes) -> bytes:
         lambda state: b"",
         lambda state: state[: len(state) // 2],
         lambda state: state.replace(b'"code": "', b'"code": "other'),
-        lambda state: state.replace(b'"line": ', b'"line": 1'),
+        lambda state: state.replace(b'"offset": ', b'"offset": 1'),
         harmful,
         of_old_modules,
     ],
@@ -184,10 +178,10 @@ def of_old_modules(state: bytes) -> bytes:
 def test_a_state_that_does_not_fit_is_passed_over(run: Path, tmp_path: Path, spoil: Any) -> None:
     directory = RunDirectory(copy(run, tmp_path))
     record = look_through(directory.events)
-    assert newest(directory, record, CurveLog()).line > 0
+    assert newest(directory, record, CurveLog()).offset > 0
     for path in (directory.path / "events").glob("*.state"):
         path.write_bytes(spoil(path.read_bytes()))
-    assert newest(directory, record, CurveLog()).line == 0
+    assert newest(directory, record, CurveLog()).offset == 0
 
 
 def test_states_of_checkpoints_and_the_newest_ones_are_kept_and_undone_ones_go(run: Path, tmp_path: Path) -> None:
@@ -211,7 +205,7 @@ def test_an_old_group_whose_text_is_on_the_page_is_in_its_list(run: Path) -> Non
     assert (first.number, first.fate, first.version) == (0, text["fate"], 0)
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("always_large")
 def test_a_state_is_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, may = threading.Event(), threading.Event()
 
@@ -220,7 +214,7 @@ def test_a_state_is_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
         save(*args)
         written.set()
 
-    monkeypatch.setattr("headway.reports.report_manager.save", slow)
+    monkeypatch.setattr("headway.reports.metrics.metrics_state.save", slow)
     reports, _ = _emitted(tmp_path / "run", simulated_events("async_partial", 2))
     assert not written.is_set()
     may.set()
@@ -228,7 +222,7 @@ def test_a_state_is_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
     assert written.is_set()
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("always_large")
 def test_a_slow_disk_costs_states_and_no_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may, kept = threading.Event(), list[int]()
 
@@ -236,15 +230,14 @@ def test_a_slow_disk_costs_states_and_no_time_of_the_run(tmp_path: Path, monkeyp
         assert may.wait(20)
         kept.append(version)
 
-    monkeypatch.setattr("headway.reports.report_manager.save", slow)
-    monkeypatch.setattr("headway.reports.report_manager.MOST_STATES", 2)
+    monkeypatch.setattr("headway.reports.metrics.metrics_state.save", slow)
     reports, _ = _emitted(tmp_path / "run", simulated_events("async_partial", 5))
     may.set()
     reports.close()
-    assert 0 < len(kept) <= 2
+    assert len(kept) == 1
 
 
-@pytest.mark.usefixtures("small_segments")
+@pytest.mark.usefixtures("always_large")
 @pytest.mark.parametrize("step", ["pickled", "save"])
 def test_a_state_that_cannot_be_kept_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -252,7 +245,7 @@ def test_a_state_that_cannot_be_kept_does_not_end_the_run(
     def fails(*_: Any) -> None:
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(f"headway.reports.report_manager.{step}", fails)
+    monkeypatch.setattr(f"headway.reports.metrics.metrics_state.{step}", fails)
     reports, output = _emitted(tmp_path / "run", simulated_events("async_partial", 3))
     reports.close()
     assert output.getvalue().count("no state of the metrics was kept") == 1
@@ -271,4 +264,4 @@ def test_open_groups_keep_no_events_that_each_state_would_copy() -> None:
 def test_a_state_needs_all_rows_that_it_has_counted(run: Path, tmp_path: Path) -> None:
     directory = RunDirectory(copy(run, tmp_path))
     directory.metrics.write_text("")
-    assert newest(directory, look_through(directory.events), CurveLog()).line == 0
+    assert newest(directory, look_through(directory.events), CurveLog()).offset == 0

@@ -33,6 +33,7 @@ from headway.reports.report_manager import Reports, open_reports, reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers.tracker_thread import TrackerState, memory_file
 from tests.pipeline.scenario import Run, Scenario
+from tests.reports.stories import only_late
 
 SCENARIO = Scenario("on_policy", sections={"trainer": {"save_freq": 1}}, problems=3)
 TIMES = ("idle_ratio", "slot_utilization")
@@ -73,7 +74,7 @@ def killed(folder: Path, at: float, checkpoint: int = -1) -> tuple[Path, dict[st
     """What a kill leaves, the last line half written; and the driver's state of a checkpoint, by default the last."""
     reports = open_reports(SCENARIO.config, folder / "before", quiet())
     run = observed(SCENARIO, reports, at)
-    reports._events._look_beside(wait=True)  # a kill may come earlier; this one finds all segments sealed, every time
+    reports._states._thread.submit(int).result(10)  # a kill may come earlier; this one finds all states, every time
     until = time.monotonic() + 10.0
     for tracker in reports._trackers._threads:  # and all rows with the trackers, which are threads, too
         state = memory_file(tracker._setting.folder, tracker.name)
@@ -105,7 +106,7 @@ def test_a_resumed_run_reports_what_an_undisturbed_one_does(
     undisturbed: Path, tmp_path: Path, at: float, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
-        monkeypatch.setattr("headway.reports.record.events_file.SEGMENT_BYTES", 1)
+        monkeypatch.setattr("headway.reports.report_manager.LARGE", 1)
     directory, state = killed(tmp_path, at)
     assert large == any((directory / "events").glob("*.state"))
     resumed(directory, state)
@@ -123,7 +124,7 @@ def test_the_row_of_a_validation_that_ends_late_is_there_once_whether_it_survive
 ) -> None:
     """The run trains what it kept at once, beside its first validation, whose version's row is then closed first."""
     if large:
-        monkeypatch.setattr("headway.reports.record.events_file.SEGMENT_BYTES", 1)
+        monkeypatch.setattr("headway.reports.report_manager.LARGE", 1)
     emit, late = Reports.emit, {0, 2}
     held: dict[int, Event] = {}
 
@@ -381,16 +382,15 @@ def test_all_checkpoints_are_kept_where_nobody_says_how_many(tmp_path: Path) -> 
 def test_a_large_run_is_resumed_from_its_newest_state_without_its_early_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.reports.record.events_file.SEGMENT_BYTES", 1)
+    monkeypatch.setattr("headway.reports.report_manager.LARGE", 1)
     directory, state = killed(tmp_path, 33.0)
-    early = min((directory / "events").glob("*.parquet"))
-    early.write_bytes(b"not read")
+    only_late(directory, versions=0)
     resumed(directory, state)
     assert summary(directory)["balanced"]
     for path in (directory / "events").glob("*.state"):
         path.unlink()
     console, lock = quiet(), RunLock(directory / "run.lock")
-    with pytest.raises(DataError, match=early.name):
+    with pytest.raises(DataError, match="other fields"):
         reopen_reports(
             SCENARIO.config, RunDirectory.existing(directory), lock, state["version"], balance(state), console
         )

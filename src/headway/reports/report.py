@@ -12,8 +12,7 @@ from headway.errors import ConfigError, DataError, RunError
 from headway.events import Event, LeaseChanged, ReplicaJoined, ReplicaLost, RunStarted, UpdatePhase, VersionReached
 from headway.reports.metrics.metrics_state import newest
 from headway.reports.metrics.run_metrics import RowSink, RunMetrics
-from headway.reports.record.dense_events import ALL, segments_of
-from headway.reports.record.events_file import EventReader, SurvivingRecord, look_through, read_events
+from headway.reports.record.events_file import ALL, EventReader, SurvivingRecord, look_through, read_events
 from headway.reports.record.file_access import FULL, Rewritten
 from headway.reports.run_directory import RunDirectory, is_trained, standing
 from headway.reports.samples.samples_file import Sample, SampleIndex, for_page, read_all
@@ -22,40 +21,32 @@ from headway.reports.timeline.run_history import GroupLog
 from headway.reports.timeline.timeline import Timeline, TimelineBuilder
 from headway.reports.timeline.trace import write_trace
 
-MOST_DENSE = 50_000
-"""Most dense events of the newest versions that are drawn, but for one version; some seconds to read."""
+DRAWN_BYTES = 16 * 2**20
+"""Most bytes of the newest versions' events that are drawn, but for one version; some seconds to read."""
 LASTING = (RunStarted, ReplicaJoined, ReplicaLost, LeaseChanged, UpdatePhase)
 """Events that say what still holds versions later: who is there, what it serves, who has the devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnVersions:
-    """The versions ``first`` to ``last``, and their lines of ``events.jsonl``: ``line`` to before ``end``."""
+    """The versions ``first`` to ``last``, whose events lie at the offsets ``begin`` to before ``end`` of the record."""
 
     first: int
     last: int
-    line: int
+    begin: int
     end: int = ALL
 
 
-def newest_versions(
-    events: Path, record: SurvivingRecord, most: int | None = None, versions: int = 1
-) -> DrawnVersions | None:
-    """Return the newest versions that have at most ``most`` dense events, by default `MOST_DENSE`, but at least
-    so many ``versions``; None where the whole run has no more.
+def newest_versions(record: SurvivingRecord, most: int | None = None, versions: int = 1) -> DrawnVersions | None:
+    """Return the newest versions whose events have at most ``most`` bytes, by default `DRAWN_BYTES`, but at least so
+    many ``versions``; None where the whole run has no more.
     """
-    count, begin = 0, ALL
-    for segment in reversed(segments_of(events)):
-        count += segment.rows()
-        if count > (most or MOST_DENSE) and sum(line >= begin for line in record.boundaries.values()) >= versions:
-            break
-        begin = segment.line
-    else:
+    begin = record.size - (most or DRAWN_BYTES)
+    if begin <= 0 or len(record.boundaries) <= versions:
         return None
-    before = [version for version, line in record.boundaries.items() if line < begin]
-    return (
-        None if not before else DrawnVersions(max(before), max(record.boundaries), record.boundaries[max(before)] + 1)
-    )
+    before = sorted(record.boundaries.items())[:-versions]
+    first, at = next((found for found in before if found[1] >= begin), before[-1])
+    return DrawnVersions(first, max(record.boundaries), at)
 
 
 def chosen_versions(versions: str, record: SurvivingRecord) -> DrawnVersions:
@@ -66,29 +57,29 @@ def chosen_versions(versions: str, record: SurvivingRecord) -> DrawnVersions:
         raise ConfigError(
             f"--versions: got {versions}; expected A:B, the first and the last of the versions 0 to {newest}"
         )
-    line = record.boundaries.get(int(first), -1) + 1
-    return DrawnVersions(int(first), min(int(last), newest), line, record.boundaries.get(int(last) + 1, ALL - 1) + 1)
+    begin = record.boundaries.get(int(first), 0)
+    return DrawnVersions(int(first), min(int(last), newest), begin, record.boundaries.get(int(last) + 1, ALL))
 
 
 def draw(events: Path, drawn: DrawnVersions, builder: TimelineBuilder, end: int = ALL) -> None:
-    """Have ``builder`` draw those versions, up to ``end`` lines, and what continues from the version before.
+    """Have ``builder`` draw those versions, up to the offset ``end``, and what continues from the version before.
 
     Raises `DataError` where the record cannot be read.
     """
     reader = EventReader(events, kinds=(*LASTING, VersionReached))
-    before = reader.record.boundaries.get(drawn.first - 1, -1) + 1
+    before = reader.record.boundaries.get(drawn.first - 1, 0)
     for event in reader.read():
-        if reader.line >= drawn.line:
+        if reader.at >= drawn.begin:
             break
         if isinstance(event, VersionReached):
             builder.since = event.time
-        elif reader.line < before:
+        elif reader.at < before:
             builder.draw(event)
     builder.versions = (drawn.first, drawn.last)
     builder.groups.version = max(drawn.first - 1, 0)
-    reader = EventReader(events, after=before)
+    reader = EventReader(events, record=reader.record, after=before)
     for event in reader.read():
-        if reader.line >= min(drawn.end, end):
+        if reader.at >= min(drawn.end, end):
             break
         builder.draw(event)
 
@@ -140,7 +131,7 @@ def _timeline(run: Path, sampled: Sequence[Sample], versions: str | None) -> Tim
     path = events_file_of(run)
     with _readable(run):
         record = look_through(path)
-        drawn = newest_versions(path, record) if versions is None else chosen_versions(versions, record)
+        drawn = newest_versions(record) if versions is None else chosen_versions(versions, record)
     if drawn is None:
         for event in events_of(run):
             builder.on_event(event)
@@ -168,7 +159,7 @@ def metrics_of(run: Path, sink: RowSink) -> RunMetrics:
     path = events_file_of(run)
     with _readable(run):
         state = newest(RunDirectory(run), look_through(path), sink)
-    for event in events_of(run, after=state.line):
+    for event in events_of(run, after=state.offset):
         state.metrics.on_event(event)
     return state.metrics
 

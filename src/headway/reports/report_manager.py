@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,10 @@ from headway.reports.live.console_view import ConsoleView, report_end
 from headway.reports.live.live_view import Cell, LiveView
 from headway.reports.live.panel import RunProgress
 from headway.reports.live.plain_log import EventLog, PlainView
-from headway.reports.metrics.metrics_state import newest, pickled, save
+from headway.reports.metrics.metrics_state import LARGE, MetricsStates, newest
 from headway.reports.metrics.run_metrics import RowSink, RunMetrics
 from headway.reports.metrics.summary import summary
-from headway.reports.record.dense_events import DENSE, segments_of
-from headway.reports.record.events_file import EventsFile, JsonLines, look_through, read_events
+from headway.reports.record.events_file import DENSE, EventsFile, JsonLines, look_through, read_events
 from headway.reports.record.file_access import cut_off_half_line, draft_of
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples.samples_file import SamplesFile, Thinning, later, write_surviving
@@ -43,10 +41,6 @@ from headway.reports.trackers.tracker_set import open_trackers
 from headway.reports.trackers.tracker_thread import TrackerMessages
 
 Lock = AbstractContextManager[Any]
-
-MOST_STATES = 8
-"""Most states of the metrics that wait for the disk."""
-WITHOUT_STATE = "no state of the metrics was kept: reports and a resume of this run read more events, and take longer"
 
 
 @dataclass(slots=True)
@@ -106,6 +100,7 @@ class Reports:
         self._sinks: list[RowSink] = [rows, self._trackers, view]
         metrics.sinks = self._sinks
         self._events = EventsFile(directory.events, view.warn)
+        self._states = MetricsStates(directory, view.warn)
         self._samples: SamplesFile | None = None
         if config.reports.samples:
             self._samples = SamplesFile(directory.samples, Thinning.of(config), view.warn)
@@ -127,25 +122,12 @@ class Reports:
                 return
             for observer in self._observers:
                 observer.on_event(event)
-            lines = self._events.lines
-            if isinstance(event, events.VersionReached) and lines is not None and self._events.told == event.version:
-                self._keep_state(event, lines)
+            # Only where all before it is on the disk: a state must not tell of events that a reader does not find.
+            large = self._events.size >= LARGE
+            if isinstance(event, events.VersionReached) and large and self._events.told == event.version:
+                self._states.keep(self._metrics, event, self._events.size)
             if isinstance(event, events.RunStarted):
                 self._trackers.start()
-
-    def _keep_state(self, event: events.VersionReached, lines: int) -> None:
-        """Keep the metrics' state for readers. Only its copy is made here; it is written beside the run.
-
-        None is kept while a slow disk is behind: the run never waits for it.
-        """
-        if self._events.waiting(WITHOUT_STATE) >= MOST_STATES:
-            return
-        try:
-            state = pickled(self._metrics)
-        except Exception as cause:  # no fault of the run's
-            self._events.fail(WITHOUT_STATE, cause)
-            return
-        self._events.beside(partial(save, self.directory, state, event.version, lines, event.time), WITHOUT_STATE)
 
     emit = on_event
 
@@ -220,6 +202,7 @@ class Reports:
                 for observer in self._observers:
                     if observer is not self._view:
                         observer.close()
+                self._states.close()
                 for sink in self._sinks:
                     if sink is not self._view:
                         sink.close()
@@ -329,10 +312,10 @@ def _told(directory: RunDirectory, version: int, rows: Path, console: Console) -
     rows.unlink(missing_ok=True)
     kept = _SurvivingRows(rows, lambda _: None)
     state = newest(directory, look_through(directory.events), kept, version)
-    if not state.line and segments_of(directory.events):
+    if not state.offset and directory.events.stat().st_size >= LARGE:
         console.print("no state of the metrics fits this version and this Headway: all events are read again")
     metrics, boundary = state.metrics, state.time
-    for event in read_events(directory.events, until=version, after=state.line):
+    for event in read_events(directory.events, until=version, after=state.offset):
         metrics.on_event(event)
         boundary = event.time
     kept.close()

@@ -147,6 +147,8 @@ class RunDirectory:
     code = _Inside("code")
     """Functions that were given as objects, which are there before the run begins."""
     events = _Inside("events.jsonl")
+    states = _Inside("events")
+    """States of a large run's metrics."""
     metrics = _Inside("metrics.jsonl")
     samples = _Inside("samples.jsonl")
     summary = _Inside("summary.json")

@@ -32,14 +32,13 @@ from headway.reports.report_manager import Reports
 
 log = logging.getLogger(__name__)
 
-GROWING = ("journal/*.*.*", "metrics.jsonl", "samples.jsonl", "tensorboard/**/*", "events/*[0-9].jsonl")
+GROWING = ("journal/*.*.*", "metrics.jsonl", "samples.jsonl", "tensorboard/**/*")
 """Files that are only appended to, beside ``events.jsonl``."""
 REPLACED = (
     "config.yaml",
     "summary.json",
     "journal/settings.json",
     "journal/given-up-*",
-    "events/*[0-9].parquet",
     "events/*[0-9].state",
     "initial_model/**/*",
     "code/**/*",

@@ -81,8 +81,8 @@ from headway.reports.run_directory import RunDirectory
 
 MAX_GROUPS = 4000
 """Largest number of recorded groups that a profile keeps."""
-MOST_DENSE = 100_000
-"""Most dense events of a large run's newest versions that are read; some seconds."""
+MOST_BYTES = 32 * 2**20
+"""Most bytes of a large run's newest versions that are read; some seconds."""
 FEWEST = 4
 """Fewest of these versions where answers are trained in the version that they began in; lag needs two more for each."""
 FORWARD_SHARE = 1 / 3
@@ -111,7 +111,7 @@ class _Profiling:
         actor = self._config.actor
         self._placement = resolve_placement(self._config)
         fewest = FEWEST + 2 * ceil(self._config.async_training.staleness_threshold)
-        newest = newest_versions(directory.events, look_through(directory.events), MOST_DENSE, fewest)
+        newest = newest_versions(look_through(directory.events), MOST_BYTES, fewest)
         self._recording = recording_of(
             read_events(directory.events) if newest is None else _events_of(directory.events, newest),
             mini_batch=actor.ppo_mini_batch_size,
@@ -345,11 +345,11 @@ def _events_of(path: Path, newest: DrawnVersions) -> Iterator[Event]:
     """
     reader = EventReader(path, kinds=(RunStarted, WorkerDescribed, ValidationFinished))
     for event in reader.read():
-        if reader.line >= newest.line:
+        if reader.at >= newest.begin:
             break
         yield event
     admitted: set[int] = set()
-    for event in read_events(path, after=newest.line):
+    for event in read_events(path, after=newest.begin):
         match event:
             case GroupAdmitted():
                 admitted.add(event.number)

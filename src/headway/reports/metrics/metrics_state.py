@@ -1,4 +1,4 @@
-"""State of a large run's metrics at its newest boundaries, beside its dense events, as a start for readers.
+"""State of a large run's metrics at its newest boundaries, as a start for readers.
 
     RunMetrics at version.reached ─▶ events/000042.state ─▶ a reader reads the events behind that boundary
 
@@ -13,6 +13,8 @@ import io
 import json
 import pickle
 import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -20,12 +22,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from headway.errors import said_by
+from headway.events import VersionReached
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.metrics.run_metrics import RowSink, RunMetrics
-from headway.reports.record.dense_events import folder_of
 from headway.reports.record.events_file import SurvivingRecord
 from headway.reports.run_directory import RunDirectory
 
+LARGE = 2**20
+"""Bytes of a record from which on states are kept."""
 SUFFIX = ".state"
 KEPT = 4
 """Number of newest states that are kept, beside those of versions that have a checkpoint."""
@@ -50,10 +55,53 @@ class MetricsState:
     """A run's metrics at a boundary; by default before its first event."""
 
     metrics: RunMetrics
-    line: int = 0
-    """Number of lines of ``events.jsonl`` up to the boundary, which is the last of them."""
+    offset: int = 0
+    """Number of bytes of ``events.jsonl`` up to the boundary."""
     time: float = 0.0
     """Time of the boundary on the event clock."""
+
+
+class MetricsStates:
+    """Keeps states while a run goes on: each is copied at its boundary, and written in a thread.
+
+    None is kept while the one before is being written: the run never waits for a slow disk.
+    """
+
+    def __init__(self, run: RunDirectory, warn: Callable[[str], None]) -> None:
+        self._run = run
+        self._warn = warn
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics-state")
+        self._saving: Future[None] | None = None
+        self._failed = False
+
+    def keep(self, metrics: RunMetrics, event: VersionReached, offset: int) -> None:
+        """Keep ``metrics`` at the boundary ``event``, which ends at ``offset`` of the record."""
+        if self._saving is not None and not self._saving.done():
+            return
+        self._look()
+        try:
+            state = pickled(metrics)
+        except Exception as cause:  # no fault of the run's
+            self._fail(cause)
+            return
+        self._saving = self._thread.submit(save, self._run, state, event.version, offset, event.time)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._look()
+
+    def _look(self) -> None:
+        if self._saving is not None and (cause := self._saving.exception()) is not None:
+            self._fail(cause)
+        self._saving = None
+
+    def _fail(self, cause: BaseException) -> None:
+        if not self._failed:
+            self._warn(
+                "no state of the metrics was kept: reports and a resume of this run read more events, and take longer: "
+                + said_by(cause)
+            )
+        self._failed = True
 
 
 def pickled(metrics: RunMetrics) -> bytes:
@@ -65,12 +113,12 @@ def pickled(metrics: RunMetrics) -> bytes:
         metrics.sinks = sinks
 
 
-def save(run: RunDirectory, state: bytes, version: int, line: int, time: float) -> None:
+def save(run: RunDirectory, state: bytes, version: int, offset: int, time: float) -> None:
     """Keep a ``state`` at the boundary of ``version``, in one step. Any thread may do so. Raises `OSError`."""
-    folder = folder_of(run.events)
+    folder = run.states
     folder.mkdir(exist_ok=True)
     draft = folder / f"{version:06d}.state-tmp"
-    header = json.dumps({"code": _code(), "line": line, "time": time}).encode()
+    header = json.dumps({"code": _code(), "offset": offset, "time": time}).encode()
     draft.write_bytes(header + b"\n" + zlib.compress(state, 1))
     draft.replace(draft.with_suffix(SUFFIX))
     checkpoints = Checkpoints(run.checkpoints)
@@ -89,20 +137,20 @@ def newest(run: RunDirectory, record: SurvivingRecord, sink: RowSink, until: int
         version = int(path.stem)
         if version in record.boundaries and (until is None or version <= until):
             with suppress(*UNREADABLE):
-                if (state := _load(run, path, record.boundaries[version] + 1, sink)) is not None:
+                if (state := _load(run, path, record.boundaries[version], sink)) is not None:
                     return state
     return MetricsState(RunMetrics([sink]))
 
 
 def _states(run: RunDirectory) -> list[Path]:
     """Return the files of states, newest first."""
-    return sorted(folder_of(run.events).glob(f"*[0-9]{SUFFIX}"), key=lambda path: -int(path.stem))
+    return sorted(run.states.glob(f"*[0-9]{SUFFIX}"), key=lambda path: -int(path.stem))
 
 
-def _load(run: RunDirectory, path: Path, line: int, sink: RowSink) -> MetricsState | None:
+def _load(run: RunDirectory, path: Path, offset: int, sink: RowSink) -> MetricsState | None:
     header, _, state = path.read_bytes().partition(b"\n")
     told = json.loads(header)
-    if told["code"] != _code() or told["line"] != line:
+    if told["code"] != _code() or told["offset"] != offset:
         return None
     metrics = _Unpickler(io.BytesIO(zlib.decompress(state))).load()
     with run.metrics.open("rb") as file:
@@ -112,7 +160,7 @@ def _load(run: RunDirectory, path: Path, line: int, sink: RowSink) -> MetricsSta
     for row in rows:
         sink.on_row(row)
     metrics.sinks = [sink]
-    return MetricsState(metrics, line, told["time"])
+    return MetricsState(metrics, offset, told["time"])
 
 
 class _Unpickler(pickle.Unpickler):

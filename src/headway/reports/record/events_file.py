@@ -1,10 +1,11 @@
-"""The run's record, ``events.jsonl`` and the dense events beside it: written as events happen, read as typed events.
+"""The run's record, ``events.jsonl``: written as events happen, read as typed events.
 
     … version.reached (2) … version.reached (3) … killed │ run.resumed (2) … version.reached (3) …
                           └──────── undone ──────────────┘
 
 A run that is resumed goes on in the same file. Its *surviving history* is what led to the weights that it has: all but
-what was told between the boundary that it went back to and its return. Nothing is ever removed from the file.
+what was told between the boundary that it went back to and its return. Nothing is ever removed from the file. Places in
+it are byte offsets, so that a reader of the newest versions of a large run reads no others.
 """
 
 from __future__ import annotations
@@ -13,41 +14,40 @@ import json
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headway.errors import DataError, said_by
-from headway.events import Event, RunFinished, RunResumed, VersionReached
-from headway.reports.record.dense_events import (
-    ALL,
-    DENSE,
-    LINES,
-    REPAIR,
-    SEGMENT_BYTES,
-    DenseReader,
-    folder_of,
-    line_prefixes,
-    parse_event,
-    seal,
-    segment,
+from headway.errors import DataError
+from headway.events import (
+    Event,
+    GroupAdmitted,
+    GroupRewarded,
+    GroupSettled,
+    ReplicaActivity,
+    RunFinished,
+    RunResumed,
+    StageChanged,
+    TrajectoryFinished,
+    VersionReached,
 )
-from headway.reports.record.file_access import Tail, cut_off_half_line, whole_lines
+from headway.reports.record.event_lines import OTHER_VERSION, line_prefixes, parse_event
+from headway.reports.record.file_access import CHUNK, Tail
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
 """Most bytes of lines that are kept while a disk refuses them: minutes of a large run."""
+DENSE = (TrajectoryFinished, StageChanged, GroupAdmitted, GroupRewarded, GroupSettled, ReplicaActivity)
+"""Events that come with every answer, group or few seconds: nearly all of a large run's."""
 DENSE_PREFIXES = line_prefixes(DENSE)
-"""Beginnings of lines of records in which dense events are among the others."""
 AT_ONCE = (VersionReached, RunResumed, RunFinished)
 """Events that are flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
+ALL = 1 << 62
+"""More bytes than any record has."""
 
 
 class JsonLines:
@@ -65,8 +65,6 @@ class JsonLines:
         given_up: Callable[[], str] = lambda: "it stays incomplete",
     ) -> None:
         """Open the file. ``given_up`` returns words for the user on what becomes of it after writing failed."""
-        self.beside: JsonLines | None = None
-        """A file whose lines are written whenever those of this one are, before them; it is given up with it."""
         self._path = path
         self._report = report
         self._given_up = given_up
@@ -104,19 +102,9 @@ class JsonLines:
         """Write what waits, or try to; give up where too much does."""
         if self._ended:
             return
-        if self.beside is not None:
-            self.beside.flush()
         self._flush()
-        if self.beside is not None and self.beside.given_up:
-            self._refused = self.beside._refused
+        if len(self._waiting) > KEPT_BYTES:
             self._give_up()
-        elif len(self._waiting) > KEPT_BYTES:
-            self._give_up()
-
-    @property
-    def given_up(self) -> bool:
-        """True if lines are missing for good."""
-        return self._ended and self._end is None
 
     def close(self) -> None:
         if not self._ended:
@@ -167,113 +155,28 @@ class JsonLines:
 
 
 class EventsFile:
-    """Observer that appends every event to ``path``, or to a segment of dense events beside it."""
+    """Observer that appends every event to ``path``."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self._reached = -1
         self.told = -1
         """The newest version whose boundary, and all events before it, are in the file; -1 for none."""
-        self._report = report
-        self._folder = folder_of(path)
-        self._count = sum(1 for _ in complete_lines(path)) if path.is_file() else 0
-        """Number of lines of ``path``."""
-        self._apart = self._folder.is_dir()
-        """True where dense events go to segments: from the version on with which ``path`` is no small file any more."""
-        self._dense: JsonLines | None = None
-        """The segment that is written; None between two."""
-        self._begun = 0
-        """Number of lines before that segment."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="seal-events")
-        self._beside: deque[tuple[Future[None], str]] = deque()
-        """The thread's work that has not been looked at since, each with words on what is so where it fails."""
-        self._failed: set[str] = set()
-        """Texts that `fail` has reported."""
         self._lines = JsonLines(path, report, self._without_the_rest)
-        for left in sorted(self._folder.glob(f"*{LINES}")):  # by a process that was killed
-            cut_off_half_line(left)
-            if left != segment(self._folder, self._count):
-                self._seal(left)
 
     def on_event(self, event: Event) -> None:
-        if self._apart and isinstance(event, DENSE):
-            self._on_dense(event)
-            return
         self._lines.write(event.to_json(), at_once=isinstance(event, AT_ONCE))
-        self._count += 1
         if isinstance(event, AT_ONCE):
             self._reached = event.version
-        if self._whole:
+        if self._lines.whole:
             self.told = self._reached
-        if isinstance(event, VersionReached):
-            self._apart |= self._lines.size >= SEGMENT_BYTES
-            if self._dense is not None and self._dense.whole and self._dense.size >= SEGMENT_BYTES:
-                self._end_segment()
-
-    def _on_dense(self, event: Event) -> None:
-        if self._lines.given_up:
-            return
-        if self._dense is None:
-            with suppress(OSError):  # writing the segment will say so
-                self._folder.mkdir(exist_ok=True)
-            self._begun = self._count
-            self._dense = JsonLines(segment(self._folder, self._count), self._report)
-            self._lines.beside = self._dense
-        before = self._dense.size
-        self._dense.write(event.to_json() | {"line": self._count})
-        if self._dense.size != before:
-            self._lines.flush()
 
     @property
-    def lines(self) -> int | None:
-        """Number of lines of the record of a large run; None of a small one, which is read as a whole."""
-        return self._count if self._apart else None
-
-    @property
-    def _whole(self) -> bool:
-        return self._lines.whole and (self._dense is None or self._dense.whole)
-
-    def _end_segment(self) -> None:
-        """End the segment, and let a thread turn a large one into columns."""
-        dense, self._dense, self._lines.beside = self._dense, None, None
-        if dense is not None:
-            large = dense.size >= SEGMENT_BYTES
-            dense.close()
-            if large and dense.whole:
-                self._seal(segment(self._folder, self._begun))
-
-    def _seal(self, path: Path) -> None:
-        self.beside(partial(seal, path), f"{path} stays as it is, which takes more room")
-
-    def waiting(self, failed: str) -> int:
-        """Number of pieces of work with these words that the thread has yet to do."""
-        self._look_beside()
-        return sum(words == failed for _, words in self._beside)
-
-    def beside(self, work: Callable[[], None], failed: str) -> None:
-        """Have ``work`` done in a thread, after what was given to it before; where it fails, see `fail`."""
-        self._beside.append((self._thread.submit(work), failed))
-        self._look_beside()
-
-    def _look_beside(self, *, wait: bool = False) -> None:
-        """Report failures of the thread's work that is done; of all of it with ``wait``."""
-        while self._beside and (wait or self._beside[0][0].done()):
-            work, failed = self._beside[0]
-            if (cause := work.exception()) is not None:
-                self.fail(failed, cause)
-            self._beside.popleft()
-
-    def fail(self, what: str, cause: BaseException) -> None:
-        """Report ``what`` is so because of ``cause``: each such text once."""
-        if what not in self._failed:
-            self._failed.add(what)
-            self._report(f"{what}: {said_by(cause)}")
+    def size(self) -> int:
+        """Number of bytes that are in the file."""
+        return self._lines.size
 
     def close(self) -> None:
-        self._lines.flush()
-        self._end_segment()
         self._lines.close()
-        self._look_beside(wait=True)
-        self._thread.shutdown()
 
     def _without_the_rest(self) -> str:
         later = "" if self.told < 0 else f" from a later version than {self.told}"
@@ -312,54 +215,75 @@ def _finite(value: Any) -> Any:
 
 @dataclass(slots=True)
 class SurvivingRecord:
-    """The lines of a record that survived, as ranges, and how the run stands."""
+    """The parts of a record that survived, and how the run stands."""
 
-    lines: list[tuple[int, int]] = field(default_factory=lambda: [(0, ALL)])
-    """Ranges [from, to) of line indices, in order."""
+    parts: list[tuple[int, int]] = field(default_factory=lambda: [(0, ALL)])
+    """Ranges [from, to) of byte offsets, in order."""
     boundaries: dict[int, int] = field(default_factory=dict)
-    """Version → index of its `VersionReached` that survived."""
+    """Version → offset behind its `VersionReached` that survived."""
     resumed: int = 0
     """Number of times that the run was resumed, undone ones included."""
     ended: str | None = None
     """The status that the run ended with; None where it did not say."""
+    size: int = 0
+    """Number of bytes that were looked through."""
 
-    def survives(self, line: int) -> bool:
-        """Tell whether a line survived."""
-        return any(first <= line < last for first, last in self.lines)
-
-    def survives_behind(self, line: int) -> bool:
-        """Tell whether a dense event survived that came behind so many lines."""
-        return any((first < line or line == first == 0) and line < last for first, last in self.lines)
+    def survives(self, offset: int) -> bool:
+        """Tell whether the line that begins at ``offset`` survived."""
+        return any(first <= offset < last for first, last in self.parts)
 
     def end_at(self, version: int) -> None:
-        """Undo the lines behind the boundary of ``version``."""
-        end = self.boundaries[version] + 1
-        self.lines = [(first, min(last, end)) for first, last in self.lines if first < end]
-        self.boundaries = {reached: line for reached, line in self.boundaries.items() if line < end}
+        """Undo what lies behind the boundary of ``version``."""
+        end = self.boundaries[version]
+        self.parts = [(first, min(last, end)) for first, last in self.parts if first < end]
+        self.boundaries = {reached: offset for reached, offset in self.boundaries.items() if offset <= end}
 
 
 def look_through(path: Path) -> SurvivingRecord:
-    """Find the surviving lines of a record. Raises `DataError` for an unreadable file or an unknown resume point."""
+    """Find the surviving parts of a record. Raises `DataError` for an unreadable file or an unknown resume point."""
+    for left in path.with_name("events").glob("*[0-9].[jp]*"):
+        raise DataError(f"{left} has a part of the run's events, as earlier versions of Headway wrote. {OTHER_VERSION}")
     record = SurvivingRecord()
-    prefixes = line_prefixes((VersionReached, RunResumed, RunFinished))
-    for index, line in complete_lines(path):
-        if line.startswith(prefixes):
-            match event := parse_event(line, f"{path}:{index + 1}"):
+    try:
+        for at, line in _lines_at_once(path, record):
+            match event := _event(path, at, line):
                 case VersionReached():
-                    record.boundaries[event.version] = index
+                    record.boundaries[event.version] = at + len(line)
                 case RunFinished():
                     record.ended = event.status
                 case RunResumed():
                     if event.version not in record.boundaries:
-                        raise DataError(f"{path}:{index + 1}: the run went back to a version that it did not reach")
+                        raise DataError(f"{_where(path, at)}: the run went back to a version that it did not reach")
                     record.end_at(event.version)
-                    record.lines.append((index, ALL))
+                    record.parts.append((at, ALL))
                     record.resumed, record.ended = event.times, None
+    except OSError as cause:
+        raise DataError(f"cannot read the events of a run: {cause}") from cause
     return record
 
 
+def _lines_at_once(path: Path, record: SurvivingRecord) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of `AT_ONCE` events, each with its offset, and count bytes in ``record``. Raises `OSError`."""
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            chunk += file.readline()
+            chunk = chunk[: chunk.rfind(b"\n") + 1]
+            # Searched as a whole: a loop over all lines takes a minute for each two million.
+            found = sorted(at for prefix in line_prefixes(AT_ONCE) for at in _places(prefix, chunk))
+            yield from ((record.size + at, chunk[at : chunk.index(b"\n", at) + 1]) for at in found)
+            record.size += len(chunk)
+
+
+def _places(prefix: bytes, chunk: bytes) -> Iterator[int]:
+    """Yield where lines of ``chunk`` begin with ``prefix``, which no text in JSON contains."""
+    at = chunk.find(prefix)
+    while at >= 0:
+        yield at
+        at = chunk.find(prefix, at + 1)
+
+
 class EventReader:
-    """Reads the surviving history of a run, in order, from ``events.jsonl`` and its segments.
+    """Reads the surviving history of a run, in order.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -382,25 +306,27 @@ class EventReader:
         kinds: Collection[type[Event]] | None = None,
         number: int | None = None,
     ) -> None:
-        """``record``: which lines survive, if that is known; ``until``: read only up to the boundary of that version.
+        """``record``: what survives, if that is known; ``until``: read only up to the boundary of that version.
 
-        ``after``: begin behind so many lines; ``kinds``: only events of these; ``number``: of dense events only those
-        of that group. Others are not parsed. Raises `DataError` where the file cannot be read or has no such boundary.
+        ``after``: begin at this offset; ``kinds``: only events of these; ``number``: of dense events only those of that
+        group. Others are not parsed. Raises `DataError` where the file cannot be read or has no such boundary.
         """
-        self._path, self._after = path, after
-        self.line = after
-        """Number of lines before the event that was read last."""
-        self.lines = 0
-        """Number of lines that were read."""
+        self._path = path
+        self.at = after
+        """Offset of the event that was read last."""
         self.record = record or look_through(path)
         if until is not None:
             if until not in self.record.boundaries:
                 raise DataError(f"{path} has no boundary of version {until}")
             self.record.end_at(until)
-        self._tail = Tail(path)
+        self._tail = Tail(path, after)
         self._prefixes = None if kinds is None else line_prefixes(kinds)
-        self._dense = DenseReader(path, kinds=kinds, number=number, line=after)
-        self._needle = None if number is None else f'"number": {number},'
+        self._needle = None if number is None else f'"number": {number},'.encode()
+
+    @property
+    def offset(self) -> int:
+        """Number of bytes before the next line."""
+        return self._tail.offset
 
     def read(self) -> Iterator[Event]:
         """Yield the events that are there. A last line that was cut off (a run that was killed) is left out.
@@ -408,35 +334,21 @@ class EventReader:
         Raises `DataError` for what is no event.
         """
         before = -1
-        while self.lines > before:
-            before = self.lines
+        while self.offset > before:
+            before = self.offset
             yield from self.read_on()
-        yield from self._dense_until(ALL)  # a run that was killed may have written them, and not the lines before them
 
     def read_on(self) -> Iterator[Event]:
         """Yield the next events that are there, a few MiB of them. Raises `Rewritten`, and `DataError` as `read`."""
-        self._dense.list_segments()
         try:
-            for _, line in self._tail.read():
-                index, self.lines = self.lines, self.lines + 1
-                if index < self._after:
-                    continue
-                yield from self._dense_until(index)
-                text = decoded(line, self._path, index)
-                if self.record.survives(index) and self._wanted(text):
-                    self.line = index
-                    yield parse_event(text, f"{self._path}:{index + 1}")
+            for at, line in self._tail.read():
+                if self.record.survives(at) and self._wanted(line):
+                    self.at = at
+                    yield _event(self._path, at, line)
         except OSError as cause:
             raise DataError(f"cannot read the events of a run: {cause}") from cause
-        yield from self._dense_until(self.lines)
 
-    def _dense_until(self, line: int) -> Iterator[Event]:
-        for at, event in self._dense.until(line):
-            if self.record.survives_behind(at):
-                self.line = at
-                yield event
-
-    def _wanted(self, line: str) -> bool:
+    def _wanted(self, line: bytes) -> bool:
         if self._prefixes is not None and not line.startswith(self._prefixes):
             return False
         return self._needle is None or not line.startswith(DENSE_PREFIXES) or self._needle in line
@@ -454,17 +366,14 @@ def read_events(
     yield from EventReader(path, until=until, after=after, kinds=kinds, number=number).read()
 
 
-def complete_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the complete lines of a record, each with its index. Raises `DataError` for what cannot be read."""
+def _event(path: Path, at: int, line: bytes) -> Event:
     try:
-        for index, line in enumerate(whole_lines(path)):
-            yield index, decoded(line, path, index)
-    except OSError as cause:
-        raise DataError(f"cannot read the events of a run: {cause}") from cause
+        return parse_event(line)
+    except ValueError as cause:
+        raise DataError(f"{_where(path, at)} {cause}") from cause
 
 
-def decoded(line: bytes, path: Path, index: int) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as cause:
-        raise DataError(f"{path}:{index + 1} is damaged: it is not UTF-8 (byte {cause.start + 1}). {REPAIR}") from cause
+def _where(path: Path, at: int) -> str:
+    """Name the line that begins at the offset ``at``."""
+    with path.open("rb") as file:
+        return f"{path}:{file.read(at).count(bytes([10])) + 1}"

@@ -246,11 +246,11 @@ class Follower:
     def _begin_late(self, read: _Read) -> None:
         """Begin at the newest saved metrics of a large run, and read only the events of the versions after them."""
         events, record, builder = self._directory.events, read.events.record, read.builder
-        drawn, state = newest_versions(events, record), newest(self._directory, record, builder.curves)
-        if drawn is not None and state.line:
+        drawn, state = newest_versions(record), newest(self._directory, record, builder.curves)
+        if drawn is not None and state.offset:
             builder.metrics = state.metrics
-            draw(events, drawn, builder, state.line)
-            read.events, read.count = EventReader(events, record=record, after=state.line), state.line
+            draw(events, drawn, builder, state.offset)
+            read.events, read.count = EventReader(events, record=record, after=state.offset), state.offset
 
     def _read_samples(self) -> bool:
         read = self._read
@@ -273,11 +273,11 @@ class Follower:
     def _read_events(self) -> bool:
         """Read a chunk of the record. Raises `Rewritten` where the run was resumed since it was looked through."""
         read = self._read
-        before, resumed = read.events.lines, read.events.record.resumed
+        before, resumed = read.events.offset, read.events.record.resumed
         events = list(read.events.read_on())
         if any(isinstance(event, RunResumed) and event.times > resumed for event in events):
             raise Rewritten
-        if read.events.lines == before and not events:
+        if read.events.offset == before:
             return False
         with self._changed:
             read.count += len(events)
