@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from headway.cluster.machine.worker_setup import available_cores
-from headway.config.aliases import notes_on_old_keys, translate
+from headway.config.aliases import translate
 from headway.config.doctor import diagnose, machine_notes
 from headway.config.layers import Layer, flatten, overlay
 from headway.config.loading import LoadedConfig, load
@@ -57,7 +57,8 @@ def settings_given(
 
 def layer(values: Mapping[str, Any]) -> Layer:
     """Return the settings as a layer that lies on a file's. Raises `ConfigError` as `translate` does."""
-    return Layer(IN_PYTHON, translate(values), notes=tuple(notes_on_old_keys(values, IN_PYTHON)))
+    translated, notes = translate(values, IN_PYTHON)
+    return Layer(IN_PYTHON, translated, notes=tuple(notes))
 
 
 def _long(keywords: Mapping[str, Any]) -> dict[str, Any]:

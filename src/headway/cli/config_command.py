@@ -56,11 +56,11 @@ def config(
 
 
 def _unknown(key: str) -> str:
-    from headway.config.aliases import GONE
+    from headway.config.aliases import GONE, canonical_key
     from headway.config.schema_messages import meant
 
-    if key in GONE:
-        return f"{key} is no setting any more: {GONE[key][1]}"
+    if gone := GONE.get(canonical_key(key)):
+        return f"{key} is no setting any more: {gone[1]}"
     candidates = meant(key)
     return f"{key}: unknown key; " + (
         f"did you mean {' or '.join(candidates)}?" if candidates else "headway config lists the sections"

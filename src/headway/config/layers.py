@@ -17,12 +17,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from headway.config.aliases import canonical_key, notes_on_old_keys, translate
+from headway.config.aliases import canonical_key, translate
 from headway.config.conditions import with_texts
 from headway.config.recipes import find_recipe, similar_recipes
 from headway.errors import ConfigError
 
 DEFAULTS = "defaults"
+ON_COMMAND_LINE = "on the command line"
+"""Origin of settings, for messages."""
 MAPPINGS = (
     *("model.warmup.params", "data.task.params", "data.chat_template_kwargs", "reward.params"),
     *(
@@ -62,8 +64,8 @@ class Layer:
         return Layer(self.origin, {key: v for key, v in self.values.items() if not lies_in(key, *sections)})
 
     def gives(self, *sections: str) -> bool:
-        """Tell whether any of these keys, or a key below them, has a value other than null."""
-        return any(value is not None and lies_in(key, *sections) for key, value in self.values.items())
+        """Tell whether any of these keys, or a key below them, has a value other than null and an empty list."""
+        return any(value not in (None, []) and lies_in(key, *sections) for key, value in self.values.items())
 
 
 def lies_in(key: str, *sections: str) -> bool:
@@ -95,11 +97,12 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
         last.pop(key, None)  # so that the later one also comes later
         last[key] = override
     values: dict[str, Any] = {}
-    given: dict[str, Any] = {}
     written: dict[str, str] = {}
+    notes: list[str] = []
     for override in last.values():
-        given |= (parsed := _parse_override(override))
-        for key, value in translate(parsed).items():
+        translated, remarks = translate(_parse_override(override), ON_COMMAND_LINE)
+        notes += remarks
+        for key, value in translated.items():
             clash = next((other for other in values if _excludes(other, values[other], key, value)), key)
             if clash != key:
                 raise ConfigError(
@@ -107,7 +110,7 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
                     "drop one of them"
                 )
             values[key], written[key] = value, override
-    return Layer("on the command line", values, notes=tuple(notes_on_old_keys(given, "on the command line")))
+    return Layer(ON_COMMAND_LINE, values, notes=tuple(notes))
 
 
 def settings_of(overrides: Sequence[str] | Layer) -> Layer:
@@ -186,9 +189,8 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
             raise ConfigError(f"{path}: {key} and {clash} cannot both be given; drop one of them")
         flat[key] = value
     try:
-        own = _is_a_runs(path)
-        notes = tuple(notes_on_old_keys(flat, f"in {path}", of_a_run=own))
-        yield Layer(f"in {path}", translate(flat, of_a_run=own), path, notes)
+        own, notes = translate(flat, f"in {path}", of_a_run=_is_a_runs(path))
+        yield Layer(f"in {path}", own, path, tuple(notes))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

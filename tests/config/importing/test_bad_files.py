@@ -32,7 +32,7 @@ def message(*arguments: str) -> str:
         ("a.yaml", "banana: {peel: 3}\n", "its settings are banana.peel; say --from where it is"),
         ("a.toml", "a = \n", "not valid TOML: "),
         ("a.toml", 'name = "x"\n', "of no project that Headway knows"),
-        ("a.py", "def f(:\n", "not valid Python: line 1: "),
+        ("a.py", "def f(:\n", "not valid Python: "),
         ("a.py", "print(1)\n", "calls no GRPOConfig and no GRPOTrainer; of Python, files for TRL are read"),
         ("a.sh", "echo 'x\n", "a ' of the script is never closed; expected a shell script"),
         ("a.sh", "echo hello\n", "of no project that Headway knows"),
