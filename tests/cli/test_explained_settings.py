@@ -44,7 +44,7 @@ def test_config_tells_all_about_a_key(key: str) -> None:
     shown = " ".join(said("config", key).split())
     assert "value integer > 0 or B or null default null" in shown
     assert "B async_stale, async_partial, overlapped, colocate_async" in shown  # modes that set it
-    assert "See also: run.dir, run.storage_sync_s" in said("config", "run.storage")
+    assert "See also: run.dir" in said("config", "run.storage")
 
 
 def test_config_explains_a_key_of_a_list() -> None:

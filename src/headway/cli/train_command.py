@@ -461,7 +461,7 @@ def checkpoints(config: Config) -> str:
     often = "every version" if freq == 1 else f"every {freq} versions"
     line = often if keep is None else f"{often}, the newest {keep} are kept"
     if config.trainer.snapshot is not None:
-        line += f"; snapshots in memory, {config.trainer.snapshot_freq} version(s) apart"
+        line += "; snapshots of the others in memory"
         line += "" if config.cluster.address else ", which on one machine survive processes only"
     return line
 

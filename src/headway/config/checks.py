@@ -55,7 +55,6 @@ def facts(config: Config) -> dict[str, Any]:
     return dict(flatten(config.model_dump(mode="json", warnings=False))) | {
         "ahead": floor(eta * b) > 0,
         "answer_keys": bool(sources) and all(source.answer_key is not None for source in sources),
-        "checkpoint_at_snapshots": trainer.snapshot_freq % trainer.save_freq == 0,
         "clip_end": 1 + config.actor.clip_range[1],
         "clips": loss.clips,
         "code_reward": CODE in config.reward.names,

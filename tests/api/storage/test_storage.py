@@ -208,8 +208,9 @@ def test_an_operation_that_did_not_answer_in_time_never_replaces_what_was_writte
 
 
 def test_an_outage_is_told_once_and_so_is_its_end_and_the_summary_has_both(url: str, tmp_path: Path) -> None:
-    config, reports = stored(url, tmp_path / "run", run={"storage_sync_s": 0.01, "storage_timeout_s": 0.2})
+    config, reports = stored(url, tmp_path / "run")
     uploader, store = uploader_of(config, reports)
+    uploader._every_s, uploader._end_s = 0.01, 0.2
     store.fails = lambda count, what: True
     reports.emit(
         started := RunStarted(

@@ -56,7 +56,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(url: str, run_dir: Path, *others: str) -> tuple[str, ...]:
-    own = (f"run.storage={url}", f"run.dir={run_dir}", "run.storage_sync_s=0.2", "trainer.save_freq=1")
+    own = (f"run.storage={url}", f"run.dir={run_dir}", "trainer.save_freq=1")
     return (*own, "cluster.backend=inline", *others)
 
 
@@ -133,7 +133,7 @@ def test_a_storage_that_fails_in_mid_run_ends_nothing_and_has_everything_once_it
 ) -> None:
     """A run in a process of its own, which waits for its storage at the end."""
     run_dir = tmp_path / "run"
-    job = ("rollout.total_rollout_steps=64", "run.storage_timeout_s=120")
+    job = ("rollout.total_rollout_steps=64",)
     process = start("-m", "headway", "train", str(recipe), *settings(url, run_dir, *job))
     wait_for(REACHED, process, run_dir, times=2)
     proxy.fault = fault(proxy, url)
@@ -161,7 +161,8 @@ def test_a_storage_that_stays_away_is_told_of_at_the_end_and_the_run_is_whole_in
 ) -> None:
     """A run in a process of its own."""
     run_dir = tmp_path / "run"
-    process = start("-m", "headway", "train", str(recipe), *settings(url, run_dir, "run.storage_timeout_s=3"))
+    leaves_soon = "from headway.api.storage import uploader; uploader.END_S = 3.0; from headway.cli import cli; cli()"
+    process = start("-c", leaves_soon, "train", str(recipe), *settings(url, run_dir))
     wait_for(REACHED, process, run_dir, times=2)
     proxy.fault = denied(proxy, url)
     code, output = finish(process)

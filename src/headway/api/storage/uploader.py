@@ -48,6 +48,10 @@ REPLACED = (
 PIECE = 64 * 2**20
 """Most bytes of a piece."""
 PIECES = "pieces"
+EVERY_S = 30.0
+"""Seconds between two uploads of record and journal, which the loss of the run's directory costs."""
+END_S = 120.0
+"""Seconds that the end of a run waits for its storage, beside one for each MB."""
 LEAVING_S = 2.0
 LONGEST_PAUSE_S = 60.0
 """Most seconds from a pass that failed to the next one."""
@@ -68,7 +72,7 @@ class StorageUploader:
         self._own: Ownership | None = None
         self._checkpoints, self._critic = Checkpoints(reports.directory.checkpoints), needs_critic(config)
         self._keep = config.trainer.max_actor_ckpt_to_keep
-        self._every_s, self._end_s = config.run.storage_sync_s, config.run.storage_timeout_s
+        self._every_s, self._end_s = EVERY_S, END_S
         self._files: Files = {}
         """Names and bytes of the pieces of each file of the record."""
         self._manifest: bytes | None = None
@@ -97,7 +101,7 @@ class StorageUploader:
         """Nothing to do: the thread ends with the process, and `finish` waits for what it sends."""
 
     def finish(self) -> None:
-        """Wait until everything is there, within ``run.storage_timeout_s`` and one second for each MB; tell what is
+        """Wait until everything is there, within `END_S` and one second for each MB; tell what is
         not. Does nothing before training began.
         """
         if self._thread.ident is None:

@@ -27,12 +27,8 @@ class RunConfig(Section):
     again."""
     storage: str | None = Field(None, min_length=1)
     """Place that keeps what the run has closed, apart from ``run.dir``: a directory, or a URL of fsspec's, like
-    ``s3://bucket/run``, which needs the extra ``storage`` (docs/resume.md)."""
-    storage_sync_s: float = Field(30.0, gt=0)
-    """Seconds between two uploads of the record and the journal to ``run.storage``: the loss of ``run.dir`` costs what
-    was finished since. A checkpoint is uploaded when it is complete."""
-    storage_timeout_s: float = Field(120.0, gt=0)
-    """Seconds that the end of the run waits for ``run.storage``; one more for each MB of model and checkpoint."""
+    ``s3://bucket/run``, which needs the extra ``storage`` (docs/resume.md). Record and journal are uploaded every 30 s,
+    a checkpoint when it is complete."""
     stop_timeout_s: float = Field(60.0, gt=0)
     """Seconds within which a run ends after Ctrl-C or SIGTERM. Three quarters of them are for the version that was
     begun, which is given up then; the rest is for writing and for the workers' end. A checkpoint that needs longer is
@@ -70,9 +66,8 @@ class TrainerConfig(Section):
     """Checkpoints that are kept, the newest ones, each with its critic's; null: all."""
     snapshot: Literal["memory"] | None = None
     """``memory`` keeps the state of each training rank in the memory of an episode worker as well, of another machine
-    where there is one: what a lost rank goes back to. On one machine that survives the end of processes alone."""
-    snapshot_freq: Positive = 1
-    """Versions between two snapshots. One that falls due while a checkpoint or a snapshot is on its way is left out."""
+    where there is one: what a lost rank goes back to. On one machine that survives the end of processes alone. Each
+    version has one, but for those that fall due while a checkpoint or a snapshot is on its way."""
     max_restarts: NonNegative = 3
     """Most times that ranks are started again in the course of a run, where one is lost: those of a critic, a
     reference, ``logp``, or the trainer, which are trained again on the batches since the newest checkpoint, or
