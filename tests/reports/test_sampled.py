@@ -66,12 +66,14 @@ def test_samples_are_found_by_group_and_by_validation_and_the_last_of_a_group_co
     path = tmp_path / "samples.jsonl"
     write(path, lines([sample(3, 1), validated(2, 7), sample(3, 2), sample(4, 2)]))
     index = SampleIndex(path)
-    assert index.merge(index.parsed()) == ([3, 3, 4], [[2, 7, "addition", 1.0, 12.0]])
+    assert index.read_on() == 4
+    assert [*index.lines.values()] == [[2, 7, "addition", 1.0, 12.0]]
     assert json.loads(index.line((3,)) or b"")["version"] == 2
     assert json.loads(index.line((2, 7)) or b"")["prompt"] == "What is 40 + 2?"
     assert index.line((5,)) is None
     write(path, "{broken\n" + lines([sample(5, 3)]))
-    assert index.merge(index.parsed()) == ([5], [])
+    assert index.read_on() == 2
+    assert sorted(index.groups) == [3, 4, 5]
     assert index.damaged == 1
 
 
@@ -144,26 +146,24 @@ def finished(number: int, tokens: int, failure: str | None = None) -> Trajectory
     )
 
 
-def test_a_groups_line_tells_its_fate_mean_reward_and_length_and_what_has_changed() -> None:
+def test_a_groups_line_tells_its_fate_mean_reward_and_length() -> None:
     log = GroupLog()
     for number in (0, 1):
-        log.admit(admitted(number))
+        log.on_event(admitted(number))
     for event in (finished(0, 10), finished(0, 30), finished(0, 99, "TimeOut")):
-        log.finish(event)
-    log.reward(GroupRewarded(time=0, number=0, rewards=[0.0, 1.0]))
-    seen = log.serial
-    log.settle(GroupSettled(time=0, number=1, fate="failed", reason="it raised"))
-    assert [line.values() for line in log.lines()] == [
+        log.on_event(event)
+    log.on_event(GroupRewarded(time=0, number=0, rewards=[0.0, 1.0]))
+    log.on_event(GroupSettled(time=0, number=1, fate="failed", reason="it raised"))
+    assert log.lines() == [
         [0, 0, "maths", "in_flight", None, 0.5, 20.0, None],
         [1, 0, "maths", "failed", "it raised", None, None, None],
     ]
-    assert [line.number for line in log.lines(since=seen)] == [1]
-    assert list(log.lines(since=log.serial)) == []
 
 
 def test_the_oldest_groups_are_forgotten_and_sampled_ones_later() -> None:
     log = GroupLog(sampled={1, 5}, most=4)
     for number in range(9):
-        log.admit(admitted(number))
-    assert [line.number for line in log.lines()] == [1, 5, 6, 7, 8]
-    log.reward(GroupRewarded(time=0, number=0, rewards=[1.0]))
+        log.on_event(admitted(number))
+        log.on_event(GroupSettled(time=0, number=number, fate="failed", reason="it raised"))
+    log.on_event(admitted(9))
+    assert [line[0] for line in log.lines()] == [1, 5, 6, 7, 8, 9]

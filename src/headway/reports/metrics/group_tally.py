@@ -9,6 +9,7 @@ This is bookkeeping beside the pipeline's own ledger and checks it: both must co
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunStarted, TrajectoryFinished
@@ -27,6 +28,8 @@ class GroupRecord:
     """The facts known of one group between its admission and its fate."""
 
     number: int
+    version: int = 0
+    """The version with which it was admitted."""
     source: str = ""
     rewards: list[float] | None = None
     parts: dict[str, list[float | None]] = field(default_factory=dict)
@@ -105,7 +108,7 @@ class GroupTally:
         self._lowest = event.number if self._lowest is None else min(self._lowest, event.number)
         self._highest = max(self._highest, event.number)
         self.admitted += 1
-        self._records[event.number] = GroupRecord(event.number, event.source, episodes=self._episodes)
+        self._records[event.number] = GroupRecord(event.number, event.version, event.source, episodes=self._episodes)
         self._episodes_admitted += self._episodes
         self.sources.add(event.source)
 
@@ -157,6 +160,10 @@ class GroupTally:
         """Record an inconsistency. One is enough to report an imbalance, so only the first few are kept."""
         if len(self.problems) < MOST_PROBLEMS:
             self.problems.append(problem)
+
+    def under_way(self) -> Collection[GroupRecord]:
+        """The groups without a fate."""
+        return self._records.values()
 
     def filtered_share(self) -> float | None:
         """Share of filtered groups among those trained or filtered; None when there are none."""

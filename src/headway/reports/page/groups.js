@@ -61,12 +61,7 @@ const groups = (() => {
         fate: "validation", reason: null, reward, length, lag: null });
   }
   function addSamples(keys) { for (const key of keys) sampled.add(key); }
-  function forget() { all.clear(); sampled.clear(); chosen = null; }
-  function trim(most) { // a live page forgets as its server does
-    if (all.size <= 1.1 * most) return;
-    const rows = [...all.values()].filter((row) => !sampled.has(row.key)).sort((a, b) => a.group - b.group);
-    for (const row of rows.slice(0, all.size - most)) all.delete(row.key);
-  }
+  function forget() { all.clear(); sampled.clear(); }
 
   function refresh() { stale = true; redraw(); }
   function redraw() {
@@ -186,5 +181,5 @@ const groups = (() => {
     return details;
   }
 
-  return { takeDamaged: (count) => { damaged = count; }, addGroups, addValidations, addSamples, takeLedger, forget, trim, refresh, onOpen: (then) => { opens = then; } };
+  return { takeDamaged: (count) => { damaged = count; }, addGroups, addValidations, addSamples, takeLedger, choose, forget, refresh, onOpen: (then) => { opens = then; } };
 })();

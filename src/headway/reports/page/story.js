@@ -40,18 +40,18 @@ function startLive() {
 function receive(message) {
   if (message.epoch !== live.epoch) { // the run began again from a checkpoint: nothing that was shown counts
     live.epoch = message.epoch;
-    groups.forget();
+    groups.choose(null);
     tokens.clear("Choose a group to see what was said.");
   }
   showStatus(message.status);
   showFigures(message.figures, message.sentence);
-  if (message.curves) curves.take(message.curves);
-  if (message.ledger) groups.takeLedger(message.ledger);
+  curves.take(message.curves);
+  groups.takeLedger(message.ledger);
+  groups.forget();
   groups.addGroups(message.groups);
   groups.addValidations(message.validations);
   groups.addSamples(message.sampled);
   groups.takeDamaged(message.damaged);
-  groups.trim(message.most);
   groups.refresh();
   live.wanted = message.timeline;
   fetchTimeline();

@@ -265,13 +265,9 @@ class SampleLocation:
     version: int
 
 
-Found = tuple[Key | None, SampleLocation, list[Any]]
-"""What a line is: the sample's key, None where it is no sample; where it lies; a validation's line in a list."""
-
-
 @dataclass(slots=True)
 class SampleIndex:
-    """Index of the lines read so far. ``parsed`` resumes at the end of the last reading."""
+    """Index of the lines read so far. `read_on` resumes at the end of the last reading."""
 
     path: Path
     groups: dict[int, SampleLocation] = field(default_factory=dict)
@@ -285,26 +281,22 @@ class SampleIndex:
     def __post_init__(self) -> None:
         self._tail = Tail(self.path)
 
-    def parsed(self) -> list[Found]:
-        """Read on and parse, which takes time; `merge` takes it up. Raises `Rewritten` and `OSError`."""
-        return [_parsed(offset, line) for offset, line in self._tail.read()]
-
-    def merge(self, found: Sequence[Found]) -> tuple[list[int], list[list[Any]]]:
-        """Take up what `parsed` has found. Return the groups and the lines of validations that came."""
-        groups: list[int] = []
-        validations: list[list[Any]] = []
-        for key, at, told in found:
+    def read_on(self) -> int:
+        """Take up the lines that came, a few MiB of them; return how many. Raises `Rewritten` and `OSError`."""
+        count = 0
+        for offset, line in self._tail.read():
+            count += 1
+            key, version, told = _parsed(line)
+            at = SampleLocation(offset, len(line), version)
             if key is None:
                 self.damaged += 1
             elif len(key) == 1:
                 self.groups[key[0]] = at
-                groups.append(key[0])
             else:
                 self.validations[key], self.lines[key] = at, told
-                validations.append(told)
                 if len(self.lines) > MOST_VALIDATIONS:
                     del self.lines[next(iter(self.lines))]
-        return groups, validations
+        return count
 
     def line(self, key: Key) -> bytes | None:
         """Return the JSON of one sample; None where there is none. Raises `OSError` where it cannot be read."""
@@ -316,17 +308,17 @@ class SampleIndex:
             return file.read(at.size)
 
 
-def _parsed(offset: int, line: bytes) -> Found:
+def _parsed(line: bytes) -> tuple[Key | None, int, list[Any]]:
+    """Return a sample's key, None for a line that is none; its version; and a validation's line in a list."""
     if (found := HEAD.match(line)) and found[1] == b"group":  # most of them, without parsing their tokens
-        return (int(found[2]),), SampleLocation(offset, len(line), int(found[3])), []
+        return (int(found[2]),), int(found[3]), []
     try:
         row = parsed(line)
         if "group" in row:  # spelled in another order than its writer's
-            return (int(row["group"]),), SampleLocation(offset, len(line), int(row["version"])), []
-        key, told = (int(row["validation"]), int(row["problem"])), validation_line(row)
+            return (int(row["group"]),), int(row["version"]), []
+        return (int(row["validation"]), int(row["problem"])), int(row["validation"]), validation_line(row)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None, SampleLocation(offset, len(line), -1), []
-    return key, SampleLocation(offset, len(line), key[0]), told
+        return None, -1, []
 
 
 def validation_line(sample: Sample) -> list[Any]:
@@ -339,8 +331,8 @@ def validation_line(sample: Sample) -> list[Any]:
 def read_all(path: Path) -> SampleIndex:
     """Return the index of a whole file. A file that does not exist has no samples."""
     index = SampleIndex(path)
-    while found := index.parsed():
-        index.merge(found)
+    while index.read_on():
+        pass
     return index
 
 

@@ -214,7 +214,7 @@ def page(
         data |= {
             "curves": curves_json(timeline.curves),
             "ledger": timeline.ledger,
-            "groups": [line.values() for line in timeline.groups.lines()],
+            "groups": timeline.groups.lines(),
             "samples": list(samples),
             "validations": [validation_line(sample) for sample in samples if "validation" in sample],
             "scales": token_scales(),

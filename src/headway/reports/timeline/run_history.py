@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from statistics import fmean
 from typing import Any
 
 from headway import events
-from headway.reports.metrics.group_tally import IN_FLIGHT
+from headway.reports.metrics.group_tally import IN_FLIGHT, GroupRecord, GroupTally
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.run_sums import thinned
 from headway.reports.samples.samples_file import Sample, mean_of
@@ -96,13 +96,10 @@ class CurveLog:
     """Row sink that keeps of every version what is drawn of it. A second row of a version adds to its first."""
 
     def __init__(self) -> None:
-        self.serial = 0
-        """Number of rows so far."""
         self._rows: dict[int, dict[str, float]] = {}
         self._kinds: dict[str, ChartKind | None] = {}
 
     def on_row(self, row: dict[str, Any]) -> None:
-        self.serial += 1
         kept = self._rows.setdefault(row["version"], {})
         for name, value in row.items():
             drawn = name in PLACED or self._kind(name) is not None
@@ -221,104 +218,70 @@ def point_at(points: Sequence[tuple[CurvePoint, float]], axis: str, at: float) -
 
 MOST_GROUPS = 4_000
 """Most groups that are kept of a run, and beside them most sampled ones."""
-LINE = ("group", "version", "source", "fate", "reason", "reward", "length", "lag")
-"""Names of the entries of `GroupLine.values`."""
 
+GroupLine = list[Any]
+"""One group as JSON: number, version, source, fate, reason, mean reward, mean length in tokens, lag.
 
-@dataclass(slots=True)
-class GroupLine:
-    """One group: ``version`` is the trainer's when it was taken or settled, and before that when it was admitted.
-
-    ``serial`` is that of its last change, `GroupLog.serial` then.
-    """
-
-    number: int
-    source: str
-    version: int
-    fate: str = IN_FLIGHT
-    reason: str | None = None
-    reward: float | None = None
-    lag: int | None = None
-    tokens: int = 0
-    answers: int = 0
-    serial: int = 0
-
-    def values(self) -> list[Any]:
-        """The line as JSON, in the order of `LINE`: mean reward, mean length in tokens."""
-        reward = None if self.reward is None else round(self.reward, 4)
-        length = round(self.tokens / self.answers, 1) if self.answers else None
-        return [self.number, self.version, self.source, self.fate, self.reason, reward, length, self.lag]
+The version is the trainer's when the group was taken or settled, and before that the one with which it was admitted.
+"""
 
 
 @dataclass(slots=True)
 class GroupLog:
-    """Accumulates a line for each group. Of more than ``most`` the oldest are forgotten, ``sampled`` ones later."""
+    """Accumulates a line for each group. Of more than ``most`` that ended the oldest are forgotten, ``sampled`` ones
+    later.
+    """
 
     sampled: Container[int] = frozenset()
-    serial: int = 0
-    """Number of changes so far."""
     version: int = 0
     """The trainer's version."""
     most: int = MOST_GROUPS
-    _lines: dict[int, GroupLine] = field(default_factory=dict)
+    _tally: GroupTally = field(default_factory=GroupTally)
+    _ended: dict[int, GroupLine] = field(default_factory=dict)
     _kept: dict[int, GroupLine] = field(default_factory=dict)
-    """Lines of sampled groups that are older than those in ``_lines``."""
+    """Lines of sampled groups that are older than those in ``_ended``."""
 
-    def admit(self, event: events.GroupAdmitted) -> None:
-        self._lines[event.number] = GroupLine(event.number, event.source, self.version)
-        self._changed(event.number)
-        if len(self._lines) > self.most:
-            oldest = self._lines.pop(next(iter(self._lines)))
-            if oldest.number in self.sampled:
-                self._kept[oldest.number] = oldest
-        if len(self._kept) > self.most:
-            del self._kept[next(iter(self._kept))]
-
-    def finish(self, event: events.TrajectoryFinished) -> None:
-        """Count an answer. One that failed, and a baseline, count for nothing."""
-        if not event.baseline and event.failure is None and (line := self._changed(event.number)) is not None:
-            line.tokens += event.tokens
-            line.answers += 1
-
-    def reward(self, event: events.GroupRewarded) -> None:
-        if event.rewards and (line := self._changed(event.number)) is not None:
-            line.reward = sum(event.rewards) / len(event.rewards)
-
-    def take(self, event: events.BatchTaken) -> None:
-        for number in event.numbers:
-            if (line := self._changed(number)) is not None:
-                line.version = event.version
-
-    def settle(self, event: events.GroupSettled) -> None:
-        if (line := self._changed(event.number)) is not None:
-            line.fate, line.reason, line.lag = event.fate, event.reason, event.lag
-            if event.fate != "trained":
-                line.version = self.version
+    def on_event(self, event: events.Event) -> None:
+        match event:
+            case events.GroupAdmitted():
+                self._tally.admit(event)
+            case events.TrajectoryFinished():
+                self._tally.finish_trajectory(event)
+            case events.GroupRewarded():
+                self._tally.reward(event)
+            case events.BatchTaken():
+                self._tally.take(event)
+            case events.UpdateFinished():
+                self.version = max(self.version, event.version)
+            case events.GroupSettled() if (record := self._tally.settle(event)) is not None:
+                version = None if event.fate == "trained" else self.version
+                self._ended[event.number] = _line(record, version, event.fate, event.reason, event.lag)
+                for lines, below in ((self._ended, self._kept), (self._kept, None)):
+                    if len(lines) > self.most:
+                        oldest = lines.pop(next(iter(lines)))
+                        if below is not None and oldest[0] in self.sampled:
+                            below[oldest[0]] = oldest
 
     def add_sampled(self, sample: Sample) -> None:
         """Add the line of a group whose sample is kept, where it is older than what was read."""
-        number, episodes = sample["group"], sample["episodes"]
-        if number not in self._lines and number not in self._kept:
-            line = GroupLine(number, sample["source"], sample["version"], sample["fate"], sample["reason"])
-            line.reward, line.lag = mean_of(episodes, "reward"), sample["lag"]
-            line.tokens, line.answers = sum(episode["length"] for episode in episodes), len(episodes)
-            self._kept[number] = line
-            self.touch(number)
+        number, version, reason, lag = (sample[name] for name in ("group", "version", "reason", "lag"))
+        means = mean_of(sample["episodes"], "reward"), mean_of(sample["episodes"], "length")
+        self._kept.setdefault(number, [number, version, sample["source"], sample["fate"], reason, *means, lag])
 
-    def touch(self, number: int) -> None:
-        """Note that something else about the group ``number`` has changed."""
-        self._changed(number)
+    def lines(self) -> list[GroupLine]:
+        """The lines of all groups that are kept, and of those under way."""
+        under_way = {record.number: _line(record, None, IN_FLIGHT) for record in self._tally.under_way()}
+        return sorted((self._kept | self._ended | under_way).values(), key=lambda line: line[0])
 
-    def _changed(self, number: int) -> GroupLine | None:
-        line = self._lines.get(number) or self._kept.get(number)
-        if line is not None:
-            self.serial += 1
-            line.serial = self.serial
-        return line
 
-    def lines(self, since: int = 0) -> Iterator[GroupLine]:
-        """The lines that have changed after the serial number ``since``, by group; all that are kept for 0."""
-        return (line for line in chain(self._kept.values(), self._lines.values()) if line.serial > since)
+def _line(
+    group: GroupRecord, version: int | None, fate: str, reason: str | None = None, lag: int | None = None
+) -> GroupLine:
+    if version is None:
+        version = group.version if group.taken_at is None else group.taken_at
+    reward = round(fmean(group.rewards), 4) if group.rewards else None
+    length = round(fmean(group.lengths), 1) if group.lengths else None
+    return [group.number, version, group.source, fate, reason, reward, length, lag]
 
 
 def ledger(metrics: RunMetrics) -> dict[str, Any]:

@@ -176,6 +176,7 @@ class TimelineBuilder:
         """Take an event that ``metrics`` has already."""
         self.first = event.time if self.first is None else min(self.first, event.time)
         self.last = max(self.last, event.time)
+        self.groups.on_event(event)
         self._record(event)
         self._mark(event)
 
@@ -215,7 +216,6 @@ class TimelineBuilder:
             case events.BatchTaken():
                 self.trainer.take(event)
                 self.counters.leave_queue(event.time, event.numbers)
-                self.groups.take(event)
             case events.ReplicaActivity():
                 self.replicas.work(event)
             case events.ReplicaHalted():
@@ -224,22 +224,17 @@ class TimelineBuilder:
                 self.updates.phase(event)
             case events.UpdateFinished():
                 self.updates.finished.append(event)
-                self.groups.version = max(self.groups.version, event.version)
             case events.LeaseChanged():
                 self.leases.append(event)
             case events.GroupAdmitted():
                 self.admission.admit(event)
-                self.groups.admit(event)
             case events.TrajectoryFinished():
                 self.counters.finish(event)
-                self.groups.finish(event)
             case events.GroupRewarded():
                 self.counters.enter_queue(event.time, event.number)
-                self.groups.reward(event)
             case events.GroupSettled():
                 if event.number in self.counters.queued:
                     self.counters.leave_queue(event.time, [event.number])
-                self.groups.settle(event)
             case events.OptimizerStepped():
                 self.counters.step(event)
             case events.RunStarted():

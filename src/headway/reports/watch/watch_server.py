@@ -1,7 +1,7 @@
 """Serves a run's page on loopback, only to those with the token in its address.
 
     GET /TOKEN/            the page, whose script asks for the rest
-    GET /TOKEN/stream      what has changed, as server-sent events
+    GET /TOKEN/stream      all that it shows, again whenever something changed, as server-sent events
     GET /TOKEN/timeline    the newest timeline
     GET /TOKEN/sample?group=17     one sample; or ?validation=4&problem=12
 
@@ -37,7 +37,6 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from headway.errors import ConfigError, DataError, UserError
-from headway.reports.record.events_file import to_json_line
 from headway.reports.run_directory import LEFTOVERS, RunDirectory
 from headway.reports.samples.samples_file import Key
 from headway.reports.timeline.html_timeline import live_page
@@ -49,8 +48,6 @@ NAMES = frozenset({LOOPBACK, "localhost", "[::1]"})
 MOST_STREAMS = 16
 IDLE_S = 15.0
 """Seconds without a change after which a stream says that it is alive, and notices a page that was closed."""
-BETWEEN_S = 0.25
-"""Least seconds between two messages of a stream."""
 KEEP_S = 30.0
 """Seconds that a connection stays open without a request."""
 MOST_STRANGERS = 128
@@ -181,23 +178,21 @@ class WatchServer:
         response = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
         response.force_close()
         self._streams += 1
-        follower.page_opened()
+        follower.watched = self._streams
         try:
             await response.prepare(request)
-            since, epoch = 0, -1
+            number = 0
             while not follower.closing:
-                if await asyncio.to_thread(follower.wait, since, epoch, IDLE_S):
-                    message = await asyncio.to_thread(follower.message, since, epoch)
-                    since, epoch = message["serial"], message["epoch"]
-                    await response.write(b"data: " + to_json_line(message).encode() + b"\n\n")
-                    await asyncio.sleep(BETWEEN_S)
+                if news := await asyncio.to_thread(follower.news, number, IDLE_S):
+                    number, message = news
+                    await response.write(b"data: " + message + b"\n\n")
                 else:
                     await response.write(b": nothing new\n\n")
         except ConnectionError:
             """The page was closed."""
         finally:
-            follower.page_closed()
             self._streams -= 1
+            follower.watched = self._streams
         return response
 
 
