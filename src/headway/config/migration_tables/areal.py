@@ -9,7 +9,7 @@ from typing import Any
 from headway.config.migration_tables.table_rows import (
     Given,
     Translated,
-    groups,
+    groups_of_steps,
     lost,
     other,
     taken,
@@ -37,8 +37,7 @@ def batch(value: Any, given: Given) -> Translated:
 
 
 def steps(value: Any, given: Given) -> Translated:
-    size = mini(given) * mini_batches(given)
-    return groups(whole(value) * size, size, f"{value} steps of {size} prompts, in prompts")
+    return groups_of_steps(value, mini(given) * mini_batches(given))
 
 
 def devices(value: Any, given: Given, role: str) -> Translated:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.config.migration_tables import table_rows
-from headway.config.migration_tables.table_rows import Given, Translated, first_given, groups, other, taken, whole
+from headway.config.migration_tables.table_rows import Given, Translated, first_given, other, taken, whole
 
 SECTIONS = ("", "trainer.", "orchestrator.", "inference.")
 """Beginnings that the keys of one file may lack: those of a whole run, or of one process."""
@@ -41,8 +41,7 @@ def batch(value: Any, given: Given) -> Translated:
 
 
 def steps(value: Any, given: Given) -> Translated:
-    size = mini(given)
-    return groups(whole(value) * size, size, f"{value} steps of {size} prompts, in prompts")
+    return table_rows.groups_of_steps(value, mini(given))
 
 
 def total_length(given: Given) -> int:

@@ -261,6 +261,11 @@ def groups(value: Any, version: int, what: str) -> Translated:
     return other({"rollout.total_rollout_steps": total}, f"{what}; a multiple of B={version} groups")
 
 
+def groups_of_steps(steps: Any, version: int) -> Translated:
+    """Return the length of a run of ``steps``, in each of which ``version`` groups are trained on."""
+    return groups(whole(steps) * version, version, f"{steps} steps of {version} prompts, in prompts")
+
+
 def engines(count: Any, size: Any) -> Translated:
     """Return the devices of so many engines of ``size`` devices each."""
     devices = whole(count) * whole(size)

@@ -8,11 +8,10 @@ from math import gcd
 from typing import Any
 
 from headway.config.migration_tables.table_rows import (
-    CONVERSIONS,
     Given,
     Translated,
     groups,
-    interval,
+    groups_of_steps,
     lost,
     other,
     path,
@@ -22,20 +21,13 @@ from headway.config.migration_tables.table_rows import (
 )
 
 PROGRAM = "the program"
-"""Name of the setting that says which of verl's programs a file is for: one of the keys of `MODES`."""
+"""Name of the setting that says which of verl's programs a file names."""
+TRAINER = "the trainer"
+"""Name of what that makes with `TRAINER_MODE`: conditions in the table ask for it."""
 PPO, ONE_STEP_OFF, FULLY_ASYNC = "main_ppo", "one_step_off_policy", "fully_async_policy"
 TRAINER_MODE = "trainer.v1.trainer_mode"
 COLOCATE_ASYNC, SEPARATE_ASYNC = "colocate_async", "separate_async"
 """Values of `TRAINER_MODE` that make `main_ppo` a program of its own."""
-SHARED = (PPO, COLOCATE_ASYNC)
-"""Programs that generate on the trainer's devices."""
-MODES: Mapping[str, tuple[str, str]] = {
-    PPO: ("colocate_sync", "the same devices generate and train by turns"),
-    ONE_STEP_OFF: ("one_step_off", "the next batch is generated while this one is trained"),
-    FULLY_ASYNC: ("async_stale", "prompts stream; its limits are the async_training keys"),
-    COLOCATE_ASYNC: ("colocate_async", "sides take turns on the devices; what is unfinished goes on in the next turn"),
-    SEPARATE_ASYNC: ("async_partial", "generation goes on while others train, and across updates"),
-}
 RENAMED: Mapping[str, str] = {
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_manager.name": "reward_model.reward_manager",
@@ -47,14 +39,6 @@ RENAMED: Mapping[str, str] = {
     "sandbox_fusion.": "reward_model.sandbox_fusion.",
 }
 """Beginnings of keys of verl's section ``reward`` → those of the older keys, which the rows have."""
-
-
-def program(given: Given) -> str:
-    """Return the program that the settings are for: `main_ppo` has three, by `TRAINER_MODE`."""
-    chosen = given.get(TRAINER_MODE)
-    if chosen in (COLOCATE_ASYNC, SEPARATE_ASYNC) and given.get("trainer.use_v1") is not False:
-        return str(chosen)
-    return str(given[PROGRAM])
 
 
 def mini(given: Given) -> int:
@@ -80,28 +64,21 @@ def answers(value: Any, given: Given) -> int:
 
 def batches(given: Given) -> Fraction:
     """Mini-batches of one of verl's training steps."""
-    if program(given) == FULLY_ASYNC:
+    if given[TRAINER] == FULLY_ASYNC:
         return Fraction(whole(given.get("async_training.require_batches", 1)))
     return Fraction(whole(given["data.train_batch_size"]), mini(given))
 
 
 def version(given: Given) -> int:
     """Groups of one version."""
-    trigger = given.get("async_training.trigger_parameter_sync_step", 4) if program(given) == FULLY_ASYNC else 1
+    trigger = given.get("async_training.trigger_parameter_sync_step", 4) if given[TRAINER] == FULLY_ASYNC else 1
     return max(1, int(batches(given))) * mini(given) * whole(trigger)
 
 
-def mode(value: Any, given: Given) -> Translated:
-    mode, why = MODES[program(given)]
-    return other({"mode": mode}, f"modes are sets of values here: {why}")
-
-
 def train_batch_size(value: Any, given: Given) -> Translated:
-    if program(given) == FULLY_ASYNC:
-        return taken(note="always so here: prompts stream one by one")
     several = batches(given)
     steps = max(1, int(several))
-    if program(given) == SEPARATE_ASYNC:
+    if given[TRAINER] == SEPARATE_ASYNC:
         values = {"async_training.require_batches": 1, "async_training.trigger_parameter_sync_step": steps}
         return other(values, f"prompts of a version: {steps} mini-batches of {mini(given)}, fetched one by one")
     note = f"prompts of a step: {steps} mini-batches of {mini(given)}; one step is one version here"
@@ -111,41 +88,11 @@ def train_batch_size(value: Any, given: Given) -> Translated:
 
 
 def steps(value: Any, given: Given) -> Translated:
-    if whole(value) < 0:
-        return taken(note="not given, here either")
-    if program(given) == FULLY_ASYNC:
-        return lost("its fully asynchronous program does not look at it either")
-    size = version(given)
-    return groups(whole(value) * size, size, f"{value} steps of {size} prompts, in prompts")
+    return groups_of_steps(value, version(given))
 
 
 def rollout_steps(value: Any, given: Given) -> Translated:
-    if program(given) != FULLY_ASYNC:
-        return lost(f"nothing to do: only {FULLY_ASYNC} looks at it")
     return groups(value, version(given), "prompts that are trained on; verl counts those that are generated")
-
-
-def epochs(value: Any, given: Given) -> Any:
-    of_async = program(given) == FULLY_ASYNC
-    if given.get("rollout.total_rollout_steps" if of_async else "trainer.total_training_steps") is not None:
-        return lost("the number of steps, which is given too, ends the run; Headway takes one of the two")
-    return whole(value)
-
-
-def devices(value: Any, given: Given, role: str, key: str) -> Translated:
-    """Return a count of devices: in `main_ppo` generation has the trainer's."""
-    count = whole(value)
-    if program(given) not in SHARED:
-        return taken({f"{role}.{key}": count})
-    if role == "trainer":
-        return other({f"trainer.{key}": count, f"rollout.{key}": count}, "training and generation take turns on them")
-    return lost("main_ppo generates on the trainer's devices")
-
-
-def validation(value: Any, given: Given, of: str) -> Any:
-    if (program(given) == FULLY_ASYNC) != (of == FULLY_ASYNC):
-        return lost(f"only {of} looks at it")
-    return interval(value)
 
 
 def ranks(given: Given) -> int:
@@ -214,36 +161,15 @@ def penalty(value: Any, given: Given) -> Translated:
     )
 
 
-def of_async(value: Any, given: Given, convert: str) -> Any:
-    """Return a value that only one program looks at."""
-    if program(given) != FULLY_ASYNC:
-        return lost(f"nothing to do: only {FULLY_ASYNC} looks at it")
-    return CONVERSIONS[convert](value)
-
-
-def of_trainer_mode(value: Any, given: Given, mode: str) -> Any:
-    """Return a whole number that only one value of `TRAINER_MODE` looks at."""
-    return whole(value) if program(given) == mode else lost(f"nothing to do: only {TRAINER_MODE}={mode} looks at it")
-
-
-def rollout_log_probs(value: Any, given: Given) -> Translated:
-    recomputed = bool(given.get("async_training.compute_prox_log_prob"))
-    note = "async_training.compute_prox_log_prob has the trainer recompute them" if recomputed else ""
-    return taken({"async_training.use_rollout_log_probs": bool(value) and not recomputed}, note)
-
-
 def reward_function(value: Any, given: Given) -> Translated:
     spec = f"{path(value)}:{given.get('custom_reward_function.name', 'compute_score')}"
     return taken({"reward.function": spec}, "a function of verl's form is called as it is (docs/rewards.md)")
 
 
-def trainer_mode(value: Any, given: Given) -> Translated:
-    return taken(note=f"the mode is {MODES[program(given)][0]}")
-
-
 def guessed(given: Given) -> dict[str, Any]:
-    """Return the program that the settings are for, where the file does not name it."""
-    if any(key.startswith("async_training.") for key in given):
-        return {PROGRAM: FULLY_ASYNC}
+    """Return the program that the settings are for, where the file does not name it, and which of its trainers."""
+    is_async = any(key.startswith("async_training.") for key in given)
     apart = given.get("rollout.nnodes", 0) not in (0, None)  # a whole configuration of main_ppo says 0
-    return {PROGRAM: ONE_STEP_OFF if apart else PPO}
+    program = given.get(PROGRAM, FULLY_ASYNC if is_async else ONE_STEP_OFF if apart else PPO)
+    chosen = given.get(TRAINER_MODE) if given.get("trainer.use_v1") is not False else None
+    return {PROGRAM: program, TRAINER: chosen if chosen in (COLOCATE_ASYNC, SEPARATE_ASYNC) else program}
