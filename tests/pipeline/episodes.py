@@ -183,6 +183,7 @@ class EpisodeCase:
     """Values of the section ``agent``."""
     max_length: int
     """Most tokens of a conversation."""
+    retries: int
 
     def scenario(self) -> Scenario:
         scenario, told = self.case.scenario(), list[Token]()
@@ -197,7 +198,7 @@ class EpisodeCase:
 
     def _hosting(self, config: Config, told: list[Token]) -> Hosting:
         programs = WatchedPrograms(told, self.programs, self.troubles, workers=self.runners)
-        return Hosting(programs, IdRecord, limits_of(config), seed=config.run.seed)
+        return Hosting(programs, IdRecord, replace(limits_of(config), retries=self.retries), seed=config.run.seed)
 
 
 SOME = Troubles(failing=0.1, away=0.1, lost=0.1, drifts=0.5, parallel=0.2)
@@ -210,7 +211,7 @@ def recorded(*values: float) -> RecordedNumber:
 
 
 OWN = {"troubles", "drain", "turns", "step_s", "step_tokens", "forks", "environments", "max_turns", "step_timeout_s"}
-OWN |= {"train_on_limit", "episode_retries", "min_episodes", "max_length"}
+OWN |= {"train_on_limit", "retries", "min_episodes", "max_length"}
 
 
 @st.composite
@@ -242,7 +243,6 @@ def episode_cases(draw: st.DrawFn, /, *whats: str, most: int = 3, **fixed: Any) 
         "max_turns": pick("max_turns", [20, 20, 2]),
         "step_timeout_s": pick("step_timeout_s", [60.0, 60.0, 4.0]),
         "train_on_limit": pick("train_on_limit", [("turns", "tokens"), ("turns", "tokens", "step", "time"), ()]),
-        "episode_retries": pick("episode_retries", [0, 2, 5]),
         "min_episodes": pick("min_episodes", [None, 1]),
     }
     return EpisodeCase(
@@ -253,4 +253,5 @@ def episode_cases(draw: st.DrawFn, /, *whats: str, most: int = 3, **fixed: Any) 
         drain=pick("drain", ["episode", "turn"]),
         limits=limits,
         max_length=pick("max_length", [10_000, 10_000, 40]),
+        retries=pick("retries", [0, 2, 5]),
     )

@@ -60,7 +60,7 @@ SEARCHES = {
         {Status.COMPLETED: 300, "forks": 500, "dropped tokens": 500, "failed episodes": 500, "several versions": 20},
     ),
     "troubled": Search(
-        episode_cases(troubles=MANY, episode_retries=5, min_episodes=1),
+        episode_cases(troubles=MANY, retries=5, min_episodes=1),
         300,
         {"tried again": 1000, "dropped tokens": 1000},
     ),

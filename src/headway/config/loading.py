@@ -235,9 +235,13 @@ def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[s
                     )
                 kept = [other.without(*replaced) for other in kept]
         if layer.gives("data.train"):
-            kept, lost = _drop_task_reward(kept)
+            # The verifier goes with its task; another reward function stays.
+            of_task = [other.values.get("reward.function") == "task" for other in kept]
+            kept = [
+                other.without("reward.function") if lost else other for other, lost in zip(kept, of_task, strict=True)
+            ]
             scored = ("reward.function", "reward.functions", "agent.environment", "agent.program", "agent.client")
-            if lost and not any(later.gives(*scored) for later in layers[len(kept) :]):
+            if any(of_task) and not any(later.gives(*scored) for later in layers[len(kept) :]):
                 notes.append("reward.function is exact_match: data.train replaced the task whose verifier it was")
         for choice, parts in PARTS.items():
             if layer.gives(choice):
@@ -272,15 +276,6 @@ def _check_no_part_of_list(earlier: Sequence[Layer], layer: Layer, section: str)
             f"{part}={layer.values[part]} is given {layer.origin}, but {section} is a list {of_list.origin}, of which "
             f"it cannot be one part; give the whole list, {section}=[…]"
         )
-
-
-def _drop_task_reward(layers: Sequence[Layer]) -> tuple[list[Layer], bool]:
-    """Return the layers without ``reward.function: task``, and whether any of them had it."""
-    scored_by_task = [layer.values.get("reward.function") == "task" for layer in layers]
-    kept = [
-        layer.without("reward.function") if lost else layer for layer, lost in zip(layers, scored_by_task, strict=True)
-    ]
-    return kept, any(scored_by_task)
 
 
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:

@@ -102,38 +102,34 @@ def _of_another_alternative(detail: ErrorDetails, key: str, schema: Schema, sect
     return f"{section}.{choice} is {detail['loc'][-2]}, and this is a key of {_listed(users)}"
 
 
+_WANTED: Mapping[str, str] = {
+    **dict.fromkeys(("model_type", "union_tag_not_found", "union_tag_invalid"), "a section with keys of its own"),
+    "missing": "a value",
+    **dict.fromkeys(("tuple_type", "list_type"), "a list of values in brackets"),
+    "dict_type": "a section of names and values",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    "string_type": "text",
+    "path_type": "a path, as text",
+}
+"""Pydantic's error types → what was expected."""
+
+
 def _expectation(detail: ErrorDetails) -> str:
     match detail["type"]:
-        case "model_type" | "union_tag_not_found" | "union_tag_invalid":
-            return "a section with keys of its own"
         case "value_error":
             return str(detail["ctx"]["error"]).removeprefix("expected ")
-        case "missing":
-            return "a value"
-        case "tuple_type" | "list_type":
-            return "a list of values in brackets"
-        case "dict_type":
-            return "a section of names and values"
         case "too_short":
             return f"at least {detail['ctx']['min_length']} value{'s' * (detail['ctx']['min_length'] > 1)}"
         case "too_long":
             return f"at most {detail['ctx']['max_length']} values"
-        case "bool_parsing" | "bool_type":
-            return "true or false"
-        case "int_parsing" | "int_type" | "int_from_float":
-            return "a whole number"
-        case "float_parsing" | "float_type":
-            return "a number"
-        case "string_type":
-            return "text"
-        case "path_type":
-            return "a path, as text"
         case "literal_error":
             return _one_of(re.findall(r"'([^']*)'", detail["ctx"]["expected"]), detail["input"])
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             return detail["msg"].replace("Input should be", "a number")
-        case _:
-            return detail["msg"].removeprefix("Input should be ")
+        case known:
+            return _WANTED.get(known) or detail["msg"].removeprefix("Input should be ")
 
 
 def _where(key: str, origins: Mapping[str, str]) -> str:

@@ -232,6 +232,5 @@ def limits_of(config: Config) -> EpisodeLimits:
         step_timeout_s=agent.step_timeout_s,
         episode_timeout_s=agent.episode_timeout_s,
         train_on=tuple(agent.train_on_limit),
-        retries=agent.episode_retries,
         side_effects=agent.side_effects,
     )

@@ -12,7 +12,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from itertools import takewhile
 from typing import Any
 
@@ -70,9 +69,6 @@ _HERE_DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*\n)(?:.*?\n)??[ \t
 _SHELL = re.compile(r"(^|/)(ba|z|da|)sh$")
 _SILENT = ("@", "*", "#", "?", "!", "$", "-")
 """Parameters that stand for nothing where a script is only read."""
-_COMPARISONS: Mapping[str, Callable[[int, int], Any]] = {
-    f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
-}
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -179,23 +175,12 @@ class _Reader:
             self.block("fi", live=live and not done)
 
     def _case(self, start: int, *, live: bool) -> None:
-        subject, done, end = self._take(), False, ""
-        words = self._words(subject)
-        known = len(words) <= 1 and not any(map(missing, words))
-        self._take()  # in
-        if not known and live and not re.search(r"\$\{?1\b", subject):  # "$1": a loop over arguments
+        """Pass over ``case … esac``, whose branches would set the same variables to different values."""
+        while self._take() not in ("esac", ""):
+            pass
+        if live:
             statement = self._text[start : self._tokens[self._at - 1].end()]
-            self._remark(statement, "no branch is taken, as the file does not say which", ": ")
-        while end != "esac" and self._peek():
-            patterns = []
-            while (word := self._take()) not in (")", "esac", ""):
-                patterns.append(word.strip("'\""))
-            if word == ")":
-                matches = known and any(fnmatchcase("".join(words), pattern) for pattern in patterns)
-                end, _ = self.block(";;", "esac", live=live and matches and not done)
-                done = done or matches
-            else:
-                end = "esac"
+            self._remark(statement, "no branch is taken", ": ")
 
     def _peek(self) -> str:
         return self._tokens[self._at][0] if self._at < len(self._tokens) else ""
@@ -244,8 +229,9 @@ class _Reader:
                 return left == right
             case [left, "!=", right]:
                 return left != right
-            case [left, sign, right] if sign in _COMPARISONS and left.isdigit() and right.isdigit():
-                return bool(_COMPARISONS[sign](int(left), int(right)))
+            case [left, sign, right] if sign.startswith("-") and left.isdigit() and right.isdigit():
+                compare = getattr(operator, sign[1:], None)  # -gt is gt there
+                return None if compare is None else bool(compare(int(left), int(right)))
         return None
 
     # -------------------------------------------------------------------------------------- expansions
@@ -304,8 +290,6 @@ class _Reader:
             return [known or " ".join(self._words(default if '"' in default else f'"{default}"'))]
         if found := re.match(r":?[+?]", rest):
             return [] if "+" in found[0] else [known or unresolved(f"${{{key}}}")]
-        if rest.startswith("##*/") and known:
-            return [known.rpartition("/")[2]]
         if rest:
             return unknown
         return [unresolved(f"${key}") if known is None else known]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from headway.config.sections.section import NonNegative, Positive, Section, text_or
+from headway.config.sections.section import Positive, Section, text_or
 from headway.runtime.sandbox.python_tool import PYTHON
 from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxSpec
 from headway.runtime.user_code import names_a_server, names_user_code
@@ -137,8 +137,6 @@ class AgentConfig(Section):
     """Names of tools that must not be called twice for one answer; ``*`` for all that programs and environments do.
     Where a program is run again, after a resume or the loss of a worker, an episode that may have called one already is
     begun anew with other answers."""
-    episode_retries: NonNegative = 2
-    """Number of times that a program is run again for what is away a while: a lost user-code worker, a connection."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the processes that hold user code: name there → name in your environment. Their values
     are never written down, and are shown as ***. Of your other variables these processes get those of paths, language,
