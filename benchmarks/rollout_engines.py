@@ -72,7 +72,6 @@ class Request:
     prompt: tuple[int, ...]
     tokens: int
     """Length of its answer."""
-    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +139,7 @@ def group_requests(requests: Sequence[Request], row: int = 0) -> list[Group]:
 
     prompts = [np.array(request.prompt, np.int32) for request in requests]
     return [
-        Group(
-            number, Prompt(0, row + number, 0, "bench", "", ids), 1, SamplingParams(request.tokens, top_p=request.top_p)
-        )
+        Group(number, Prompt(0, row + number, 0, "bench", "", ids), 1, SamplingParams(request.tokens))
         for number, (ids, request) in enumerate(zip(prompts, requests, strict=True))
     ]
 

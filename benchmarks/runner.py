@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 Hear = Callable[[Mapping[str, Any]], None]
 """Function that takes what a process says beside its answers."""
@@ -77,7 +78,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def turns(contenders: Mapping[str, T], rounds: int, seconds: float = float("inf")) -> Iterator[tuple[str, T]]:
+def turns(contenders: Mapping[K, T], rounds: int, seconds: float = float("inf")) -> Iterator[tuple[K, T]]:
     """Yield every contender once a round, so that a machine that slows down slows all of them down.
 
     No round but the first begins that would end later than ``seconds`` after the start.

@@ -1,24 +1,22 @@
 """``python -m benchmarks.update``: what an update of the weights costs, for every way in which it can be done.
 
-    SIZES × ways() ─▶ settings over benchmarks/update.yaml ─▶ headway train, a process ─▶ metrics.jsonl ─▶ Figures
+    SIZES × ways() ─▶ settings over benchmarks/update.yaml ─▶ headway train, a process ─▶ metrics.jsonl ─▶ figures
 
 Each permitted transport × schedule × encoding is a run of real training: one process trains and one generates, on a
 thread each. Then come longer versions, and four replicas on the machine. Phases and stalls are medians over versions,
-shares sums over the measured time. A run that fails is a row that says so; all is written after each run.
+shares sums over the measured time. A run that fails is a note that says so; all is written after each run.
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.runner import Failed, metrics_of, parser, say, train, words
+from benchmarks.runner import Failed, metrics_of, parser, say, train, turns, words
 from benchmarks.shapes import Shape
 from benchmarks.table import Ratio, Rows, Share, report
 from headway.config.doctor import diagnose
@@ -28,54 +26,38 @@ from headway.errors import ConfigError, HeadwayError
 
 WORKLOAD = Path("benchmarks/update.yaml")
 PHASES = ("gather", "send", "recv", "register", "load")
-VERSIONS = 6
 WARM_UP = 2
 """Versions at the beginning that are not measured: memory is touched for the first time, connections are new."""
 AT_THE_END = 2
 """Versions that are not measured either: nothing more is admitted."""
-
-
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz=?"
 VOCABULARY = 2 + len(CHARACTERS)
 SIZES = {
-    shape.name: shape
-    for shape in (
-        Shape("1m", VOCABULARY, 128, 5, heads=4, kv_heads=4, intermediate=416, context=128),
-        Shape("25m", VOCABULARY, 512, 7, heads=8, kv_heads=8, intermediate=1664, context=128),
-        Shape("100m", VOCABULARY, 1024, 7, heads=16, kv_heads=16, intermediate=3328, context=128),
-    )
+    "1m": Shape("1m", VOCABULARY, 128, 5, heads=4, kv_heads=4, intermediate=416, context=128),
+    "100m": Shape("100m", VOCABULARY, 1024, 7, heads=16, kv_heads=16, intermediate=3328, context=128),
 }
-GROUPS = {"1m": (16, 128), "25m": (4, 48), "100m": (4, 32)}
+GROUPS = {"1m": (16, 128), "100m": (4, 32)}
 """Groups of a version, and of one that is so long that an update is a small part of it."""
-
-
+KEYS = ("param_update.transport", "param_update.schedule", "param_update.encoding")
 PLAIN, LONGER = "broadcast synchronous full", "longer versions"
+VARIANTS = {
+    "local synchronous full inline": ("cluster.backend=inline",),
+    "local overlapped full inline": ("cluster.backend=inline",),
+    "local synchronous full shared interrupt": ("cluster.placement=shared", "async_training.on_update=interrupt"),
+    f"{PLAIN} no second buffer": ("rollout.enable_dual_buffer=false",),
+    f"{PLAIN} 4 replicas": ("rollout.n_gpus_per_node=4",),
+    f"broadcast overlapped full {LONGER}": (),
+}
+"""Further settings of some ways. ``inline``: a thread each; ``shared``: in turns."""
 
 
 def ways() -> dict[str, tuple[str, ...]]:
-    """Return settings by name: every transport × schedule × encoding that the doctor permits, then variants of some.
-
-    One process trains and one generates, unless a variant says ``inline`` (a thread each) or ``shared`` (in turns).
-    """
-    keys = [f"param_update.{name}" for name in ("transport", "schedule", "encoding")]
-    found: dict[str, tuple[str, ...]] = {}
-
-    def add(way: Sequence[str], variant: str = "", *settings: str) -> None:
-        chosen = [f"{key}={value}" for key, value in zip(keys, way, strict=True)]
-        found[" ".join((*way, variant)).strip()] = (*chosen, *settings)
-
-    for way in product(TRANSPORTS, ("synchronous", "overlapped"), ("full", "delta")):
-        add(way)
-    in_turn, beside = PLAIN.split(), ["broadcast", "overlapped", "full"]
-    for schedule in ("synchronous", "overlapped"):
-        add(["local", schedule, "full"], "inline", "cluster.backend=inline")
-        add(["broadcast", schedule, "full"], "interrupt", "async_training.on_update=interrupt")
-    shared = ("cluster.placement=shared", "async_training.on_update=interrupt")
-    add(["local", "synchronous", "full"], "shared interrupt", *shared)
-    add(beside, "no probe", "param_update.verify=false")
-    add(in_turn, "no second buffer", "rollout.enable_dual_buffer=false")
-    add(in_turn, "4 replicas", "rollout.n_gpus_per_node=4")
-    add(beside, LONGER)
+    """Return settings by name: every transport × schedule × encoding that the doctor permits, then the variants."""
+    plain = map(" ".join, product(TRANSPORTS, ("synchronous", "overlapped"), ("full", "delta")))
+    found = {
+        name: (*(f"{key}={value}" for key, value in zip(KEYS, name.split(), strict=False)), *more)
+        for name, more in {**dict.fromkeys(plain, ()), **VARIANTS}.items()
+    }
     return {name: settings for name, settings in found.items() if is_permitted(settings)}
 
 
@@ -88,85 +70,68 @@ def is_permitted(settings: Sequence[str]) -> bool:
     return True
 
 
-def is_asked_for(way: str, only: Sequence[str]) -> bool:
-    """``only``: ``transport[:schedule[:encoding]]`` each; none asks for everything."""
-    return not only or any(way.split()[: one.count(":") + 1] == one.split(":") for one in only)
+def figures(versions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns of a way, from the rows of ``metrics.jsonl`` of the measured versions."""
 
+    def column(name: str) -> list[float]:
+        return [float(version[name]) for version in versions if version.get(name) is not None]
 
-@dataclass(slots=True)
-class Row:
-    """One way to update one model."""
-
-    model: str
-    way: str
-    """Name of it, a key of `ways`."""
-    versions: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of ``metrics.jsonl`` of the measured versions."""
-    failure: str | None = None
-
-    def column(self, name: str) -> list[float]:
-        return [float(version[name]) for version in self.versions if version.get(name) is not None]
-
-    @property
-    def stalls(self) -> list[float]:
-        """Seconds that the trainer waited after gather; a validation is none."""
-        waited, validated = self.column("param_update/trainer_stall_s"), self.column("validation/stall_s")
-        return [all_of_it - part for all_of_it, part in zip(waited, validated, strict=True)]
-
-    def figures(self) -> dict[str, Any]:
-        gathered, stalled = self.column("param_update/gather_s"), self.column("param_update/rollout_stall_s")
-        took = [gather + stall for gather, stall in zip(gathered, self.stalls, strict=True)]
-        changed = self.column("param_update/changed_ratio")
-        total, sent = sum(self.column("time/seconds")), self.column("param_update/bytes")
-        return {
-            "version s": total / len(self.versions),
-            **{f"{phase} ms": 1e3 * median(self.column(f"param_update/{phase}_s")) for phase in PHASES},
-            "sent MB": sum(sent) / len(sent) / 1e6,
-            "sent of full": Share(1 - sum(self.column("param_update/bytes_saved")) / len(sent)),
-            "changed": Share(median(changed)) if changed else None,
-            "trainer stall ms": 1e3 * median(self.stalls),
-            "of the trainer": Share(sum(self.stalls) / total),
-            "rollout stall ms": 1e3 * median(stalled),
-            "of the rollout": Share(sum(stalled) / total),
-            "gather and stall ms": 1e3 * median(took),
-        }
+    # What the trainer waited after gather; a validation is none of it.
+    waited = zip(column("param_update/trainer_stall_s"), column("validation/stall_s"), strict=True)
+    stalls, stalled = [all_of_it - part for all_of_it, part in waited], column("param_update/rollout_stall_s")
+    took = [gather + stall for gather, stall in zip(column("param_update/gather_s"), stalls, strict=True)]
+    total, sent, changed = (
+        sum(column("time/seconds")),
+        column("param_update/bytes"),
+        column("param_update/changed_ratio"),
+    )
+    return {
+        "version s": total / len(versions),
+        **{f"{phase} ms": 1e3 * median(column(f"param_update/{phase}_s")) for phase in PHASES},
+        "sent MB": sum(sent) / len(sent) / 1e6,
+        "sent of full": Share(1 - sum(column("param_update/bytes_saved")) / len(sent)),
+        "changed": Share(median(changed)) if changed else None,
+        "trainer stall ms": 1e3 * median(stalls),
+        "of the trainer": Share(sum(stalls) / total),
+        "rollout stall ms": 1e3 * median(stalled),
+        "of the rollout": Share(sum(stalled) / total),
+        "gather and stall ms": 1e3 * median(took),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser(
+    chosen = parser(
         "update",
         "What updates cost.",
         models=words(SIZES),
-        versions={"type": int, "default": VERSIONS, "help": "measured in each run; default: %(default)s"},
+        versions={"type": int, "default": 6, "help": "measured in each run; default: %(default)s"},
         rounds={"type": int, "default": 1, "help": "of all runs, interleaved; default: %(default)s"},
-        only={"nargs": "+", "default": [], "metavar": "TRANSPORT[:SCHEDULE[:ENCODING]]"},
-    )
-    chosen = options.parse_args(arguments)
-    settings = ways()
-    asked = [way for way in settings if is_asked_for(way, chosen.only)]
-    if not asked:
-        options.error(f"--only: no update is like that; there are {', '.join(settings)}")
+        only={"default": "", "help": "beginning of the wanted updates' names, such as 'broadcast overlapped'"},
+    ).parse_args(arguments)
+    wanted = [(size, way) for size in chosen.models for way in ways() if way.startswith(chosen.only)]
+    measured: dict[tuple[str, str], list[dict[str, Any]]] = {one: [] for one in wanted}
+    failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
         parameters = {name: SIZES[name].make(Path(scratch) / name, characters=CHARACTERS) for name in chosen.models}
-        rows = [Row(name, way) for name in chosen.models for way in asked]
-        jobs, began = chosen.rounds * rows, time.monotonic()
-        for number, row in enumerate(jobs, 1):
+        runs = len(wanted) * chosen.rounds
+        for number, ((size, way), versions) in enumerate(turns(measured, chosen.rounds), 1):
+            say(f"[{number} of {runs}] {size} {way}")
+            groups = GROUPS[size][LONGER in way]
+            steps = groups * (WARM_UP + chosen.versions + AT_THE_END)
+            job = (f"model.path={scratch}/{size}", f"actor.ppo_mini_batch_size={groups}", *ways()[way])
             try:
-                groups = GROUPS[row.model][LONGER in row.way]
-                steps = groups * (WARM_UP + chosen.versions + AT_THE_END)
-                job = (f"model.path={scratch}/{row.model}", f"actor.ppo_mini_batch_size={groups}")
-                run = train(
-                    Path(scratch) / f"run-{number}",
-                    *job,
-                    f"rollout.total_rollout_steps={steps}",
-                    *settings[row.way],
-                    recipe=WORKLOAD,
-                )
-                row.versions += between(metrics_of(run))
+                settings = (*job, f"rollout.total_rollout_steps={steps}")
+                versions.extend(between(metrics_of(train(Path(scratch) / f"run-{number}", *settings, recipe=WORKLOAD))))
             except (Failed, HeadwayError, ValueError) as error:
-                row.failure = str(error)
-            say(f"[{number} of {len(jobs)}, {time.monotonic() - began:.0f} s] {row.model} {row.way}")
-            report("update", *tables_of(rows, parameters), show=number == len(jobs), runs=list(map(asdict, rows)))
+                failures.append(f"{size} {way}: failed: {error}")
+            tables = {
+                f"{name}: {count:,} parameters, {2 * count / 1e6:.1f} MB in bfloat16": table(
+                    {way: found for (size, way), found in measured.items() if size == name}
+                )
+                for name, count in parameters.items()
+            }
+            raw = [{"model": size, "update": way, "versions": found} for (size, way), found in measured.items()]
+            report("update", tables, failures, show=number == runs, runs=raw)
 
 
 def between(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -177,17 +142,14 @@ def between(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return updated[WARM_UP:-AT_THE_END]
 
 
-def tables_of(rows: Sequence[Row], parameters: Mapping[str, int]) -> tuple[dict[str, Rows], list[str]]:
-    """Return the tables by their titles, and what has failed."""
-    tables: dict[str, Rows] = {}
-    for name, count in parameters.items():
-        lines = {row.way: row.figures() for row in rows if row.model == name and row.versions and not row.failure}
-        plain = lines.get(PLAIN, {}).get("gather and stall ms")
-        tables[f"{name}: {count:,} parameters, {2 * count / 1e6:.1f} MB in bfloat16"] = [
-            {"update": way, **found, "÷ plain": Ratio(found["gather and stall ms"] / plain) if plain else None}
-            for way, found in lines.items()
-        ]
-    return tables, [f"{row.model} {row.way}: failed: {row.failure}" for row in rows if row.failure]
+def table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> Rows:
+    """Return a line for each way that was measured, and its time over that of the plain one."""
+    lines = {way: figures(versions) for way, versions in measured.items() if versions}
+    plain = lines.get(PLAIN, {}).get("gather and stall ms")
+    return [
+        {"update": way, **found, "÷ plain": Ratio(found["gather and stall ms"] / plain) if plain else None}
+        for way, found in lines.items()
+    ]
 
 
 if __name__ == "__main__":

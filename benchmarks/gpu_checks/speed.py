@@ -1,9 +1,8 @@
 """How fast: a random model of Qwen2.5-0.5B's shape, trained and decoded, beside what one would write first.
 
-    training    FsdpEngine, also with recomputation and with compiled layers; Hugging Face's module under autocast
-    decoding    the native engine, also with top-p and without CUDA graphs; ``transformers.generate``
-
-    steps       a decode step, a train step, a prefill, an interrupt: where their time goes
+    training    FsdpEngine; Hugging Face's module under autocast
+    decoding    the native engine; ``transformers.generate``
+    steps       a decode step, a train step: where their time goes
 
 One after the other in one process, each with the device for itself. The only thing that can be wrong here is a figure
 that is not finite or an answer that is too short.
@@ -12,26 +11,24 @@ that is not finite or an answer that is too short.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_checks.engine import core_of, finish, profiled, recorder_of
+from benchmarks.gpu_checks.engine import core_of, profiled, recorder_of
 from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION, on_device, requests
 from benchmarks.gpu_checks.setting import Finding, Findings, Setting, one_rank_group, require
 from benchmarks.rollout_engines import Engine, Generate, Native, Request
 from benchmarks.runner import timed
 from benchmarks.shapes import Shape, group_rows, work
 from benchmarks.train_sides import Plain, train_engine
-from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
+from headway.data.interfaces.rollout import GenerateRequest
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
-from headway.engines.rollout.native.native_core import EngineCore
 
 PEAKS = {
     "B200": 2250.0,
@@ -80,33 +77,17 @@ def model_folder(setting: Setting) -> Path:
 def training_speed(setting: Setting) -> Findings:
     """Tokens per second, MFU and memory of a training step, and of a plain one."""
     folder, (rows, budget) = model_folder(setting), step_rows(setting)
-    contenders = {
-        "headway": headway_step(setting, folder, rows, budget),
-        "plain step": partial(_plain_step, setting, folder, rows, budget),
-        "with recomputation": headway_step(setting, folder, rows, budget, enable_gradient_checkpointing=True),
-        "compiled layers": headway_step(setting, folder, rows, budget, compile=True),
-    }
-    yield from compared(setting, rows, budget, {name: ("packed", make) for name, make in contenders.items()})
-
-
-def compared(
-    setting: Setting, rows: Sequence[CollatedRow], budget: int, contenders: Mapping[str, tuple[str, Callable[[], Once]]]
-) -> Findings:
-    """Measure contenders, each with its layout of micro-batches, beside the first."""
-    peak = peak_tflops(setting)
-    tokens = sum(len(row.input_ids) for row in rows)
-    usual: tuple[str, float, float] | None = None
+    contenders = {"headway": headway_step, "plain step": plain_step}
+    peak, tokens = peak_tflops(setting), sum(len(row.input_ids) for row in rows)
+    flops, first = work("packed", rows, budget).flops(shape_of(setting)), 0.0
     with one_rank_group(setting):
-        for contender, (layout, make) in contenders.items():
-            seconds, memory = measured(setting, make)
-            flops = work(layout, rows, budget).flops(shape_of(setting))
-            first, first_seconds, first_flops = usual = usual or (contender, seconds, flops)
-            tflops = flops / seconds / 1e12
+        for contender, make in contenders.items():
+            seconds, memory = measured(setting, partial(make, setting, folder, rows, budget))
+            first, tflops = first or seconds, flops / seconds / 1e12
             text = f"{tokens / seconds:,.0f} tokens/s, {tflops:.3g} Tflop/s"
             text += f", MFU {tflops / peak:.1%} of {peak:g}" if peak else ""
             text += "" if memory is None else f", {memory:.1f} GB at most"
-            text += f", {first_seconds / seconds:.2f} × {first}" * (contender != first)
-            text += f" (arithmetic: {first_flops / flops:.2f})" * (flops != first_flops)
+            text += f", {first / seconds:.2f} × headway" * (contender != "headway")
             yield Finding(contender, text)
 
 
@@ -134,27 +115,20 @@ def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float |
     return median(seconds[1:]), None if peak is None else peak / 1e9
 
 
-def headway_step(
-    setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int, **model: Any
-) -> Callable[[], Once]:
-    """Return what makes a step of the train engine. ``model``: settings of that section."""
+def headway_step(setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int) -> Once:
+    """Return a step of the train engine."""
+    actor, model = {"ppo_max_token_len_per_gpu": budget}, {"enable_gradient_checkpointing": False}
+    engine = train_engine(folder, setting.device, 100, actor=actor, model=model)
 
-    def make() -> Once:
-        sections = {"actor": {"ppo_max_token_len_per_gpu": budget}}
-        sections["model"] = {"enable_gradient_checkpointing": False, **model}
-        engine = train_engine(folder, setting.device, 100, **sections)
+    def once() -> None:
+        loss = engine.train_step(rows, StepContext()).metrics["loss"]
+        require(bool(np.isfinite(loss)), f"headway's step has a loss of {loss}")
 
-        def once() -> None:
-            loss = engine.train_step(rows, StepContext()).metrics["loss"]
-            require(bool(np.isfinite(loss)), f"headway's step has a loss of {loss}")
-
-        return once
-
-    return make
+    return once
 
 
-def _plain_step(setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int) -> Once:
-    """All rows are equally long, so that nothing is padded."""
+def plain_step(setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int) -> Once:
+    """Return a step of a plain loop. All rows are equally long, so that nothing is padded."""
     side = Plain(folder, budget, setting.device)
     optimizer = torch.optim.AdamW(side.model.parameters(), lr=1e-6, fused=True)
 
@@ -184,18 +158,17 @@ def peak_tflops(setting: Setting) -> float | None:
 def decoding_speed(setting: Setting) -> Findings:
     """Tokens per second at 1 to 256 sequences, prompts included, by each way to decode."""
     counts, tokens = ((1, 4), 16) if setting.small else (CONCURRENT, TOKENS)
-    generated = [count for count in counts if count in GENERATED]
+    dtype = "bfloat16" if setting.on_gpu else "float32"
+    served = (model_folder(setting), max(counts), PROMPT + tokens, setting.device, dtype)
     ways: dict[str, tuple[Callable[[], Engine], Sequence[int]]] = {
-        "native": (lambda: native(setting, max(counts), PROMPT + tokens), counts),
-        "top-p": (lambda: native(setting, counts[-2], PROMPT + tokens), counts[-2:-1]),
-        "transformers.generate": (lambda: Generate(*served(setting, max(counts), PROMPT + tokens)), generated),
-        "without graphs": (lambda: native(setting, counts[-2], PROMPT + tokens, enforce_eager=True), counts[-2:-1]),
+        "native": (lambda: Native(*served, max_batched_tokens=8192), counts),
+        "transformers.generate": (lambda: Generate(*served), [count for count in counts if count in GENERATED]),
     }
     native_rates: dict[int, float] = {}
     for way, (load, of_way) in ways.items():
         setting.give_back()
         setting.kind.reset_peak(setting.device)
-        for count, rate in _decoded(setting, load(), of_way, tokens, 0.95 if way == "top-p" else 1.0):
+        for count, rate in _decoded(setting, load(), of_way, tokens):
             native_rates.setdefault(count, rate)
             beside = "" if way == "native" else f" ({rate / native_rates[count]:.2f} × native)"
             yield Finding(way, f"{count}: {rate:,.0f} tokens/s{beside}")
@@ -203,24 +176,13 @@ def decoding_speed(setting: Setting) -> Findings:
             yield Finding(way, f"{peak / 1e9:.1f} GB at most")
 
 
-def served(setting: Setting, slots: int, context: int) -> tuple[Path, int, int, str, str]:
-    """Arguments of an engine that serves the model."""
-    return model_folder(setting), slots, context, setting.device, "bfloat16" if setting.on_gpu else "float32"
-
-
-def native(setting: Setting, slots: int, context: int, **more: Any) -> Native:
-    return Native(*served(setting, slots, context), max_batched_tokens=8192, **more)
-
-
-def _decoded(
-    setting: Setting, engine: Engine, counts: Sequence[int], tokens: int, top_p: float
-) -> Iterator[tuple[int, float]]:
+def _decoded(setting: Setting, engine: Engine, counts: Sequence[int], tokens: int) -> Iterator[tuple[int, float]]:
     """Yield numbers of sequences, and their tokens per second. ``engine`` is closed at the end."""
     noise = np.random.default_rng(0)
     try:
         for count in counts:
             prompts = noise.integers(1, shape_of(setting).vocabulary, (count, PROMPT)).tolist()
-            asked, lengths = [Request(tuple(ids), tokens, top_p) for ids in prompts], list[int]()
+            asked, lengths = [Request(tuple(ids), tokens) for ids in prompts], list[int]()
 
             def once(asked: Sequence[Request] = asked, lengths: list[int] = lengths) -> None:
                 lengths[:] = engine.run(asked)
@@ -238,70 +200,40 @@ def _decoded(
 
 
 def steps(setting: Setting) -> Findings:
-    """Profile a decode step, an interrupt, a prefill of mixed lengths, and a train step."""
-    yield from _decode_steps(setting)
+    """Profile a decode step and a train step."""
+    yield _decode_step(setting)
     setting.give_back()
     with one_rank_group(setting):
         rows, budget = step_rows(setting)
-        once = headway_step(setting, model_folder(setting), rows, budget)()
+        once = headway_step(setting, model_folder(setting), rows, budget)
         once()
-        yield _found(setting, "train step", f"{sum(len(row.input_ids) for row in rows)} tokens", once, 1)[0]
+        yield _found(setting, "train step", f"{sum(len(row.input_ids) for row in rows)} tokens", once, 1)
 
 
-def _decode_steps(setting: Setting) -> Findings:
+def _decode_step(setting: Setting) -> Finding:
     model = on_device(model_folder(setting), setting, torch.bfloat16 if setting.on_gpu else torch.float32)
-    count, unit = (4, 16) if setting.small else (64, 64)
+    count = 4 if setting.small else 64
     core = core_of(setting, model, recorder_of(setting), slots=max(count, 16), batched=16_384, context=2048)
+
+    def advance() -> None:
+        for _ in range(DECODE_STEPS):
+            core.step()
+
     with torch.inference_mode():
         # As many tokens as leave all within one span of recorded steps, whatever is measured.
         asked = requests([PROMPT] * count, shape_of(setting).vocabulary, tokens=4 * DECODE_STEPS + 32)
         sampling = asked[0].sampling
         calls = [GenerateRequest(r.number, r.prompt.trajectory_id(0), r.prompt.token_ids, sampling) for r in asked]
         core.submit("check", calls)
-        _advance(core, 2 * DECODE_STEPS)
-        found, step = _found(
-            setting, "decode step", f"{count} sequences", lambda: _advance(core, DECODE_STEPS), DECODE_STEPS
-        )
-        yield found
-        cost = timed(lambda: _interrupted(setting, core))
-        text = f"{count} contexts of {PROMPT + 4 * DECODE_STEPS} tokens decode again after {cost * 1e3:.1f} ms"
-        yield Finding("interrupt", f"{text} (a step: {step * 1e3:.1f} ms)")
-        core.forget("check")
-        mixed = requests([unit * k for k in range(1, 17)], shape_of(setting).vocabulary, tokens=1)
-        tokens = sum(len(request.prompt.token_ids) for request in mixed)
-        alike = requests([tokens // 16] * 16, shape_of(setting).vocabulary, tokens=1)
-        seconds = []
-        for some in (mixed, alike):
-            finish(core, some)
-            core.activate(core.version + 1, lambda: None)  # what was kept of the contexts is given up
-            seconds.append(timed(lambda some=some: (finish(core, some), setting.wait())))
-            core.activate(core.version + 1, lambda: None)
-        layers, attention = shape_of(setting).layers, profiled(setting, lambda: finish(core, mixed)).attention
-        text = f"{tokens / seconds[0]:,.0f} tokens/s, {seconds[1] / seconds[0]:.2f} × 16 of one length"
-        yield Finding("16 prompts of 16 lengths", f"{text}; {layers} layers: {attention}")
+        advance()
+        advance()
+        return _found(setting, "decode step", f"{count} sequences", advance, DECODE_STEPS)
 
 
-def _found(setting: Setting, name: str, what: str, work: Once, count: int) -> tuple[Finding, float]:
-    """Time ``work`` of ``count`` steps, then profile it; returns the seconds of a step, too."""
+def _found(setting: Setting, name: str, what: str, work: Once, count: int) -> Finding:
+    """Time ``work`` of ``count`` steps, then profile it."""
     seconds = timed(lambda: (work(), setting.wait())) / count
     seen = profiled(setting, work, count)
     unit = "kernels" if setting.on_gpu else "operations"
     text = f"{seconds * 1e3:.1f} ms, {what}; {seen.launched:.0f} {unit} take {seen.device_seconds * 1e3:.1f} ms; "
-    return Finding(name, f"{text}{seen.attention}", seen.lines), seconds
-
-
-def _advance(core: EngineCore, steps: int) -> None:
-    for _ in range(steps):
-        core.step()
-
-
-def _interrupted(setting: Setting, core: EngineCore) -> None:
-    """Interrupt all that decodes, and go on until each has another token."""
-    core.stats()
-    paused = core.pause(OnUpdate.INTERRUPT)
-    require(paused.interrupted > 0, "nothing decoded that could be interrupted")
-    core.resume()
-    core.step()
-    while core.stats().waiting:
-        core.step()
-    setting.wait()
+    return Finding(name, f"{text}{seen.attention}", seen.lines)

@@ -3,7 +3,7 @@
 reference  Hugging Face's module, one row at a time, torch.optim.AdamW        (CPU, float64)
 checked    FsdpEngine: padded micro-batches, chunked log-probs, FSDP2         (the device, float32 and bfloat16)
 
-Layouts of rows give the gradient of single rows, whatever they are; how fast each of them trains is measured, too:
+Layouts of rows give the gradient of single rows, whatever they are:
 
 padded     a micro-batch's rows, as long as the longest
 packed     one line without padding
@@ -29,9 +29,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import checked_shape, peaked_model
 from benchmarks.gpu_checks.setting import CheckFailed, Finding, Findings, Setting, one_rank_group, require
-from benchmarks.gpu_checks.speed import LARGE_GPU_GB, compared, headway_step, model_folder, shape_of, step_rows
+from benchmarks.gpu_checks.speed import headway_step, shape_of, step_rows
 from benchmarks.runner import timed
-from benchmarks.shapes import Shape, group_rows, long_tailed, random_row
+from benchmarks.shapes import Shape, random_row
 from benchmarks.train_sides import UNLIMITED, distance, train_engine
 from headway.config.sections.learning import OptimConfig
 from headway.data.interfaces.training import StepContext
@@ -358,17 +358,6 @@ def windowed(folder: Path) -> Path:
     return copy
 
 
-def speed(setting: Setting) -> Findings:
-    """Tokens per second and memory of a training step by layout, and what arithmetic allows."""
-    folder, shape = model_folder(setting), shape_of(setting)
-    large = (setting.kind.total_memory(setting.device) or 0) > LARGE_GPU_GB * 1e9
-    length, budget = (64, 256) if setting.small else (512, 8192 if large else 4096)
-    answers = np.random.default_rng(0).permutation(long_tailed(2 * N, 2, length)).tolist()
-    rows = group_rows([length] * 2, answers, shape.vocabulary)
-    steps = {layout: (layout, headway_step(setting, folder, rows, budget, packing=layout)) for layout in LAYOUTS}
-    yield from compared(setting, rows, budget, steps)
-
-
 def grouped(rows: Sequence[CollatedRow], shape: Shape) -> list[CollatedRow]:
     """Return the answers of ``rows`` as those of groups of `N`, behind a prompt that each group shares."""
     noise, made = np.random.default_rng(2), []
@@ -407,10 +396,8 @@ def kernels(setting: Setting) -> Findings:
         layer = replace(shape_of(setting), name="one-layer", layers=1)
         with torch.device(setting.device):
             layer.random("qwen2").to(torch.bfloat16).save_pretrained(setting.scratch / layer.name)
-        for compiled in (False, True):
-            step = headway_step(setting, setting.scratch / layer.name, *step_rows(setting), compile=compiled)()
-            name = "compiled layers" if compiled else "head size 64"
-            yield Finding(name, f"0.5 B {timed(step):.0f} s")
+        step = headway_step(setting, setting.scratch / layer.name, *step_rows(setting))
+        yield Finding("head size 64", f"0.5 B {timed(step):.0f} s")
 
 
 def _taken(

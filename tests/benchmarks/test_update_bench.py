@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.table import markdown
-from benchmarks.update import PHASES, PLAIN, Row, between, is_asked_for, tables_of, ways
+from benchmarks.update import PHASES, PLAIN, between, figures, table, ways
 
 
 def version(number: int, **changes: Any) -> dict[str, Any]:
@@ -29,15 +29,15 @@ def test_a_run_with_too_few_versions_is_refused() -> None:
 
 
 def test_stalls_are_shares_of_the_measured_time_and_a_validation_is_none() -> None:
-    figures = Row("25m", PLAIN, [version(3), version(4)]).figures()
-    assert (figures["trainer stall ms"], figures["of the trainer"]) == (2000.0, pytest.approx(0.2))
-    assert (figures["rollout stall ms"], figures["of the rollout"]) == (500.0, pytest.approx(0.05))
-    assert figures["gather and stall ms"] == 3000.0
+    found = figures([version(3), version(4)])
+    assert (found["trainer stall ms"], found["of the trainer"]) == (2000.0, pytest.approx(0.2))
+    assert (found["rollout stall ms"], found["of the rollout"]) == (500.0, pytest.approx(0.05))
+    assert found["gather and stall ms"] == 3000.0
 
 
 def test_bytes_are_compared_with_those_of_a_full_version() -> None:
-    figures = Row("25m", "broadcast synchronous delta", [version(3), version(4)]).figures()
-    assert (figures["sent MB"], figures["sent of full"], figures["changed"]) == (1.0, 0.25, 0.25)
+    found = figures([version(3), version(4)])
+    assert (found["sent MB"], found["sent of full"], found["changed"]) == (1.0, 0.25, 0.25)
 
 
 def test_everything_that_the_doctor_permits_is_compared_once() -> None:
@@ -47,21 +47,8 @@ def test_everything_that_the_doctor_permits_is_compared_once() -> None:
     assert not {"disk synchronous delta", "local synchronous full"} & {*names}
 
 
-def test_only_what_was_asked_for_is_run() -> None:
-    way = "broadcast overlapped delta"
-    assert is_asked_for(way, []) and is_asked_for(way, ["disk", "broadcast:overlapped"])
-    assert not is_asked_for(way, ["broadcast:overlapped:full"])
-
-
-def test_the_table_compares_updates_with_the_plain_one_and_says_what_failed() -> None:
-    rows = [
-        Row("25m", PLAIN, [version(3)]),
-        Row("25m", f"{PLAIN} 4 replicas", [version(3, **{"param_update/trainer_stall_s": 6.0})]),
-        Row("25m", "disk synchronous full", failure="the disk is full"),
-        Row("25m", "shared_memory synchronous full"),
-    ]
-    tables, notes = tables_of(rows, {"25m": 25_000_000})
-    (table,) = tables.values()
-    assert [row["÷ plain"] for row in table] == [1.0, 2.0]
-    assert "| broadcast synchronous full | 10 | 1,000 |" in markdown(table)
-    assert notes == ["25m disk synchronous full: failed: the disk is full"]
+def test_the_table_compares_updates_with_the_plain_one() -> None:
+    four = [version(3, **{"param_update/trainer_stall_s": 6.0})]
+    rows = table({PLAIN: [version(3)], f"{PLAIN} 4 replicas": four, "disk overlapped": []})
+    assert [row["÷ plain"] for row in rows] == [1.0, 2.0]
+    assert "| broadcast synchronous full | 10 | 1,000 |" in markdown(rows)
