@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headway.planner.measurement.cost_fitting import OverlapSample, fit_slowdown
+from headway.planner.measurement.cost_fitting import fit_slowdown
 from headway.planner.measurement.run_profiler import profile_run
 from headway.planner.profiles.costs import Contention
 from headway.planner.profiles.job_profile import ContentionProfile, RolloutProfile
@@ -104,25 +104,23 @@ def test_a_step_that_was_cancelled_slows_nobody_down_any_more() -> None:
 
 
 def test_a_slowdown_is_found_from_stretches_with_different_shares() -> None:
-    measured = [OverlapSample(share, 2.0 * (1 + 0.5 * share), size=8, weight=1) for share in (0.0, 0.2, 0.7, 1.0)] * 3
+    measured = [(share, 2.0 * (1 + 0.5 * share), 8, 1) for share in (0.0, 0.2, 0.7, 1.0)] * 3
     assert fit_slowdown(measured) == pytest.approx(1.5)
 
 
 def test_large_work_that_has_larger_shares_is_not_taken_for_slowed_down() -> None:
-    measured = [
-        OverlapSample(share, 1.0 + size, size, weight=1) for size, share in ((1, 0.0), (5, 0.5), (9, 1.0), (9, 0.9))
-    ]
+    measured = [(share, 1.0 + size, size, 1) for size, share in ((1, 0.0), (5, 0.5), (9, 1.0), (9, 0.9))]
     assert fit_slowdown(measured * 3) == pytest.approx(1.0)
 
 
 def test_stretches_that_are_all_alike_say_nothing() -> None:
-    assert fit_slowdown([OverlapSample(0.0, 1.0, 1, 1)] * 20) is None
-    assert fit_slowdown([OverlapSample(1.0, 1.0, 1, 1)] * 20) is None
-    assert fit_slowdown([OverlapSample(0.0, 1.0, 1, 1), OverlapSample(1.0, 2.0, 1, 1)]) is None
+    assert fit_slowdown([(0.0, 1.0, 1, 1)] * 20) is None
+    assert fit_slowdown([(1.0, 1.0, 1, 1)] * 20) is None
+    assert fit_slowdown([(0.0, 1.0, 1, 1), (1.0, 2.0, 1, 1)]) is None
 
 
 def test_what_is_faster_beside_the_other_side_is_not_slowed_down() -> None:
-    assert fit_slowdown([OverlapSample(0.0, 2.0, 1, 1), OverlapSample(1.0, 1.0, 1, 1)] * 10) == 1.0
+    assert fit_slowdown([(0.0, 2.0, 1, 1), (1.0, 1.0, 1, 1)] * 10) == 1.0
 
 
 def test_contention_is_found_again_in_a_simulated_run_and_so_are_the_costs_without_it(tmp_path: Path) -> None:

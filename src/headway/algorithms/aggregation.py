@@ -132,4 +132,5 @@ def token_weights(
     weights_NT = AGGREGATIONS.get(mode)(
         mask, length_N1, total_tokens=total_tokens, total_sequences=total_sequences, **constant
     )
+    # A user's own aggregation may leave NaN at masked tokens: a product with 0 would keep it.
     return torch.where(mask, weights_NT, 0.0)

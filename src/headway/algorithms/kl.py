@@ -71,6 +71,7 @@ def kl_penalty(
     if behaviour_logprobs is not None:
         raise ConfigError(f"actor.kl_loss_type={kind}: '+' and importance weights both mend the gradient; use one")
     through_NT = _value(d_NT, "k2")
+    # The second term is 0, and has the gradient of k2.
     return _value(d_NT.detach(), kind) + (through_NT - through_NT.detach())
 
 

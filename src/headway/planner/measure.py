@@ -117,6 +117,7 @@ class StepMeter:
         self._stopped = False
 
     def on_event(self, event: Event) -> None:
+        # Before the event counts: the step that ends the fill is no part of the window.
         measuring = bool(self._ends) and not self._stopped
         match event:
             case RunStarted():

@@ -174,6 +174,7 @@ def _climb(splits: Sequence[PlanSetting], place: int, step_s: Mapping[PlanSettin
     """Yield the split at ``place`` with its neighbours, then those of the quickest, until no neighbour is quicker."""
     while True:
         near = range(max(0, place - 1), min(place + 2, len(splits)))
+        # The place itself first: time may be out before its neighbours.
         for at in sorted(near, key=lambda at: at != place):
             if splits[at] not in step_s:
                 yield splits[at]

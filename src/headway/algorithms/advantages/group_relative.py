@@ -173,6 +173,7 @@ def grpo_passk(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Ten
     order_S, rank_S = groups.ascending(scores_S)
     best_S = (rank_S == groups.sizes.long()[groups.index[order_S]] - 1) & (rank_S > 0)
     sorted_S = scores_S[order_S]
+    # `roll` brings another group's score to each group's lowest answer, which is never its best.
     lead_S = torch.where(best_S, sorted_S - sorted_S.roll(1), 0.0)
     if normalize_by_std:
         lead_S = lead_S / (groups.std(scores_S)[groups.index[order_S]] + STD_EPS)

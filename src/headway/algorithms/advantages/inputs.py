@@ -262,6 +262,7 @@ def per_token(
     if mask is not None:
         rows = rows[:, None].expand(mask.shape) if rows.ndim == 1 else rows
         width = min(rows.shape[1], mask.shape[1])
+        # A user's own estimator may give more tokens than the mask has, or fewer.
         rows = torch.where(mask[:, :width], rows[:, :width], 0.0)
     if rows.ndim == 1:
         return [row.expand(length) for row, length in zip(rows, lengths.tolist(), strict=True)]
@@ -279,6 +280,7 @@ def _check_finite(values: Tensor, what: str) -> None:
 
 
 def _of_tokens(values: Tensor, counts: Tensor, what: str) -> Tensor:
+    # `where`, not a product: what does not count may be NaN.
     result_ST = torch.where(counts, values.double(), 0.0)
     finite_ST = result_ST.isfinite()
     if not finite_ST.all():

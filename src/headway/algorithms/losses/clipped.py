@@ -256,6 +256,7 @@ def _draw(candidates_NT: Bool[Tensor, "N T"], count: int, *, seed_from: Float[Te
     places_K = candidates_NT.flatten().nonzero().squeeze(1)
     if places_K.numel() > count:
         bits = int(seed_from.sum().view(torch.int64))
+        # On the CPU, so that every device draws the same tokens.
         generator = torch.Generator().manual_seed(bits % 2**63)
         places_K = places_K[torch.randperm(places_K.numel(), generator=generator)[:count].to(places_K.device)]
     drawn_NT = torch.zeros_like(candidates_NT)

@@ -68,6 +68,7 @@ def fit_line(sizes: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None = N
     if total <= 0:
         return LinearCost(0.0, 0.0, separated=False)
     slope, error = _slope(x, y, w)
+    # By the total, not by the means of the fit: a simulation adds up thousands of steps.
     fixed = (total - slope * size) / float(w.sum())
     separated = slope > SIGNIFICANT * error
     if separated and fixed >= 0:
@@ -133,15 +134,9 @@ def without_outliers(measured: Iterable[T], cost: Callable[[T], float]) -> list[
     return [item for item in items if cost(item) <= limit]
 
 
-@dataclass(frozen=True, slots=True)
-class OverlapSample:
-    """Work of one kind that took ``seconds``, in a ``share`` of which the other side computed."""
-
-    share: float
-    seconds: float
-    size: float
-    """The size of the work in tokens, on which its seconds depend, too."""
-    weight: float
+OverlapSample = tuple[float, float, float, float]
+"""Work of one kind: the share of its seconds in which the other side computed, the seconds, its size in tokens, and its
+weight."""
 
 
 def fit_slowdown(measured: Iterable[OverlapSample]) -> float | None:
@@ -150,13 +145,11 @@ def fit_slowdown(measured: Iterable[OverlapSample]) -> float | None:
 
     By weighted least squares of seconds on share and size together, since large work may well have other shares.
     """
-    usual = without_outliers(measured, lambda item: item.seconds)
-    shares = np.array([item.share for item in usual])
+    usual = without_outliers(measured, lambda sample: sample[1])
+    shares, seconds, sizes, weights = np.array(usual, float).reshape(-1, 4).T
     if len(usual) < FEWEST_FOR_SLOWDOWN or shares.std() < LEAST_SPREAD_OF_SHARES:
         return None
-    weights = np.sqrt([item.weight for item in usual])
-    seconds = np.array([item.seconds for item in usual])
-    sizes = np.array([item.size for item in usual])
+    weights = np.sqrt(weights)
     columns = np.column_stack([np.ones_like(shares), shares, sizes - sizes.mean()][: 3 if sizes.std() > 0 else 2])
     weighted = columns * weights[:, None]
     inverse = np.linalg.pinv(weighted.T @ weighted)
@@ -286,9 +279,7 @@ class Overlap:
 
     def _training_slowdown(self) -> float | None:
         steps = [step for step in self._recording.warm(self._recording.training.steps) if step.tokens]
-        return fit_slowdown(
-            OverlapSample(self._beside_generation(step), step.seconds, step.tokens, weight=1.0) for step in steps
-        )
+        return fit_slowdown((self._beside_generation(step), step.seconds, step.tokens, 1.0) for step in steps)
 
     def _generation_slowdown(self) -> float | None:
         """Fit generation's slowdown to steps with one number of active sequences, the one that most reports have."""
@@ -296,7 +287,7 @@ class Overlap:
         counts = Counter(sample.active for _, sample in samples)
         most = max(counts, key=lambda active: (counts[active], active), default=0)
         return fit_slowdown(
-            OverlapSample(self._share_of(report.busy), sample.step_s, sample.cached, weight=sample.steps)
+            (self._share_of(report.busy), sample.step_s, sample.cached, sample.steps)
             for report, sample in samples
             if sample.active == most
         )

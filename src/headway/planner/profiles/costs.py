@@ -170,6 +170,7 @@ class Contention:
         try:
             while True:
                 factor = self._profile.train if self._computing else 1.0
+                # Read before the wait: it is replaced by another one as soon as it is set.
                 began, changed = loop.time(), self._changed
                 try:
                     async with asyncio.timeout(seconds * factor):

@@ -123,6 +123,7 @@ def _uniform(key: int, index: int) -> float:
 
 def _mix(value: int) -> int:
     """Hash any integer to 64 bits that look random."""
+    # + 1, or 0 would hash to 0, and so would a key of zeros.
     value = (value + 1) * _GAMMA & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK

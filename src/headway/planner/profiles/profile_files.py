@@ -123,6 +123,7 @@ class _Loader(SafeLoader):
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
             seen.add(key.value)
+            # YAML 1.1 makes booleans or numbers of some names, such as `on`.
             key.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep=deep)
 

@@ -130,6 +130,7 @@ class ProcessorSharing:
         segment, service = self._segments, self._service
         for run in runs:
             run.segment, run.joined, run.cached = segment, service, True
+            # Serials differ, so that the heaps never compare runs.
             heapq.heappush(self._ends, (service + run.length - run.tokens, run.serial, segment, run))
             if self._limit is not None:
                 heapq.heappush(self._youngest, (not run.training, -run.serial, segment, run))
@@ -141,6 +142,7 @@ class ProcessorSharing:
     def leave(self, run: SimulatedCall, version: int) -> None:
         """Stop ``run``; it keeps its whole tokens, and a fraction of a token is lost."""
         service = self._service - run.joined
+        # Before `_remove`, after which the run is in no stretch and has gained nothing.
         whole = self.gained(run)
         self.sampled -= service - whole
         self._remove(run, service)
@@ -149,6 +151,7 @@ class ProcessorSharing:
     def leave_all(self, version: int) -> list[SimulatedCall]:
         """Everything stops; in order of submission."""
         decoding = (run for _, _, segment, run in self._ends if run.segment == segment)
+        # All of them first: the last one that leaves clears the heap.
         runs = sorted(decoding, key=lambda run: run.serial)
         for run in runs:
             self.leave(run, version)
@@ -174,6 +177,7 @@ class ProcessorSharing:
             heapq.heappop(ends)
         target = ends[0][0]
         if self._limit is not None:
+            # The cache may be full already, and service never goes back.
             target = max(min(target, self._full_at()), self._service)
         self._target = target
         return self.cost.seconds(self.active, self._kv, target - self._service)
@@ -182,6 +186,7 @@ class ProcessorSharing:
         """Decode from ``since`` to ``now``, before the next event."""
         if self.active:
             steps = self.cost.steps(self.active, self._kv, now - since)
+            # Not beyond the target: by rounding, a call would end before its own event.
             self._move(min(self._service + steps, self._target), since, now)
 
     def decode_to_next(self, since: float, now: float) -> None:
@@ -196,6 +201,7 @@ class ProcessorSharing:
             _, _, segment, run = heapq.heappop(ends)
             if run.segment == segment:
                 tokens = run.length - run.tokens
+                # Before `gain`: the cache has the context that the run joined with.
                 self._remove(run, tokens)
                 run.gain(tokens, version)
                 completed.append(run)

@@ -122,6 +122,7 @@ class DecodingReplica:
     def abort(self, client: str, numbers: Sequence[int]) -> None:
         """End these calls of ``client`` as they are."""
         now = self._settle()
+        # Each once: a call whose number is given twice would be finished twice.
         named = (self._runs.get((client, number)) for number in dict.fromkeys(numbers))
         self._abort([run for run in named if run is not None], now)
 
@@ -320,6 +321,7 @@ class DecodingReplica:
         self._timer = asyncio.get_running_loop().call_at(when, self._on_timer) if when < math.inf else None
 
     def _on_timer(self) -> None:
+        # First: `_set_timer` would take a timer of the same time for one that is still to come.
         self._timer = None
         now = asyncio.get_running_loop().time()
         if self._prefill_matters:

@@ -172,6 +172,7 @@ class SimulatedRollout:
         """Returns when nothing decodes any more. A later pause may be stricter than the one in force, never weaker."""
         self._check_alive()
         interrupted = self._replica.pause(policy)
+        # The event of this pause: `resume` sets it, and makes another one for the next.
         stopped = self._replica.stopped
         await stopped.wait()
         self._check_alive()
@@ -232,6 +233,7 @@ class SimulatedRollout:
         with self._standing_still("sleep"):
             self._replica.free_cache()
             self._asleep = True
+            # Before the wait: whoever gives the call up meanwhile still has an engine that sleeps.
             self._whole = keep_weights
             await self._while_alive(asyncio.sleep(self._sleep_s))
 

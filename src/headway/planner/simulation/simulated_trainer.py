@@ -178,7 +178,7 @@ class SimulatedTrainer:
                 f"gather of version {version} would overwrite version {self._copy}, which is being sent to "
                 f"{self._sending} replica(s); wait for them first"
             )
-        self._copy = None
+        self._copy = None  # before the wait: nothing may be sent from a copy that is half of each version
         await self._compute("gather", self._gather_s)
         self._copy = version
         return GatherReport(self._gather_s, self._nbytes)
