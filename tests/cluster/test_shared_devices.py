@@ -41,4 +41,6 @@ def test_only_a_replica_in_the_process_of_a_training_rank_shares_its_device(monk
     monkeypatch.setattr("headway.cluster.roles.rollout_role.ActorRole", lambda **common: Mock())
     monkeypatch.setattr("headway.cluster.roles.rollout_role.RolloutRole", lambda **common: made.append(common))
     FusedRole(actor={}, rollout={"name": "rollout-0"}, name="actor-0")
-    assert made == [{"name": "rollout-0", "shares_device": True}]
+    FusedRole(actor={}, rollout={"name": "rollout-0"}, name="actor-0+2")
+    assert [role["name"] for role in made] == ["rollout-0", "rollout-0+2"]
+    assert all(role["shares_device"] for role in made)

@@ -298,6 +298,30 @@ def test_a_reference_log_probs_and_a_critic_are_started_again_inside_the_run_bit
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("holder", "killed"), [("train", "actor-1"), ("generate", "actor-0")])
+def test_on_shared_devices_ranks_and_replicas_are_started_again_together_bit_for_bit(
+    recipe: Path, tmp_path: Path, holder: str, killed: str
+) -> None:
+    """Starts Ray twice, and two ranks twice: the first one in a process with the replica."""
+    settings = ("mode=colocate_sync", "trainer.save_freq=3", "cluster.backend=ray", "trainer.n_gpus_per_node=2")
+    train(recipe, tmp_path / "undisturbed", *settings)
+    run_dir = tmp_path / "run"
+    process = start("-m", "headway", "train", str(recipe), *settings, f"run.dir={run_dir}")
+    wait_for(f'"holder": "{holder}"', process, run_dir, times=2)
+    os.kill(next(pid for pid in descendants(process.pid) if killed in title(pid)), signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    assert weights(run_dir / "model") == weights(tmp_path / "undisturbed" / "model")
+    told, expected = summary(run_dir), summary(tmp_path / "undisturbed")
+    assert (told["trainer_restarts"], told["resumed"], told["balanced"]) == (1, 0, True)
+    assert (told["groups"], told["eval"]) == (expected["groups"], expected["eval"])
+    assert [event["role"] for event in events(run_dir, "ranks.lost")] == ["actor"]
+    lost, joined = events(run_dir, "replica.lost"), events(run_dir, "replica.joined")
+    assert [event["replica"] for event in lost] == ["rollout-0"]
+    assert [event["replica"] for event in joined] == ["rollout-0+1"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("keeper", ["there", "lost"])
 def test_a_training_rank_that_dies_goes_back_to_its_snapshot_bit_for_bit(
     recipe: Path, undisturbed: Path, tmp_path: Path, keeper: str

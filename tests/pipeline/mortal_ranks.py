@@ -17,6 +17,7 @@ from headway.planner.simulation.simulated_trainer import SimulatedTransport
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import concurrently
 from tests.pipeline.fake_policies import FakeCritic, FakeLogProb, FakeReceiver, FakeReference, FakeTrainer
+from tests.pipeline.fakes import FakeRollout
 
 R = TypeVar("R")
 Weights = tuple[tuple[Any, ...], ...]
@@ -37,15 +38,22 @@ class Mortal:
         """Answers nothing, as a process that was stopped."""
         self.looks: ProcessLook | None = None
         """State of its process, by its machine's system."""
+        self.replicas: list[FakeRollout] = []
+        """Those in its processes, which die with it."""
+        self.start_replicas: Callable[[int], list[FakeRollout]] | None = None
+        """Makes others at its restart of that number; None where replicas have processes of their own."""
         self._death: WorkerDied | None = None
         self._ended = asyncio.Event()
 
     def restartable(self, seconds: float) -> RestartableRanks:
-        return RestartableRanks(lambda: [self], self.died, lambda: self.restart(seconds))
+        replicas = None if self.start_replicas is None else lambda: self.replicas
+        return RestartableRanks(lambda: [self], self.died, lambda: self.restart(seconds), replicas)
 
     def die(self) -> None:
         self._death = self._death or WorkerDied(f"worker {self.name} died: its process ended")
         self._ended.set()
+        for replica in self.replicas:
+            replica.die(self._death)
 
     async def died(self) -> NoReturn:
         await concurrently([self._died(), self._given_up()])
@@ -71,6 +79,8 @@ class Mortal:
         self.restarts += 1
         self._death, self._ended, self.silent = None, asyncio.Event(), False
         await self._reset()
+        if self.start_replicas is not None:
+            self.replicas = self.start_replicas(self.restarts)
 
     async def heartbeat(self) -> Heartbeat:
         if self.silent:

@@ -268,6 +268,8 @@ class Scenario:
     """Where samples go; None for a run without any."""
     trainer_start_s: float | None = None
     """What it takes to start ranks in the place of lost ones; None where none can be started."""
+    in_one_process: bool = False
+    """Replicas are in the processes of the training ranks, and live and die with them."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -315,6 +317,10 @@ class Scenario:
         rollouts = [self.replica(f"rollout-{i}", transport) for i in range(self.replicas)]
         made = FakeTrainer if self.trainer_start_s is None else MortalTrainer
         trainer = made(transport, update=self.update, **self.trainer)
+        if self.in_one_process:
+            assert isinstance(trainer, MortalTrainer)
+            trainer.life.replicas = rollouts[:]
+            trainer.life.start_replicas = lambda restart: self._replicas_again(run, restart)
         recorder = Recorder()
         hosting = None if self.hosting is None else self.hosting(self.config)
         run: Run
@@ -395,6 +401,11 @@ class Scenario:
             await asyncio.wait([beside])
         run.tasks_left = [t.get_name() for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         return run
+
+    def _replicas_again(self, run: Run, restart: int) -> list[FakeRollout]:
+        made = [self.replica(f"rollout-{i}+{restart}", run.transport) for i in range(self.replicas)]
+        run.rollouts += made
+        return made
 
     async def _replace_replica(self, run: Run, lost: str) -> FakeRollout:
         assert self.replica_start_s is not None

@@ -93,6 +93,72 @@ def test_on_policy_is_trained_on_the_same_batches_with_the_same_steps_as_if_noth
         assert trainer(run).weights == trainer(whole).weights
 
 
+SHARED = [("colocate_sync", {}), ("colocate_sync", {"trigger_parameter_sync_step": 3}), ("colocate_async", {})]
+
+
+def on_shared_devices(mode: str, settings: dict[str, Any], *moments: float, **further: Any) -> Scenario:
+    engine = {"double_buffered": False}
+    given = {"in_one_process": True, "supervised": True, "engine": engine, "problems": 3, "replicas": 2, **further}
+    return scenario(mode, *moments, async_training=settings, **given)
+
+
+def check_shared(run: Run) -> Run:
+    """As `check`; replicas are lost with the ranks and at no other time, and none decodes with a trainer's turn."""
+    lost, ranks = [event.replica for event in run.of(ReplicaLost)], run.of(RanksLost)
+    assert len(lost) == len(set(lost)) and set(lost) <= {replica.name for replica in run.rollouts}
+    assert len(lost) <= 2 * len(ranks) + 2 * (trainer(run).life.restarts - len(ranks))
+    run.events[:] = [event for event in run.events if not isinstance(event, ReplicaLost)]
+    run._by_kind.clear()
+    run._indexed = 0
+    check(run)
+    served = run.pipeline._wiring.pool.serving
+    assert len(served) == 2 and not any(replica.engine._asleep for replica in served)  # type: ignore[attr-defined]
+    assert sorted(run.validated()) == sorted(set(run.validated()))
+    return run
+
+
+@pytest.mark.parametrize(("mode", "settings"), SHARED)
+def test_on_shared_devices_replicas_come_back_with_the_ranks_at_any_moment(mode: str, settings: dict[str, Any]):
+    """Some twenty whole runs on the virtual clock."""
+    whole = on_shared_devices(mode, settings).run().assert_completed()
+    restarts = 0
+    for part in range(1, 24):
+        run = check_shared(on_shared_devices(mode, settings, whole.ended * part / 24, 5.0 + part / 8).run())
+        restarts += trainer(run).life.restarts
+        assert sorted(run.validated()) == sorted(whole.validated())
+    assert restarts > 30
+
+
+@pytest.mark.parametrize("settings", [{}, {"trigger_parameter_sync_step": 3}])
+def test_on_shared_devices_each_batch_has_the_steps_of_a_run_that_nothing_happened_to(settings: dict[str, Any]):
+    whole = on_shared_devices("colocate_sync", settings).run().assert_completed()
+    for part in range(1, 12):
+        run = check_shared(on_shared_devices("colocate_sync", settings, whole.ended * part / 12).run())
+        assert trainer(run).weights == trainer(whole).weights
+        versions = {event.number: event.version_spans for event in whole.of(TrajectoryFinished)}
+        assert versions == {event.number: event.version_spans for event in run.of(TrajectoryFinished)}
+
+
+@pytest.mark.parametrize("call", ["pause", "resume", "activate"])
+def test_a_replica_that_hangs_takes_the_ranks_of_its_process_with_it(call: str):
+    def hang(run: Run) -> None:
+        run.rollouts[0].silent_on.add(call)
+
+    run = check_shared(on_shared_devices("colocate_async", {}, script=hang).run())
+    assert restarted(run, "actor") == 1
+
+
+def test_new_ranks_that_are_lost_before_they_are_back_are_started_once_more():
+    async def twice(run: Run) -> None:
+        await asyncio.sleep(20.0)
+        trainer(run).life.die()
+        await asyncio.sleep(3.5)  # while batches are redone
+        trainer(run).life.die()
+
+    run = check_shared(on_shared_devices("colocate_sync", {}, beside=twice, save_freq=50).run())
+    assert trainer(run).life.restarts == 2
+
+
 def test_replicas_and_episodes_go_on_meanwhile():
     run = check(scenario("async_partial", 20.0, trainer_start_s=8.0).run())
     (back,) = run.of(RanksRestarted)

@@ -10,7 +10,7 @@ Ranks in the places of lost ones start as the first ones did, and are then ready
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from headway.cluster.worker_engines import (
     reference_of,
 )
 from headway.cluster.worker_group import Worker, WorkerGroup, proxy
-from headway.cluster.worker_plan import make_groups, plan_cluster, trainer_alone
+from headway.cluster.worker_plan import make_groups, plan_cluster, trainer_alone, worker_of
 from headway.cluster.workers import Cluster, LaunchedWorkers, StartWaits, Workers, any_dies
 from headway.config.schema import Config
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, concurrent, resolve_placement
@@ -169,18 +169,9 @@ class Startup:
         self.timeouts.weights_nbytes = max(self.timeouts.weights_nbytes, *nbytes)
         paths: WeightPaths
         if plan.shared:
-            timeout_s = self.timeouts.transport_s
-            await concurrently(
-                self._wait(
-                    f"{rank.name} to meet {rank.worker}",
-                    self._workers[rank.worker].call("connect_within", dtype, timeout_s),
-                )
-                for rank in plan.rollout
-            )
-            replicas = {name: ranks[0] for name, (ranks, _) in holders.items()}
-            paths = WithinProcesses(groups.actor, replicas, dtype, verify=config.param_update.verify)
+            paths = WithinProcesses(groups.actor, self.timeouts, verify=config.param_update.verify)
         else:
-            paths = exchange = WeightSync(
+            paths = WeightSync(
                 groups.actor,
                 config,
                 manifests,
@@ -189,24 +180,28 @@ class Startup:
                 directory=self._directory,
                 timeouts=self.timeouts,
             )
-            for name, (ranks, of) in holders.items():
-                await exchange.add(name, ranks, of)
-            # Meet now and not at the first update: ends that cannot must be known before anything is generated.
-            await self._wait(
-                f"{', '.join(holders)} to meet {groups.actor.name} for weights", exchange.reach([*holders])
-            )
+        for name, (ranks, of) in holders.items():
+            await self._wait(f"{name} to be reached for weights", paths.add(name, ranks, of))
+        # Meet now and not at the first update: ends that cannot must be known before anything is generated.
+        await self._wait(f"{', '.join(holders)} to meet {groups.actor.name} for weights", paths.reach([*holders]))
         rollouts = await concurrently(self._serve(group, manifests[dtype], paths) for group in groups.rollouts)
         apart = []
         if groups.logp is not None:
             await self._wait(f"{groups.logp.name} to be ready", groups.logp.serve(manifests[computed]))
             apart.append(LogpReceiver(groups.logp, paths, config.param_update.verify))
         rounding = await self._measured([*rollouts, *apart], (dtype, computed))
-        restartable = {}
         replace_replica = replace_episode_worker = None
         replaced: list[type] = []
-        if isinstance(paths, WeightSync):
-            restartable = self._restartable(paths, manifests, computed)
-            start = partial(self._replace, manifest=manifests[dtype], exchange=paths)
+        start = partial(self._replace, manifest=manifests[dtype], paths=paths)
+
+        async def start_with_ranks() -> None:
+            hosted = [worker_of(rank, self._workers.by_name) for rank in plan.rollout]
+            rollouts[:] = await concurrently(start(worker) for worker in hosted)
+            await rounding.measure(rollouts)
+
+        within = (start_with_ranks, lambda: rollouts) if plan.shared else None
+        restartable = self._restartable(paths, manifests, computed, within)
+        if not plan.shared:
             replace_replica = partial(self._workers.replace, start=start, current=rollouts, measure=rounding.measure)
             replaced.append(RolloutRole)
         if self._cluster.separate_processes:
@@ -323,15 +318,15 @@ class Startup:
 
     # ------------------------------------------------------------------------------------------ in place of lost ones
 
-    async def _replace(self, worker: Worker, manifest: Manifest, exchange: WeightSync) -> RolloutReplica:
+    async def _replace(self, worker: Worker, manifest: Manifest, paths: WeightPaths) -> RolloutReplica:
         """Start a launched replica that takes the place of another."""
         await worker.up()
         if self._files is not None:
             await self._files.check_later(worker, receives=True)
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
-        await exchange.add(worker.name, [worker], await group.served_dtype())
-        return await self._serve(group, manifest, exchange)
+        await paths.add(worker.name, [worker], await group.served_dtype())
+        return await self._serve(group, manifest, paths)
 
     async def _replace_episode_worker(self, worker: Worker) -> RemoteEpisodeWorker:
         """Start a launched episode worker that takes the place of another."""
@@ -343,10 +338,18 @@ class Startup:
         return RemoteEpisodeWorker(worker)
 
     def _restartable(
-        self, exchange: WeightSync, manifests: Mapping[str, Manifest], computed: str
+        self,
+        paths: WeightPaths,
+        manifests: Mapping[str, Manifest],
+        computed: str,
+        within: tuple[Callable[[], Awaitable[None]], Callable[[], Sequence[RolloutReplica]]] | None,
     ) -> dict[str, RestartableRanks]:
-        """Return the ranks that may be started again, by role. ``computed``: dtype in which log-probs are recomputed,
-        ``manifests``: layouts of the weights by dtype.
+        """Return the ranks that may be started again, by role.
+
+        Args:
+            manifests: layouts of the weights by dtype.
+            computed: dtype in which log-probs are recomputed.
+            within: starts the replicas in the processes of the trainer's ranks, and returns them; None without any.
         """
 
         async def watch(group: WorkerGroup) -> NoReturn:
@@ -359,13 +362,15 @@ class Startup:
             waits = StartWaits()
             try:
                 async with asyncio.timeout(self.timeouts.start_s):
-                    store = await self._restart(group, waits)
+                    store = await self._restart(role, group, waits)
                     if role == ACTOR:
                         for dtype in manifests:
                             await waits.wait(f"{group.name} to prepare updates", group.open_route(dtype))
-                        exchange.trainer_restarted(store)
+                        paths.trainer_restarted(store)
+                        if within is not None:
+                            await waits.wait("replicas in the same processes to start", within[0]())
                     elif role == LOGP:
-                        await exchange.add(LOGP, group.workers, computed)
+                        await paths.add(LOGP, group.workers, computed)
                         await waits.wait(f"{group.name} to be ready", group.serve(manifests[computed]))
             except TimeoutError:
                 raise StallError(
@@ -377,15 +382,19 @@ class Startup:
             able = restarts_trainer if role in (ACTOR, CRITIC) else restarts_ranks  # the former redo batches
             if able(self._config):
                 ranks = partial(getattr, group, "workers")
-                found[role] = RestartableRanks(ranks, partial(watch, group), partial(restart, role, group))
+                replicas = within[1] if within is not None and role == ACTOR else None
+                found[role] = RestartableRanks(ranks, partial(watch, group), partial(restart, role, group), replicas)
         return found
 
-    async def _restart(self, group: WorkerGroup, waits: StartWaits) -> Address | None:
+    async def _restart(self, role: str, group: WorkerGroup, waits: StartWaits) -> Address | None:
         """End the ranks of ``group``, and let others in their places load the model. Returns the address of their
         store.
         """
         await waits.wait(f"{group.name} to end", concurrently(worker.kill() for worker in group.workers))
-        workers = [await self._workers.launch_again(worker.name, waits) for worker in group.workers]
+        ranks = self._plan.ranks(role)
+        for rank in ranks:
+            await self._workers.launch_again(rank.worker, waits)
+        workers = [worker_of(rank, self._workers.by_name) for rank in ranks]
         group.consist_of(workers)
         await concurrently(waits.wait(f"{worker.name} to start", worker.up()) for worker in workers)
         return await _build(group, waits)

@@ -78,6 +78,10 @@ class ClusterPlan:
     shares: tuple[NodeShare, ...]
     """What has to be on one machine, of the devices that have a worker."""
 
+    def ranks(self, role: str) -> tuple[Rank, ...]:
+        """Return the ranks of ``role`` that compute together."""
+        return {ACTOR: self.actor, REF: self.ref, LOGP: self.logp, CRITIC: self.critic}[role]
+
 
 def plan_cluster(
     config: Config,
@@ -207,15 +211,18 @@ class WorkerGroups:
         return {role: group for role, group in roles.items() if group is not None}
 
 
+def worker_of(rank: Rank, workers: Mapping[str, Worker]) -> Worker:
+    """Return the worker of a rank among ``workers``, by first names. Parts of ``actor-0+1`` end in ``+1`` as well."""
+    hosting = workers[rank.worker]
+    again = hosting.name.removeprefix(rank.worker)
+    return hosting if rank.part is None else PartOf(hosting, rank.part, rank.name + again)
+
+
 def make_groups(plan: ClusterPlan, workers: Mapping[str, Worker], cost: Cost, inner: int) -> WorkerGroups:
     """Make the groups of ``plan``. ``inner``: number of ranks of an inner mesh, for roles on the trainer's mesh."""
 
-    def worker(rank: Rank) -> Worker:
-        hosting = workers[rank.worker]
-        return hosting if rank.part is None else PartOf(hosting, rank.part, rank.name)
-
     def group(role: type, ranks: Sequence[Rank], inner: int = 1) -> WorkerGroup:
-        return WorkerGroup(role, [worker(rank) for rank in ranks], cost, inner=inner)
+        return WorkerGroup(role, [worker_of(rank, workers) for rank in ranks], cost, inner=inner)
 
     return WorkerGroups(
         actor=group(ActorRole, plan.actor, inner),

@@ -167,13 +167,17 @@ class Wiring:
             return RankRestarts(state, role, parts.restartable.get(role), left, **how)
 
         self.restarts = {
-            ACTOR: restarts(ACTOR, bring_back=self._redo),
+            ACTOR: restarts(ACTOR, on_lost=pool.left_with_ranks, bring_back=self._redo),
             CRITIC: restarts(CRITIC, bring_back=partial(redo_critic, self.actor, self.checkpoints)),
             LOGP: restarts(LOGP, on_lost=pool.others_left, bring_back=pool.others_back),
             REF: restarts(REF),
         }
         if LOGP in parts.restartable:
             pool.lose_others = self.restarts[LOGP].give_up
+        trainer = parts.restartable.get(ACTOR)
+        self._replicas_of_ranks = None if trainer is None else trainer.replicas
+        if self._replicas_of_ranks is not None:
+            pool.lose_ranks = self.restarts[ACTOR].give_up
         if critic is not None and critic.own_ranks:
             critic.surviving = self.restarts[CRITIC].surviving
         self.validators = Validators(config, state, self.pool, parts.validation)
@@ -206,7 +210,17 @@ class Wiring:
         await critic.surviving(lambda: actor.surviving(lambda: self.checkpoints.save(version)))
 
     async def _redo(self) -> int:
-        return await redo_actor(self.state, self.actor, self.checkpoints, self.param_update.restored)
+        redo = partial(redo_actor, self.state, self.actor, self.checkpoints, self.param_update.restored)
+        if self._replicas_of_ranks is None:
+            return await redo()
+        for engine in self._replicas_of_ranks():
+            self.replica_supervision.join(engine)
+        async with self.lease.of_new_ranks():
+            redone = await redo()
+        for replica in self.pool.replicas:
+            if replica.why is not None:  # with its process, the ranks are to be started once more
+                raise replica.why
+        return redone
 
     def wire(self, config: Config, parts: Parts) -> None:
         """Build the stages: what each reads, and what it writes. A channel has the name of its producer."""

@@ -246,7 +246,9 @@ class FusedRole:
 
     def __init__(self, *, actor: dict[str, Any], rollout: dict[str, Any], name: str, **common: Any) -> None:
         self.actor = ActorRole(**actor, name=name, **common)
-        self.rollout = RolloutRole(**rollout, **common, shares_device=True)
+        _, plus, again = name.partition("+")  # a name is one replica's: those that are lost keep theirs
+        replica = rollout["name"] + plus + again
+        self.rollout = RolloutRole(**rollout | {"name": replica}, **common, shares_device=True)
         # What is asked of a process, and not of a role in it.
         self.lookout, self.profile, self.hardware = self.actor.lookout, self.actor.profile, self.actor.hardware
 

@@ -7,14 +7,15 @@ begin ─▶ stage, asked of each worker ─┬─ the owner ─▶ receives ─
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headway.cluster.roles.rollout_role import WITHIN
 from headway.cluster.roles.weight_roles import Send, SentWeights
-from headway.cluster.worker_group import Worker, WorkerGroup
+from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
+from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
-from headway.engines.weights.protocols import HostCopy, StoredVersion
+from headway.engines.weights.protocols import Address, HostCopy, StoredVersion
 from headway.errors import UpdateFailed, UpdateMissed
 from headway.runtime.task_groups import failure_ignored
 
@@ -127,11 +128,22 @@ NO_COPY = "within a process weights are handed over while training stands still,
 class WithinProcesses:
     """Implementation of `WeightPaths` where each receiver gets weights from the training rank in its process."""
 
-    def __init__(self, actor: WorkerGroup, receivers: Mapping[str, Worker], dtype: str, *, verify: bool) -> None:
+    def __init__(self, actor: WorkerGroup, timeouts: Timeouts, *, verify: bool) -> None:
         self._actor = actor
-        self._receivers = receivers
-        self._dtype = dtype
+        self._receivers: dict[str, Worker] = {}
+        self._dtype = ""
+        self._timeouts = timeouts
         self._verify = verify
+
+    async def add(self, name: str, workers: Sequence[Worker], dtype: str) -> None:
+        """Connect a replica to the training rank in its process, as the first ones or after both were started again."""
+        (worker,) = workers
+        assert isinstance(worker, PartOf), "it shares its process with a training rank"
+        await worker.whole.call("connect_within", dtype, self._timeouts.transport_s)
+        self._receivers[name], self._dtype = worker, dtype
+
+    def trainer_restarted(self, address: Address | None) -> None:
+        """Do nothing: receivers were started again with it, and are added."""
 
     async def reach(self, names: Sequence[str]) -> None:
         """Do nothing: every receiver shares a process with its sender."""

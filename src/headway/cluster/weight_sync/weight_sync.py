@@ -35,6 +35,14 @@ from headway.runtime.task_groups import both, concurrently, failure_ignored
 class WeightPaths(Protocol):
     """Transfer of weights from the trainer's ranks to receivers."""
 
+    async def add(self, name: str, workers: Sequence[Worker], dtype: str) -> None:
+        """Add a receiver that may be reached from now on, with weights in ``dtype``: one worker, or several that hold a
+        copy of the policy together. A replacement takes the place of the receiver before it.
+        """
+
+    def trainer_restarted(self, address: Address | None) -> None:
+        """Meet other ranks from now on, whose store is at ``address``. They know nothing of what was sent before."""
+
     async def reach(self, names: Sequence[str]) -> None:
         """Connect to the receivers, as `TrainEngine.reach` does."""
 
@@ -128,9 +136,7 @@ class WeightSync:
         self._generation = 0
 
     async def add(self, name: str, workers: Sequence[Worker], dtype: str) -> None:
-        """Add a receiver that may be reached from now on, with weights in ``dtype``: one worker, or several that hold a
-        copy of the policy together. A replacement takes the place of the receiver before it.
-        """
+        """Add a receiver as `WeightPaths.add` does."""
         keys = [f"{dtype}/{copy}" for copy in await concurrently(self._copy_name(name, worker) for worker in workers)]
         self._receivers[name] = _Receiver(
             dtype, [(worker, self._copy(key, dtype)) for worker, key in zip(workers, keys, strict=True)]

@@ -71,8 +71,7 @@ class TrainerConfig(Section):
     max_restarts: NonNegative = 3
     """Most times that ranks are started again in the course of a run, where one is lost: those of a critic, a
     reference, ``logp``, or the trainer, which are trained again on the batches since the newest checkpoint, or
-    snapshot. With 0 or shared devices a loss ends the run; with ``save_freq: -1`` that of a rank of trainer or critic
-    does."""
+    snapshot. With 0 a loss ends the run; with ``save_freq: -1`` that of a rank of trainer or critic does."""
 
 
 class ClusterConfig(Section):

@@ -48,8 +48,7 @@ BYTES_PER_TOKEN = 4 + 4 + 4 + 1
 
 def restarts_ranks(config: Config) -> bool:
     """Tell whether ranks of a reference, or of log-probs, are started again where they are lost."""
-    cluster = config.cluster
-    return cluster.backend == "ray" and cluster.placement == "split" and config.trainer.max_restarts > 0
+    return config.cluster.backend == "ray" and config.trainer.max_restarts > 0
 
 
 def restarts_trainer(config: Config) -> bool:

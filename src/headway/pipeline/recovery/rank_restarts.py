@@ -3,6 +3,7 @@
     a rank's process ends, nothing moves in an open call, or they are given up ─▶ ranks.lost: calls under way are
     cancelled ─▶ all ranks of the role start again, with the initial model ─▶ they are brought back:
         actor    loads the newest checkpoint, if there is one; batches since then are redone (`redo_actor`)
+                 (on shared devices with new replicas, which get the present version while it holds that)
         critic   the same, from the values and returns that the batches have (`redo_critic`)
         logp     gets the version that a batch waits for, from the trainer (`ParamUpdate.serve_again`)
         ref      has what it needs
@@ -24,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 from headway.config.sizing.placement import ACTOR, CRITIC
 from headway.config.sizing.timeouts import HEARTBEAT_S, file_stall_s
+from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import HeadwayError, RunError, StallError, TokensLost
 from headway.events import Note, RanksLost, RanksRestarted
 from headway.pipeline.actor_critic import Actor
@@ -51,6 +53,9 @@ class RestartableRanks:
     restart: Callable[[], Coroutine[Any, Any, None]]
     """Coroutine function that ends all ranks and starts others, with the initial model, within `Timeouts.start_s`.
     Raises the errors of `headway.errors`."""
+    replicas: Callable[[], Sequence[RolloutEngine]] | None = None
+    """Function that returns the replicas in the present ranks' processes, which end and start with them; None where
+    replicas have processes of their own."""
 
 
 @dataclass(eq=False)
@@ -116,12 +121,16 @@ class RankRestarts:
         self.give_up(why)
         await self._changed.until(lambda: self._given_up is None and self._lost is None)
 
+    async def until_there(self) -> None:
+        """Wait until the ranks are where they should be."""
+        await self._changed.until(lambda: self._lost is None)
+
     async def surviving(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``work``, which calls the ranks: where these are lost, of doing it again afterwards."""
         if self.ranks is None:
             return await work()
         while True:
-            await self._changed.until(lambda: self._lost is None)
+            await self.until_there()
             task = asyncio.ensure_future(work())
             self._works[task] = None
             self._changed.changed()
@@ -194,6 +203,7 @@ class RankRestarts:
                 text = f"the ranks of {self.role} could not be brought back: {failure}"
                 self.state.emit(Note(time=now(), level="warning", text=text))
                 loss = failure
+                self.on_lost(loss)  # what came back with those ranks is lost with them
         self._lost = None
         self._changed.changed()
         version = self.state.version

@@ -22,7 +22,8 @@ A replica gives its copy of the weights up where new ones will come before it wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -65,6 +66,8 @@ class TrainerLease:
         self.turn = asyncio.Lock()
         """Lock for calls of the trainer, which ActorTrain and ParamUpdate make."""
         self._state, self._pool, self._shared = state, pool, shared
+        self._training = False
+        """True from the end of `to_train` to that of `to_generate`."""
 
     async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
         """Wait until nothing else computes on the trainer's devices. Call it only with complete input in hand.
@@ -73,9 +76,10 @@ class TrainerLease:
         """
         if self._shared:
             asked = now()
-            taken = (self._take_from(replica, waiting_for, not new_weights) for replica in self._pool.serving)
+            taken = (self._take_from(replica, waiting_for, not new_weights) for replica in self._pool.replicas)
             validation_s = max(await concurrently(taken), default=0.0)
             self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked, validation_s=validation_s))
+        self._training = True
 
     async def to_generate(self, waiting_for: WaitingFor) -> None:
         """Give the devices back to generation."""
@@ -83,6 +87,21 @@ class TrainerLease:
             returned = now()
             await concurrently(self._give_back(replica, waiting_for) for replica in self._pool.serving)
             self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
+        self._training = False  # not before: replicas that come back meanwhile with new ranks are given back as well
+
+    @asynccontextmanager
+    async def of_new_ranks(self) -> AsyncIterator[None]:
+        """Have replicas that were started with new ranks sleep while these are brought back, and wake up afterwards
+        unless `to_generate` is yet to come.
+        """
+        was_training = self._training
+        await self.to_train(lambda _: nullcontext(), new_weights=True)
+        try:
+            yield
+        finally:
+            self._training = was_training
+        if not was_training:
+            await self.to_generate(lambda _: nullcontext())
 
     async def _take_from(self, replica: Replica, waiting_for: WaitingFor, keep_weights: bool) -> float:
         """Halt ``replica`` and take its devices. Returns the seconds spent waiting for its validation."""
@@ -151,7 +170,8 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
             ends_version |= consumed % self._state.staleness.groups_per_version == 0
         async with self._lease.turn:
             # Only now, with a whole batch in hand: generation could not make the rest of one without its devices.
-            await self._lease.to_train(self._waiting_within, new_weights=ends_version)
+            take = partial(self._lease.to_train, self._waiting_within, new_weights=ends_version)
+            await self._restarts.surviving(take)
             if isinstance(item, PendingUpdate):
                 yield item
             else:
@@ -166,7 +186,7 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
                     save = partial(self._checkpoints.save_if_due, version, self._waiting_within)
                     await self._restarts.surviving(save)
             # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
-            await self._lease.to_generate(self._waiting_within)
+            await self._restarts.surviving(partial(self._lease.to_generate, self._waiting_within))
 
     async def _train(self, batch: TrainBatch) -> None:
         """Train on ``batch``, and settle its groups in the ledger."""

@@ -69,10 +69,17 @@ class Schedule(ABC):
         of this moment.
         """
 
+    def lacking(self, receivers: Sequence[ReceiverClient], version: int) -> list[ReceiverClient]:
+        """Return those of ``receivers`` that have not loaded ``version``: one that joins has loaded nothing, not 0."""
+        loaded = self.state.staleness.loaded
+        others = {one.name: one.version for one in receivers if not isinstance(one, Replica)}
+        return [one for one in receivers if (loaded | others).get(one.name) != version]
+
 
 class Synchronous(Schedule):
     async def publish(self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]) -> Published:
-        to = receivers()
+        await self.restarts.until_there()
+        to = self.lacking(receivers(), update.version)
         await self.loading.make_ready(to)
         delivered = await self.restarts.surviving(partial(self.transfer.together, update.version, to))
         loads = await self.loading.load_all(delivered.receivers, update.version, delivered.probe)
@@ -121,9 +128,7 @@ class Overlapped(Schedule):
         self, copy: str, receivers: Sequence[ReceiverClient], version: int, probe: Probe | None
     ) -> Published:
         async with self._turns.setdefault(copy, asyncio.Lock()):
-            loaded = self.state.staleness.loaded  # meanwhile; a replica that joins has loaded nothing, not version 0
-            others = {one.name: one.version for one in receivers if not isinstance(one, Replica)}
-            receivers = [one for one in receivers if (loaded | others).get(one.name) != version]
+            receivers = self.lacking(receivers, version)  # some may have loaded it meanwhile
             if not receivers or self._are_overtaken(receivers, version):
                 return Delivery(), ()
             await self.loading.make_ready(receivers)
@@ -200,7 +205,8 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
                 changed=delivered.changed,
             )
         )
-        if self._validators.everywhere and loads and self._validators.is_due(update.version):
+        served = update.version in self._state.staleness.loaded.values()  # else it was overtaken
+        if self._validators.everywhere and served and self._validators.is_due(update.version):
             yield self._validators.order(update.version)
 
     async def serve_again(self) -> None:
@@ -226,7 +232,10 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
 
     async def restored(self, version: int) -> None:
         """Note that a trainer that was started again holds ``version``, as `Schedule.restored` does."""
-        await self._schedule.restored(version, self._pool.others if self._pool.others_need(version) else ())
+        late = self._pool.others if self._pool.others_need(version) else []
+        if self._pool.lose_ranks is not None and version == self._state.version:
+            late = [*late, *self._pool.joining]
+        await self._schedule.restored(version, late)
 
     def close_output(self) -> None:
         super().close_output()

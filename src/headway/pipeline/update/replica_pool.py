@@ -67,6 +67,9 @@ class ReplicaPool:
         """Version under which log-probs of the others are wanted."""
         self.lose_others: Callable[[RunError], None] | None = None
         """Function that has the others started again; None where their loss ends the run."""
+        self.lose_ranks: Callable[[RunError], None] | None = None
+        """Function that has the trainer's ranks started again, and all replicas with them, in whose processes they are;
+        None where replicas have processes of their own."""
         self._joining: dict[str, Replica] = {}
         self._gone: set[str] = set()
         """Names of replicas that were given up."""
@@ -84,9 +87,10 @@ class ReplicaPool:
     @property
     def needs_version(self) -> bool:
         """True when no replica serves, and one that joined will do so as soon as it has the trainer's version; or when
-        other receivers that were started again are waited for.
+        other receivers that were started again are waited for. What comes back with a trainer gets it from there.
         """
-        return (not self._serving and bool(self._joining)) or self.others_need(self._state.version)
+        joins = self.lose_ranks is None and not self._serving and bool(self._joining)
+        return joins or self.others_need(self._state.version)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -199,16 +203,32 @@ class ReplicaPool:
             return
         if replica.name in self._gone:
             return
-        self._gone.add(replica.name)
-        self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(gone.why)))
+        if self.lose_ranks is not None:
+            self.lose_ranks(gone.why)  # and it stays until they are: `left_with_ranks`
+            return
+        if not self._replaceable and len(self.replicas) == 1 and replica.name in self._serving:
+            self._tell_lost(replica, gone.why)
+            raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty pool
+        self._forget(replica, gone.why)
+        await self.lost.send((replica.name, gone.why))
+
+    def left_with_ranks(self, why: RunError) -> None:
+        """Forget all replicas, which end with the training ranks in whose processes they are."""
+        for replica in self.replicas if self.lose_ranks is not None else ():
+            replica.leave(why)
+            self._forget(replica, why)
+
+    def _forget(self, replica: Replica, why: RunError) -> None:
+        self._tell_lost(replica, why)
         if self._joining.pop(replica.name, None) is None:  # else it served nothing
-            if not self._replaceable and len(self.replicas) == 1:
-                raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty pool
             del self._serving[replica.name]
             self._state.unload(replica.name)
             self.episode_workers.left(replica.name)
             self.pauses.left(replica.name)
-        await self.lost.send((replica.name, gone.why))
+
+    def _tell_lost(self, replica: Replica, why: RunError) -> None:
+        self._gone.add(replica.name)
+        self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(why)))
 
     @asynccontextmanager
     async def losing(self) -> AsyncIterator[None]:
