@@ -47,6 +47,7 @@ def canonical_key(key: str) -> str:
     plain = _without_prefixes(key)
     if plain in MOVED:
         return MOVED[plain]
+    # With the dot: rollout.env is the beginning of rollout.environment, which is another key.
     mapping = next((old for old in _TABLES["moved_mappings"] if plain.startswith(f"{old}.")), "")
     return MOVED[mapping] + plain.removeprefix(mapping) if mapping else plain
 
@@ -87,6 +88,7 @@ def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) 
     _join_corrections(result)
     if of_a_run:
         return result, [f"{where}: {setting} does not hold any more: {now}" for setting, _, now in lost]
+    # After the loop, so that one message has all of them.
     if lost:
         raise ConfigError("\n".join(refusal for _, refusal, _ in lost))
     notes = [f"{where}: {', '.join(renamed)}; the old name works in this release only"] if renamed else []
@@ -100,6 +102,7 @@ def _with_new_names(value: Any) -> Any:
 
 def _accept_fixed(key: str, value: Any) -> None:
     accepted, why = FIXED[key]
+    # By type, too: to Python 1 is True, and 0 is False.
     if not any(type(value) is type(one) and value == one for one in accepted):
         raise ConfigError(f"{key}: got {value!r}, but Headway accepts only {' or '.join(map(str, accepted))}: {why}")
 
@@ -122,6 +125,7 @@ def _add(result: dict[str, Any], key: str, value: Any) -> None:
     nothing: tuple[Any, ...] = (None, [])
     if key in result and result[key] not in nothing and value not in nothing and result[key] != value:
         raise ConfigError(f"{key} is given twice, as {result[key]!r} and as {value!r}")
+    # A run's own file may have both spellings of a key, one of them empty.
     if result.get(key) in nothing or value not in nothing:
         result[key] = value
 

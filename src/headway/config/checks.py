@@ -50,6 +50,7 @@ def facts(config: Config) -> dict[str, Any]:
     prompt, response, n = config.data.max_prompt_length, config.data.max_response_length, config.rollout.n
     eta, b = config.async_training.staleness_threshold, config.groups_per_version
     total, size = config.rollout.total_rollout_steps, config.actor.ppo_mini_batch_size
+    # n + True is n + 1: a greedy answer beside each group's own.
     in_flight = most_in_flight(config) // n * (n + needs_greedy_baseline(config))
     look_elsewhere = [name == SEQUENCE_MASK or names_user_code(name) for name in corrections]
     return dict(flatten(config.model_dump(mode="json", warnings=False))) | {

@@ -36,6 +36,7 @@ def matches(value: Any, wanted: Any) -> bool:
             return value is not None and float(value) > 0
         case str():
             return isinstance(value, str) and fnmatchcase(value, wanted)
+    # To Python 1 is True; a rule about 1 is none about true.
     return bool(value == wanted) and isinstance(value, bool) == isinstance(wanted, bool)
 
 

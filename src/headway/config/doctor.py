@@ -246,6 +246,7 @@ def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[s
 
 def check_vllm_installed() -> None:
     """Raise `ConfigError` where vLLM is not installed. Imports neither it nor torch."""
+    # Found, not imported: that takes seconds, and the GPU.
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"rollout.name=vllm, but vLLM is not installed here (on {platform.node()}, for {sys.executable}); "

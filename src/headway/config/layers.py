@@ -137,6 +137,7 @@ def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
     """
     named = lies_in(canonical_key(prefix[:-1]), *MAPPINGS)
     for given, value in values.items():
+        # Else {"x.y": 1} of the user's would come back as {"x": {"y": 1}}.
         name = str(given).replace(".", DOT) if named else given
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -152,6 +153,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
+        # {} clears what files below had here, and must not take away what stands beside it in the same section.
         if value != {} or name not in node:
             node[name] = value
     return tree
@@ -175,6 +177,7 @@ def resolve_references(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
     resolved = path.resolve()
+    # By the resolved path: a link to a file above would go round for ever.
     if resolved in including:
         raise ConfigError(f"{path}: includes itself, by way of {' and '.join(map(str, including))}")
     content = _parse_file(path, including)
@@ -213,7 +216,9 @@ def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:
             return {}
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}: expected a mapping of keys to values at the top, as in recipes/demo.yaml")
+        # On the nodes: once they are values 010 is 8 and 1:30 is 90, and nothing tells what was written.
         _check_numbers(root, lambda line: f"{path}: line {line}")
+        # Not yaml.safe_load: to that 1e-6 is a text, and of a key that is given twice the last one counts.
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except FileNotFoundError:
         if including:
@@ -245,6 +250,7 @@ def _parse_override(override: str) -> dict[str, Any]:
         problem = error.problem if isinstance(error, MarkedYAMLError) else _first_line(error)
         raise ConfigError(f"{override!r}: the value is not valid YAML: {problem}") from error
     assert isinstance(parsed, dict)
+    # YAML makes a mapping of `a:` and of `a: b`, where a text was meant.
     if isinstance(parsed["value"], dict) and not value.lstrip().startswith(("{", "$")):
         raise ConfigError(
             f"{override!r}: a value with a colon at its end, or before a space, needs quotes, as in '\"a:\"'"
@@ -265,6 +271,7 @@ def _check_numbers(root: yaml.Node | None, where: Callable[[int], str]) -> None:
                 nodes += [node for pair in pairs for node in pair]
             case yaml.SequenceNode(value=items):
                 nodes += items
+            # style None: in quotes it is a text already.
             case yaml.ScalarNode(value=text, style=None) if _SURPRISING.fullmatch(text):
                 raise ConfigError(
                     f"{where(node.start_mark.line + 1)}: {text} is another number to YAML, one of base 8 or 60; "

@@ -86,11 +86,13 @@ def load(
     typed = settings_of(overrides)
     layers = [*(map(with_own_code, read_file(path)) if path is not None else []), typed]
     moved = [note for layer in layers for note in layer.notes]
+    # While layers are apart: which of them gave a choice says what it replaces.
     layers, notes = _replace_whole_choices(layers)
     notes += moved
     user: dict[str, Any] = {}
     for layer in layers:
         user = overlay(user, layer.values)
+    # Only now: the mode's values lie below all layers, whichever of them names it.
     mode = user.get("mode", Config.model_fields["mode"].default)
     beneath, kept = preset(mode), _without_cleared(resolve_partial_rollout(user), _flat_values(mode_config(mode)))
     flat = overlay(beneath, kept)
@@ -101,11 +103,13 @@ def load(
             )
             for key, value in flat.items()
         }
+    # Files after references: a path may be made of one.
     values = with_own_files(resolve_references(flat))
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join([explain(error, _origins(layers)), *moved])) from None
+    # After validation, since B is made of settings of two sections.
     config = _of_whole_versions(config, notes)
     usual, resolved = _flat_values(mode_config(config.mode)), _flat_values(config)
     config._written |= {
@@ -154,6 +158,7 @@ def written_values(config: Config) -> dict[str, Any]:
 
     Each ``${`` of a value is escaped, so that reading does not take it for a reference.
     """
+    # OmegaConf reads two backslashes before a reference as one, so those that are there are doubled.
     escape = partial(_REFERENCE.sub, lambda found: f"{found[1] * 2}\\${{")
     values = {key: with_texts(value, escape) for key, value in _flat_values(config).items()}
     here = _flat_values(config)

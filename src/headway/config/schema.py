@@ -366,6 +366,7 @@ class Config(Section):
         gives = isinstance(agent, Mapping) and any(map(agent.get, ("environment", "program", "client")))
         if not gives or not isinstance(reward, Mapping) or reward.get("function") or reward.get("functions"):
             return values
+        # A new mapping: the one that was given is the caller's.
         return {**values, "reward": {**reward, "function": PROGRAM}}
 
     @property

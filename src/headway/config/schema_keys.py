@@ -264,6 +264,7 @@ def _exact(field: Node, value: Any) -> Any:
 
 def spelled(value: Any) -> str:
     """Spell a value as YAML on one line, which reads back as the value."""
+    # Bare only where YAML reads this text back: not `on`, `12` or `null`.
     if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) and yaml.safe_load(value) == value:
         return value
     if isinstance(value, float) and value != 0 and abs(value) < 1e-3:

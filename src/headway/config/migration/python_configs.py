@@ -50,6 +50,7 @@ def read_code(text: str, path: Path, options: Mapping[str, Any]) -> Code:
     if len(configs) > 1:
         code.remarks.append(f"of {len(configs)} configurations the last one counts, of line {configs[-1].lineno}")
     for call in configs[-1:]:
+        # The longest: AsyncGRPOConfig ends in GRPOConfig, too.
         code.settings[CONFIG] = max((name for name in CONFIGS if _called(call).endswith(name)), key=len)
         code.settings |= names.arguments(call, ("output_dir",), code.remarks)
     code.settings |= names.assigned_later(tree)

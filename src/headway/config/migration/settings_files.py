@@ -103,6 +103,7 @@ def _text(path: Path) -> str:
 
 
 def _of_yaml(text: str, source: SettingsFile) -> SettingsFile:
+    # Before OmegaConf reads it, which would write this machine's variables into the recipe.
     text = _OF_ENVIRONMENT.sub(rf"{_OPEN}\1{_CLOSE}", text)
     try:
         content = OmegaConf.create(text) if text.strip() else OmegaConf.create({})

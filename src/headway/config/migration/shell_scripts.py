@@ -17,6 +17,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 
+# Of Unicode's private use area: no file has these signs.
 _BEGIN, _END = "\ue000", "\ue001"
 _MARKED = re.compile(f"{_BEGIN}([^{_END}]*){_END}")
 
@@ -49,6 +50,7 @@ def written(value: Any) -> str:
 _NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _NAME = r"[A-Za-z_]\w*|[@*#?$!0-9-]"
 _EXPANSION = rf"\${_NESTED}|\$\{{(?:[^{{}}]|\$?\{{[^{{}}]*\}})*\}}|\$(?:{_NAME})|`[^`\n]*`"
+# Atomic groups, (?>…): a quote that does not close would take exponential time.
 _QUOTED = rf'"(?>\\.|{_EXPANSION}|[^"\\])*"'
 _PIECE = rf"""\\.|'[^']*'|{_QUOTED}|{_EXPANSION}|\$|[^\s;|&()'"\\`$]+|&(?!&)"""
 _PIECES = re.compile(_PIECE, re.DOTALL)
@@ -72,6 +74,7 @@ _SILENT = ("@", "*", "#", "?", "!", "$", "-")
 
 
 def _power(base: Any, exponent: Any) -> Any:
+    # 10**10**10 would never end.
     if not 0 <= exponent < 64:
         raise ValueError(f"{base}**{exponent} is too large")
     return base**exponent
@@ -110,6 +113,7 @@ class _Reader:
     """A walk over a script's tokens. Statements that are not ``live`` are passed over."""
 
     def __init__(self, text: str, script: ShellScript) -> None:
+        # First of all: a quote within a here-document would open a word that never ends.
         self._text = _HERE_DOCUMENT.sub(r"\3", text.replace("\r\n", "\n"))
         self._script = script
         self._tokens = list(_tokens(self._text))

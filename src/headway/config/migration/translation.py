@@ -188,8 +188,10 @@ def translate(project: Project, sources: Sequence[SettingsFile]) -> Translation:
     settings: dict[str, tuple[str, Any]] = {}  # by the table's key: how it is written, and its value
     for source in sources:
         for written_key, key in _canonical(project, source).items():
+            # So that it also comes later: of two settings that give one value the later one wins.
             settings.pop(key, None)
             settings[key] = written_key, source.settings[written_key]
+    # Reversed: env[0].n and env[1].n are one key here, and the first counts.
     given = {
         _without_index(key): value
         for key, (name, value) in reversed(settings.items())
@@ -292,6 +294,7 @@ def _settle(result: Translation) -> None:
 
 def _make_it_load(result: Translation) -> None:
     """Take away what the schema refuses, what has no effect, and defaults that are Headway's, until the rest loads."""
+    # Each round takes a value away, or is the last.
     for _ in range(len(result.values) + 1):
         try:
             loaded = _load(result)
@@ -322,6 +325,7 @@ def _make_it_load(result: Translation) -> None:
 def _load(result: Translation) -> LoadedConfig:
     with TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
+        # Through a file, as the user will load it: what YAML makes of a value counts.
         recipe.write_text(body(result.values, {}), encoding="utf-8")
         return load(recipe)
 
@@ -331,6 +335,7 @@ def _drop_refused(result: Translation, message: str) -> bool:
     found = False
     for line in message.splitlines():
         for key in list(result.values):
+            # The whole key: rollout.n is the beginning of rollout.name.
             if re.search(rf"(^|\s){re.escape(key)}(\.\w+)*(\[\d+\]\S*)?:", line) or line.startswith(f"{key} "):
                 reason = re.sub(r" \(in [^)]*\)", "", line.partition(f"{key}")[2].lstrip(": "))
                 _drop(result, key, f"set {key} yourself: {reason}")

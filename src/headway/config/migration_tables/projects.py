@@ -36,6 +36,7 @@ class Project:
 
         What ``*`` at the end of a pattern stands for takes the place of the one in ``here``.
         """
+        # First: a pattern further up in the table may fit this key as well.
         if key in self.rows:
             return self.rows[key]
         for pattern, row in self.rows.items():
@@ -77,6 +78,7 @@ def read_project(module: ModuleType, further: Mapping[str, Mapping[str, Any]] | 
         for key in rows
         if key.startswith(one["section"])
     }
+    # In this order: a row of the table's own wins over one that is like another section's.
     return replace(project, rows=alike | rows)
 
 

@@ -85,6 +85,7 @@ class TableRow:
 
     def answer(self, value: Any, given: Given) -> Translated:
         """Say what becomes of ``value``. Raises what the conversion raises for a value that it cannot read."""
+        # Before null counts as not given: a case may ask for null.
         for case in self.cases:
             if ("value" not in case or matches(value, case["value"])) and holds(case, given):
                 return self._answer_of(case, value, given)

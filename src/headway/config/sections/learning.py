@@ -96,6 +96,7 @@ def model_problems(parallel: ParallelConfig, model: Mapping[str, object]) -> Ite
     """Yield what does not fit a model, by its ``config.json`` (or its text part)."""
     heads, experts = _numbers(model, HEADS), _numbers(model, EXPERTS)
     kv_heads = _numbers(model, KV_HEADS) or heads
+    # Ulysses gives each rank whole heads, of those that tp has left it.
     if (odd := _not_divided(heads, parallel.inner)) is not None:
         yield (
             f"actor.parallel: cp={parallel.cp} × tp={parallel.tp} is {parallel.inner}, which does not divide the "

@@ -39,6 +39,7 @@ class RunConfig(Section):
     def _is_a_plain_file_name(cls, name: str) -> str:
         if not name.strip() or "/" in name or name in (".", "..") or not name.isprintable():
             raise ValueError("expected a plain file name, without /")
+        # In bytes, as file systems count.
         if len(name.encode()) > LONGEST_NAME:
             raise ValueError(f"expected a file name of at most {LONGEST_NAME} bytes")
         return name

@@ -27,6 +27,7 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 def exact_fraction(value: Any) -> Any:
     """Make an exact fraction: 0.3, "0.3" and "3/10" all become 3/10, a float by its shortest decimal spelling."""
     try:
+        # By its spelling: Fraction(0.3) is a little less than 3/10, and ⌊η·B⌋ may be one group too few.
         return Fraction(str(value))
     except (ValueError, ZeroDivisionError):
         raise ValueError("expected a number, like 1, 0.3 or 3/10") from None
@@ -132,6 +133,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _a_truth_value_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic takes true for 1: rollout.n=true would be a run of one answer each.
         if isinstance(value, bool) and {int, float} & types_in(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError("expected a number")
         return value

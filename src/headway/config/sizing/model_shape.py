@@ -79,6 +79,7 @@ class ModelShape:
         experts = config.get("num_experts", config.get("num_local_experts")) or 0
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+            # Not .get with a default, which would be read in any case: a mixture may lack intermediate_size.
             width = (
                 config["moe_intermediate_size"] if "moe_intermediate_size" in config else config["intermediate_size"]
             )

@@ -227,6 +227,7 @@ def _by_counts(config: Config) -> Placement:
     def own(role: str, section: RolloutConfig | RefConfig | LogpConfig | CriticConfig) -> tuple[int, ...]:
         nonlocal shares
         used = sum(len(share.devices) for share in shares)
+        # Behind all shares so far: a device's number is its place among them.
         of_role = _devices(used, section.nnodes * section.n_gpus_per_node)
         shares += node_shares(role, of_role, section.n_gpus_per_node)
         return of_role
@@ -281,6 +282,7 @@ def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
 
 
 def _whole_devices(ratios: tuple[Fraction, ...], total: int) -> list[int]:
+    # Exact, so that a share that is no whole number of devices is refused and never rounded.
     counts = [share * total for share in ratios]
     problems = [
         f"{name}'s share {float(share):g} of {total} devices is {float(count):g} devices"
