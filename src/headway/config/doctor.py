@@ -83,6 +83,13 @@ def _reward(config: Config) -> Iterator[str]:
         yield f"reward.functions: {', '.join(twice)} is the name of more than one; give them names of their own"
 
 
+def _mcp(config: Config) -> Iterator[str]:
+    for name, server in config.agent.mcp.items():
+        values, key = server.model_dump(), f"agent.mcp.{name}"
+        spelled = {"name": name, "key": key} | {f"key.{field}": f"{key}.{field}" for field in values}
+        yield from problems("mcp", values | spelled | {"step_timeout_s": config.agent.step_timeout_s})
+
+
 def _sampling(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if not all(rollout.stop):
@@ -198,7 +205,7 @@ PARTS: Mapping[str, tuple[Callable[[Config], Iterator[str]], ...]] = {
     "model": (),
     "data": (_data,),
     "reward": (_reward,),
-    "programs": (lambda config: program_problems(config.agent),),
+    "programs": (lambda config: program_problems(config.agent), _mcp),
     "length": (),
     "sampling": (_sampling,),
     "algorithm": (_algorithm,),

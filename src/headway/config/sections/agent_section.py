@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -34,30 +33,6 @@ class McpServerConfig(Section):
     episodes of a process share one."""
     tools: tuple[str, ...] | None = None
     """Names of the tools that are offered. Default: all of the server's."""
-
-
-def mcp_problems(servers: Mapping[str, McpServerConfig], step_timeout_s: float) -> Iterator[str]:
-    """Yield problems of ``agent.mcp``."""
-    for name, server in servers.items():
-        key = f"agent.mcp.{name}"
-        if re.fullmatch(r"[\w-]+", name) is None:
-            yield f"agent.mcp: {name!r} is no name for a server; write letters, digits, _ and -"
-        if bool(server.command) is (server.url is not None):
-            given = "both are given" if server.command else "none is given"
-            yield f"{key} needs a command or a url, and {given}; write {key}.command=[program, argument] or {key}.url=https://…"
-        if server.url is not None and not server.url.startswith(("http://", "https://")):
-            yield f"{key}.url={server.url}: expected the http:// or https:// address of a server"
-        if server.env and not server.command:
-            yield f"{key}.env is for a command; drop it, or give headers"
-        if server.headers and server.url is None:
-            yield f"{key}.headers are for a url; drop them, or give env"
-        if server.tools == ():
-            yield f"{key}.tools is empty, so that the server is of no use; name some of its tools, or take it out"
-        if server.timeout_s > step_timeout_s:
-            yield (
-                f"{key}.timeout_s={server.timeout_s:g} is more than a step may take, agent.step_timeout_s="
-                f"{step_timeout_s:g}; lower the one or raise the other"
-            )
 
 
 _EXAMPLES = {
@@ -166,7 +141,6 @@ def program_problems(agent: AgentConfig) -> Iterator[str]:
     chosen = [f"agent.{name}" for name, value in given.items() if value]
     if len(chosen) > 1 and (agent.program or agent.client):
         yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
-    yield from mcp_problems(agent.mcp, agent.step_timeout_s)
     for name, example in _EXAMPLES.items():
         value = agent.client_function if name == "client" else getattr(agent, name)
         for spec in value if isinstance(value, tuple) else [value] if value else []:

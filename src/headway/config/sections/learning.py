@@ -97,20 +97,13 @@ def model_problems(parallel: ParallelConfig, model: Mapping[str, object]) -> Ite
     heads, experts = _numbers(model, HEADS), _numbers(model, EXPERTS)
     kv_heads = _numbers(model, KV_HEADS) or heads
     # Ulysses gives each rank whole heads, of those that tp has left it.
-    if (odd := _not_divided(heads, parallel.inner)) is not None:
-        yield (
-            f"actor.parallel: cp={parallel.cp} × tp={parallel.tp} is {parallel.inner}, which does not divide the "
-            f"model's {odd} attention heads; expected a divisor of {odd}"
-        )
-    elif (odd := _not_divided(kv_heads, parallel.tp)) is not None:
-        yield (
-            f"actor.parallel.tp={parallel.tp} does not divide the model's {odd} heads of keys and values; "
-            f"expected a divisor of {odd}"
-        )
+    inner = f"actor.parallel: cp={parallel.cp} × tp={parallel.tp} is {parallel.inner}, which"
+    of_heads = [*_indivisible(inner, parallel.inner, heads, "attention heads")]
+    of_heads += _indivisible(f"actor.parallel.tp={parallel.tp}", parallel.tp, kv_heads, "heads of keys and values")
+    yield from of_heads[:1]
     if parallel.ep > 1 and not experts:
         yield f"actor.parallel.ep={parallel.ep}: the model has no experts to divide; set ep=1"
-    elif (odd := _not_divided(experts, parallel.ep)) is not None:
-        yield f"actor.parallel.ep={parallel.ep} does not divide the model's {odd} experts; expected a divisor of {odd}"
+    yield from _indivisible(f"actor.parallel.ep={parallel.ep}", parallel.ep, experts, "experts")
 
 
 def replica_problems(size: int, model: Mapping[str, object]) -> Iterator[str]:
@@ -121,8 +114,8 @@ def replica_problems(size: int, model: Mapping[str, object]) -> Iterator[str]:
     heads = _numbers(model, HEADS)
     kv_heads = _numbers(model, KV_HEADS) or heads
     setting = f"rollout.tensor_model_parallel_size={size}"
-    if (odd := _not_divided(heads, size)) is not None:
-        yield f"{setting} does not divide the model's {odd} attention heads; expected a divisor of {odd}"
+    if of_heads := [*_indivisible(setting, size, heads, "attention heads")]:
+        yield from of_heads
     elif (odd := next((count for count in kv_heads if count % size and size % count), None)) is not None:
         yield (
             f"{setting} neither divides the model's {odd} heads of keys and values nor is a multiple; expected a "
@@ -195,8 +188,10 @@ def _numbers(model: Mapping[str, object], names: Sequence[str]) -> list[int]:
     return [one for one in each if isinstance(one, int) and one > 0]
 
 
-def _not_divided(numbers: Sequence[int], by: int) -> int | None:
-    return next((number for number in numbers if number % by), None)
+def _indivisible(what: str, by: int, numbers: Sequence[int], of: str) -> Iterator[str]:
+    """Yield a problem where ``by``, as ``what`` says, does not divide one of ``numbers``."""
+    if (odd := next((number for number in numbers if number % by), None)) is not None:
+        yield f"{what} does not divide the model's {odd} {of}; expected a divisor of {odd}"
 
 
 class OptimConfig(Section):
