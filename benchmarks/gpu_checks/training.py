@@ -189,7 +189,7 @@ def gathered(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     """All weights, as they go to the replicas, on the host. Collective; other ranks' than zero's are unspecified."""
     manifest = engine.manifest(torch.float32)
     flat = torch.empty(manifest.nbytes, dtype=torch.uint8)
-    for offset, data in engine.gather_everywhere(manifest, BUCKET_BYTES):
+    for offset, data in engine.gather(manifest, BUCKET_BYTES, everywhere=True):
         flat[offset : offset + data.numel()].copy_(data)
     return {s.name: flat[s.offset : s.end].view(torch.float32).view(s.shape) for s in manifest.slots}
 

@@ -182,14 +182,14 @@ def answers_see_each_other(patch: pytest.MonkeyPatch) -> None:
 
 
 def gathering_leaves_bytes_out(patch: pytest.MonkeyPatch) -> None:
-    right = fsdp_engine.gather_everywhere
+    right = fsdp_engine.gather
 
     def wrong(*given: Any, **more: Any) -> Any:
         for offset, data in right(*given, **more):
             data[-8:] = 0
             yield offset, data
 
-    patch.setattr(fsdp_engine, "gather_everywhere", wrong)
+    patch.setattr(fsdp_engine, "gather", wrong)
 
 
 def checkpoints_are_not_read(patch: pytest.MonkeyPatch) -> None:

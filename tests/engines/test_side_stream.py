@@ -87,7 +87,7 @@ async def test_a_version_is_received_on_the_side_stream_of_the_engines_device(mo
     streams = Streams(monkeypatch)
 
     class Noting(Intake):
-        def take_in(self, version: int, receive: Any) -> ReceiveReport:
+        def _take_in(self, version: int, receive: Any) -> ReceiveReport:
             streams.calls.append("fill")
             return ReceiveReport(recv_s=0.0, register_s=0.0, checksum=0, nbytes=0)
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.native.step_attention import AttentionShape
-from headway.engines.rollout.native.supported_models import Windows
-from headway.engines.rollout.native.varlen_attention import DTYPES, has_varlen
+from headway.engines.rollout.native.fused_forward import FusedForward, best_forward
+from headway.engines.rollout.native.varlen_attention import DTYPES
 from tests.engines.rollout.serving import Source, collect, endless, serving
 from tests.engines.rollout.support import FAMILIES, make_model, make_request, reference_logprobs, tokens_of
 
@@ -97,10 +96,12 @@ async def test_recorded_steps_give_the_tokens_of_eager_ones() -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("windows", [Windows(None, (False,)), Windows(4096, (True, False))], ids=["full", "windowed"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("heads", [(4, 4, 8), (14, 2, 64), (32, 8, 128)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sequences_of_different_lengths_attend_in_one_call(
-    dtype: torch.dtype, heads: tuple[int, int, int], windows: Windows
+    dtype: torch.dtype, heads: tuple[int, int, int], family: str
 ) -> None:
-    assert has_varlen(AttentionShape(*heads, windows, dtype), torch.device("cuda"))
+    sizes = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
+    forward = best_forward(make_model(family, **sizes).to("cuda", dtype), 64)
+    assert isinstance(forward, FusedForward) and forward.varlen

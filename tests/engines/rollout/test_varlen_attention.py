@@ -11,7 +11,7 @@ import torch
 
 from headway.devices import CPU
 from headway.engines.rollout.native import fused_forward, varlen_attention
-from headway.engines.rollout.native.fused_forward import FusedForward
+from headway.engines.rollout.native.fused_forward import FusedForward, best_forward
 from headway.engines.rollout.native.step_attention import AttentionShape, PrefillAttention, PrefillContext
 from headway.engines.rollout.native.supported_models import Windows
 from headway.engines.rollout.native.varlen_attention import VarlenPrefill, has_varlen
@@ -175,14 +175,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cpu")
 
 
-@pytest.mark.parametrize("windows", [(False,), (True,), (True, False, True)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", varlen_attention.DTYPES, ids=str)
 def test_a_kernel_that_computes_attention_is_used(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, windows: tuple[bool, ...]
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, family: str
 ) -> None:
     monkeypatch.setattr(varlen_attention, "_flash", Kernel())
-    size = 4096 if any(windows) else None
-    assert has_varlen(AttentionShape(8, 2, 64, Windows(size, windows), dtype), device)
+    forward = best_forward(make_model(family, head_dim=16).to(dtype), 64)
+    assert isinstance(forward, FusedForward) and forward.varlen
 
 
 def refused(*args: Any, **settings: Any) -> tuple[torch.Tensor]:
@@ -193,7 +193,7 @@ def refused(*args: Any, **settings: Any) -> tuple[torch.Tensor]:
     ("kernel", "dtype", "said"),
     [
         (refused, torch.bfloat16, "Ampere"),
-        (Kernel(from_the_top=True), torch.bfloat16, "differs from attention"),
+        (Kernel(from_the_top=True), torch.bfloat16, "differs from the module"),
         (Kernel(), torch.float32, "torch.float32"),
     ],
     ids=["refused", "wrong", "dtype"],
@@ -209,8 +209,8 @@ def test_without_a_kernel_that_works_a_line_says_so_and_the_other_path_runs(
     monkeypatch.setattr(varlen_attention, "_flash", kernel)
     model = make_model(head_dim=16).to(dtype)
     with caplog.at_level(logging.WARNING):
-        forward = FusedForward(model, 64, Windows.of(model.config, 64))
-    assert not forward.varlen
+        forward = best_forward(model, 64)
+    assert isinstance(forward, FusedForward) and not forward.varlen
     assert [said in message for message in caplog.messages] == [True]
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.outgoing_version import Staged, Stream, Window
+from headway.engines.weights.protocols import EndContext, Link, TransportAddress
 from headway.engines.weights.transports.disk import DiskSender
 from headway.engines.weights.weight_layout import Manifest, build_manifest
 from headway.errors import UpdateFailed
@@ -110,14 +111,18 @@ def test_what_a_killed_sender_left_unfinished_is_removed_by_the_next_one(site: S
 def test_a_sender_that_was_given_up_in_the_middle_of_a_version_spoils_nothing_of_its_successors(site: Site) -> None:
     directory = folder(site)
 
+    def sender(name: str) -> DiskSender:
+        meeting = TransportAddress(MANIFEST, ("a",), 1.0, sender=name, directory=directory.parent)
+        return DiskSender(Link("disk", meeting), EndContext())
+
     def meanwhile() -> Iterator[Window]:
         first, *others = windows(weights(9))
         yield first
-        DiskSender(directory, MANIFEST, "actor-0+1").send(1, stream(1))
+        sender("actor-0+1").send(1, stream(1))
         yield from others
 
     with pytest.raises(UpdateFailed, match="version 1 cannot be written"):
-        DiskSender(directory, MANIFEST, "actor-0").send(1, Stream(MANIFEST, meanwhile()))
+        sender("actor-0").send(1, Stream(MANIFEST, meanwhile()))
     assert names(site.directory) == ["version_1.safetensors"]
     assert_same(load_file(directory / "version_1.safetensors"), weights(1))
 

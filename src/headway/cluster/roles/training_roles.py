@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,7 @@ class ActorRole(WithCritic):
     @register(Dispatch.ONE_TO_ALL, Collect.JOINED)
     def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool, verify: bool) -> SentWeights:
         """Gather and send weights: this rank's share, or all to the receiver in its process (``everywhere``)."""
-        gather = self._engine.gather_everywhere if everywhere else self._engine.gather
+        gather = partial(self._engine.gather, everywhere=everywhere)
         sent, failures = [], []
         for send in sends:
             try:

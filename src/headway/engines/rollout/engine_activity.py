@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from headway.data.interfaces.rollout import EngineStats
@@ -181,21 +182,14 @@ class VllmActivity(Counts):
 
     def stat_logger(self, *_: Any) -> Any:
         """Make the stat logger that vLLM calls behind each step."""
-        count = self.step
 
-        class VllmStatLogger:
-            """A stat logger for vLLM."""
+        def record(scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            self.step(scheduler_stats, iteration_stats)
 
-            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-                count(scheduler_stats, iteration_stats)
+        def nothing(*_: Any) -> None: ...
 
-            def log(self) -> None: ...
-
-            def log_engine_initialized(self) -> None: ...
-
-            def record_sleep_state(self, is_awake: int, level: int) -> None: ...
-
-        return VllmStatLogger()
+        others = dict.fromkeys(("log", "log_engine_initialized", "record_sleep_state"), nothing)
+        return SimpleNamespace(record=record, **others)
 
     def _close(self) -> None:
         now = self._clock()

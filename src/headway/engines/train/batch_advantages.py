@@ -10,7 +10,7 @@ Shape suffixes: T response tokens of a row, L tokens of an episode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -90,6 +90,7 @@ class Episodes:
 
     def _order(self, place: range) -> NDArray[np.int64]:
         rows = self.rows[place.start : place.stop]
+        # Stable: the tokens of one turn keep their order.
         return np.argsort(np.concatenate([turn_numbers(row)[row.loss_mask] for row in rows]), kind="stable")
 
 
@@ -141,8 +142,8 @@ class BatchAdvantages:
         Raises `RunError`, naming a trajectory, for a reward, a value or an advantage that is not finite.
         """
         episodes = Episodes(rows, outcomes.episode_of)
-        _check_finite("rewards", [np.atleast_1d(reward) for reward in outcomes.rewards], outcomes)
-        _check_finite("rewards of turns", [np.array(rewards) for rewards in outcomes.turn_rewards], outcomes)
+        _check_finite("rewards", outcomes.rewards, outcomes)
+        _check_finite("rewards of turns", outcomes.turn_rewards, outcomes)
         inputs = self._inputs(episodes, outcomes)
         estimate = self._estimator(inputs, **self._params)
         columns: dict[str, Arrays] = {ColumnName.ADVANTAGES: _arrays(estimate, inputs)}
@@ -166,13 +167,8 @@ class BatchAdvantages:
         per_token = algorithm.use_kl_in_reward or outcomes.turn_rewards or algorithm.turn_discount != 1.0
         if per_token or outcomes.lengths is None or looks_at_tokens(self._estimator):
             return None
-        _check_finite("rewards", [np.atleast_1d(reward) for reward in outcomes.rewards], outcomes)
-        inputs = AdvantageInputs(
-            rewards=torch.tensor(outcomes.rewards),
-            groups=torch.tensor(outcomes.groups),
-            lengths=torch.tensor(outcomes.lengths),
-            baselines=torch.tensor(outcomes.baselines) if outcomes.baselines is not None else None,
-        )
+        _check_finite("rewards", outcomes.rewards, outcomes)
+        inputs = _scored(outcomes, outcomes.lengths)
         estimate = self._estimator(inputs, **self._params)
         if not isinstance(estimate, torch.Tensor) or estimate.shape != inputs.rewards.shape:
             said = list(estimate.shape) if isinstance(estimate, torch.Tensor) else type(estimate).__name__
@@ -182,7 +178,7 @@ class BatchAdvantages:
                 "from_outcomes_alone"
             )
         numbers: NDArray[np.float32] = estimate.numpy().astype(np.float32)
-        _check_finite(ColumnName.ADVANTAGES, [np.atleast_1d(number) for number in numbers], outcomes)
+        _check_finite(ColumnName.ADVANTAGES, numbers, outcomes)
         return numbers
 
     def _inputs(self, episodes: Episodes, outcomes: Outcomes) -> AdvantageInputs:
@@ -194,15 +190,12 @@ class BatchAdvantages:
             return _padded(arrays)
 
         valued = all(ColumnName.VALUES in row.columns for row in episodes.rows)
-        inputs = AdvantageInputs(
-            rewards=torch.tensor(outcomes.rewards),
-            groups=torch.tensor(outcomes.groups),
-            lengths=torch.tensor([len(mask) for mask in masks]),
+        inputs = replace(
+            _scored(outcomes, [len(mask) for mask in masks]),
             mask=None if all(mask.all() for mask in masks) else _padded(masks),
             values=known("the critic's values", lambda row: row.columns[ColumnName.VALUES]) if valued else None,
             # Every answer was scored as it is, also one that was cut off: nothing comes after its last token.
             finished=None,
-            baselines=torch.tensor(outcomes.baselines) if outcomes.baselines is not None else None,
             turn_discount=self._algorithm.turn_discount,
         )
         by_state = looks_at_states(self._estimator)
@@ -227,6 +220,16 @@ class BatchAdvantages:
             kind=self._algorithm.kl_penalty,
         )
         return replace(inputs, token_rewards=rewards)
+
+
+def _scored(outcomes: Outcomes, lengths: Any) -> AdvantageInputs:
+    """Inputs of an estimator that looks at outcomes alone. ``lengths`` [E]: of the episodes."""
+    return AdvantageInputs(
+        rewards=torch.tensor(outcomes.rewards),
+        groups=torch.tensor(outcomes.groups),
+        lengths=torch.tensor(lengths),
+        baselines=torch.tensor(outcomes.baselines) if outcomes.baselines is not None else None,
+    )
 
 
 def _rewards_of_turns(
@@ -259,7 +262,7 @@ def _arrays(estimate: torch.Tensor | Advantages, inputs: AdvantageInputs) -> Arr
     return [row.numpy().astype(np.float32) for row in per_token(estimate, inputs.lengths, inputs.mask)]
 
 
-def _check_finite(name: str, arrays: Arrays, outcomes: Outcomes) -> None:
+def _check_finite(name: str, arrays: Iterable[Any], outcomes: Outcomes) -> None:
     for index, array in enumerate(arrays):
         if not np.isfinite(array).all():
             group = outcomes.groups[index]

@@ -163,6 +163,7 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor | None, i
     Returns the payload ([m] uint8 on the CPU; None where it would not be smaller than the bytes themselves), and the
     number of units that differ.
     """
+    # As bit patterns: of numbers, NaN would differ from itself, and -0.0 would be 0.0.
     before, after = _units(old), _units(new.cpu())
     counts: list[int] = []
     parts: list[npt.NDArray[np.uint16]] = []

@@ -156,10 +156,12 @@ def _mixed(z: torch.Tensor) -> torch.Tensor:
 
     The last step of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
+    # `>>` of int64 brings in the sign: the masks make it the shift of numbers without one.
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
 def _signed(number: int) -> int:
+    # torch multiplies no uint64; int64 wraps around to the same bits.
     return number - 2**64 if number >= 2**63 else number

@@ -13,6 +13,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -145,6 +146,7 @@ def memory_domain() -> str:
 
 
 def _size(nbytes: int) -> int:
+    # The stamp is read as an int64, which has to lie at a multiple of 8.
     return nbytes + -nbytes % _STAMP_BYTES + _STAMP_BYTES
 
 
@@ -231,16 +233,23 @@ class Intake(ABC):
         through.
         """
         self.state.begin(version)
+        return self.finish(version, receive, nullcontext())
+
+    def finish(self, version: int, receive: Receive, within: AbstractContextManager[None]) -> ReceiveReport:
+        """Do what `fill` does once `state` has been told that ``version`` begins; receive it ``within`` a context."""
+        self.torn = False
         try:
-            report = self.take_in(version, receive)
+            with within:
+                report = self._take_in(version, receive)
         except BaseException:
             self.state.fail(torn=self.torn)
             raise
+        # Behind the context, which waits for the device: a load would else read bytes that are still being copied.
         self.state.complete()
+        self.torn = False
         return report
 
-    def take_in(self, version: int, receive: Receive) -> ReceiveReport:
-        """Do what `fill` does, for a caller that tells `state` of it."""
+    def _take_in(self, version: int, receive: Receive) -> ReceiveReport:
         self._copy, self.shares = None, [Arrival(share, version, self) for share in self.manifest.shares()]
         started = time.perf_counter()
         receive(self)
@@ -326,9 +335,10 @@ class BackBuffer(Intake):
         """The path at which other processes map the staged version. Raises `UpdateFailed` while there is none."""
         return str(self._staged_memory().path)
 
-    def take_in(self, version: int, receive: Receive) -> ReceiveReport:
+    def _take_in(self, version: int, receive: Receive) -> ReceiveReport:
+        # Bytes arrive over the version that was held: if they stop half-way it is gone, as a base, too.
         self._base, self._holds = self._holds, None
-        report = super().take_in(version, receive)
+        report = super()._take_in(version, receive)
         assert self._memory is not None
         if self._copy is None:
             # Only now, with all bytes checked: whoever maps the memory trusts the stamp.
@@ -358,6 +368,7 @@ class BackBuffer(Intake):
 
     def take(self, share: Arrival, header: Header) -> None:
         if header.base >= 0:
+            # Before it is applied, which writes over its base: after a wrong delta no other could be applied.
             if digest(share.bucket) != header.checksum:
                 raise share.wrong(f"the delta of bucket {header.index} is not what the trainer sent")
             apply(share.bucket, self._own(CPU.name)[header.offset :][: header.nbytes])
@@ -435,12 +446,6 @@ class InPlace(Intake):
         self._tensors = tensors
         self._window = window
         self._pinned, self._device = pinned, device
-
-    def take_in(self, version: int, receive: Receive) -> ReceiveReport:
-        self.torn = False
-        report = super().take_in(version, receive)
-        self.torn = False
-        return report
 
     def room(self, share: Arrival, header: Header, device: Device) -> torch.Tensor:
         if header.base >= 0:

@@ -10,7 +10,7 @@ The ends find each other by a link:
 
     driver: make_link(name, TransportAddress) ─▶ trainer: open_sender(link)      receivers: open_receiver(link, name)
 
-A transport is a module of `transports` with the last two functions, imported when it is asked for.
+A transport is a module of `transports` with the last two, as functions or classes, imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -153,6 +153,9 @@ class WeightReceiver(Protocol):
 class StoredSender(ABC):
     """The trainer's end of a stored transport (`WeightSender`): puts each payload where receivers look for it."""
 
+    def __init__(self, link: Link, here: EndContext) -> None:
+        self._meeting, self._here = link.meeting, here
+
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         """Store ``weights``, and return what receivers have to know."""
         headers: list[Header] = []
@@ -173,8 +176,8 @@ class StoredSender(ABC):
 class StoredReceiver(ABC):
     """A receiver's end of a stored transport (`WeightReceiver`)."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, link: Link, name: str, here: EndContext) -> None:
+        self._meeting, self._name, self._here = link.meeting, name, here
 
     def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
         """Put the payloads of ``parcel`` into ``sink``. Raises `UpdateFailed` for a parcel of another version."""
@@ -218,7 +221,7 @@ class TransportAddress:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The facts that both ends of a transport need to open. Travels to other processes, except for ``local``'s."""
+    """What both ends of a transport are opened with. It can be sent to other processes, but for that of ``local``."""
 
     transport: str
     meeting: TransportAddress
@@ -240,6 +243,7 @@ class EndContext:
 
 def make_link(transport: str, meeting: TransportAddress) -> Link:
     """Make the link of ``transport``."""
+    # Made here, by the one that makes the link: both ends have to meet at the same object.
     within = transport == WITHIN_PROCESS
     exchange = _module(transport).LocalExchange(meeting.receivers, meeting.timeout_s) if within else None
     return Link(transport, meeting, exchange)

@@ -8,9 +8,9 @@ WeightUpdates   how new ones come, beside those that are served or over them; `R
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -136,6 +136,7 @@ class WeightMemory:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        # By address: tied weights and joined projections share a storage, whose size is to be changed once.
         storages = {(s := tensor.untyped_storage()).data_ptr(): s for tensor in tensors if tensor.numel()}
         self._storages = list(storages.values())
         self._sizes = [storage.nbytes() for storage in self._storages]
@@ -209,7 +210,7 @@ class WeightUpdates:
     """Receives and loads versions by one `Intake`, one at a time; receives on its own thread.
 
         decoding thread                 receiving thread               decoding thread, between two steps
-        start (paused, if in place) ──▶ take_in ◀── a transport ─────▶ load
+        start (paused, if in place) ──▶ finish ◀── a transport ──────▶ load
 
     A shared pool may have fewer threads than there are replicas, and a transport waits for all of them.
     """
@@ -247,25 +248,20 @@ class WeightUpdates:
             if self._state.in_place:
                 self._prepare(version)
             with boundary(f"{self._state.name}, which is being closed, receiving version {version}", RunError):
-                return self._thread.submit(self._take_in, version)
+                # The state changes there and not where `start` is awaited: who waits may be cancelled meanwhile.
+                receive = partial(self._receive, version)
+                return self._thread.submit(self._intake.finish, version, receive, self._on_stream())
         except BaseException:
             self._state.fail()
             raise
 
-    def _take_in(self, version: int) -> ReceiveReport:
-        """Receive ``version`` on the receiving thread, which has to choose its stream by itself."""
-        # The state changes here and not where `start` is awaited: who waits may be cancelled while the thread goes on.
-        # It changes once the stream has ended, or a load would read bytes that are still being copied.
-        try:
-            with nullcontext() if self._stream is None else self._stream.working():
-                report = self._intake.take_in(version, partial(self._receive, version))
-                if self._state.in_place:
-                    kind_of(self._device).synchronize(self._device)
-        except BaseException:
-            self._state.fail(torn=self._intake.torn)
-            raise
-        self._state.complete()
-        return report
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Context of the receiving thread, which has to choose its stream by itself."""
+        with nullcontext() if self._stream is None else self._stream.working():
+            yield
+            if self._state.in_place:
+                kind_of(self._device).synchronize(self._device)
 
     def load(self, version: int, write: Callable[[BackBuffer], None] | None = None) -> None:
         """Serve ``version``. Raises `UpdateFailed` if it was not received, or while another one is being received."""

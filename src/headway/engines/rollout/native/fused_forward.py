@@ -36,7 +36,12 @@ from headway.engines.rollout.native.step_attention import (
     places_do_not_matter,
 )
 from headway.engines.rollout.native.supported_models import KvGeometry, Windows, check_kind, not_served
-from headway.engines.rollout.native.varlen_attention import VarlenDecode, VarlenPrefill, has_varlen
+from headway.engines.rollout.native.varlen_attention import (
+    WITHOUT_VARLEN,
+    VarlenDecode,
+    VarlenPrefill,
+    has_varlen,
+)
 from headway.errors import ModelError, said_by
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -150,34 +155,42 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
     if config.model_type not in FAMILY or rope not in _FIXED_ROPE or config.hidden_act != "silu":
         return module
     fused = FusedForward(model, max_context, windows)
-    difference = float((expected - _brief_logits(fused, model, windows, max_context)).abs().max())
-    largest = float(expected.abs().max())
-    if difference <= _TOLERANCE.get(model.dtype, 2**-5) * max(1.0, largest):
-        return fused
-    logger.warning(
-        "the fused forward of %s differs from the module by %.2g in logits of up to %.3g; decoding with the module "
-        "itself, slower",
-        config.model_type,
-        difference,
-        largest,
-    )
+    for varlen in (True, False) if fused.varlen else (False,):
+        fused.varlen = varlen
+        try:
+            difference = float((expected - _brief_logits(fused, model, windows, max_context)).abs().max())
+            largest = float(expected.abs().max())
+            if difference <= _TOLERANCE.get(model.dtype, 2**-5) * max(1.0, largest):
+                return fused
+            why = f"it differs from the module by {difference:.2g} in logits of up to {largest:.3g}"
+        except RuntimeError as cause:
+            if not varlen or isinstance(cause, torch.OutOfMemoryError):
+                raise
+            why = said_by(cause)  # a device without such a kernel
+        instead = WITHOUT_VARLEN if varlen else "decoding with the module itself, slower"
+        logger.warning("the fused forward of %s is not used as it is: %s; %s", config.model_type, why, instead)
     return module
 
 
 def _brief_logits(forward: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int) -> torch.Tensor:
-    """Logits [4, V] of a short prefill of two contexts, and of one token decoded behind each."""
+    """Logits [4, V] of a short prefill of two contexts, in two parts, and of one token decoded behind each."""
     length = min(8, max_context - 1)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(2 * length, device=model.device) * 7919 % vocabulary).view(2, length)
     lengths = torch.tensor([length, max(length // 2, 1)], device=model.device)
-    contexts = [PrefillContext(row[:count]) for row, count in zip(ids, lengths.tolist(), strict=True)]
+    rows = [row[:count] for row, count in zip(ids, lengths.tolist(), strict=True)]
+    first = min(2, len(rows[1]) - 1)
     with torch.inference_mode():
         cache = SlotCache(
             KvGeometry.of(model.config), slots=2, context=length + 1, dtype=model.dtype, device=model.device
         )
-        prefilled, kv = forward.step(None, contexts, 1)
-        for row in range(2):
-            cache.fill(range(row, row + 1), kv[row])
+        pasts = forward.step(None, [PrefillContext(row[:first]) for row in rows], 1)[1] if first else [None, None]
+        rest = [PrefillContext(row[first:], past) for row, past in zip(rows, pasts, strict=True)]
+        prefilled, kv = forward.step(None, rest, 1)
+        for row, past in enumerate(pasts):
+            if past is not None:
+                cache.fill(range(row, row + 1), past)
+            cache.fill(range(row, row + 1), kv[row], first)
         block = RowBlock.of(range(2), length + 1, lengths, windows.size, model.dtype)
         decoded, _ = forward.step(Decoding(ids[:, 0], lengths, cache, [block]), (), 1)
         return torch.cat([prefilled, decoded]).float()

@@ -121,6 +121,7 @@ class SlotCache:
 
     def append(self, layer: int, addresses: torch.Tensor, kv: torch.Tensor) -> None:
         """Store one token's keys and values [A, 2·kv_heads, head_dim] in rows 0..A-1."""
+        # One operation for all rows: a copy for each would be most of the time of a small step.
         self._flat[layer][addresses] = kv
 
     def view(self, layer: int, start: int, stop: int, span: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -130,6 +130,7 @@ class ModuleForward:
             # No more logits than are wanted, and enough of them.
             wanted = sorted({last - block.start for last in lasts}) if block is blocks[-1] else [0]
             wanted += [at for at in range(len(block)) if at not in wanted][: max(0, least_rows - len(wanted))]
+            # A block may end behind the longest context: positions beyond would leave the tables of learned ones.
             positions = torch.arange(block.start, block.stop, device=device).clamp_(max=self._last_position)
             logits = self._run(
                 ids,
@@ -300,6 +301,7 @@ class DecodeGraphs:
         its_lengths[:] = lengths
         replay()
         assert self._logits is not None
+        # A copy: the next replay writes over them, perhaps before the host has read these.
         return self._logits[:wanted].clone()
 
     def clear(self) -> None:

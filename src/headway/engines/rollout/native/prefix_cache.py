@@ -151,7 +151,9 @@ class PrefixCache:
             if common < BLOCK:
                 break
             node = child
-        self._use(reversed(way))
+        for node in reversed(way):  # the end of a context first: what it follows must not go before it
+            if node in self._unpinned:
+                self._unpinned.move_to_end(node)
         return Found(tuple(node.block for node in way), length, shared)
 
     def store(self, ids: Ids, trajectory: TrajectoryId, shared: int) -> list[BlockCopy]:
@@ -175,6 +177,7 @@ class PrefixCache:
                 if (block := self._take(episode)) is None:
                     self._unpin(node)
                     return copies
+                # A copy: a view would keep the whole context of each block in memory.
                 child = _CacheNode(node, chunk.copy(), None if is_shared else trajectory, given, block)
                 self._nodes[block] = child
                 if is_shared:
@@ -320,12 +323,6 @@ class PrefixCache:
         copies.append(BlockCopy(child.block, common, start + common, start + len(chunk)))
         return child
 
-    def _use(self, way: Iterable[_CacheNode]) -> None:
-        """Note that blocks are used. ``way``: the end of a context first."""
-        for node in way:
-            if node in self._unpinned:
-                self._unpinned.move_to_end(node)
-
     def _unpin(self, leaf: _CacheNode, *, drop: bool = False) -> None:
         """Unpin a context by its end. ``drop``: blocks that only its episode finds go at once."""
         for node in leaf.way():
@@ -354,6 +351,7 @@ def _root() -> _CacheNode:
 
 
 def _key(chunk: Ids) -> bytes:
+    # Ids come as int32 and as int64: equal tokens have to have equal bytes.
     return chunk.astype(np.int32, copy=False).tobytes()
 
 

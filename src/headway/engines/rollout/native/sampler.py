@@ -124,18 +124,23 @@ def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor)
         after all that `SamplingParams` lists; for greedy rows, without temperature and filters.
     """
     if has_kernel(logits.device):
-        from headway.engines.rollout.native.sampling_kernel import sample_rows
-
-        s = sampling
-        drawn: tuple[torch.Tensor, torch.Tensor] = sample_rows(
-            _adjusted(logits, s), uniform, s.temperature, s.top_k, s.top_p, s.min_p, s.greedy
-        )
-        return drawn
+        return _by_kernel(logits, sampling, uniform)
     logprobs = behaviour_logprobs(logits, sampling)
     tokens = inverse_cdf(logprobs, uniform)
     if sampling.greedy is not None:
         tokens = torch.where(sampling.greedy, logprobs.argmax(-1), tokens)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _by_kernel(logits: torch.Tensor, s: BatchSampling, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `sample` does in one kernel. Fails where there is no Triton."""
+    from headway.engines.rollout.native.sampling_kernel import sample_rows
+
+    adjusted = _adjusted(logits, s)
+    drawn: tuple[torch.Tensor, torch.Tensor] = sample_rows(
+        adjusted, uniform, s.temperature, s.top_k, s.top_p, s.min_p, s.greedy
+    )
+    return drawn
 
 
 def behaviour_logprobs(logits: torch.Tensor, sampling: BatchSampling) -> torch.Tensor:
@@ -184,12 +189,7 @@ def has_kernel(device: torch.device) -> bool:
     cpu = torch.device("cpu")
     expected = sample(logits, BatchSampling.of(rows, logits.shape[1], cpu), uniform)
     try:
-        from headway.engines.rollout.native.sampling_kernel import sample_rows
-
-        s = BatchSampling.of(rows, logits.shape[1], device)
-        on_device = sample_rows(
-            logits.to(device), uniform.to(device), s.temperature, s.top_k, s.top_p, s.min_p, s.greedy
-        )
+        on_device = _by_kernel(logits.to(device), BatchSampling.of(rows, logits.shape[1], device), uniform.to(device))
         wrong = max(
             float((ours.cpu().float() - of.float()).abs().max()) for ours, of in zip(on_device, expected, strict=True)
         )

@@ -86,23 +86,17 @@ class BlockMasks:
     A mask depends only on how far a key is before a query, so that of an early block is the end of that of a late one.
     """
 
-    def __init__(self, windows: Windows, positions: int, block: int, dtype: torch.dtype, device: torch.device) -> None:
-        """``positions``: the most, a multiple of ``block``."""
-        last = range(positions - block, positions)
-        self._block, self._positions = block, positions
-        full = windows.causal(last, positions, dtype, device, windowed=False)
-        windowed = None if windows.size is None else windows.causal(last, positions, dtype, device, windowed=True)
-        self._masks = (full, full if windowed is None else windowed)
-        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, windows: Windows, max_context: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._positions = positions = -(-max_context // BLOCK) * BLOCK
+        last = range(positions - BLOCK, positions)
+        self._full = self._windowed = windows.causal(last, positions, dtype, device, windowed=False)
+        if windows.size is not None:
+            self._windowed = windows.causal(last, positions, dtype, device, windowed=True)
 
     def of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Full and windowed mask [block, (index + 1) · block]: 0 where the ``index``-th block's queries attend."""
-        masks = self._of.get(index)
-        if masks is None:
-            start = self._positions - (index + 1) * self._block
-            full, windowed = self._masks
-            masks = self._of[index] = (full[:, start:], windowed[:, start:])
-        return masks
+        """Full and windowed mask [BLOCK, (index + 1) · BLOCK]: 0 where the ``index``-th block's queries attend."""
+        start = self._positions - (index + 1) * BLOCK
+        return self._full[:, start:], self._windowed[:, start:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +168,7 @@ def alike(contexts: Sequence[PrefillContext], block: int | None) -> list[list[in
 
 def block_masks(windows: Windows, max_context: int, dtype: torch.dtype, device: torch.device) -> BlockMasks | None:
     """The masks of a prefill that is cut into blocks; None where it is not."""
-    if device.type != "cpu":
-        return None
-    return BlockMasks(windows, -(-max_context // BLOCK) * BLOCK, BLOCK, dtype, device)
+    return BlockMasks(windows, max_context, dtype, device) if device.type == "cpu" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,23 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from headway.devices import kind_of, to_device
-from headway.engines.rollout.native.kv_cache import SlotCache
-from headway.engines.rollout.native.step_attention import (
-    AttentionShape,
-    DecodeAttention,
-    Decoding,
-    PrefillAttention,
-    PrefillContext,
-    RowBlock,
-)
-from headway.engines.rollout.native.supported_models import KvGeometry, Windows
-from headway.errors import said_by
+from headway.engines.rollout.native.step_attention import AttentionShape, DecodeAttention, Decoding, PrefillContext
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +27,11 @@ _flash = torch.ops.aten._flash_attention_forward.default
 twice, …) → outputs [N, H, D], and more. The last query of a sequence attends to its last key."""
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_HEAD_DIM = 256
-TOLERANCE = 2**-5
-"""The difference of outputs that is allowed, where keys and values are of the order of one: some bits of bfloat16."""
+WITHOUT_VARLEN = (
+    "prefills take an attention call for each length, and rows read as far as the longest: attention to sequences of "
+    "different lengths is not used here"
+)
+"""The consequence of having none, in warnings."""
 
 
 class VarlenPrefill:
@@ -132,57 +124,16 @@ class VarlenDecode(DecodeAttention):
         return output.flatten(1)
 
 
-@torch.inference_mode()
 def has_varlen(shape: AttentionShape, device: torch.device) -> bool:
-    """Tell whether the device attends to sequences of different lengths in one call. Logs why not, where it might."""
+    """Tell whether the device's kernels may attend to sequences of different lengths in one call.
+
+    `best_forward` compares what comes of it with the module. Logs why not, where it might.
+    """
     if not kind_of(device).varlen_attention:
         return False
-    if shape.dtype not in DTYPES or shape.head_dim % 8 or shape.head_dim > MOST_HEAD_DIM:
-        why = f"heads of {shape.head_dim} numbers in {shape.dtype} are not what its kernels are for"
-    else:
-        try:
-            difference = _difference(shape, device)
-            if difference <= TOLERANCE:
-                return True
-            why = f"it differs from attention to one sequence at a time by {difference:.2g}"
-        except RuntimeError as cause:
-            why = said_by(cause)
+    if shape.dtype in DTYPES and not shape.head_dim % 8 and shape.head_dim <= MOST_HEAD_DIM:
+        return True
     logger.warning(
-        "prefills take an attention call for each length, and rows read as far as the longest: attention to sequences "
-        "of different lengths is not used here, since %s",
-        why,
+        "heads of %d numbers in %s are not what FlashAttention is for: %s", shape.head_dim, shape.dtype, WITHOUT_VARLEN
     )
     return False
-
-
-def _difference(shape: AttentionShape, device: torch.device) -> float:
-    """Largest difference between this module's attention and `step_attention`'s, over a few short sequences."""
-    kinds = tuple(sorted(set(shape.windows.layers)))
-    shape = replace(shape, windows=Windows(3 if any(kinds) else None, kinds))
-    geometry = KvGeometry(len(kinds), shape.kv_heads, shape.head_dim)
-    noise = torch.Generator().manual_seed(0)
-
-    def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=noise).to(device, shape.dtype)
-
-    def context(past: int, tokens: int) -> PrefillContext:
-        known = random(geometry.layers, 2 * shape.kv_heads, past, shape.head_dim) if past else None
-        return PrefillContext(torch.zeros(tokens, dtype=torch.int64, device=device), known)
-
-    contexts = [context(past, tokens) for past, tokens in ((0, 5), (7, 4), (0, 70))]
-    cache = SlotCache(geometry, slots=3, context=96, dtype=shape.dtype, device=device)
-    cache.reserve(3, 96, np.zeros(0, np.int64))
-    cache.fill(range(3), random(geometry.layers, 2 * shape.kv_heads, 96, shape.head_dim))
-    lengths = torch.tensor([1, 40, 95], device=device)
-    block = RowBlock.of(range(3), 96, lengths, shape.windows.size, shape.dtype)
-    rows = Decoding(torch.zeros_like(lengths), lengths, cache, [block])
-    pairs: list[tuple[VarlenPrefill | VarlenDecode, PrefillAttention | DecodeAttention]] = [
-        (VarlenPrefill(shape, contexts), PrefillAttention(shape, contexts, None)),
-        (VarlenDecode(shape, rows), DecodeAttention(shape, rows)),
-    ]
-    differences = [0.0]
-    for ours, other in pairs:
-        for layer in range(geometry.layers):
-            qkv = random(ours.count, shape.heads + 2 * shape.kv_heads, shape.head_dim)
-            differences.append(float((ours.attend(layer, qkv).float() - other.attend(layer, qkv)).abs().max()))
-    return max(differences)

@@ -150,13 +150,6 @@ def _batching(settings: VllmSettings, on_cpu: bool) -> dict[str, Any]:
     return {"max_num_batched_tokens": max(slots + 1, min(given, slots * settings.max_context))}
 
 
-def is_cpu_build() -> bool:
-    """Tell whether the vLLM that is imported runs on a CPU."""
-    from vllm.platforms import current_platform  # type: ignore[import-not-found]
-
-    return bool(current_platform.is_cpu())
-
-
 def is_roomy(llm: Any, slots: int) -> bool:
     """Tell whether vLLM's cache has a whole context per slot, so that it never preempts. False if that is unknown."""
     contexts = getattr(llm.vllm_config.cache_config, "kv_cache_max_concurrency", None)
@@ -323,7 +316,7 @@ class VllmEngine(EngineBase):
         activity = VllmActivity(self._clock)
         llm = start_vllm(self._settings, activity.stat_logger)
         try:
-            sleep = self._settings.sleep and not is_cpu_build()
+            sleep = self._settings.sleep and kind_here() is not CPU
             roomy = is_roomy(llm, self.slots)
             self.capabilities = replace(VllmEngine.capabilities, sleep=sleep, reproducible=roomy)
             core = VllmCore(

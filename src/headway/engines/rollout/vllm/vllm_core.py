@@ -106,12 +106,8 @@ def written_of(output: Any, replica: str) -> SampledTokens:
     return SampledTokens(ids, logprobs, versions)
 
 
-def reason_of(output: Any) -> FinishReason | None:
-    """The reason for which an answer ended; None for what vLLM calls anything else than stop, length or abort."""
-    reasons = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
-    return reasons.get(output.outputs[0].finish_reason)
-
-
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+"""vLLM's reasons for the end of an answer; it has others, which are failures."""
 Deliver = Callable[[str, Sequence[Completion]], None]
 """Takes the calls of a client that one step has finished."""
 
@@ -216,6 +212,7 @@ class VllmCore:
                 asyncio.run_coroutine_threadsafe(self.state.load(version, buffer.path), loop).result()
 
             try:
+                # On another thread: `load` waits for what this loop does for it.
                 await asyncio.to_thread(load, into_workers)
             finally:
                 goes_on = self._scheduler.mode is not Mode.PAUSED and not self.state.asleep
@@ -316,7 +313,7 @@ class VllmCore:
                 if run.started is None and output.outputs[0].token_ids:
                     run.begin(self._clock(), self.state.version)
                     run.cached = output.num_cached_tokens or 0
-            reason = None if last is None else reason_of(last)
+            reason = None if last is None else _REASONS.get(last.outputs[0].finish_reason)
             if last is None or reason is None:
                 ended = "without an output" if last is None else f"with {last.outputs[0].finish_reason!r}"
                 raise RunError(f"rollout engine {self._name}: vLLM ended {run.call.trajectory} {ended}")

@@ -64,6 +64,7 @@ class TrainMesh:
             ValueError: the dimensions do not divide the number of ranks.
         """
         ranks = dist.get_world_size()
+        # Checked here: a mesh of fewer ranks than there are would leave the others waiting in its first collective.
         fsdp, rest = divmod(ranks, parallel.replicate * parallel.tp)
         if rest or fsdp % parallel.cp:
             raise ValueError(f"{ranks} ranks do not make a mesh of {parallel}")

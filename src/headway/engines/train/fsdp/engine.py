@@ -37,7 +37,7 @@ from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
 from headway.engines.train.fsdp.micro_batches import collate, on_device
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective, SplitEpisodes
 from headway.engines.train.fsdp.sharded_module import forward_sharded, sharded_policy
-from headway.engines.train.fsdp.shards import gather, gather_everywhere, given_parts
+from headway.engines.train.fsdp.shards import gather, given_parts
 from headway.engines.weights.buckets import Parts
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.transports.disk import write_files
@@ -245,17 +245,13 @@ class FsdpEngine:
         files = build_manifest((file.name, file.shape, dtype) for file in self._files)
         return replace(files, senders=min(most_senders, self._mesh.copy.size()))
 
-    def gather(self, manifest: Manifest, bucket_bytes: int) -> Iterator[Window]:
-        """Yield this rank's share of the weights by buckets, on its device.
+    def gather(self, manifest: Manifest, bucket_bytes: int, *, everywhere: bool = False) -> Iterator[Window]:
+        """Yield this rank's share of the weights by buckets, on its device; all weights if ``everywhere``.
 
         Rank k has share k of ``manifest.shares()``, if there is one. Every rank must draw them all; each is valid until
         the next one is drawn. Two buckets are held, and nothing else.
         """
-        return gather(self._given, manifest, bucket_bytes, self._mesh)
-
-    def gather_everywhere(self, manifest: Manifest, bucket_bytes: int) -> Iterator[Window]:
-        """Yield all weights by buckets, on each rank's device, under the rules of `gather`."""
-        return gather_everywhere(self._given, manifest, bucket_bytes, self._mesh)
+        return gather(self._given, manifest, bucket_bytes, self._mesh, everywhere=everywhere)
 
     @property
     def _given(self) -> Parts:

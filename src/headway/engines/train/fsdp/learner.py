@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 
 from headway.algorithms import health
@@ -233,7 +234,9 @@ class Learner:
         """Contents of a checkpoint: weights and optimizer state, as views of this rank's parts."""
         self._meet_shards()
         if not self._optimizer.state:
-            self._take_first_step()
+            _init_optim_state(self._optimizer)  # by a step with a rate of 0, which is counted
+            for state in self._optimizer.state.values():
+                state["step"].zero_()
         weights: dict[str, Any] = {}
         moments: dict[str, Any] = {}
         for name, parameter in self._parameters.items():
@@ -244,20 +247,6 @@ class Learner:
                 for key, value in self._optimizer.state[self._shards[name]].items()
             }
         return {"model": weights, "optimizer": {"state": moments}}
-
-    def _take_first_step(self) -> None:
-        """Have the optimizer make its state, by a step that changes nothing."""
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        for shard in self._shards.values():
-            shard.grad = torch.zeros_like(shard)
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-        self._optimizer.step()
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for shard in self._shards.values():
-            self._optimizer.state[shard]["step"].zero_()
-            shard.grad = None
 
     def _meet_shards(self) -> None:
         """Have the optimizer's parameters be what FSDP has as this rank's parts: it may have put them elsewhere."""

@@ -135,6 +135,7 @@ def _packed(rows: Sequence[CollatedRow], trees: Sequence[Tree]) -> Arrays:
             tokens.append(places[prompt:] + before)
         before += len(tree.ids)
     of_rows, ahead = np.concatenate(tokens), np.concatenate(predictors)
+    # By place, not by token: the same token of two prefixes is predicted twice.
     once, first, which = np.unique(of_rows, return_index=True, return_inverse=True)
     if len(once) == len(of_rows):
         return {"input_ids": ids[None], "predictors": ahead, "targets": ids[of_rows]}

@@ -177,18 +177,22 @@ _WORD = torch.int64
 
 
 @torch.no_grad()
-def gather(parts: Parts, manifest: Manifest, bucket_bytes: int, mesh: TrainMesh) -> Iterator[Window]:
+def gather(
+    parts: Parts, manifest: Manifest, bucket_bytes: int, mesh: TrainMesh, *, everywhere: bool = False
+) -> Iterator[Window]:
     """Yield this rank's share of the weights bucket by bucket, as `FsdpEngine.gather` says. Collective.
 
     ``parts``: what this rank gives, so that the ranks of each copy of the model give each element once. The ranks of
-    rank zero's copy get shares, as many as the layout has; others nothing.
+    rank zero's copy get shares, as many as the layout has; others nothing. ``everywhere``: each rank gets all weights,
+    from the ranks of its own copy.
     """
     members = dist.get_process_group_ranks(mesh.copy)
-    if 0 not in members:
+    if 0 not in members and not everywhere:
         return
-    shares, place = manifest.shares(), dist.get_rank(mesh.copy)
+    shares, place = ((manifest,), 0) if everywhere else (manifest.shares(), dist.get_rank(mesh.copy))
     largest = max(shares, key=lambda share: share.nbytes)
-    own = _room(largest, bucket_bytes, mesh)
+    nbytes = min(largest.nbytes, bucket_bytes)
+    own = torch.zeros(nbytes + -nbytes % ALIGNMENT, dtype=torch.uint8, device=mesh.device)
     others = torch.empty_like(own) if len(shares) > 1 and place < len(shares) else own
     streams = [
         pack(share, parts, _padded(share, bucket_bytes), own if index == place else others)
@@ -204,43 +208,23 @@ def gather(parts: Parts, manifest: Manifest, bucket_bytes: int, mesh: TrainMesh)
             if len(members) > 1:
                 # Collective: every rank takes part in every share, in the same order, also in those that others send.
                 # As integers: as floats -0.0 + 0.0 would be 0.0, and a NaN could change its bits.
-                dist.reduce(bucket.view(_WORD), dst=members[index], group=mesh.copy)
+                if everywhere:
+                    dist.all_reduce(bucket.view(_WORD), group=mesh.copy)
+                else:
+                    dist.reduce(bucket.view(_WORD), dst=members[index], group=mesh.copy)
             data = bucket[: share.stop - start]
             if index == place:
                 mine = start, data
             gathered += data.numel()
-            _advance(gathered, manifest)
+            advance(f"{gathered / 1e6:,.0f} of {manifest.nbytes / 1e6:,.0f} MB gathered")
         if mine is not None:
             yield mine
-
-
-@torch.no_grad()
-def gather_everywhere(parts: Parts, manifest: Manifest, bucket_bytes: int, mesh: TrainMesh) -> Iterator[Window]:
-    """Yield all weights bucket by bucket on each rank, as `FsdpEngine.gather_everywhere` says. Collective.
-
-    Bytes come from the ranks of this rank's own copy of the model.
-    """
-    for start, bucket in pack(manifest, parts, _padded(manifest, bucket_bytes), _room(manifest, bucket_bytes, mesh)):
-        if mesh.copy.size() > 1:
-            dist.all_reduce(bucket.view(_WORD), group=mesh.copy)
-        data = bucket[: manifest.stop - start]
-        _advance(start + data.numel(), manifest)
-        yield start, data
-
-
-def _advance(gathered: int, manifest: Manifest) -> None:
-    advance(f"{gathered / 1e6:,.0f} of {manifest.nbytes / 1e6:,.0f} MB gathered")
 
 
 def _padded(share: Manifest, bucket_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the spans of buckets in whole words: the last may end behind the share, in zeros."""
     for start, stop in buckets(share.nbytes, bucket_bytes):
         yield share.start + start, share.start + stop + -stop % ALIGNMENT
-
-
-def _room(manifest: Manifest, bucket_bytes: int, mesh: TrainMesh) -> torch.Tensor:
-    nbytes = min(manifest.nbytes, bucket_bytes)
-    return torch.zeros(nbytes + -nbytes % ALIGNMENT, dtype=torch.uint8, device=mesh.device)
 
 
 def parts_of_files(parameters: Mapping[str, torch.Tensor], files: Sequence[FileTensor]) -> dict[str, list[Part]]:

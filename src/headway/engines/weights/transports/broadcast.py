@@ -169,6 +169,7 @@ class BroadcastReceiver(_Member):
                 )
             if kind == _MessageKind.BUCKET:
                 header = Header(*values)
+                # Collectives carry int64: numbers from 2⁶³ on came as negative ones.
                 return replace(header, checksum=header.checksum % 2**64)
             digests = tuple(value % 2**64 for value in self._numbers(values[1]))
             self._group.note(f"{version}:{index}")

@@ -172,26 +172,16 @@ ELSEWHERE = "set param_update.directory to a place that all workers can write an
 """What helps where a file cannot be written or read."""
 
 
-def open_sender(link: Link, here: EndContext) -> DiskSender:
-    meeting = link.meeting
-    assert meeting.directory is not None
-    dtypes = sorted({slot.dtype for slot in meeting.manifest.slots})
-    return DiskSender(meeting.directory / "-".join(dtypes), meeting.manifest, meeting.sender)
-
-
-def open_receiver(link: Link, name: str, here: EndContext) -> DiskReceiver:
-    return DiskReceiver(name)
-
-
 class DiskSender(StoredSender):
     """The trainer's end of the disk transport (`WeightSender`). On disk: two sets of weights, three while writing."""
 
-    def __init__(self, directory: Path, manifest: Manifest, name: str) -> None:
-        self._directory = directory
-        self._manifest = manifest
-        self._name = name
-        self._path = directory
+    def __init__(self, link: Link, here: EndContext) -> None:
+        super().__init__(link, here)
+        assert link.meeting.directory is not None
+        dtypes = sorted({slot.dtype for slot in link.meeting.manifest.slots})
+        directory = self._path = self._directory = link.meeting.directory / "-".join(dtypes)
         self._file: SafetensorsFile | None = None
+        # By time and not by name, where version_10 comes before version_9.
         # What an earlier sender has left here is older than whatever comes now.
         self._written = sorted(directory.glob("version_*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
         for partial in directory.glob("version_*.partial"):
@@ -201,7 +191,8 @@ class DiskSender(StoredSender):
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         path = self._path = self._directory / f"version_{version}.safetensors"
         with boundary(self._writing(version), UpdateFailed):
-            file = self._file = SafetensorsFile(path, self._manifest.slots, {"version": str(version)}, self._name)
+            slots, metadata = self._meeting.manifest.slots, {"version": str(version)}
+            file = self._file = SafetensorsFile(path, slots, metadata, self._meeting.sender)
         try:
             stored = super().send(version, weights)
             with boundary(self._writing(version), UpdateFailed):
@@ -231,10 +222,8 @@ class DiskSender(StoredSender):
 class DiskReceiver(StoredReceiver):
     """A receiver's end of the disk transport (`WeightReceiver`)."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._file: BinaryIO | None = None
-        """The version's file. It stays open, and readable when the sender removes it, until all of it was read."""
+    _file: BinaryIO | None = None
+    """The version's file. It stays open, and readable when the sender removes it, until all of it was read."""
 
     def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
         try:
@@ -257,3 +246,6 @@ class DiskReceiver(StoredReceiver):
             read = self._file.readinto(room.numpy().data)  # type: ignore[attr-defined]
         if read != room.numel():
             raise UpdateFailed(f"version {version}: {content} ends within bucket {header.index}")
+
+
+open_sender, open_receiver = DiskSender, DiskReceiver

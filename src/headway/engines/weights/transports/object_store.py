@@ -7,23 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.engines.weights.protocols import (
-    Chunk,
-    EndContext,
-    Header,
-    Link,
-    StoredReceiver,
-    StoredSender,
-)
+from headway.engines.weights.protocols import Chunk, Header, StoredReceiver, StoredSender
 from headway.errors import UpdateFailed, boundary
-
-
-def open_sender(link: Link, here: EndContext) -> ObjectStoreSender:
-    return ObjectStoreSender(here)
-
-
-def open_receiver(link: Link, name: str, here: EndContext) -> ObjectStoreReceiver:
-    return ObjectStoreReceiver(here, name)
 
 
 class ObjectStoreSender(StoredSender):
@@ -31,9 +16,6 @@ class ObjectStoreSender(StoredSender):
 
     Memory: in the store, one set of weights for each version whose parcel is still held; here, one bucket.
     """
-
-    def __init__(self, here: EndContext) -> None:
-        self._here = here
 
     def _put(self, version: int, chunk: Chunk) -> Any:
         # A copy: a store in this very process keeps the object itself, and the payload's memory is used again.
@@ -46,10 +28,6 @@ class ObjectStoreSender(StoredSender):
 class ObjectStoreReceiver(StoredReceiver):
     """A receiver's end of the object store (`WeightReceiver`)."""
 
-    def __init__(self, here: EndContext, name: str) -> None:
-        super().__init__(name)
-        self._here = here
-
     def _get(self, version: int, header: Header, content: Any, room: torch.Tensor) -> None:
         index = header.index
         with boundary(f"version {version}: {self._name} cannot get bucket {index} from the store", UpdateFailed):
@@ -60,3 +38,6 @@ class ObjectStoreReceiver(StoredReceiver):
                 f"{room.numel()} were announced"
             )
         np.copyto(room.numpy(), payload)
+
+
+open_sender, open_receiver = ObjectStoreSender, ObjectStoreReceiver

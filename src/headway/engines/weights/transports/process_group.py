@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock, Thread
@@ -72,32 +71,12 @@ def _listeners() -> set[Endpoint]:
 
 def _tcp_sockets() -> Iterator[socket.socket]:
     """TCP sockets of this process, each as a duplicate that is closed before the next one is yielded."""
-    try:
-        descriptors = [int(entry.name) for entry in DESCRIPTORS.iterdir()]
-    except OSError:  # another system than Linux
-        return
-    for descriptor in descriptors:
-        with _duplicate(descriptor) as found:
-            if found is not None:
+    entries = DESCRIPTORS.iterdir() if DESCRIPTORS.is_dir() else ()  # there are none on other systems than Linux
+    for descriptor in (int(entry.name) for entry in entries if entry.is_socket()):
+        # As a duplicate: the number itself may be closed meanwhile, and become another connection's.
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6):
                 yield found
-
-
-@contextmanager
-def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
-    """The TCP socket behind ``descriptor``; None where it is something else, or closed meanwhile."""
-    found = None
-    with suppress(OSError):
-        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            duplicate = os.dup(descriptor)
-            try:
-                found = socket.socket(fileno=duplicate)
-            except OSError:
-                os.close(duplicate)
-    if found is None:
-        yield None
-        return
-    with found:
-        yield found if found.family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 class StoreGroup:

@@ -17,22 +17,14 @@ from headway.engines.weights.protocols import (
 )
 
 
-def open_sender(link: Link, here: EndContext) -> SharedMemorySender:
-    return SharedMemorySender(link.meeting.manifest.nbytes)
-
-
-def open_receiver(link: Link, name: str, here: EndContext) -> SharedMemoryReceiver:
-    return SharedMemoryReceiver(name, link.meeting.manifest.nbytes)
-
-
 class SharedMemorySender(StoredSender):
     """The trainer's end of shared memory (`WeightSender`). Memory: one set of weights; two once one was sent again.
 
     A receiver that still reads the first sending of a version at its third has to read again: the digests tell.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+    def __init__(self, link: Link, here: EndContext) -> None:
+        super().__init__(link, here)
         self._memories: dict[int, SharedBytes] = {}
         self._turn = 0
         self._version: int | None = None
@@ -42,7 +34,7 @@ class SharedMemorySender(StoredSender):
             self._turn = 1 - self._turn  # who still reads what was sent before must not see it change
         self._version = version
         if self._turn not in self._memories:
-            self._memories[self._turn] = SharedBytes.reserve(self._nbytes)
+            self._memories[self._turn] = SharedBytes.reserve(self._meeting.manifest.nbytes)
         return super().send(version, weights)
 
     def close(self) -> None:
@@ -57,15 +49,15 @@ class SharedMemorySender(StoredSender):
 class SharedMemoryReceiver(StoredReceiver):
     """A receiver's end of shared memory (`WeightReceiver`). The sender's memory stays mapped for the next version."""
 
-    def __init__(self, name: str, nbytes: int) -> None:
-        super().__init__(name)
-        self._nbytes = nbytes
-        self._mapped: SharedBytes | None = None
+    _mapped: SharedBytes | None = None
 
     def close(self) -> None:
         self._mapped = None
 
     def _get(self, version: int, header: Header, content: str, room: torch.Tensor) -> None:
         if self._mapped is None or not self._mapped.is_at(content):
-            self._mapped = SharedBytes.at(content, self._nbytes)
+            self._mapped = SharedBytes.at(content, self._meeting.manifest.nbytes)
         room.copy_(self._mapped.flat[header.offset :][: header.payload_nbytes])
+
+
+open_sender, open_receiver = SharedMemorySender, SharedMemoryReceiver
