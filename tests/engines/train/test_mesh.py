@@ -28,7 +28,7 @@ from headway.engines.train.fsdp import sharded_module as modules
 from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy, ReferenceEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.shards import gather_everywhere, given_parts
+from headway.engines.train.fsdp.shards import gather, given_parts
 from headway.engines.weights.outgoing_version import Stream
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.transports.disk import INDEX, write_files
@@ -98,9 +98,9 @@ def share(rows: Sequence[CollatedRow], parallel: ParallelConfig) -> list[Collate
 def flat(of: FsdpEngine, tensors: dict[str, torch.Tensor] | None = None) -> NDArray[np.float32]:
     layout = of.manifest(torch.float32)
     if tensors is None:
-        windows = of.gather_everywhere(layout, 1024)
+        windows = of.gather(layout, 1024, everywhere=True)
     else:
-        windows = gather_everywhere(given_parts(tensors, of._files), layout, 1024, of._mesh)
+        windows = gather(given_parts(tensors, of._files), layout, 1024, of._mesh, everywhere=True)
     return np.frombuffer(b"".join(bytes(window.numpy()) for _, window in windows), np.float32)
 
 
@@ -360,7 +360,7 @@ def update_a_copy(
             version: int, incoming: IncomingWeights, policy: FsdpEngine = policy, layout: Manifest = layout
         ) -> None:
             (sink,) = incoming.shares
-            stream = Stream(layout, policy.gather_everywhere(layout, 1024))
+            stream = Stream(layout, policy.gather(layout, 1024, everywhere=True))
             for chunk in stream:
                 sink.room(chunk.header).copy_(chunk.payload)
                 sink.filled(chunk.header)

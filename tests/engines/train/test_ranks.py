@@ -46,7 +46,7 @@ def share(rows: list[CollatedRow]) -> list[CollatedRow]:
 
 def buckets(of: FsdpEngine, bucket_bytes: int = 4096, dtype: torch.dtype = torch.float32) -> bytes:
     """All of them on every rank."""
-    gathered = of.gather_everywhere(of.manifest(dtype), bucket_bytes)
+    gathered = of.gather(of.manifest(dtype), bucket_bytes, everywhere=True)
     return b"".join(bytes(bucket.numpy()) for _, bucket in gathered)
 
 

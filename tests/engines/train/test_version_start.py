@@ -76,7 +76,7 @@ def two_versions(path: str, asks: bool, dtype: str = "float32") -> dict[str, Any
                 moved.append(not same(trainer.forward_logprobs(rows), start[fetch]))
             reports += [trainer.train_step(rows, StepContext(version=version)) for _ in range(2)]
     manifest = trainer.manifest(torch.float32)
-    flat = b"".join(bytes(b.numpy()) for _, b in trainer.gather_everywhere(manifest, 4096))
+    flat = b"".join(bytes(b.numpy()) for _, b in trainer.gather(manifest, 4096, everywhere=True))
     return {"answers": answers, "moved": moved, "reports": reports, "weights": flat}
 
 
