@@ -179,6 +179,7 @@ class StepMeter:
             self._stop()
 
     def _known(self, times: list[float]) -> bool:
+        # Whole pairs: short and long versions alternate where groups run ahead.
         if len(times) < FEWEST_VERSIONS or len(times) % self._multiple:
             return False
         mean, half_width = mean_of_times(times, self._multiple)

@@ -92,6 +92,7 @@ def to_json(row: PlanRow) -> dict[str, Any]:
         "eta": shortest_spelling(setting.eta),
         "trigger": setting.trigger,
         "require_batches": setting.require_batches,
+        # JSON has no infinity.
         "half_width_s": half_width_s if math.isfinite(half_width_s) else None,
         "samples_per_s": row.samples_per_s,
         "speedup": row.speedup,
@@ -133,6 +134,7 @@ def recommend(rows: Sequence[PlanRow]) -> PlanRow:
     return min(
         as_good,
         key=lambda row: (
+            # Rounded, or noise in the lag would decide before simplicity.
             round(row.measured.lag_mean, 1),
             row.measured.lag_max,
             simplest(row.setting.preset),

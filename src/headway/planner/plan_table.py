@@ -114,6 +114,7 @@ def _table(plan: PlanResult, width: int) -> Table:
 
 def _shown(plan: PlanResult) -> list[tuple[int, PlanRow]]:
     """The rows that are shown, each with its number, as ``--row`` counts them."""
+    # Reversed: of the rows of a preset the quickest comes last, and stays.
     best_of_presets = {row.setting.preset: row for row in reversed(plan.rows)}.values()
     always = [plan.baseline, plan.advice.recommended, *best_of_presets]
     return [(place + 1, row) for place, row in enumerate(plan.rows) if place < ROWS_SHOWN or row in always]

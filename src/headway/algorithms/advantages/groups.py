@@ -99,6 +99,7 @@ def sums_ahead(values: Float[Tensor, "S T"], decay: float | Float[Tensor, "S T"]
         """Product of the decays over ``stride`` tokens, from each t on."""
         while stride < values.shape[1]:
             result_ST[:, :-stride] += product_ST[:, :-stride] * result_ST[:, stride:]
+            # Not in place: both sides overlap in memory.
             product_ST[:, :-stride] = product_ST[:, :-stride] * product_ST[:, stride:]
             stride *= 2
         return result_ST

@@ -100,6 +100,7 @@ class TrainingRecord:
             case BatchTaken(waited=(asked, _)):
                 self._end_batch(asked)
                 known = all(map(self.samples_of, event.numbers))
+                # Behind `_end_batch`, which asks for the steps of the batch before.
                 self._numbers, self._steps_of_batch = event.numbers if known else [], 0
                 self.division.begin([self._samples(numbers) for numbers in self._mini_batches()])
                 self._batch, self._reached = BatchRecord(event.time), event.time

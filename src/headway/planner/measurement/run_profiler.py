@@ -133,6 +133,7 @@ class _Profiling:
         self._assume("answers stay as long as they were in the run; they change as the policy learns")
         if lost := sum(group.fate not in (None, *KEPT_FATES) for group in recording.groups.values()):
             self._assume(f"{lost} groups that were dropped, failed or unfinished are not among the lengths")
+        # Indices into what is kept, as `response.filtered` has them.
         filtered = [index for index, group in enumerate(kept) if group.fate == "filtered"]
         prompts, answers = [[max(1, group.prompt_tokens)] for group in kept], list(map(_answers, kept))
         needed = {REF: needs_reference(config), LOGP: needs_logp(config), CRITIC: needs_critic(config)}

@@ -406,6 +406,7 @@ class Profile(Section):
     @field_validator("devices_per_node")
     @classmethod
     def _holds_groups(cls, per_node: int | None, info: ValidationInfo) -> int | None:
+        # A section that is wrong itself is not among the data.
         train, rollout = info.data.get("train"), info.data.get("rollout")
         if per_node is None:
             return None

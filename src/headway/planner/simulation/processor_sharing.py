@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority
+from headway.data.interfaces.rollout import Completion, EngineStats, GenerateRequest, Priority
 from headway.data.types import FinishReason, TrajectoryId
-from headway.events import DecodeSteps, PrefillSteps, Span, add_prefill
+from headway.events import add_prefill
 from headway.planner.profiles.costs import DecodeCost
 
 
@@ -258,7 +258,7 @@ class ProcessorSharing:
 
 
 class SimulatedActivity:
-    """Busy spans, slot-time, tokens prefilled and found, and steps since the last report.
+    """The next report of a replica, as far as it is known: busy spans, slot-time, tokens and steps since the last one.
 
     Decoding is continuous here, so steps come in parts: what is left of a whole step is kept for the next report. A
     prefill and the step after it are one, as in an engine that does both in one go.
@@ -267,22 +267,16 @@ class SimulatedActivity:
         >>> activity = SimulatedActivity()
         >>> activity.computes(1.0, True)
         >>> activity.decoded(active=2, steps=1.5, seconds=0.3, cached=10)
-        >>> activity.take_steps()[0]  # by active sequences: whole steps, seconds, cached tokens
-        {2: (1, 0.19999999999999998, 10)}
-        >>> activity.take(now=3.0)[0]
-        [(1.0, 3.0)]
+        >>> stats = activity.take(now=3.0)
+        >>> stats.busy, stats.decode_steps  # by active sequences: whole steps, seconds, cached tokens
+        ([(1.0, 3.0)], {2: (1, 0.19999999999999998, 10)})
     """
 
     def __init__(self) -> None:
-        self.slot_seconds = 0.0
-        self.prefilled_tokens = 0
-        self.found_tokens = 0
-        """Tokens that were in the prefix cache."""
-        self._busy: list[Span] = []
+        self.stats = EngineStats()
         self._since: float | None = None
         self._decoded: dict[int, list[float]] = {}
         """Active sequences → sums of [steps, seconds, cached tokens]; negative if a prefill took a later step."""
-        self._prefilled: dict[int, PrefillSteps] = {}
 
     def computes(self, now: float, busy: bool) -> None:
         """Note that the replica computes, or stops computing, from ``now`` on. Spans that touch become one."""
@@ -291,8 +285,8 @@ class SimulatedActivity:
         if not busy:
             self._close(now)
             self._since = None
-        elif self._busy and self._busy[-1][1] == now:
-            self._since = self._busy.pop()[0]
+        elif (spans := self.stats.busy) and spans[-1][1] == now:
+            self._since = spans.pop()[0]
         else:
             self._since = now
 
@@ -305,34 +299,27 @@ class SimulatedActivity:
 
     def prefilled(self, active: int, tokens: int, prefill_s: float, step_s: float, cached: float) -> None:
         """Count a prefill of ``tokens`` that ended. The step that follows belongs to it; `decoded` will count that."""
-        self.prefilled_tokens += tokens
-        add_prefill(self._prefilled, active, tokens, prefill_s + step_s, round(cached))
+        self.stats.prefilled_tokens += tokens
+        add_prefill(self.stats.prefill_steps, active, tokens, prefill_s + step_s, round(cached))
         self.decoded(active, -1.0, -step_s, cached + active)  # the last term: a step back from there
 
-    def take(self, now: float) -> tuple[list[Span], float, int, int]:
-        """(busy spans, slot-seconds, prefilled tokens, found ones) up to ``now``, which starts the next report."""
+    def take(self, now: float) -> EngineStats:
+        """Return what was computed up to ``now``, with the whole steps, and begin the next report."""
         if self._since is not None:
             self._close(now)
             self._since = now
-        report = self._busy, self.slot_seconds, self.prefilled_tokens, self.found_tokens
-        self._busy, self.slot_seconds, self.prefilled_tokens, self.found_tokens = [], 0.0, 0, 0
-        return report
-
-    def take_steps(self) -> tuple[dict[int, DecodeSteps], dict[int, PrefillSteps]]:
-        """Return the whole steps since the last report: (decode steps, steps with a prefill)."""
-        decode: dict[int, DecodeSteps] = {}
+        stats, self.stats = self.stats, EngineStats()
         for active, total in self._decoded.items():
             steps = int(total[0] + ROUNDING)
             if steps > 0:
                 share = steps / total[0]
-                decode[active] = (steps, total[1] * share, round(total[2] * share))
+                stats.decode_steps[active] = (steps, total[1] * share, round(total[2] * share))
                 total[:] = [value * (1 - share) for value in total]
-        prefilled, self._prefilled = self._prefilled, {}
-        return decode, prefilled
+        return stats
 
     def _close(self, now: float) -> None:
         if self._since is not None and now > self._since:
-            self._busy.append((self._since, now))
+            self.stats.busy.append((self._since, now))
 
 
 @dataclass(slots=True)
@@ -380,6 +367,7 @@ class SimulatedPrefixCache:
         """
         if run.tokens:
             return run.context
+        # Before the prompt counts as computed: whoever shares it finds it from here on, also who starts with this one.
         run.found = run.context if run.prompt.computed_by == version else self._found(run, version)
         run.prompt.computed_by = version
         return run.context - run.found
@@ -388,6 +376,7 @@ class SimulatedPrefixCache:
         kept = self._kept.pop(run.call.trajectory, None)
         if kept is None:
             return 0
+        # Put back behind all others: it is the one that was used last.
         self._kept[run.call.trajectory] = kept
         if kept.computed_by != version:
             return 0

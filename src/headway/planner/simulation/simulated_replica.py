@@ -196,24 +196,13 @@ class DecodingReplica:
         """Activity since the last call."""
         now = self._settle()
         self._go_on(now)
-        busy, slot_seconds, prefilled, found = self._activity.take(now)
+        stats = self._activity.take(now)
         # Parts of a token count until a pause loses them: what was reported already is not taken back.
         sampled = max(self._reported_tokens, int(self._sharing.sampled + ROUNDING))
-        generated, self._reported_tokens = sampled - self._reported_tokens, sampled
-        waiting = len(self._validation) + len(self._training) + len(self._held) + len(self._cut)
-        decode_steps, prefill_steps = self._activity.take_steps()
-        return EngineStats(
-            busy=busy,
-            slot_seconds=slot_seconds,
-            generated_tokens=generated,
-            prefilled_tokens=prefilled,
-            cached_tokens=found,
-            running=self._sharing.active,
-            waiting=waiting,
-            version=self.version,
-            decode_steps=decode_steps,
-            prefill_steps=prefill_steps,
-        )
+        stats.generated_tokens, self._reported_tokens = sampled - self._reported_tokens, sampled
+        stats.running, stats.version = self._sharing.active, self.version
+        stats.waiting = len(self._validation) + len(self._training) + len(self._held) + len(self._cut)
+        return stats
 
     # ---------------------------------------------------------------- who is where
 
@@ -284,7 +273,7 @@ class DecodingReplica:
     def _elapse(self, now: float) -> float:
         """Account for the time up to ``now``; returns from when on it was decoding, and not prefilling."""
         since, self._settled = self._settled, now
-        self._activity.slot_seconds += self._sharing.active * (now - since)
+        self._activity.stats.slot_seconds += self._sharing.active * (now - since)
         if self._prefilling:
             since = self._prefill_ends
             if now >= since:
@@ -367,14 +356,14 @@ class DecodingReplica:
             if self._prefill_ends == now:
                 self._elapse(now)
         else:
-            self._activity.found_tokens += found
+            self._activity.stats.cached_tokens += found
 
     def _prefilled(self) -> None:
         self._prefilling = []
         sharing, seconds = self._sharing, self._prefill_ends - self._prefill_began
         step_s = sharing.cost.step_s(sharing.active, sharing.cached)
         self._activity.prefilled(sharing.active, self._prefill_tokens, seconds, step_s, sharing.cached)
-        self._activity.found_tokens += self._prefill_found
+        self._activity.stats.cached_tokens += self._prefill_found
 
     def _fit_prefixes(self) -> None:
         """Keep no more for further calls than the cache has room for beside what decodes."""

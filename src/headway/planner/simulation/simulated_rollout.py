@@ -266,6 +266,7 @@ class SimulatedRollout:
             self._replica.pause(OnUpdate.INTERRUPT)
             for outbox in self._outboxes.values():
                 outbox.put_nowait(error)
+            # `cancel` only schedules: each leaves the dictionary in a later turn of the loop.
             for waiting in self._waiting:
                 waiting.cancel()
 
