@@ -382,6 +382,7 @@ class CudaRecorder:
             self._stream.wait_stream(current)
             with self._cuda.stream(self._stream):
                 compute()  # libraries take their workspaces now, and compile what they have to
+            # Before the recording: the warm-up writes the same memory.
             current.wait_stream(self._stream)
             graph = self._cuda.CUDAGraph()
             # Other threads may copy weights to this device meanwhile: only this thread's calls are held to the rules.
@@ -436,6 +437,7 @@ def to_device(arrays: Sequence[NDArray[Any]], device: Device) -> list[torch.Tens
     places = [slice(start, start + part.nbytes) for start, part in zip([0, *ends], parts, strict=False)]
     for place, part in zip(places, parts, strict=True):
         buffer[place].view(part.dtype).view(part.shape).copy_(part)
+    # Nothing holds the buffer after this: torch itself keeps page-locked memory until the copy is over.
     there.copy_(buffer, non_blocking=True)
     return [there[place].view(part.dtype).view(part.shape) for place, part in zip(places, parts, strict=True)]
 
@@ -450,9 +452,11 @@ def to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[Any]]]
     kind = kind_of(device := tensors[0].device)
     if kind is CPU:
         return lambda: [tensor.numpy() for tensor in tensors]
+    # Bytes, so that dtypes can stand side by side; wider ones first, else a view of one would not be aligned.
     joined = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
     buffer = host_buffer(joined.nbytes, pinned=kind.pins_host_memory)
     buffer.copy_(joined, non_blocking=True)
+    # Marked behind the copy: work that is queued later is not waited for.
     wait = kind.mark(device)
 
     def arrays() -> list[NDArray[Any]]:

@@ -50,6 +50,7 @@ class FrameChannel:
     def send(self, frame: Frame) -> None:
         """Send ``frame``, at once as far as the socket takes it. To an end that is closed nothing is sent."""
         if self._open:
+            # First: what was gathered in this turn was said before this frame.
             self._send_gathered()
             self._send(frame.packed())
 
@@ -81,6 +82,7 @@ class FrameChannel:
     def close(self) -> None:
         """Close this end. Neither callback is called any more."""
         if self._open:
+            # Before the end counts as closed: the last frames of this turn would be dropped.
             self._send_gathered()
             self._open = False
             self._loop.remove_reader(self._sock)
@@ -96,10 +98,12 @@ class FrameChannel:
         except OSError:
             data = b""
         if not data:
+            # Closed before the callback: who asks `is_open` in there is told the truth.
             self.close()
             self._on_end()
             return False
         self._unread += data
+        # Asked anew for each frame: what handles one may close this end.
         while self._open and (frame := self._next()) is not None:
             self._on_frame(frame)
         return True
@@ -122,11 +126,13 @@ class FrameChannel:
             self._send(gathered[0] if len(gathered) == 1 else b"".join(gathered))
 
     def _send(self, data: bytes) -> None:
+        # A view: slicing bytes would copy what is left of a large frame at each send.
         unsent = memoryview(data)
         if not self._unsent:
             unsent = unsent[self._sent(unsent) :]
             if unsent:
                 self._loop.add_writer(self._sock, self._send_on)
+        # Also while older bytes wait: sent past them, a frame would land in the middle of another.
         self._unsent += unsent
 
     def _sent(self, data: memoryview | bytearray) -> int:

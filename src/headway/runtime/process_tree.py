@@ -42,9 +42,11 @@ def run_guarded(owner: int, grace_s: float = 0.0) -> None:
     """
     if sys.platform != "linux":
         return
+    # Before the fork: what the child starts may lose its parent at once.
     adopt_orphans()
     guard = os.getpid()
     if (child := os.fork()) == 0:
+        # First: from here on a signal to the owner's group does not reach what runs below.
         os.setsid()
         die_with(guard)
         return
@@ -113,6 +115,7 @@ def _guarded(child: int, owner: int, grace_s: float) -> int:
     os.closerange(0, MOST_FILES)  # a pipe or socket of the process ends only when the guard does not hold it either
     for _ in range(3):
         os.open(os.devnull, os.O_RDWR)
+    # By descriptor: the id of a child that has ended may be another's when a signal is sent.
     process = os.pidfd_open(child)
 
     def send(number: int) -> None:
@@ -133,6 +136,7 @@ def _guarded(child: int, owner: int, grace_s: float) -> int:
             ends.poll()
         ends.unregister(owner_ends)
         ends.poll(grace_s * 1000)
+    # Also where it has ended: then this does nothing, and nothing is left to race with.
     send(signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     end_children()
@@ -147,6 +151,7 @@ def _guarded(child: int, owner: int, grace_s: float) -> int:
 def _reap_orphans(child: int) -> None:
     """Reap adopted processes that have ended, but not ``child``."""
     with suppress(ChildProcessError):
+        # WNOWAIT only looks: the child's own status is for `waitpid` in `_guarded`.
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
             os.waitpid(ended.si_pid, 0)
 
@@ -157,6 +162,7 @@ def _children() -> dict[int, list[int]]:
     for name in os.listdir("/proc"):  # noqa: PTH208  # it is looked at often
         if name.isdigit():
             with suppress(OSError):
+                # From the last bracket on: a program's name may hold brackets and spaces.
                 stat = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
                 children.setdefault(int(stat[1]), []).append(int(name))
     return children

@@ -120,6 +120,7 @@ class Progress:
 
     def heartbeat(self) -> Heartbeat:
         """Return the heartbeat of the work that is under way; an idle one where there is none."""
+        # Read once: the thread that works changes them meanwhile.
         work, place, moved = self._work, self._place, self._moved
         if work is None:
             return Heartbeat("")
@@ -165,6 +166,7 @@ class Progress:
         seen = _sizes(folder)
         while not closed.wait(LOOK_S):
             sizes = _sizes(folder)
+            # Asked again: a look may hang for minutes, and the call be over by then.
             if sizes != seen and not closed.is_set():
                 seen = nbytes, on_disk = sizes
                 files.nbytes = nbytes

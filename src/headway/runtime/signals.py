@@ -52,6 +52,7 @@ def signals_handled(on_signal: Callable[[], object]) -> Iterator[None]:
         if not repeats.is_one(number):
             on_signal()
 
+    # Asked before the loop's handlers are there, which replace them.
     before = {number: signal.getsignal(number) for number in interrupting_signals()}
     for number in before:
         loop.add_signal_handler(number, handle, number)

@@ -40,6 +40,7 @@ def failure_ignored(future: asyncio.Future[T]) -> asyncio.Future[T]:
 def in_daemon_thread(name: str, function: Callable[[], T]) -> ConcurrentFuture[T]:
     """Call ``function`` in a new thread, for which the end of the process does not wait. Returns its future result."""
     future: ConcurrentFuture[T] = ConcurrentFuture()
+    # Marked as running: else a waiter that is cancelled would cancel it, and `set_result` raise in the thread.
     future.set_running_or_notify_cancel()
 
     def work() -> None:
@@ -86,6 +87,7 @@ class Tasks:
         try:
             await self._over
         finally:
+            # Again and again: a task may start others while it ends.
             while running := [task for task in self._running if not task.done()]:
                 await end(running)
 
@@ -107,6 +109,7 @@ async def failing_as_one(main: Callable[[Tasks], Coroutine[Any, Any, T]]) -> T:
     cancellation from outside cancels them, too, and is never taken for a failure of a task.
     """
     tasks = Tasks()
+    # As a task of the group, the first one: a failure of another cancels it, before all others.
     result = tasks.start(main(tasks))
     await tasks.ended()
     return result.result()

@@ -183,10 +183,12 @@ def _import_file(path: Path) -> ModuleType:
         raise UserCodeError(f"{path}: not a Python file that can be imported")
     module = importlib.util.module_from_spec(module_spec)
     if str(path.parent) not in sys.path:
+        # At the end: a file beside it, such as random.py, must not hide a module of Python's.
         sys.path.append(str(path.parent))
     sys.modules[module_name] = module  # registered before the module runs: dataclasses and pickle look it up by name
     try:
         module_spec.loader.exec_module(module)
+    # Half a module left there would be what the next import gets.
     except (Exception, SystemExit) as cause:
         del sys.modules[module_name]
         raise UserCodeError(f"{path} does not import: {raised_by(cause)}") from cause

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -193,14 +195,16 @@ async def test_an_environment_that_failed_is_not_used_again(environment):
     assert ask.last == [("user", "broken: False")]
 
 
-async def test_a_forked_process_makes_environments_of_its_own(environment, monkeypatch):
+def test_a_forked_process_makes_environments_of_its_own(environment):
     """What was made before a fork shares its connections with all children."""
     loaded = environment(GAME).load()
     loaded.describe()
-    monkeypatch.setattr("headway.agents.adapters.environment_loop.os.getpid", lambda: -1)
-    await play(loaded, Script("0"))
-    await play(loaded, Script("0"))
-    assert loaded._program._instances._make.func.MADE == 2
+    pool = loaded._program._instances
+    assert len(pool._free) == 1
+    if (child := os.fork()) == 0:
+        os._exit(len(pool._free))
+    assert os.waitpid(child, 0)[1] == 0, "the child has none of them"
+    assert len(pool._free) == 1
 
 
 async def test_the_traceback_goes_to_standard_error(environment, capsys):

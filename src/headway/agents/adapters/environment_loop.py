@@ -22,8 +22,6 @@ from headway.agents.interface.user_calls import called, close_quietly, failing, 
 from headway.errors import EpisodeOver
 
 E = TypeVar("E")
-CLOSE_S = 10.0
-"""Seconds for an asynchronous ``close()`` of an environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +84,7 @@ class EnvironmentProgram(ABC, Generic[E]):
                     step = await self.step(environment, answer, chat)
                     if step.reward is not None:
                         chat.reward(step.reward, answer)
+                    # A new list: the one before is in the request that was sent.
                     messages = [*messages, step.answered or answer.message, *step.messages]
             return await self.end(environment)
 
@@ -145,20 +144,19 @@ class EnvironmentPool:
     def __init__(self, make: Callable[[], Any], who: str) -> None:
         self._make, self._who = make, who
         self._free: list[Any] = []
-        self._process = os.getpid()
+        # A forked process would share the connections of what was made before with its siblings: it makes its own.
+        os.register_at_fork(after_in_child=self._free.clear)
 
     @contextmanager
     def one(self) -> Iterator[Any]:
         """Lend an environment for the time of an episode; makes one where none is free."""
-        # A forked process shares the connections of what was made before the fork with its siblings: it makes its own.
-        if self._process != os.getpid():
-            self._process, self._free = os.getpid(), []
         if self._free:
             instance = self._free.pop()
         else:
             with failing(f"{self._who}: making it"):
                 instance = self._make()
         yield instance
+        # Not in a finally: after an exception nobody knows what state it is in.
         self._free.append(instance)
 
     @asynccontextmanager
@@ -173,11 +171,11 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """Close those that are not lent."""
-        while self._process == os.getpid() and self._free:
+        while self._free:
             await close(self._free.pop())
 
 
 async def close(environment: Any) -> None:
     """Close an environment that has ``close()``. What that raises is printed: no episode depends on it."""
     if callable(closing := getattr(environment, "close", None)):
-        await close_quietly(closing, CLOSE_S)
+        await close_quietly(closing)

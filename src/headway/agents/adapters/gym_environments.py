@@ -69,6 +69,7 @@ class GymProgram(EnvironmentProgram[Any]):
             raise ProgramFailed(f"{self.who}: step() returned {shown(value)}, expected {FIVE}")
         observation, reward, terminated, truncated, _ = value
         for name, flag in (("terminated", terminated), ("truncated", truncated)):
+            # numpy's booleans are no bool; a float here is most often a reward in the wrong place.
             if not (isinstance(flag, bool | int) or hasattr(flag, "dtype")):
                 raise ProgramFailed(f"{self.who}: step() returned {shown(flag)} for {name}, expected True or False")
         worth, done = number(reward, f"{self.who}: the reward of step()"), bool(terminated or truncated)

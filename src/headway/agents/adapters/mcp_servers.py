@@ -27,9 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
-from headway.agents.interface.tool import Tool, ToolResult
-from headway.agents.interface.user_calls import awaited, is_away, path_of_commands
+from headway.agents.interface.program_messages import EpisodeStart
+from headway.agents.interface.tool import OpenToolbox, Tool, ToolResult
+from headway.agents.interface.user_calls import close_quietly, is_away, path_of_commands
 from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError, cut, said_by
 
 if TYPE_CHECKING:
@@ -141,11 +141,16 @@ class McpServer:
         if not self.tools:
             raise UserCodeError(f"{self.spec.who}: the server has no tools; take it out")
 
-    def begin(self, start: EpisodeStart) -> _McpEpisode:
+    @asynccontextmanager
+    async def episode(self, start: EpisodeStart) -> AsyncIterator[OpenToolbox]:
         if not self.spec.per_episode:
-            return _McpEpisode(self.tools, None)
+            yield OpenToolbox(self.tools)
+            return
         link = _McpLink(self.spec, self._target)
-        return _McpEpisode([replace(tool, function=partial(link.call, tool.name)) for tool in self.tools], link)
+        try:
+            yield OpenToolbox([replace(tool, function=partial(link.call, tool.name)) for tool in self.tools])
+        finally:
+            await close_quietly(link.close)
 
     async def _list(self) -> list[dict[str, Any]]:
         link = _McpLink(self.spec, self._target)
@@ -153,22 +158,6 @@ class McpServer:
             return await link.list_tools()
         finally:
             await link.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _McpEpisode:
-    """A server's tools in one episode."""
-
-    tools: Sequence[Tool]
-    own: _McpLink | None
-    """The episode's own connection; None where episodes share one."""
-
-    async def end(self) -> EpisodeEnd:
-        return EpisodeEnd()
-
-    async def close(self) -> None:
-        if self.own is not None:
-            await awaited(self.own.close())
 
 
 class _McpLink:
@@ -214,6 +203,7 @@ class _McpLink:
 
     async def close(self) -> None:
         """End the connection, if there is one."""
+        # Taken out first: a call that comes while it ends opens another.
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
@@ -224,6 +214,7 @@ class _McpLink:
         from mcp import MCPError
         from pydantic import ValidationError
 
+        # One at a time: calls side by side would each start a server.
         async with self._opening:
             if self._connection is None or self._connection.lost:
                 connection = _McpConnection(self._spec, self._target)
@@ -233,6 +224,7 @@ class _McpLink:
         who, answered = self._spec.who, connection.answered
         call = asyncio.ensure_future(ask(connection.client))
         try:
+            # Not wait_for, which would cancel the call and raise its own error over the server's.
             await asyncio.wait(
                 {call, connection.holder}, timeout=self._spec.timeout_s, return_when=asyncio.FIRST_COMPLETED
             )

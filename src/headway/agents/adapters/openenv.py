@@ -95,6 +95,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
                     except _Full:
                         if asyncio.get_running_loop().time() > until:
                             raise
+                        # A full server answers the reset, and keeps the connection: it has to be made anew.
                         await socket.close()
                         await asyncio.sleep(FULL_WAIT_S)
                         socket = await self._connected(session)

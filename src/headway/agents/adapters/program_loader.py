@@ -127,6 +127,7 @@ class LoadedProgram:
         except HeadwayError as cause:
             raise ProgramFailed(str(cause)) from cause
         finally:
+            # Also after an error: a task that the program left behind must not ask for turns any more.
             tally.closed = True
         return replace(end, turn_rewards=tally.turn_rewards, tool_errors=tally.tool_errors)
 

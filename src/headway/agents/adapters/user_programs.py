@@ -283,6 +283,7 @@ class CommandProgram:
         process = asyncio.subprocess.Process(transport, protocol, loop)
         try:
             assert process.stdin and process.stdout and process.stderr, "they were asked for"
+            # Side by side: a command waits at a full pipe while the other one is read.
             output, printed, _ = await asyncio.gather(
                 tail_of(process.stdout), _copied(process.stderr), _written(process.stdin, start)
             )
@@ -316,6 +317,7 @@ class _CommandCleanup(asyncio.subprocess.SubprocessStreamProtocol):
 
     def process_exited(self) -> None:
         with suppress(ProcessLookupError):
+            # Before the base class, which waits for the pipes' ends: what is left of the group holds them.
             os.killpg(self._group, signal.SIGKILL)
         super().process_exited()
 

@@ -32,8 +32,8 @@ import inspect
 import math
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,8 +41,8 @@ from typing import Any
 
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
-from headway.agents.interface.tool import Tool, ToolResult
-from headway.agents.interface.user_calls import are_coroutines, called, failing, number
+from headway.agents.interface.tool import OpenToolbox, Tool, ToolResult
+from headway.agents.interface.user_calls import are_coroutines, called, close_quietly, failing, number
 from headway.errors import ProgramFailed, UserCodeError, boundary, shown
 from headway.runtime.user_code import Parameters, load_object, names_a_file
 
@@ -104,7 +104,7 @@ class ServerManager:
 
 
 class VerlLoop:
-    """An agent loop in verl's form. Each episode has a new object of the class, or a deep copy of the object."""
+    """An agent loop in verl's form, a class. Each episode has a new object of it."""
 
     is_async = True
 
@@ -124,8 +124,7 @@ class VerlLoop:
                 f"{who}: its run() is a plain function; write async def run(self, sampling_params, **row)"
             )
         if not inspect.isclass(found):
-            with boundary(f"{who}: each episode has a copy of it, and none can be made; give its class", UserCodeError):
-                deepcopy(found)
+            raise UserCodeError(f"{who}: it is an object, and each episode needs one of its own; name its class")
         self._tokenizer = None if model_path is None else _tokenizer(model_path)
 
     def describe(self) -> ProgramDescription:
@@ -147,10 +146,6 @@ class VerlLoop:
         )
 
     def _made(self, manager: ServerManager, start: EpisodeStart) -> Any:
-        if not inspect.isclass(self._found):
-            loop = deepcopy(self._found)  # episodes go on side by side, each with what it remembers
-            loop.server_manager, loop.tokenizer = manager, self._tokenizer
-            return loop
         config = _config(self._prompt_length, start.most_tokens, start.template_kwargs)
         given = {
             "trainer_config": SimpleNamespace(config=config),
@@ -254,6 +249,7 @@ class VerlTool:
         self.object, self.who = of, who
         self.schema = _schema_of(of, who)
         self.name: str = self.schema["function"]["name"]
+        # All four: one that blocks holds the event loop, whichever it is.
         methods = [self.method(name) for name in ("create", "execute", "calc_reward", "release")]
         self.blocks = not are_coroutines(*[method for method in methods if method is not None])
         self.tools: Sequence[Tool] = (Tool(self.name, self.schema, of.execute, blocks=self.blocks, origin=who),)
@@ -263,8 +259,13 @@ class VerlTool:
         found = getattr(self.object, name, None)
         return found if callable(found) else None
 
-    def begin(self, start: EpisodeStart) -> _Instance:
-        return _Instance(self, _kwargs_of(start.row, self.name))
+    @asynccontextmanager
+    async def episode(self, start: EpisodeStart) -> AsyncIterator[OpenToolbox]:
+        instance = _Instance(self, _kwargs_of(start.row, self.name))
+        try:
+            yield OpenToolbox(instance.tools, instance.end)
+        finally:
+            await close_quietly(instance.close)
 
 
 class _Instance:

@@ -107,6 +107,7 @@ class ChatRenderer:
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
         """The text of all of ``ids`` [N], special tokens and all."""
         kept = [int(id) for id in ids]
+        # clean_up would take spaces out before full stops: the text would not be what was sampled.
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def text_before(
@@ -120,6 +121,7 @@ class ChatRenderer:
         text = self.text(ids)
         if not stop or self.ended(ids):
             return text
+        # The string may begin in earlier tokens, but ends in the last: an older occurrence did not end the turn.
         before = len(self.text(ids[:-1]))
         found = [at for one in stop if (at := text.find(one, max(0, before - len(one)))) >= 0]
         return text[: min(found)] if found else text
@@ -320,4 +322,5 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str, most_tokens: int | No
 
 def _all(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
     with boundary(f"the tokenizer cannot encode {cut(repr(text[:120]), 120)}", DataError):
+        # The template writes special tokens itself: with them added here there would be two beginnings.
         return np.asarray(tokenizer.encode(writable(text), add_special_tokens=False), np.int32)

@@ -60,15 +60,12 @@ class PromptKind(StrEnum):
 class ChatPrompt:
     """The prompt of one turn."""
 
-    ids: NDArray[np.int32]
-    """[P] the context to call the policy with."""
     kind: PromptKind
-    tail: int
-    """Number of ids at the end that were made of text for this prompt; all of them unless it extends another."""
     digest: bytes = field(repr=False)
     """Digest of the messages and the tools."""
     parts: tuple[NDArray[np.int32], ...] = field(repr=False)
-    """The stretches that ``ids`` are made of. Prompts share them, so that an episode's memory grows with its tokens."""
+    """The stretches that ``ids`` are made of. Prompts share them, so that an episode's memory grows with its tokens.
+    The last one was made of text for this prompt: all of it, unless it extends another."""
     answers: Mapping[int, Message] = field(repr=False)
     """The answers of this episode among the messages, by their indices, in the form in which they were rendered."""
     text: tuple[int, bytes] = field(repr=False)
@@ -76,14 +73,22 @@ class ChatPrompt:
     opened: str = ""
     """The tag of a thought with which it ends; empty for none."""
 
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """[P] the context to call the policy with, joined anew each time."""
+        return np.concatenate(self.parts)
+
+    @property
+    def tail(self) -> int:
+        """Number of ids at the end that were made of text for this prompt."""
+        return len(self.parts[-1])
+
 
 @dataclass(frozen=True, slots=True)
 class _StoredAnswer:
-    """An answer of the episode: its prompt, less the ids in one piece, and its sampled ids."""
+    """An answer of the episode: its prompt and its sampled ids."""
 
-    parts: tuple[NDArray[np.int32], ...]
-    answers: Mapping[int, Message]
-    text: tuple[int, bytes]
+    prompt: ChatPrompt
     sampled: NDArray[np.int32]
     message: Message
     """The answer as a plain message that has all of it."""
@@ -116,6 +121,7 @@ class Conversations:
         digests = [digest_of(json.dumps(list(tools or ()), sort_keys=True, default=str))]
         for message in chat:
             digests.append(digest_of(message_key(message), digests[-1]))
+        # From behind: of several answers in the chat the last one has the longest known beginning.
         last = next((i for i in reversed(range(len(chat))) if digests[i + 1] in answered), None)
         if last is None:
             return self._whole(PromptKind.NEW, chat, tools, digests[-1])
@@ -128,10 +134,8 @@ class Conversations:
             return self._whole(PromptKind.REWRITTEN, chat, tools, digests[-1], text, answers)
 
         behind = self._renderer.behind(self._renderer.encode(tail), stored.sampled)
-        parts, opened = (*stored.parts, stored.sampled, behind), opened_thought(tail)
-        return ChatPrompt(
-            np.concatenate(parts), PromptKind.EXTENDED, len(behind), digests[-1], parts, answers, _extent(text), opened
-        )
+        parts = (*stored.prompt.parts, stored.sampled, behind)
+        return ChatPrompt(PromptKind.EXTENDED, digests[-1], parts, answers, _extent(text), opened_thought(tail))
 
     def answered(
         self,
@@ -148,7 +152,7 @@ class Conversations:
         """
         ids = np.array(sampled, np.int32)
         forms = plain_messages([*messages, said("assistant", self._renderer.text(ids))])
-        stored = _StoredAnswer(prompt.parts, prompt.answers, prompt.text, ids, forms[0])
+        stored = _StoredAnswer(prompt, ids, forms[0])
         for form in map(normalise, forms):
             for sent in (form, without_reasoning(form)):  # clients may keep what they show alone
                 self._answers[digest_of(message_key(sent), prompt.digest)] = stored
@@ -163,11 +167,12 @@ class Conversations:
     ) -> tuple[str | None, str, Mapping[int, Message]]:
         """The tail behind a stored answer, the message ``last`` of ``chat``, in one form; None where the template
         writes what came before differently. And the rendered chat, with marks in the answers, and these."""
-        answers = {**stored.answers, last: form}
+        answers = {**stored.prompt.answers, last: form}
         marks = {i: marked(answer, i) for i, answer in answers.items()}
         text = self._renderer.render([marks[i].message if i in marks else one for i, one in enumerate(chat)], tools)
-        start = stored.text[0]
-        same = _extent(text[:start]) == stored.text
+        # By digest: the text before the answer has to be the same to the last character, or ids would not match it.
+        start = stored.prompt.text[0]
+        same = _extent(text[:start]) == stored.prompt.text
         return (self._renderer.tail(start, text, form, marks[last]) if same else None), text, answers
 
     def _whole(
@@ -180,8 +185,8 @@ class Conversations:
         answers: Mapping[int, Message] = MappingProxyType({}),
     ) -> ChatPrompt:
         whole = self._renderer.render(chat, tools)
-        ids, extent = self._renderer.encode(whole), _extent(whole if text is None else text)
-        return ChatPrompt(ids, kind, len(ids), digest, (ids,), answers, extent, opened_thought(whole))
+        extent = _extent(whole if text is None else text)
+        return ChatPrompt(kind, digest, (self._renderer.encode(whole),), answers, extent, opened_thought(whole))
 
 
 def _extent(text: str) -> tuple[int, bytes]:
@@ -195,26 +200,20 @@ def history_note(renderer: ChatRenderer, *, tools: bool) -> str | None:
     Raises:
         ConfigError: there are to be ``tools``, and the template does not show them.
     """
-    question, system, name = said("user", "x"), said("system", "s"), "look_up"
+    question, name = said("user", "x"), "look_up"
     opened = [pair for pair in THINKING if renderer.generation_prompt.rstrip().endswith(pair[0])]
     thoughts = [f"{'' if opened else start}\nwell\n{end}\n\n" for start, end in opened or THINKING]
     plain = thoughts[0] if opened else ""
     called, result = [(CALL_ID, name, {"x": "y"})], tool_result(CALL_ID, name, "z")
-    trials: list[tuple[str, list[Message], Message, Message]] = [
-        ("an answer", [question], said("assistant", f"{plain}ok"), said("user", "z")),
-        ("an answer behind a system prompt", [system, question], said("assistant", f"{plain}ok"), said("user", "z")),
-        *(("thinking", [question], said("assistant", f"{one}ok"), said("user", "z")) for one in thoughts),
-    ]
+    answers = [("an answer", f"{plain}ok"), *(("thinking", f"{one}ok") for one in thoughts)]
+    trials = [(what, said("assistant", text), said("user", "z")) for what, text in answers]
     if tools:
-        trials += [
-            ("a tool call", [question], calls_made(plain, called), result),
-            ("a tool call with text", [question], calls_made(f"{plain}ok", called), result),
-            *(("a tool call with thinking", [question], calls_made(one, called), result) for one in thoughts),
-        ]
+        texts = [("", plain), (" with text", f"{plain}ok"), *((" with thinking", one) for one in thoughts)]
+        trials += [(f"a tool call{how}", calls_made(text, called), result) for how, text in texts]
     schemas = [probe_tool(name)] if tools else []
-    rewritten = [
-        what for what, start, answer, follow in trials if not _extends(renderer, start, answer, follow, schemas)
-    ]
+    rewritten = [what for what, *trial in trials if not _extends(renderer, [question], trial[0], trial[1], schemas)]
+    if not _extends(renderer, [said("system", "s"), question], trials[0][1], trials[0][2], schemas):
+        rewritten.append("an answer behind a system prompt")
     if not rewritten:
         return None
     return (

@@ -175,6 +175,7 @@ def _in_tags(text: str, opening: str, closing: str, read: Reader, outer: tuple[s
     while (start := text.find(opening, at)) >= 0:
         kept.append(text[at:start])
         call, end = read(text, start + len(opening))
+        # From the end of the call on: an argument may hold the closing tag as text.
         at = text.find(closing, end)
         calls.append(_alone(call, text[end : at if at >= 0 else None]))
         at = at + len(closing) if at >= 0 else len(text)

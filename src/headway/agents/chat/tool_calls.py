@@ -56,6 +56,7 @@ class ToolParser:
         written = self.read(rest, tools)
         ids = [self.call_id.format(number=first_id + n, name=call.name) for n, call in enumerate(written.calls)]
         calls = tuple(_checked(call, id, tools) for id, call in zip(ids, written.calls, strict=True))
+        # One that cannot be read spoils all: calls taken out of the text would render otherwise than was sampled.
         if any(call.problem is CallProblem.UNREADABLE for call in calls):
             return TurnAnswer(text, text, said("assistant", text), calls)
         content = thinking + written.content
@@ -91,6 +92,7 @@ def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:
         return _by_form(choice, renderer)
     arguments = {"x": "seven", "n": 7}
     written = renderer.example_call("look_up", arguments)
+    # By what the template writes, not by the model's name: fine-tuned models keep templates and change names.
     for name in FORMATS if written is not None else ():
         parser = _by_form(name, renderer)
         found = parser.read(split_thinking(written or "", parser.opening)[1], [probe_tool("look_up")]).calls

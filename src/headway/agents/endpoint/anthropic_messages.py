@@ -15,7 +15,7 @@ from headway.agents.endpoint.dialect import (
     Body,
     Dialect,
     ParsedRequest,
-    RequestRefused,
+    bad_body,
     call,
     event,
     made_calls,
@@ -64,9 +64,7 @@ class Messages(Dialect):
 
     def messages(self, asked: _MessagesBody) -> list[Message]:
         if asked.thread is not None:
-            raise RequestRefused(
-                400, _UNTHREADED, "the request's body: thread: threads are not kept here; send all messages, without it"
-            )
+            raise bad_body("thread: threads are not kept here; send all messages, without it", _UNTHREADED)
         messages = [said("system", system)] if (system := text_of(asked.system, "system")) else []
         for n, message in enumerate(asked.messages):
             messages += _plain(message, f"messages.{n}")

@@ -143,7 +143,7 @@ class Dialect(ABC):
         stop = tuple(one for one in ([params.stop] if isinstance(params.stop, str) else params.stop or ()) if one)
         stop_ids = tuple(dict.fromkeys(params.stop_token_ids or ()))
         if (problem := too_much_ends(stop, stop_ids)) is not None:
-            raise RequestRefused(400, "invalid_request", f"the request's body: {problem}")
+            raise bad_body(problem)
         tools = _function_tools(asked.tools or ())
         request = TurnRequest(
             _named(self.messages(asked)),
@@ -187,9 +187,7 @@ def _read_body(kind: type[B], body: bytes) -> B:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
         given = "" if first["type"] in ("json_invalid", "missing") else f", given {cut(repr(first['input']), 80)}"
-        raise RequestRefused(
-            400, "invalid_request", f"the request's body: {f'{where}: ' if where else ''}{first['msg']}{given}"
-        ) from None
+        raise bad_body(f"{f'{where}: ' if where else ''}{first['msg']}{given}") from None
 
 
 def openai_error(status: int, code: str, message: str) -> dict[str, Any]:
@@ -231,9 +229,14 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 """Types of parts that are text, and the field that has it."""
 
 
+def bad_body(problem: str, code: str = "invalid_request") -> RequestRefused:
+    """Make the error for a request's body that has a ``problem``."""
+    return RequestRefused(400, code, f"the request's body: {problem}")
+
+
 def wrong(where: str, given: Any, expected: str) -> RequestRefused:
     """Make the error for what stands at ``where`` in a request's body."""
-    return RequestRefused(400, "invalid_request", f"the request's body: {where} is {shown(given)}; expected {expected}")
+    return bad_body(f"{where} is {shown(given)}; expected {expected}")
 
 
 def role_of(message: Mapping[str, Any], where: str) -> str:
@@ -289,9 +292,7 @@ def _function_tools(tools: Sequence[Mapping[str, Any]]) -> list[ToolSchema] | No
             raise wrong(where, tool, "a function with a name and parameters: there are no tools of the server here")
         name = name_of(function, "name", where)
         if name in schemas:
-            raise RequestRefused(
-                400, "invalid_request", f"the request's body: {where}: there is a tool named {name!r} already"
-            )
+            raise bad_body(f"{where}: there is a tool named {name!r} already")
         parameters = function.get("parameters", function.get("input_schema"))
         if parameters is not None and not isinstance(parameters, dict):
             raise wrong(f"{where}.parameters", parameters, 'a JSON schema such as {"type": "object", "properties": {}}')
@@ -321,13 +322,18 @@ def _named(messages: Sequence[Message]) -> list[Message]:
 
 
 _OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "logit_bias")
+_NOT_DONE = (
+    *("reasoning_effort", "reasoning.effort", "output_config.effort", "thinking_token_budget"),
+    *("output_format", "output_config.format", "structured_outputs", "logits_processors", "allowed_token_ids"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_logprobs", "truncate_prompt_tokens"),
+    *("audio", "web_search_options", "chat_template", "documents", "context_management", "container"),
+)
 SETTINGS: Mapping[str, Sequence[Any]] = {
-    **dict.fromkeys(_OF_THE_RUN, ()),
+    **dict.fromkeys((*_OF_THE_RUN, *_NOT_DONE), ()),
     "n": (1,),
     "best_of": (1,),
     "logprobs": (0, 1),
     "top_logprobs": (0,),  # engines tell the log-probs of sampled tokens alone
-    "prompt_logprobs": (),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "typical_p": (1,),
@@ -339,25 +345,13 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "text.verbosity": ("medium",),
     "text.format": ("text",),
     "response_format": ("text",),
-    "output_format": (),
-    "output_config.format": (),
-    "output_config.effort": (),
-    "reasoning_effort": (),
-    "reasoning.effort": (),
     "thinking": ("adaptive",),  # as the policy likes
-    "thinking_token_budget": (),
     "truncation": ("disabled",),
-    "truncate_prompt_tokens": (),
     "add_generation_prompt": (True,),
     "ignore_eos": (False,),
     "use_beam_search": (False,),
     "bad_words": ([],),
     "chat_template_kwargs": ({},),
-    **dict.fromkeys(
-        ("audio", "web_search_options", "chat_template", "documents", "context_management", "container"), ()
-    ),
-    **dict.fromkeys(("allowed_token_ids", "structured_outputs", "logits_processors"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
 }
 """Fields that say how to sample, or what else training reckons with → the values that change nothing."""
 

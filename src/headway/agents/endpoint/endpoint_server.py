@@ -132,10 +132,12 @@ class Endpoint:
         """
         own = logging.getLogger(f"{__name__}.own")
         own.addFilter(_is_own)
+        # handler_cancellation: by default aiohttp lets a handler run on for a client that has hung up.
         self._runner = web.AppRunner(
             self._app, access_log=None, logger=own, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S
         )
         await self._runner.setup()
+        # A long queue: all agents of a run begin at the same moment.
         site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
         try:
             await site.start()
@@ -190,9 +192,11 @@ class Endpoint:
         return handle
 
     async def _answer(self, dialect: Dialect, request: web.Request, session: AgentSession) -> web.StreamResponse:
+        # Off the loop: ten megabytes of JSON held up all other episodes for seconds.
         body = await _body(request)
         wanted = await off_loop(len(body), dialect.read, body, self._texts)
         self._check(wanted, session.turns)
+        # Of the bytes as they were sent: bodies that differ in a space are different requests.
         digest = xxhash.xxh3_128(body)
         digest.update(request.path.encode())
         digest.update((repeated := request.headers.get("Idempotency-Key", "")).encode(errors="replace"))
@@ -203,6 +207,7 @@ class Endpoint:
                 return await _stream(request, dialect, wanted, turn, id)
             response = _json(dialect.answer(wanted, turn, id))
             await response.prepare(request)
+            # Within the context: only an answer that went out whole counts as delivered.
             await response.write_eof()
             return response
 

@@ -70,9 +70,11 @@ class AgentSession:
         request = self._request(wanted, digest, again=again)
         request.clients += 1
         try:
+            # Shielded: another client may wait for the same turn.
             yield await asyncio.shield(request.turn)
             request.delivered = True
         except asyncio.CancelledError:
+            # The turn was cancelled, not this client: its episode is over.
             if request.turn.cancelled() and self._closed:
                 raise RequestRefused(401, "episode_over", OVER) from None
             if request.clients == 1 and not request.turn.done():
@@ -102,6 +104,7 @@ class AgentSession:
             found.sent += 1
             self.turns.note(TurnNote.REPEATED, "")
             return found
+        # No await between the look-up and here: the same request, sent twice at once, would become two turns.
         turn = asyncio.get_running_loop().create_task(self.turns.turn(wanted))
         self._turns.add(turn)
         turn.add_done_callback(self._turns.discard)

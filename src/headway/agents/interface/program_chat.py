@@ -141,9 +141,11 @@ class Chat:
             raise ProgramFailed(f"{self._who} asked for a turn after it had ended; await every turn before you return")
         if tally.over is not None:
             await self._refuse(tally.over)
+        # Numbered before the wait: rewards go by the order in which turns were asked for, not in which they ended.
         place = tally.asked
         tally.asked += 1
         try:
+            # Rewards so far travel with each request: where the process dies, they are not lost with it.
             answer = await self._ask(replace(request, rewards=tally.turn_rewards))
         except EpisodeOver as over:
             tally.over = over

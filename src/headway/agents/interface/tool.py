@@ -12,14 +12,14 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any, Protocol
 
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ToolSchema
-from headway.agents.interface.user_calls import awaited, close_quietly
+from headway.agents.interface.user_calls import awaited
 from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, shown, writable
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -95,19 +95,20 @@ class Tool:
             return ToolResult(f"Error: {self.name} failed: {said_by(cause)}", failed=True)
 
 
-class EpisodeTools(Protocol):
-    """The tools of one source in one episode."""
+class OpenToolbox:
+    """The tools of one episode."""
 
-    @property
-    def tools(self) -> Sequence[Tool]: ...
+    def __init__(self, tools: Sequence[Tool], *ends: Callable[[], Awaitable[EpisodeEnd]]) -> None:
+        """``ends``: functions that return the reward and the numbers which tools give at the episode's end."""
+        self.tools = tools
+        self._ends = ends
 
-    async def end(self) -> EpisodeEnd:
-        """Return the reward and the numbers to report that the tools give at the episode's end."""
-        ...
-
-    async def close(self) -> None:
-        """Release what the episode held, also after a failure."""
-        ...
+    async def end(self, end: EpisodeEnd | None = None) -> EpisodeEnd:
+        """Return the episode's end: the rewards that tools give it, and their numbers, added to those of ``end``."""
+        ends = [*([] if end is None else [end]), *[await end_of() for end_of in self._ends]]
+        rewards = [one.reward for one in ends if one.reward is not None]
+        metrics = {name: value for one in ends for name, value in one.metrics.items()}
+        return EpisodeEnd(reward=sum(rewards) if rewards else None, metrics=metrics)
 
 
 class ToolSource(Protocol):
@@ -115,7 +116,7 @@ class ToolSource(Protocol):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """The tools as they are known before the first episode; calls are made of those that `begin` gives."""
+        """The tools as they are known before the first episode; calls are made of those that `episode` gives."""
         ...
 
     @property
@@ -123,8 +124,8 @@ class ToolSource(Protocol):
         """The tools may give rewards."""
         ...
 
-    def begin(self, start: EpisodeStart) -> EpisodeTools:
-        """Return the tools of an episode; what they hold is made at their first call."""
+    def episode(self, start: EpisodeStart) -> AbstractAsyncContextManager[OpenToolbox]:
+        """Open the tools for one episode. What they hold is made at their first call, and released after the last."""
         ...
 
 
@@ -184,25 +185,6 @@ def _torch_left_out() -> Iterator[None]:
         chat_template_utils.is_torch_available = asks
 
 
-CLOSE_TIMEOUT_S = 20.0
-"""Seconds for a tool to give back what an episode held."""
-
-
-class OpenToolbox:
-    """The tools of one episode."""
-
-    def __init__(self, tools: Sequence[Tool], parts: Sequence[EpisodeTools]) -> None:
-        self.tools = tools
-        self._parts = parts
-
-    async def end(self, end: EpisodeEnd | None = None) -> EpisodeEnd:
-        """Return the episode's end: the rewards that tools give it, and their numbers, added to those of ``end``."""
-        ends = [*([] if end is None else [end]), *[await part.end() for part in self._parts]]
-        rewards = [one.reward for one in ends if one.reward is not None]
-        metrics = {name: value for one in ends for name, value in one.metrics.items()}
-        return EpisodeEnd(reward=sum(rewards) if rewards else None, metrics=metrics)
-
-
 class Toolbox:
     """The tools that the model is offered. ``bool(toolbox)`` tells whether there are any."""
 
@@ -212,7 +194,7 @@ class Toolbox:
             UserCodeError: two tools have one name.
         """
         self._given = given
-        self.tools: list[Tool] = [tool for one in given for tool in _tools(one)]
+        self.tools: list[Tool] = [tool for one in given for tool in ((one,) if isinstance(one, Tool) else one.tools)]
         """The tools as they are known before the first episode."""
         found: dict[str, Tool] = {}
         for tool in self.tools:
@@ -245,23 +227,17 @@ class Toolbox:
     @asynccontextmanager
     async def episode(self, start: EpisodeStart) -> AsyncIterator[OpenToolbox]:
         """Open the tools for one episode, and close them after it, also when it fails."""
-        parts: list[EpisodeTools] = []
         tools: list[Tool] = []
-        for one in self._given:
-            if isinstance(one, Tool):
-                tools.append(one)
-                continue
-            parts.append(one.begin(start))
-            tools += parts[-1].tools
-        try:
-            yield OpenToolbox(tools, parts)
-        finally:
-            for part in parts:
-                await close_quietly(part.close, CLOSE_TIMEOUT_S)
-
-
-def _tools(one: Tool | ToolSource) -> Sequence[Tool]:
-    return (one,) if isinstance(one, Tool) else one.tools
+        async with AsyncExitStack() as stack:
+            sources: list[OpenToolbox] = []
+            for one in self._given:
+                if isinstance(one, Tool):
+                    tools.append(one)
+                else:
+                    # By the stack: where a later source fails, those before are closed.
+                    sources.append(await stack.enter_async_context(one.episode(start)))
+                    tools += sources[-1].tools
+            yield OpenToolbox(tools, *(source.end for source in sources))
 
 
 def _check_types(tool: Tool) -> None:

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, Unavailable, raised_by, shown
 
 T = TypeVar("T")
+CLOSE_S = 20.0
+"""Seconds for a tool or an environment to give back what an episode held."""
 
 
 async def awaited(value: Awaitable[T]) -> T:
@@ -41,10 +43,10 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return await awaited(value) if inspect.isawaitable(value) else value
 
 
-async def close_quietly(close: Callable[[], Any], timeout_s: float) -> None:
+async def close_quietly(close: Callable[[], Any]) -> None:
     """Close what an episode held. What that raises is printed: the episode has ended, and does not depend on it."""
     try:
-        async with asyncio.timeout(timeout_s) if is_in_a_loop() else nullcontext():
+        async with asyncio.timeout(CLOSE_S) if is_in_a_loop() else nullcontext():
             await called(close)
     except (Exception, SystemExit):
         traceback.print_exc(file=sys.stderr)
@@ -95,6 +97,7 @@ def failing(doing: str) -> Iterator[None]:
     except BaseException as cause:
         if isinstance(cause, HeadwayError) and not isinstance(cause, Unavailable):
             raise
+        # Only where this task is cancelled: user code raises CancelledError by itself, and that is a failure.
         if isinstance(cause, asyncio.CancelledError) and is_cancelled():
             raise
         if (over := _ended_by(cause)) is not None:

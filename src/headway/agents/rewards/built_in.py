@@ -140,6 +140,7 @@ def _finder(name: str, pattern: str, group: int | str | None) -> Callable[[str, 
     def find(text: str, behind: int) -> str | None:
         last = None
         for match in compiled.finditer(text):
+            # A match may begin in the thought: searched from behind it, such a one would be missed.
             last = match if match.end() > behind or behind == 0 else last
         return last.group(group) if last is not None else None
 

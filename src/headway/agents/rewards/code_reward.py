@@ -136,6 +136,7 @@ def _told(sandbox: Sandbox, answer: str, job: dict[str, Any], limits: SandboxLim
     files = {ANSWER: answer, JOB: json.dumps(job | {"word": word})}
     ran = sandbox.run_blocking(sandbox.python("-c", DRIVER), files=files, limits=limits)
     said, found, told = ran.stdout.rpartition(word)
+    # Nothing before the word: the driver prints it first, and anything else there is the answer's doing.
     return told if ran.limit is None and ran.code == 0 and found and not said else None
 
 
@@ -180,6 +181,7 @@ def same_value(told: str, expected: Any) -> bool:
         value = json.loads(told)
     except (ValueError, RecursionError):
         return False
+    # Through JSON, as the value came: tuples are lists and keys text there.
     expected = json.loads(json.dumps(expected))
     return _same(value, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(value, expected[0]))
 

@@ -83,6 +83,7 @@ def _with_list(text: str, *, for_set: bool) -> str:
 
 def _parse(text: str) -> list[Any]:
     text = SPACED_LIST.sub(lambda found: re.sub(r",(?=\d)", "", found[0]), text)
+    # parsing_timeout=None: math-verify's is an alarm, and would replace the one that ends this process.
     parsed: list[Any] = parse(text, EXTRACTION, fallback_mode="no_fallback", parsing_timeout=None)
     return parsed
 

@@ -78,6 +78,7 @@ class RewardWorkers:
         if not self._spec.needs_process:
             self._scorer = self._spec.load()
         elif await self._pool.start() and not self._spec.shared:
+            # Processes that score one group at a time have no event loop: groups cannot share them.
             await self._pool.close()
             self._spec = replace(self._spec, shared=True)
             self._pool = self._make_pool()

@@ -190,6 +190,7 @@ class Scorer:
         several = len(self._parts) > 1
         for part, scorer in self._parts:
             further = FurtherNumbers(len(request.responses))
+            # Around the call and the wait: an asynchronous function raises when it is awaited.
             with _attributed(part.name if several else None):
                 found = scorer(request, further)
                 if not isinstance(found, Coroutine):
@@ -317,6 +318,7 @@ def _sum(weighted: Sequence[tuple[float, Values]], k: int) -> float:
     if not terms:
         raise ScoringFailed(f"no reward applies to response {k}: None was returned for it")
     total = sum(terms)
+    # Not `>`: a NaN, of infinities of both signs, is to be refused, too.
     if not abs(total) <= LARGEST:
         raise ScoringFailed(f"the weighted sum for response {k} is {total:g}, which is no finite float32")
     return total

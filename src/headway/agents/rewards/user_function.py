@@ -190,6 +190,7 @@ class UserFunction:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _call_async(self, arguments: Mapping[str, Any], timeout_s: float, of: str) -> Any:
+        # Without an end of its own: `_expire` sets it, which leaves out the time for which others held the loop.
         limit = asyncio.timeout(None)
         looking = asyncio.create_task(_expire(limit, timeout_s))
         try:

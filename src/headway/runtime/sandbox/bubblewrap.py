@@ -54,12 +54,6 @@ MOST_OPEN = 64
 """Files that a process may have open."""
 MOST_SIGNALS = 256
 """Signals that may wait for the processes of a call together. Each timer takes the place of one."""
-NEEDED = ("--as-pid-1", "--clearenv", "--json-status-fd", "--perms", "--seccomp", "--size")
-"""Options that bwrap has had since its version 0.7."""
-WANTED = "--disable-userns"
-"""Option that it has had since 0.8. Without it the filter of system calls alone refuses new namespaces."""
-HELP_S = 30.0
-"""Seconds for bwrap to tell its options."""
 SCRATCH = "/tmp"
 INPUT = "/input"
 FIRST = (
@@ -81,8 +75,6 @@ class Bubblewrap:
     setpriv: str
     python: str
     """The interpreter that a venv is made from, which has nothing installed but what came with it."""
-    disables_namespaces: bool
-    """This bwrap has `WANTED`."""
 
     @classmethod
     def here(cls) -> Bubblewrap:
@@ -96,16 +88,7 @@ class Bubblewrap:
         found = {name: shutil.which(name) for name in ("prlimit", "setpriv")}
         if missing := [name for name, path in found.items() if path is None]:
             raise ConfigError(f"sandbox: there is no {' and no '.join(missing)} here; install util-linux")
-        try:
-            done = subprocess.run([bwrap, "--help"], capture_output=True, text=True, timeout=HELP_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as cause:
-            raise ConfigError(
-                f"sandbox: {bwrap} does not tell its options: {cause}; install bubblewrap anew"
-            ) from cause
-        options = (done.stdout + done.stderr).split()
-        if missing := [option for option in NEEDED if option not in options]:
-            raise ConfigError(f"sandbox: {bwrap} has no {' and no '.join(missing)}; install bubblewrap 0.7 or later")
-        return cls(bwrap, str(found["prlimit"]), str(found["setpriv"]), base_python(), WANTED in options)
+        return cls(bwrap, str(found["prlimit"]), str(found["setpriv"]), base_python())
 
     @cached_property
     def interpreter(self) -> Interpreter:
@@ -161,8 +144,7 @@ class Bubblewrap:
         self, limits: SandboxLimits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]
     ) -> list[str]:
         names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
-        apart = [*([WANTED] if self.disables_namespaces else []), "--as-pid-1", "--die-with-parent", "--new-session"]
-        apart += ["--cap-drop", "ALL", "--clearenv"]
+        apart = "--disable-userns --as-pid-1 --die-with-parent --new-session --cap-drop ALL --clearenv"
         who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", HOSTNAME]
         devices = [word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
         links = ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", SCRATCH, "/dev/shm"]
@@ -171,8 +153,9 @@ class Bubblewrap:
             word for name, fd in files.items() for word in ("--perms", "0600", "--file", str(fd), f"{SCRATCH}/{name}")
         ]
         variables = {"PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8"}
+        # bwrap mounts in this order: later places cover earlier ones, and --size and --perms are for the next alone.
         return [
-            *(self.bwrap, *names.split(), *apart, *who, *self._read_only()),
+            *(self.bwrap, *names.split(), *apart.split(), *who, *self._read_only()),
             *("--proc", "/proc", "--tmpfs", "/dev", *devices, *links, "--remount-ro", "/dev"),
             *(*scratch, *contents, "--perms", "0400", "--file", str(stdin), INPUT),
             *(*self._python(), "--remount-ro", "/", "--chdir", SCRATCH),
@@ -236,6 +219,7 @@ def own_uid() -> Iterator[int | None]:
                 lock.bind(f"\0headway-sandbox-{uid}")
             except OSError:
                 continue
+            # Held for the whole block: the socket's name is the lock.
             yield uid
             return
         raise SandboxFailed(f"{UIDS} sandboxes are open on this machine, and there is a user for no more")
@@ -314,6 +298,7 @@ class BubblewrapCall(SandboxCall):
         return gone
 
     def code(self, returned: int, said: str) -> int:
+        # The exit code may have come with the end itself.
         self._hear()
         for line in self._told.splitlines():
             if (code := json.loads(line).get("exit-code")) is not None:
@@ -328,6 +313,7 @@ class BubblewrapCall(SandboxCall):
         pid = json.loads(self._told.splitlines()[0])["child-pid"]
         self._root = f"/proc/{pid}/root"
         with suppress(OSError):
+            # Opened before it is checked: the id may be another's by then, the descriptor never is.
             first = os.pidfd_open(pid)
             if _is_first(pid):
                 self._first = first

@@ -144,6 +144,7 @@ def open_way_to(parts: Sequence[Path]) -> IO[bytes] | None:
                     f"the interpreter is in {where}, which other users cannot enter, and no way to it could be opened:"
                     f" {cut(' '.join(said.split()), 300)}"
                 )
+            # Opened while its maker lives: the namespace lasts as long as this file.
             return Path(f"/proc/{maker.pid}/ns/mnt").open("rb", buffering=0)
         finally:
             maker.kill()

@@ -77,6 +77,8 @@ class Sandbox:
             ran = self.run_blocking("print('here')", limits=TRIAL)
         except SandboxFailed as cause:
             said = " ".join(str(cause).split())
+            if "Unknown option" in said:
+                raise ConfigError(f"sandbox: {said}; install bubblewrap 0.8 or later") from cause
             refused = REFUSED.format(said=said) if self._found is not None else f"sandbox=process_limits: {said}"
             raise ConfigError(refused) from cause
         if ran.stdout != "here\n":
@@ -119,6 +121,7 @@ class Sandbox:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             call.stop()
+            # Stopped before it is cancelled: one that begins in between ends at once.
             if not work.cancel():  # it has begun
                 await asyncio.wait([running])
                 running.exception()  # seen: what matters is that it is over
@@ -222,6 +225,7 @@ class ProcessLimitsCall(SandboxCall):
             return True
         until = time.monotonic() + ENDS_S
         while True:
+            # Again in each round: a process that forks faster than it is listed.
             with suppress(ProcessLookupError):
                 os.killpg(self._session, signal.SIGKILL)
             left = [one for one in self._members() if not one.is_zombie]

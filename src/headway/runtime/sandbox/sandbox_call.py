@@ -204,6 +204,7 @@ def sealed(content: bytes, held: ExitStack) -> int:
     while view:
         view = view[os.write(file, view) :]
     os.lseek(file, 0, os.SEEK_SET)
+    # Sealed last: a sealed file takes no more writing, from the call's processes either.
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
     return file
 
@@ -277,6 +278,7 @@ class SandboxCall:
                 process = self.start(program, stdin, held)
             except OSError as cause:
                 raise SandboxFailed(f"a call in the sandbox could not be started: {cause}") from cause
+            # They run in reverse: all of the call ends, then its first process is killed, then reaped.
             held.callback(process.wait, ENDS_S)
             held.callback(process.kill)
             held.callback(self.end)  # runs first, whatever happens
@@ -286,8 +288,10 @@ class SandboxCall:
             outputs = process.stdout.fileno(), process.stderr.fileno()
             self._texts = {output: bytearray() for output in outputs}
             for output in outputs:
+                # A process that lives on may hold the pipe: a read must never wait for its end.
                 os.set_blocking(output, False)
             limit = self._watch(process, started)
+            # Before the output is read to its end: what the call left behind would keep writing.
             if not self.end():
                 process.kill()  # it would wait for them, too
                 limit = limit or "wall"  # of its own making: to fail would be a way out of a bad result
@@ -324,6 +328,7 @@ class SandboxCall:
                     if (limit := self.exceeded()) is not None:
                         return limit
                 wait = min(left, max(0.0, last_look + LOOKS_S - now))
+                # Rounded up: poll takes whole milliseconds, and would return at once for the last one, over and over.
                 for descriptor, _ in poll.poll(wait * 1000 + 1):
                     if descriptor in (ended, stopped):
                         return None
@@ -345,6 +350,7 @@ class SandboxCall:
             if not chunk:
                 return False
             room = (self._limits.output_kib << 10) - self._printed
+            # Counted in full, kept up to the limit: a program that prints for ever takes no memory of ours.
             self._texts[output] += chunk[: max(0, room)]
             self._printed += len(chunk)
         return True

@@ -124,6 +124,7 @@ def seccomp_filter() -> bytes:
 
 def _steps(machine: str) -> Iterator[Step]:
     which = list(AUDIT_ARCH).index(machine)
+    # The machine first: numbers mean other calls to 32-bit programs, which would pass the rest.
     yield (_LOAD, 0, 0, _ARCH)
     yield (_EQUAL, 1, 0, AUDIT_ARCH[machine])
     yield (_RETURN, 0, 0, _KILL)  # 32-bit calls, whose numbers are others
@@ -153,6 +154,7 @@ def _steps(machine: str) -> Iterator[Step]:
 def _on_argument(number: int, place: int, steps: list[Step]) -> Iterator[Step]:
     """Steps for one argument of one system call; other calls, and those that pass, continue after them."""
     yield (_EQUAL, 0, len(steps) + 2, number)
+    # The low half alone: these arguments are ints, and the kernel ignores what is above.
     yield (_LOAD, 0, 0, _ARGUMENT + 8 * place)
     yield from steps
     yield (_LOAD, 0, 0, _NUMBER)

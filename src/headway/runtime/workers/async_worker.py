@@ -55,6 +55,7 @@ class _Shared:
 
     async def serve(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        # Before any task: one made earlier would not tell whose steps it makes.
         loop.set_task_factory(self._task)
         loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="job"))
         ended = asyncio.Event()
@@ -65,6 +66,7 @@ class _Shared:
                 job.cancel()
             if self._jobs:
                 await asyncio.wait(self._jobs.values(), timeout=LEAVES_S)
+            # After the jobs: they use what this closes.
             await closed(self._hosted)
         finally:
             os._exit(0)  # whoever is still busy is nobody's
@@ -72,6 +74,7 @@ class _Shared:
     def _on_frame(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.JOB:
+                # A context for each job: tasks that its code starts inherit the number.
                 context = copy_context()
                 context.run(_whose.set, frame.number)
                 job = asyncio.get_running_loop().create_task(self._job(frame.number, frame.payload), context=context)
@@ -108,6 +111,7 @@ class _Shared:
             self._channel.send(job.result())
 
     async def _ask(self, number: int, message: Any) -> Any:
+        # Pickled first: a message that does not pickle fails here, with nothing half sent.
         payload = pickle.dumps(message)
         if number not in self._jobs:
             raise RunError("the job that asks has ended")
@@ -141,6 +145,7 @@ class _Shared:
         note = self._note
         value, error = None, None
         while True:
+            # Set before each step, cleared after it: the host reads it once the loop stands still, or has ended.
             note[0] = number
             note[1] += 1
             try:

@@ -128,8 +128,10 @@ class RedactedLog:
 
     def close(self) -> None:
         """Write what has arrived, and close the pipe."""
+        # The last words of a process that died are in the pipe: they say why.
         while self._pass_on():
             pass
+        # Held back for a secret that never came to its end.
         self._write(self._redaction.of_bytes(self._held))
         self._loop.remove_reader(self._reader)
         os.close(self._reader)
@@ -164,6 +166,7 @@ class RedactedLog:
             data = os.read(self._reader, CHUNK)
         except BlockingIOError:
             return False
+        # Together: a secret may come in two reads.
         data = self._redaction.of_bytes(self._held + data)
         whole = self._redaction.begins_in(data)
         self._held = data[whole:]

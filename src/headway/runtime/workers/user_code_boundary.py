@@ -166,6 +166,7 @@ class BlockingChannel:
             return None
         size, kind, number, detail = HEADER.unpack(header)
         payload = self._reader.read(size) if size else b""
+        # A short payload is the end of the connection, not a frame.
         return Frame(kind, number, detail, payload) if len(payload) == size else None
 
 
@@ -175,6 +176,7 @@ def pickled_error(error: BaseException, redaction: Redaction) -> bytes:
     The exception itself does not travel: it may not survive pickling, or need modules that the other side lacks.
     Secrets are taken out before the text is cut, since half a secret would not be found.
     """
+    # A user's subclass of our errors goes as the first class of ours: the host cannot import the user's.
     for kind in type(error).__mro__:
         if issubclass(kind, HeadwayError) and kind.__module__.startswith("headway."):
             return pickle.dumps((kind, redaction.of(str(error))))

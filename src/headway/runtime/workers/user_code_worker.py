@@ -97,6 +97,7 @@ class WorkerProcess:
         asyncio.get_running_loop().call_later(CUT_S, self.kill)
 
     def _on_gone(self) -> None:
+        # Before it is closed: the loop would go on to watch whatever gets its number next.
         asyncio.get_running_loop().remove_reader(self._pidfd)
         self.channel.drain()  # what it said before it ended counts
         self.channel.close()
@@ -125,6 +126,7 @@ def spawn(
     steps it makes.
     """
     here, there = socket.socketpair()
+    # Closed here once the process has it: while this side holds it, the connection has no end.
     with there:
         passed = [there.fileno(), *([note.descriptor] if note is not None else [])]
         command = python_command(BOOT, name, *map(str, [*passed, *([] if note is not None else [-1])]))
@@ -139,6 +141,7 @@ def spawn(
                 stderr=output,
                 env=environment,
                 pass_fds=passed,
+                # Ctrl-C goes to a terminal's group: the host decides when workers end.
                 start_new_session=True,
             )
         except OSError:
@@ -153,6 +156,7 @@ def spawn(
         return end_text(popen.wait())
 
     process = WorkerProcess(popen.pid, here, on_frame, end_of, guarded=True)
+    # On the channel, never as an argument: a command line shows secrets to all users of the machine.
     process.channel.send(Frame(FrameKind.START, payload=pickle.dumps(start)))
     return process
 
@@ -204,6 +208,7 @@ class ForkServer:
                 self.process.channel.send(order)
             else:
                 self.process.channel.send_with(order, descriptor)
+            # With a limit: a fork server that is stopped neither answers nor ends.
             waited: list[asyncio.Future[Any]] = [told, self.process.ended]
             await asyncio.wait(waited, timeout=TOLD_S, return_when=asyncio.FIRST_COMPLETED)
             if not told.done():
@@ -324,6 +329,7 @@ class UserCodeWorker:
 
     def begin(self, job: WorkerJob) -> None:
         """Send a job."""
+        # Before it is sent: an answer may come while this side is still sending.
         self.jobs[job.number] = job
         job.worker = self
         self.process.channel.send(Frame(FrameKind.JOB, job.number, payload=job.payload))
@@ -341,6 +347,7 @@ class UserCodeWorker:
         """Have a job ended that has not ended by itself."""
         if self.jobs.pop(job.number, None) is None:
             return
+        # Before the process is killed: a job that was left is not one whose worker was lost.
         job.end(error=RunnerLost("was left"))
         if self._alone:
             self.kill()
@@ -402,6 +409,7 @@ class UserCodeWorker:
             if job.on_ask is None:
                 raise RunError("there is nobody to ask for this job")
             answer = await job.on_ask(unpickled(ask.payload, "what was asked"))
+            # Pickled inside the try: an answer that does not pickle ends its own job alone.
             reply = Frame(FrameKind.ANSWER, job.number, ask.detail, pickle.dumps(answer))
         except HeadwayError as error:
             reply = Frame(FrameKind.REFUSAL, job.number, ask.detail, pickle.dumps(error))
@@ -410,6 +418,7 @@ class UserCodeWorker:
             if job.asks.pop(ask.detail, None) is not None:
                 job.end(error=error if isinstance(error, Exception) else RunError("an answer to the job was cancelled"))
             return
+        # Withdrawn or over meanwhile: the worker has forgotten the number.
         if job.asks.pop(ask.detail, None) is not None:
             self.process.channel.send(reply)
 
@@ -417,6 +426,7 @@ class UserCodeWorker:
 
     def on_end(self, end: str) -> None:
         """Fail what it had when its process has ended."""
+        # Read before the note is closed, and before the jobs are taken.
         whose = self._note.whose if self._note is not None else 0
 
         def error_of(number: int) -> RunnerLost:
@@ -440,6 +450,7 @@ class UserCodeWorker:
         if self.dying or not self.load or self._heard or steps != self._steps:
             self._heard, self._silent, self._steps = False, 0, steps
             return
+        # One ping for all ticks: more would queue up in a process that is held, and wake it for nothing later.
         if self._silent == 0:
             self.process.channel.send(Frame(FrameKind.PING))
         self._silent += 1

@@ -80,7 +80,9 @@ def main(descriptor: int, note: int) -> None:
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     with suppress(OSError, RuntimeError):  # stderr may be closed
         faulthandler.register(SHOWS_WHERE, all_threads=True)
+    # Else what user code starts would hold the connection open, and the host not see this process end.
     os.set_inheritable(descriptor, False)
+    # Before user code is loaded: it may fork while it is imported.
     channel = BlockingChannel(closed_in_children(socket.socket(fileno=descriptor)))
     first = channel.receive()
     if first is None:
@@ -104,6 +106,7 @@ def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) 
     """Load the user's code and tell the host what it is, or why there is none."""
     try:
         spec: HostedSpec = pickle.loads(start.spec)
+        # What is described is pickled inside the try: it may hold what does not pickle.
         hosted = spec.load()
         told = Frame(FrameKind.LOADED, payload=pickle.dumps(hosted.describe()))
     except HeadwayError as error:
@@ -159,6 +162,7 @@ def _done(channel: BlockingChannel, hosted: Hosted, frame: Frame) -> Any:
         coroutine.send(None)
     except StopIteration as stop:
         return stop.value
+    # Closed now: its finally blocks run before the next job begins, not whenever it is collected.
     coroutine.close()
     raise UserCodeFailed(
         "synchronous code has awaited something; it runs without an event loop: make it async, or use asyncio.run"
@@ -187,12 +191,14 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
     gc.freeze()  # pages that the collector does not write to stay shared
     sock.setblocking(True)
     while True:
+        # From the socket, not by the channel: its buffered reader would read past a header, and lose the descriptor.
         data, descriptors, *_ = socket.recv_fds(sock, HEADER.size, 1)
         if not data:
             close()
             os._exit(0)
         _, kind, order, detail = HEADER.unpack(data)
         if kind == FrameKind.REAP:
+            # Only now: until it is reaped its id is no other process's, and the host may still signal it.
             end = os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])
             kept.discard(detail)
             if not kept.issuperset(children()):  # an ended worker's: a live one adopts what it started
@@ -204,10 +210,13 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
         except OSError as error:  # no memory or process id is free now; other workers go on
             pid = -(error.errno or 1)
         if pid == 0:
+            # Before user code runs: a signal to the server's group must not reach it.
             os.setsid()
             die_with(fork_server)
+            # Again: children do not inherit this.
             adopt_orphans()
             return BlockingChannel(closed_in_children(socket.socket(fileno=descriptors[0])))
+        # The worker has it: held here, too, its connection would outlive the worker.
         os.close(descriptors[0])
         kept.add(pid)
         sock.sendall(Frame(FrameKind.FORKED, order, pid).packed())

@@ -105,6 +105,7 @@ class WorkerPool:
             WorkerDied: the process ended, or was not ready in time.
         """
         try:
+            # Shielded: cancelled halfway, a launch would leave a process that `close` does not know.
             described = await asyncio.shield(self._begin_launch())
             more = [] if self._forked else [self._begin_launch() for _ in range(self._processes - self._size)]
             if not self._alone and more:
@@ -159,6 +160,7 @@ class WorkerPool:
 
         Raises `WorkerDied` where a process is still there `STOP_TIMEOUT_S` after it was killed.
         """
+        # First: a launch that ends while this waits must not add a worker, nor begin another launch.
         self._closed = True
 
         def closed(_: int = 0) -> RunnerLost:
@@ -177,6 +179,7 @@ class WorkerPool:
         deadline = asyncio.get_running_loop().time() + within_s
         while self._alive or self._launches:
             for process in self._alive:
+                # The fork server ends last: its workers are its children, and die with it unreaped.
                 if process is not forking or len(self._alive) == 1:  # last: it tells how the others end
                     if process in busy or not self._close_s or not process.loaded.done():
                         process.kill()
@@ -200,6 +203,7 @@ class WorkerPool:
         """Begin the jobs that there is room for, and start processes for those that wait."""
         while self._waiting and (worker := self._free()) is not None:
             worker.begin(self._waiting.popleft())
+        # Not one launch for each job: those under way will take some.
         while len(self._waiting) > len(self._launches) and self._size < self._processes:
             self._begin_launch()
         if self._stall_s is not None and self._ticking is None:
@@ -230,6 +234,7 @@ class WorkerPool:
     def _begin_launch(self) -> asyncio.Task[Any]:
         launch = asyncio.create_task(self._start_one())
         self._launches.add(launch)
+        # Kept in the set until then: the loop itself holds tasks weakly.
         launch.add_done_callback(self._on_launch_end)
         return launch
 
@@ -261,6 +266,7 @@ class WorkerPool:
                 described = await self._fork(worker)
                 self._watch(worker.process, worker)
             else:
+                # Watched before it is waited for: `close` finds it while it loads.
                 worker.process = self._spawn(worker.on_frame, note)
                 self._watch(worker.process, worker)
                 described = await self._loaded(worker.process)
@@ -305,6 +311,7 @@ class WorkerPool:
         self._alive.discard(process)
         if worker is None:
             return
+        # Before `on_end`, which takes the jobs.
         over_a_job = worker.dying or bool(worker.jobs)
         worker.on_end(ended.result())
         if self._closed or worker not in self._workers:
