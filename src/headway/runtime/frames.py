@@ -57,7 +57,7 @@ class FrameChannel:
     def send_soon(self, frame: Frame) -> None:
         """Send ``frame`` at the end of this turn of the loop, with all others of the turn: the other end wakes up once.
 
-        What the loop does not get to is not sent, so this is for a loop that nobody holds up.
+        A loop that is held up, or ends, sends nothing: use this only where no code blocks it.
         """
         if self._open:
             if not self._gathered:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP outside of event loops: they are Ctrl-C by other means. Imports nothing heavy.
+"""SIGTERM and SIGHUP, treated like SIGINT. Imports nothing heavy.
 
 `timeout` sends its signal twice, to the process and to its group; the shell of a terminal that closes sends SIGHUP, and
 the kernel sends it again when the shell has ended. Neither means a second request: see `Repeats`.

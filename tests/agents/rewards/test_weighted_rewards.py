@@ -191,7 +191,7 @@ def test_several_functions_have_weights_names_and_parameters_of_their_own() -> N
         RewardPart("math_verify", "math_verify"),
         RewardPart("format", "format", 0.2, {"tags": ["a"]}),
     )
-    assert spec.function == "math_verify, format"
+    assert spec.shown == "math_verify, format"
 
 
 def test_functions_of_files_are_found_from_elsewhere_and_keep_their_names(monkeypatch, tmp_path: Path) -> None:

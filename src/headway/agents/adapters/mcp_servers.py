@@ -252,7 +252,7 @@ class _McpLink:
             call.cancel()
         if connection.lost:
             raise Unavailable(f"{who}: the server ended during {doing}")
-        if connection.answered == answered:  # nobody heard of it meanwhile: it hangs
+        if connection.answered == answered:  # no other call was answered either: the server hangs, not the tool
             connection.lose()
         raise Unavailable(
             f"{who}: {doing} was waited for {self._spec.timeout_s:g} s, and the server did not answer ({who}.timeout_s)"

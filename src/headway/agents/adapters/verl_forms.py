@@ -34,6 +34,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,7 +105,7 @@ class ServerManager:
 
 
 class VerlLoop:
-    """An agent loop in verl's form, a class. Each episode has a new object of it."""
+    """An agent loop in verl's form. Each episode has a new object of the class, or a deep copy of the object."""
 
     is_async = True
 
@@ -124,7 +125,8 @@ class VerlLoop:
                 f"{who}: its run() is a plain function; write async def run(self, sampling_params, **row)"
             )
         if not inspect.isclass(found):
-            raise UserCodeError(f"{who}: it is an object, and each episode needs one of its own; name its class")
+            with boundary(f"{who}: each episode has a copy of it, and none can be made; give its class", UserCodeError):
+                deepcopy(found)
         self._tokenizer = None if model_path is None else _tokenizer(model_path)
 
     def describe(self) -> ProgramDescription:
@@ -146,6 +148,10 @@ class VerlLoop:
         )
 
     def _made(self, manager: ServerManager, start: EpisodeStart) -> Any:
+        if not inspect.isclass(self._found):
+            loop = deepcopy(self._found)  # episodes go on side by side, each with what it remembers
+            loop.server_manager, loop.tokenizer = manager, self._tokenizer
+            return loop
         config = _config(self._prompt_length, start.most_tokens, start.template_kwargs)
         given = {
             "trainer_config": SimpleNamespace(config=config),
@@ -310,7 +316,7 @@ class _Instance:
 
     async def end(self) -> EpisodeEnd:
         calc_reward = self._tool.method("calc_reward")
-        if self._id is None:  # it was not called: that is worth nothing, and no failure of whoever gives rewards
+        if self._id is None:  # never called: worth 0, and no reason to call its methods
             return EpisodeEnd(reward=0.0)
         if calc_reward is None:
             return EpisodeEnd(metrics=self._metrics)

@@ -205,15 +205,19 @@ def history_note(renderer: ChatRenderer, *, tools: bool) -> str | None:
     thoughts = [f"{'' if opened else start}\nwell\n{end}\n\n" for start, end in opened or THINKING]
     plain = thoughts[0] if opened else ""
     called, result = [(CALL_ID, name, {"x": "y"})], tool_result(CALL_ID, name, "z")
-    answers = [("an answer", f"{plain}ok"), *(("thinking", f"{one}ok") for one in thoughts)]
-    trials = [(what, said("assistant", text), said("user", "z")) for what, text in answers]
+    alone, z = [question], said("user", "z")
+    trials = [
+        ("an answer", alone, said("assistant", f"{plain}ok"), z),
+        ("an answer behind a system prompt", [said("system", "s"), question], said("assistant", f"{plain}ok"), z),
+        *(("thinking", alone, said("assistant", f"{one}ok"), z) for one in thoughts),
+    ]
     if tools:
         texts = [("", plain), (" with text", f"{plain}ok"), *((" with thinking", one) for one in thoughts)]
-        trials += [(f"a tool call{how}", calls_made(text, called), result) for how, text in texts]
+        trials += [(f"a tool call{how}", alone, calls_made(text, called), result) for how, text in texts]
     schemas = [probe_tool(name)] if tools else []
-    rewritten = [what for what, *trial in trials if not _extends(renderer, [question], trial[0], trial[1], schemas)]
-    if not _extends(renderer, [said("system", "s"), question], trials[0][1], trials[0][2], schemas):
-        rewritten.append("an answer behind a system prompt")
+    rewritten = [
+        what for what, start, answer, follow in trials if not _extends(renderer, start, answer, follow, schemas)
+    ]
     if not rewritten:
         return None
     return (

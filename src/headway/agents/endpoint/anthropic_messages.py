@@ -38,7 +38,7 @@ _ERRORS = {
 _UNTHREADED = "thread_unsupported_request"
 """Code of the error at which Anthropic's clients send all messages of a conversation, not a thread's new ones."""
 _SIGNATURE = "headway"
-"""Signature of thinking: clients send it back, and nobody looks at it."""
+"""Signature of thinking, which clients send back. It is not checked."""
 
 
 class _MessagesBody(Body):
@@ -147,7 +147,7 @@ def _answer(content: list[Any], where: str) -> Message:
 
 
 def _head(wanted: ParsedRequest, id: str) -> dict[str, Any]:
-    return {"id": f"msg-{id}", "type": "message", "role": "assistant", "model": wanted.model or "policy"}
+    return {"id": f"msg-{id}", "type": "message", "role": "assistant", "model": wanted.body.model or "policy"}
 
 
 def _blocks(turn: MadeTurn) -> list[dict[str, Any]]:

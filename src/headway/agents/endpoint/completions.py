@@ -125,7 +125,7 @@ def _chat_logprobs(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
 
 
 def _head(wanted: ParsedRequest, id: str, kind: str) -> dict[str, Any]:
-    return {"id": id, "object": kind, "created": int(time.time()), "model": wanted.model or "policy"}
+    return {"id": id, "object": kind, "created": int(time.time()), "model": wanted.body.model or "policy"}
 
 
 def _events(

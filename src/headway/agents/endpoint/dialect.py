@@ -61,9 +61,6 @@ class ParsedRequest:
     """A request, read."""
 
     request: TurnRequest
-    model: str | None
-    """Name of the model that is asked for; None for any."""
-    stream: bool
     sampling: Mapping[str, Any]
     """Settings of sampling by their names in vLLM: those that the request has."""
     body: Any
@@ -72,14 +69,14 @@ class ParsedRequest:
 
 
 class Turns(Protocol):
-    """One try of an episode's program."""
+    """One attempt at an episode, as the endpoint asks it for turns."""
 
     name: str
     """Name of the episode in messages for people."""
     sampling: SamplingParams
-    """The sampling of its turns, whatever is asked for."""
+    """Sampling of all its turns. A request cannot change it."""
     trains: bool
-    """The episode is trained on: what it samples has to be of the run's distribution."""
+    """The episode is trained on, so that its samples have to follow the run's distribution."""
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
         """Have the policy make a turn. Cancelled, the turn is given up; asked for again, it is the same turn.
@@ -97,7 +94,7 @@ class Turns(Protocol):
         """
 
     def note(self, kind: TurnNote, reason: str) -> None:
-        """Count what an agent did not get, and why."""
+        """Count a request that was not followed as it was made, with the reason."""
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -153,7 +150,7 @@ class Dialect(ABC):
             stop=stop,
             stop_token_ids=stop_ids,
         )
-        return ParsedRequest(request, asked.model, bool(asked.stream), _settings(dict(params)), asked, texts)
+        return ParsedRequest(request, _settings(dict(params)), asked, texts)
 
     def params(self, asked: Any) -> Body:
         """Return the part of a request that has its limits and its sampling."""

@@ -4,7 +4,7 @@
       ▲                                                                                        │
       └──────────────── Dialect.answer, or its events ◀────────────────────────────────────────┘
 
-A key is made for one try of one episode, and nobody takes it afterwards. Nothing that came in with one key is seen with
+A key is made for one attempt at one episode, and refused afterwards. What came in with one key is not seen with
 another.
 """
 
@@ -48,9 +48,9 @@ BODY_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
 """Seconds for which requests under way are waited for when the endpoint closes: their episodes are over by then."""
 MOST_FORGOTTEN = 10_000
-"""Number of keys of episodes that are over which are told from keys that never were."""
+"""Most keys of past episodes that are kept, to tell them from keys that never existed."""
 MOST_TOLD = 20
-"""Number of different refusals of requests without an episode's key that are told in the log."""
+"""Most different refusals of requests without a valid key that are written to the log."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Hosts that stand for all addresses of a machine, and that at which it reaches itself."""
 SETTINGS = {
@@ -66,7 +66,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answering = Callable[[Dialect, web.Request, AgentSession], Awaitable[web.StreamResponse]]
 ErrorForm = Callable[[int, str, str], dict[str, Any]]
 _FORMS: web.AppKey[dict[str, ErrorForm]] = web.AppKey("forms")
-"""How errors look at each path that has a form of its own."""
+"""Function that makes an error's body, by path."""
 
 
 class Endpoint:
@@ -203,7 +203,7 @@ class Endpoint:
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or bool(repeated)
         async with session.turn(wanted.request, digest.digest(), again=again) as turn:
             id = f"{turn.number}-{session.tag}"
-            if wanted.stream:
+            if wanted.body.stream:
                 return await _stream(request, dialect, wanted, turn, id)
             response = _json(dialect.answer(wanted, turn, id))
             await response.prepare(request)
@@ -214,7 +214,7 @@ class Endpoint:
     async def _count(self, dialect: Dialect, request: web.Request, session: AgentSession) -> web.StreamResponse:
         body = await _body(request)
         wanted = await off_loop(len(body), dialect.read, body, self._texts)
-        self._check_model(wanted.model)
+        self._check_model(wanted.body.model)
         return _json({"object": "response.input_tokens", "input_tokens": await session.turns.count(wanted.request)})
 
     def _session(self, request: web.Request) -> AgentSession:
@@ -240,7 +240,7 @@ class Endpoint:
 
     def _check(self, wanted: ParsedRequest, turns: Turns) -> None:
         """Check the model and the sampling that are asked for."""
-        self._check_model(wanted.model)
+        self._check_model(wanted.body.model)
         if turns.trains and (differ := differences(wanted.sampling, turns.sampling)):
             said = f"sampling that training does not follow: {', '.join(differ)}"
             if self._strict:
@@ -354,7 +354,7 @@ async def _told_as_json(request: web.Request, handler: Handler) -> web.StreamRes
             f"{request.method} {request.path}: {error.reason}; the endpoint has POST /v1/chat/completions and others"
         )
         return _error(form, RequestRefused(error.status, "not_found", message))
-    except ConnectionError:  # the client hung up while it was answered; nobody hears of this
+    except ConnectionError:  # the client hung up while it was answered: this status goes nowhere
         return web.Response(status=499)
 
 

@@ -160,7 +160,7 @@ def _response(
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_tokens,
         "metadata": {},
-        "model": wanted.model or "policy",
+        "model": wanted.body.model or "policy",
         "output": items or [],
         "parallel_tool_calls": True,
         "previous_response_id": None,

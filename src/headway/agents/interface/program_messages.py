@@ -111,7 +111,7 @@ class Access:
     base_url: str
     """Address of the endpoint as OpenAI's clients take it: it ends with ``/v1``."""
     api_key: str = field(repr=False)
-    """Key of this try of the episode. Nobody takes it any more once that is over."""
+    """Key of this attempt at the episode. It is refused once the attempt is over."""
     model: str = "policy"
     """Name under which the policy is asked for."""
     tokenizer: str = ""

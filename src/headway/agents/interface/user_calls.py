@@ -169,7 +169,7 @@ def is_cancelled() -> bool:
     """Tell whether this task is being cancelled from outside; user code may raise `CancelledError` by itself."""
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # there is no event loop, and nobody who could cancel
+    except RuntimeError:  # without an event loop nothing can be cancelled
         return False
     return task is None or task.cancelling() > 0
 

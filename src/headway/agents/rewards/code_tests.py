@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from headway.agents.interface.user_calls import plain
 from headway.agents.rewards.code_driver import PYTEST, SOLUTIONS
 from headway.errors import ScoringFailed, said_by, shown
 
@@ -68,7 +69,7 @@ def unit_tests_of(answer: Any, extra: Mapping[str, Any]) -> Sequence[Test]:
     Raises:
         ScoringFailed: there are no tests in it; says what was found, and what is expected.
     """
-    found = _parsed(_plain(answer))
+    found = _parsed(plain(answer))
     tests = _tests(found, extra)
     if not tests:
         raise ScoringFailed(f"the answer {shown(found)} has no tests; {EXPECTED}")
@@ -86,7 +87,7 @@ def _tests(found: Any, extra: Mapping[str, Any]) -> list[Test]:
         case Mapping():
             for key in TEST_LISTS:
                 if key in found:
-                    inner, imports = _parsed(_plain(found[key])), _plain(found.get("test_imports")) or []
+                    inner, imports = _parsed(plain(found[key])), plain(found.get("test_imports")) or []
                     lines = [*([imports] if isinstance(imports, str) else imports), found.get("test_setup_code") or ""]
                     setup = "\n".join(map(str, lines))
                     return _listed([inner] if isinstance(inner, str) else inner, {**extra, **found}, setup)
@@ -123,7 +124,7 @@ def _single(one: Any, extra: Mapping[str, Any]) -> Test:
 
 
 def _paired(found: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Test]:
-    inputs, outputs = _plain(found["inputs"]), _plain(found["outputs"])
+    inputs, outputs = plain(found["inputs"]), plain(found["outputs"])
     name = found.get("fn_name") or extra.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         counts = " and ".join(str(len(one)) if isinstance(one, list) else shown(one) for one in (inputs, outputs))
@@ -241,8 +242,3 @@ def _parsed(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as cause:
         raise ScoringFailed(f"the tests in the answer begin like JSON, and are none: {cause}; {EXPECTED}") from None
-
-
-def _plain(value: Any) -> Any:
-    """Convert arrays, as Parquet files have them, to lists."""
-    return value.tolist() if callable(getattr(value, "tolist", None)) else value

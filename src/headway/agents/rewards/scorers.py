@@ -127,7 +127,7 @@ class RewardSpec:
         return 2 * self.timeout_s + HANGS_S if part.function == "code" else self.timeout_s
 
     @property
-    def function(self) -> str:
+    def shown(self) -> str:
         """The functions of the reward, as text for messages."""
         return ", ".join(part.function for part in self.parts)
 
@@ -135,10 +135,6 @@ class RewardSpec:
     def has_user_code(self) -> bool:
         """Tell whether a part of the reward is a function of the user's own."""
         return any(names_user_code(part.function) for part in self.parts)
-
-    @property
-    def shown(self) -> str:
-        return self.function
 
     def compares(self, part: RewardPart) -> bool:
         """Tell whether ``part`` is a comparison of two texts in code of Headway's own: it takes microseconds, and needs

@@ -261,7 +261,7 @@ def one_reward_worker(config: Config, spec: RewardSpec, log_path: Path | None = 
 async def load_reward(reward: RewardWorkers, spec: RewardSpec) -> None:
     """Load the user's reward in a subprocess. Raises `UserCodeError` if it cannot be used."""
     advice = "raise reward.timeout_s above the time that it needs"
-    await _in_time(reward.load(), spec.function, max(LOAD_TIMEOUT_S, spec.timeout_s), advice)
+    await _in_time(reward.load(), spec.shown, max(LOAD_TIMEOUT_S, spec.timeout_s), advice)
 
 
 async def load_program(config: Config, rows: Rows, programs: ProgramWorkers) -> ProgramDescription:

@@ -4,7 +4,7 @@
     sandbox.probe()                                  # once on each machine: ConfigError where it cannot be had
     ran = await sandbox.run("print(1 + 1)")          # SandboxResult(stdout="2\\n", stderr="", code=0, limit=None)
 
-`sandbox_call` sees one call through: what it may take, and what it takes. `bubblewrap` makes a room, `interpreter`
-finds the files of the one that runs in there and opens the way to them, `seccomp` says what the kernel refuses;
-`sandbox` is the door, and does without a room; `python_tool` is the tool.
+`sandbox_call` runs one call to its end, and keeps its limits. `bubblewrap` makes the namespaces, `interpreter` finds
+the files of the Python in there and opens a way to them, `seccomp` says which system calls the kernel refuses.
+`sandbox` has the calls that others make, and `process_limits`, which needs no namespaces; `python_tool` is the tool.
 """

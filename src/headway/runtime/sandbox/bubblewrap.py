@@ -1,10 +1,10 @@
-"""The room that ``bwrap`` makes for one call: `Bubblewrap` builds its command, `BubblewrapCall` starts and ends it.
+"""The sandbox that ``bwrap`` makes for one call: `Bubblewrap` builds its command, `BubblewrapCall` starts and ends it.
 
-    [setpriv ─▶] bwrap ─▶ sh, the room's first process ─▶ prlimit ─▶ the program
-     where we     the      waits until it is let go, so that nothing starts of a
-     are root     room     caller that has ended; all that runs ends with it
+    [setpriv ─▶] bwrap ─▶ sh, the first process in there ─▶ prlimit ─▶ the program
+     where we    makes     waits until it is let go, so that nothing starts of a
+     are root    all       caller that has ended; all that runs ends with it
 
-The room has /usr and the interpreter, read-only, a /proc and a /dev of its own, and one place to write: /tmp, in
+The sandbox has /usr and the interpreter, read-only, a /proc and a /dev of its own, and one place to write: /tmp, in
 memory.
 """
 
@@ -42,7 +42,7 @@ from headway.runtime.sandbox.sandbox_call import (
 UID_INSIDE = 1000
 HOSTNAME = "headway-sandbox"
 FIRST_UID, UIDS = 64000, 1000
-"""Users of this machine that rooms are made as where we are root: one for each that is open."""
+"""Users of this machine that sandboxes are made as where we are root: one for each that is open."""
 COUNTS_BY_NAMESPACE = (5, 14)
 """First Linux that counts a user's processes within a user namespace, and not on the whole machine."""
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -61,14 +61,14 @@ FIRST = (
     "-c",
     f'echo >&0; read -r go || exit 1; exec <{INPUT}; echo 1000 >/proc/self/oom_score_adj; "$@"; exit $?',
 )
-"""The room's first process, which the kernel ends before others where memory is short.
+"""The sandbox's first process, which the kernel ends before others where memory is short.
 It says that it is there, so that it ends with bwrap from here on. It starts the program when it is told to, and never
-where who tells it has ended; when it ends itself, so does everything in the room."""
+where who tells it has ended; when it ends itself, so does everything in the sandbox."""
 
 
 @dataclass(frozen=True)
 class Bubblewrap:
-    """The programs that build rooms, as they were found on this machine."""
+    """The programs that build sandboxes, as they were found on this machine."""
 
     bwrap: str
     prlimit: str
@@ -92,12 +92,12 @@ class Bubblewrap:
 
     @cached_property
     def interpreter(self) -> Interpreter:
-        """The interpreter and its needs in a room. Raises `ConfigError` if it fails to start."""
+        """The interpreter and its needs in a sandbox. Raises `ConfigError` if it fails to start."""
         return interpreter(self.python)
 
     @cached_property
     def counts_processes(self) -> bool:
-        """The kernel counts the processes of a room apart from all others of its user."""
+        """The kernel counts the processes of a sandbox apart from all others of its user."""
         numbers = platform.release().split("-")[0].split(".")[:2]
         return os.geteuid() == 0 or tuple(map(int, numbers)) >= COUNTS_BY_NAMESPACE
 
@@ -112,21 +112,21 @@ class Bubblewrap:
         stdin: int,
         files: Mapping[str, int],
     ) -> list[str]:
-        """The command that runs ``program`` in a new room.
+        """The command that runs ``program`` in a new sandbox.
 
         Args:
-            program: the program and its arguments, as the room has them.
+            program: the program and its arguments, as the sandbox has them.
             uid: the user of this machine to become, where we are root.
-            status: descriptor to which bwrap writes the room's process, and how the program ended.
+            status: descriptor to which bwrap writes the sandbox's process, and how the program ended.
             seccomp: descriptor of the filter.
             stdin: descriptor of what the program reads.
             files: names in the scratch space → descriptors of contents.
         """
-        # In the room: processes are counted within it.
+        # In the sandbox: processes are counted within it.
         limited = [self.prlimit, *rlimits(limits, counts_processes=self.counts_processes), "--"]
         first = [*FIRST, HOSTNAME, *limited, *program]
-        room = [*self._room(limits, status, seccomp, stdin, files), *first]
-        return room if uid is None else [*self._become(uid), *room]
+        made = [*self._sandboxed(limits, status, seccomp, stdin, files), *first]
+        return made if uid is None else [*self._become(uid), *made]
 
     @cached_property
     def _way(self) -> IO[bytes] | None:
@@ -137,10 +137,10 @@ class Bubblewrap:
         """The beginning of a command that another user runs, who has a way to the interpreter."""
         if self._way is None:
             return [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
-        namespace = f"/proc/{os.getpid()}/fd/{self._way.fileno()}"  # not passed on: it would be there in the room
+        namespace = f"/proc/{os.getpid()}/fd/{self._way.fileno()}"  # not passed on: it would be there in the sandbox
         return [str(shutil.which("nsenter")), f"--mount={namespace}", f"--setuid={uid}", f"--setgid={uid}", "--"]
 
-    def _room(
+    def _sandboxed(
         self, limits: SandboxLimits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]
     ) -> list[str]:
         names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
@@ -197,12 +197,12 @@ def rlimits(limits: SandboxLimits, *, counts_processes: bool) -> Iterator[str]:
     yield f"--sigpending={MOST_SIGNALS}"
     yield from ("--core=0", "--memlock=0", "--msgqueue=0", "--rtprio=0", "--nice=0")
     if counts_processes:
-        yield f"--nproc={limits.processes + 1}"  # the room's own first process counts, too
+        yield f"--nproc={limits.processes + 1}"  # the sandbox's own first process counts, too
 
 
 @contextmanager
 def own_uid() -> Iterator[int | None]:
-    """Hold a user of this machine that no other open room has, where we are root; else None.
+    """Hold a user of this machine that no other open sandbox has, where we are root; else None.
 
     An abstract socket named after it is the lock: the kernel frees it with the process that holds it.
 
@@ -226,15 +226,15 @@ def own_uid() -> Iterator[int | None]:
 
 
 class BubblewrapCall(SandboxCall):
-    """One call in a room of bubblewrap's making."""
+    """One call in a sandbox of bubblewrap's making."""
 
     def __init__(self, limits: SandboxLimits, files: Mapping[str, bytes], found: Bubblewrap, refused: bytes) -> None:
-        """Prepare a call. ``found``: the programs that make the room; ``refused``: the filter of system calls."""
+        """Prepare a call. ``found``: the programs that make the sandbox; ``refused``: the filter of system calls."""
         super().__init__(limits, files)
         self._found, self._refused = found, refused
         self._told = b""
         self._first: int | None = None
-        """Descriptor of the room's first process, with which the kernel ends all others."""
+        """Descriptor of the sandbox's first process, with which the kernel ends all others."""
         self._root = ""
         self._door: socket.socket | None = None
         """Here the first process says that it is there. It starts the program when it is told a line, and does not
@@ -260,7 +260,7 @@ class BubblewrapCall(SandboxCall):
                 stdin=inside.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={},  # the room's first process keeps the one that it is started with, for all in there to read
+                env={},  # the sandbox's first process keeps the one that it is started with, for all in there to read
                 cwd="/",
                 pass_fds=(told_here, refused, given, *files.values()),
             )
@@ -282,7 +282,7 @@ class BubblewrapCall(SandboxCall):
 
     def end(self) -> bool:
         until = time.monotonic() + ENDS_S
-        while self.hear():  # before it is known, the room's first process could not be ended
+        while self.hear():  # before it is known, the sandbox's first process could not be ended
             left = until - time.monotonic()
             if left <= 0 or not select.select([self._status], [], [], left)[0]:
                 raise SandboxFailed(f"bwrap did not say within {ENDS_S:g} s what it has started")
@@ -306,7 +306,7 @@ class BubblewrapCall(SandboxCall):
         raise SandboxFailed(f"the sandbox could not be set up: {cut(' '.join(said.split()), 300) or returned}")
 
     def _find_first(self) -> None:
-        """Learn the room's first process, once bwrap has told it."""
+        """Learn the sandbox's first process, once bwrap has told it."""
         self._hear()
         if self._root or b"\n" not in self._told:
             return
@@ -322,13 +322,13 @@ class BubblewrapCall(SandboxCall):
                 os.close(first)
 
     def _let_go(self) -> None:
-        """Let the program start: from here on the room ends with this process.
+        """Let the program start: from here on the sandbox ends with this process.
 
-        Not before the first process is there. Until then bwrap could end with this process, and the room not with it.
+        Not before the first process is there. Until then bwrap could end with this process, and what it began live on.
         """
         assert self._door is not None
         if not select.select([self._door], [], [], ENDS_S)[0]:
-            raise SandboxFailed(f"bwrap has not set a room up within {ENDS_S:g} s")
+            raise SandboxFailed(f"bwrap has not set a sandbox up within {ENDS_S:g} s")
         with suppress(ConnectionError):
             if self._door.recv(1):
                 self._door.send(b"\n")

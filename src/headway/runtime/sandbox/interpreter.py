@@ -1,10 +1,10 @@
-"""The interpreter of a room: the files that it is made of, and a way to them for users who cannot reach them.
+"""The interpreter of a sandbox: the files that it is made of, and a way to them for users who cannot reach them.
 
-The interpreter may be installed to a home (``./configure --prefix=$HOME``), so that a room never has the whole
+The interpreter may be installed to a home (``./configure --prefix=$HOME``), so that a sandbox never has the whole
 directory. It has the program, the standard library without the packages in it, and the shared libraries that these
 load. Other users cannot enter some homes (root's, in most containers). For these, root makes a mount namespace once, in
-which the closed directory has nothing but the parts of the interpreter. A room is made within it. Nothing else on the
-machine sees a change.
+which the closed directory has nothing but the parts of the interpreter. Sandboxes are made within it. Nothing else on
+the machine sees a change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import IO
 from headway.errors import ConfigError, SandboxFailed, cut
 
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32")
-"""Directories that are in each room anyway."""
+"""Directories that are in each sandbox anyway."""
 ASKED_S = 30.0
 """Seconds for the interpreter to tell its library, and for the loader to tell what it loads."""
 ISOLATED = ("-I", "-S", "-B", "-X", "utf8")
@@ -41,7 +41,7 @@ class Interpreter:
     """The files of an interpreter that are not in /usr."""
 
     parts: Mapping[Path, Path] = field(default_factory=dict)
-    """Places in a room → the files and directories there, links resolved."""
+    """Places in a sandbox → the files and directories there, links resolved."""
     hidden: tuple[Path, ...] = ()
     """Directories in them that it has empty: installed packages."""
 
@@ -52,7 +52,7 @@ def base_python() -> str:
 
 
 def interpreter(python: str) -> Interpreter:
-    """Find what the interpreter with the path ``python`` needs in a room.
+    """Find what the interpreter with the path ``python`` needs in a sandbox.
 
     Raises:
         ConfigError: it does not start without this process's environment, or its library is all of a home; says why.
@@ -94,7 +94,7 @@ def _said(command: list[str], python: str, *, strict: bool = True) -> str:
         said = str(cause)
     raise ConfigError(
         f"sandbox: the interpreter {python}, from which Headway's venv is made, does not start without this process's "
-        f"environment, as a room has it: {said}; make the venv from another Python, such as the system's"
+        f"environment, as a sandbox has it: {said}; make the venv from another Python, such as the system's"
     )
 
 

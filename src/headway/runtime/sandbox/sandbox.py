@@ -51,7 +51,7 @@ REFUSED = (
 
 
 class Sandbox:
-    """Runs untrusted programs, each in a new room. May be used from several threads."""
+    """Runs untrusted programs, each in a new sandbox. May be used from several threads."""
 
     def __init__(self, spec: SandboxSpec) -> None:
         """Find what it needs on this machine; nothing is started.
@@ -106,7 +106,7 @@ class Sandbox:
         """Run a program to its end. Cancelling this ends the program, and waits until nothing of it is left.
 
         Args:
-            program: Python code, or a program with its arguments, as the room has them: absolute paths of /usr.
+            program: Python code, or a program with its arguments, as the sandbox has them: absolute paths of /usr.
             stdin: its standard input.
             files: plain names in its working directory → contents.
             limits: the call's limits; None for the sandbox's own.
@@ -153,7 +153,7 @@ class Sandbox:
         return BubblewrapCall(limits, contents, self._found, self._refused), program
 
     def python(self, *arguments: str) -> list[str]:
-        """The command that runs the room's Python with ``arguments``."""
+        """The command that runs the sandbox's Python with ``arguments``."""
         return [base_python() if self._found is None else self._found.python, *ISOLATED, *arguments]
 
 
@@ -163,7 +163,7 @@ CODE = "main.py"
 
 @lru_cache(maxsize=1)
 def _threads(process: int) -> ThreadPoolExecutor:
-    """The threads of ``process`` that see calls through. They live as long as it, for a room ends with its thread."""
+    """The threads of ``process`` that see calls through. They live as long as it: a sandbox ends with its thread."""
     return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sandbox")
 
 

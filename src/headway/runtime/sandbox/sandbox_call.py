@@ -349,9 +349,9 @@ class SandboxCall:
                 return True
             if not chunk:
                 return False
-            room = (self._limits.output_kib << 10) - self._printed
+            left = (self._limits.output_kib << 10) - self._printed
             # Counted in full, kept up to the limit: a program that prints for ever takes no memory of ours.
-            self._texts[output] += chunk[: max(0, room)]
+            self._texts[output] += chunk[: max(0, left)]
             self._printed += len(chunk)
         return True
 

@@ -69,7 +69,7 @@ class _Shared:
             # After the jobs: they use what this closes.
             await closed(self._hosted)
         finally:
-            os._exit(0)  # whoever is still busy is nobody's
+            os._exit(0)  # threads that are still busy would keep the process alive
 
     def _on_frame(self, frame: Frame) -> None:
         match frame.kind:

@@ -174,13 +174,17 @@ def pickled_error(error: BaseException, redaction: Redaction) -> bytes:
     """Pickle the text of ``error``, and the class of Headway's that it is raised as on the other side.
 
     The exception itself does not travel: it may not survive pickling, or need modules that the other side lacks.
-    Secrets are taken out before the text is cut, since half a secret would not be found.
     """
     # A user's subclass of our errors goes as the first class of ours: the host cannot import the user's.
     for kind in type(error).__mro__:
         if issubclass(kind, HeadwayError) and kind.__module__.startswith("headway."):
             return pickle.dumps((kind, redaction.of(str(error))))
-    return pickle.dumps((UserCodeFailed, cut(redaction.of(said_by(error, most=1 << 20)), MOST_SAID)))
+    return pickle.dumps((UserCodeFailed, said_without_secrets(error, redaction)))
+
+
+def said_without_secrets(error: BaseException, redaction: Redaction) -> str:
+    """Describe ``error`` in one line. Secrets go before the text is cut: half a secret would not be found."""
+    return cut(redaction.of(said_by(error, most=1 << 20)), MOST_SAID)
 
 
 def raised(payload: bytes) -> HeadwayError:

@@ -28,12 +28,11 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from headway.errors import HeadwayError, UserCodeError, UserCodeFailed, cut, said_by
+from headway.errors import HeadwayError, UserCodeError, UserCodeFailed
 from headway.runtime.frames import HEADER, Frame
 from headway.runtime.process_tree import adopt_orphans, children, descendants, die_with, end_children, guarded
 from headway.runtime.workers.redaction import Redaction
 from headway.runtime.workers.user_code_boundary import (
-    MOST_SAID,
     BlockingChannel,
     FrameKind,
     Hosted,
@@ -43,10 +42,11 @@ from headway.runtime.workers.user_code_boundary import (
     closed_in_children,
     pickled_error,
     print_traceback,
+    said_without_secrets,
 )
 
 HELD_BACK = {signal.SIGINT, signal.SIGHUP}
-"""Signals of a terminal, of which workers do not hear while they start."""
+"""Signals of a terminal, which are blocked while workers start."""
 SHOWS_WHERE = signal.SIGUSR2
 """Signal at which a worker prints where its threads stand, even while C code keeps the interpreter's lock."""
 BOOT = f"{guarded()}from headway.runtime.workers.worker_main import main; main(*map(int, sys.argv[2:]))"
@@ -114,8 +114,7 @@ def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) 
     except BaseException as error:
         if start.prints:
             print_traceback()
-        text = cut(redaction.of(said_by(error, most=1 << 20)), MOST_SAID)
-        error = UserCodeError(f"{start.shown} cannot be loaded: {text}")
+        error = UserCodeError(f"{start.shown} cannot be loaded: {said_without_secrets(error, redaction)}")
         hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
     channel.send(told)
     return hosted

@@ -4,7 +4,7 @@
                         │                                                                         └▶ error with its text
                         └ spawned, or forked from a fork server that has loaded the user's code
 
-A worker that ends is replaced; its jobs fail with `RunnerLost`, and whoever asked for them decides what to do.
+A worker that ends is replaced. Its jobs fail with `RunnerLost`, and their callers decide what to do.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class WorkerPool:
         self._log: RedactedLog | None = None
         self._fork_server: ForkServer | None = None
         self._workers: list[UserCodeWorker] = []
-        """WorkerPool that are ready, or whose process has not ended yet."""
+        """Workers that are ready, or whose process has not ended yet."""
         self._alive: set[WorkerProcess] = set()
         self._launches: set[asyncio.Task[Any]] = set()
         self._waiting: deque[WorkerJob] = deque()
@@ -155,8 +155,8 @@ class WorkerPool:
                 self._waiting.remove(waiting)
 
     async def close(self) -> None:
-        """End all processes, busy or not. Jobs that wait or run fail with `RunnerLost`. Processes that can hear of it
-        close what they hold before.
+        """End all processes, busy or not. Jobs that wait or run fail with `RunnerLost`. Processes that still read their
+        connection close what they hold before.
 
         Raises `WorkerDied` where a process is still there `STOP_TIMEOUT_S` after it was killed.
         """
@@ -216,7 +216,7 @@ class WorkerPool:
 
     def _on_room(self, worker: UserCodeWorker) -> None:
         if self._forked and worker.failed:
-            worker.kill()  # what its job has left behind is nobody's
+            worker.kill()  # its job may have left threads or files behind
         self._give_room()
 
     def _tick(self) -> None:
