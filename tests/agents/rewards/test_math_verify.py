@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from headway.agents.rewards.mathematics import equals, final_answer, ground_truth
 from headway.errors import ScoringFailed
+from tests.agents.rewards.test_reward_workers import prompt, reward_of
 
 GSM8K_ANSWER = "He has 3*4 = <<3*4=12>>12 boxes of 90.\n#### 1,080"
 
@@ -177,3 +179,17 @@ def test_numbers_are_written_out_as_math_verify_reads_them() -> None:
 def test_a_tagged_answer_is_put_into_a_math_environment_unless_it_has_one() -> None:
     assert final_answer(r"<answer>\frac12</answer>") == r"\boxed{\frac12}"
     assert final_answer("<answer>$3$</answer>") == "$3$"
+
+
+async def test_math_verify_scores_in_a_process_and_is_killed_over_what_never_ends(tmp_path: Path) -> None:
+    """A tower of powers is one multiplication that never gives the interpreter back. Waits for a limit that is long
+    enough for math-verify's first answer in a new process while other tests run.
+    """
+    log = tmp_path / "reward.log"
+    async with reward_of("math_verify", timeout_s=6, log_path=log) as reward:
+        assert (await reward.score(prompt("1/2"), [r"\boxed{0.5}", "0.4"])).rewards.tolist() == [1.0, 0.0]
+        with pytest.raises(ScoringFailed, match="timeout after 6 s"):
+            await reward.score(prompt("1/2"), [r"\boxed{9^{9^{9^9}}}"])
+        assert (await reward.score(prompt("1/2"), ["2/4"])).rewards.tolist() == [1.0]
+    (started,) = log.read_text().splitlines()
+    assert "worker=reward" in started

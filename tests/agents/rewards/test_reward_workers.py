@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.agents.rewards import reward_workers as runners_module
 from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardPart, RewardSpec
 from headway.config.schema import TaskConfig
 from headway.data.interfaces.episode_groups import Scores
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
-from headway.errors import ConfigError, ScoringFailed, UserCodeError, WorkerDied
+from headway.errors import ScoringFailed
 from tests.tiers import mostly_slow
 
 USER_FILE = '''
@@ -470,20 +469,6 @@ async def test_the_parts_of_a_sum_come_with_it(user_file: Path) -> None:
     assert (nothing.rewards.tolist(), nothing.parts) == ([], {"right": [], "exact": []})
 
 
-async def test_math_verify_scores_in_a_process_and_is_killed_over_what_never_ends(tmp_path: Path) -> None:
-    """A tower of powers is one multiplication that never gives the interpreter back. Waits for a limit that is long
-    enough for math-verify's first answer in a new process while other tests run.
-    """
-    log = tmp_path / "reward.log"
-    async with reward_of("math_verify", timeout_s=6, log_path=log) as reward:
-        assert (await reward.score(prompt("1/2"), [r"\boxed{0.5}", "0.4"])).rewards.tolist() == [1.0, 0.0]
-        with pytest.raises(ScoringFailed, match="timeout after 6 s"):
-            await reward.score(prompt("1/2"), [r"\boxed{9^{9^{9^9}}}"])
-        assert (await reward.score(prompt("1/2"), ["2/4"])).rewards.tolist() == [1.0]
-    (started,) = log.read_text().splitlines()
-    assert "worker=reward" in started
-
-
 async def test_one_groups_endless_call_does_not_hold_up_the_others(user_file: Path) -> None:
     async with reward_of(f"{user_file}:moody", timeout_s=5, workers=2) as reward:
         endless = asyncio.create_task(reward.score(prompt(), ["loop"]))
@@ -549,58 +534,6 @@ async def test_a_killed_idle_worker_is_replaced(user_file: Path) -> None:
         assert int(scores.rewards[0]) != before
 
 
-@pytest.mark.parametrize(
-    ("content", "function", "message"),
-    [
-        ("def score(:", "score", "does not import: SyntaxError"),
-        ("def other(response): return 1", "score", "has no 'score'"),
-        ("def score(text): return 1", "score", "a reward has a parameter response"),
-    ],
-)
-async def test_a_file_that_cannot_score_is_found_at_the_start(
-    tmp_path: Path, content: str, function: str, message: str
-) -> None:
-    (tmp_path / "mine.py").write_text(content)
-    with pytest.raises(UserCodeError, match=message):
-        async with reward_of(f"{tmp_path}/mine.py:{function}"):
-            pass
-
-
-async def test_a_file_that_ends_its_process_is_found_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import os; os._exit(7)")
-    with pytest.raises(WorkerDied, match="ended while it loaded"):
-        async with reward_of(f"{tmp_path}/mine.py:score"):
-            pass
-
-
-async def test_a_file_whose_import_never_ends_is_found_at_the_start(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(runners_module, "START_TIMEOUT_S", 0.5)
-    (tmp_path / "mine.py").write_text("while True: pass")
-    with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
-        async with reward_of(f"{tmp_path}/mine.py:score", timeout_s=0.25):
-            pass
-
-
-async def test_a_start_may_take_as_long_as_a_call_where_that_is_longer(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(runners_module, "START_TIMEOUT_S", 0.25)
-    (tmp_path / "mine.py").write_text("while True: pass")
-    with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
-        async with reward_of(f"{tmp_path}/mine.py:score", timeout_s=0.5):
-            pass
-
-
-async def test_whatever_is_raised_while_a_worker_loads_the_reward_is_told_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "class Odd(Exception):\n    def __init__(self, a, b): super().__init__(a)\n"
-        "def __getattr__(name): raise Odd(f'no {name} in\\nhere', lambda: 0)\n"
-    )
-    log = tmp_path / "reward.log"
-    with pytest.raises(UserCodeError, match=r"mine\.py:score cannot be loaded: Odd: no score in here$"):
-        async with reward_of(f"{tmp_path}/mine.py:score", log_path=log):
-            pass
-    assert "in __getattr__" in log.read_text()
-
-
 async def test_a_function_for_trl_gets_messages_where_the_row_has_them(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def score(prompts, completions):\n"
@@ -609,15 +542,6 @@ async def test_a_function_for_trl_gets_messages_where_the_row_has_them(tmp_path:
     chat = replace(prompt(), messages=[{"role": "user", "content": "echo"}])
     async with reward_of(f"{tmp_path}/mine.py:score") as reward:
         assert (await reward.score(chat, ["echo", "question"])).rewards.tolist() == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("function", "message"), [("exact", "known: code, exact_match, format"), ("task", "needs data.task")]
-)
-async def test_an_unknown_reward_is_a_config_error(function: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        async with reward_of(function):
-            pass
 
 
 PARENT = """
