@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -80,14 +81,7 @@ def character_tokenizer(
     tokenizer = Tokenizer(models.WordLevel(_ids(vocabulary)))  # no unknown token: an unknown character raises
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        extra_special_tokens=list(special_tokens),
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_special(max_length, special_tokens))
 
 
 def qwen2_character_tokenizer(
@@ -108,12 +102,19 @@ def qwen2_character_tokenizer(
         vocab=_ids(spelled),
         merges=[],
         unk_token=PAD,  # never produced; any other name would be added to the vocabulary
-        pad_token=PAD,
-        eos_token=EOS,
-        extra_special_tokens=list(special_tokens),
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
+        **_special(max_length, special_tokens),
     )
+
+
+def _special(max_length: int, special_tokens: Sequence[str]) -> dict[str, Any]:
+    """What both kinds of tokenizer have in common beside their vocabulary."""
+    return {
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "extra_special_tokens": list(special_tokens),
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+    }
 
 
 def _ids(characters: Sequence[str]) -> dict[str, int]:
@@ -124,15 +125,8 @@ def _architecture(config: MakeModelConfig, tokenizer: PreTrainedTokenizerFast) -
     if config.head_dim % 2:
         raise ModelError(f"model.make: head_dim is {config.head_dim}; rotary embeddings need an even number")
     return CONFIG_CLASSES[config.architecture](
+        **config.model_dump(exclude={"architecture", "vocabulary", "special_tokens", "chat_template"}),
         vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
