@@ -50,6 +50,7 @@ def holds(condition: Values, values: Values) -> bool:
 
     for name, compare in (("above", gt), ("reaches", ge)):
         first, second = map(values.get, condition.get(name, ("", "")))
+        # What is not given is neither above nor below.
         if name in condition and (first is None or second is None or not compare(first, second)):
             return False
     return match(condition.get("when", {})) and not ("unless" in condition and match(condition["unless"]))

@@ -60,6 +60,7 @@ def diagnose(loaded: LoadedConfig, *, supervised: bool = False) -> list[str]:
     ]
     if supervised:
         found += unread_by_sft(loaded.typed_keys)
+    # All at once, so that one look shows every problem.
     if found:
         raise ConfigError("\n".join(found))
     return loaded.notes if supervised else [*loaded.notes, *_notes(loaded, idle), *problems("notes", known)]

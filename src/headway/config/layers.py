@@ -126,6 +126,7 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
     An empty mapping below stays: it says that what lies under both does not count.
     """
+    # Keys below a new one go as well: model.make=null takes model.make.head_dim away.
     kept = {key: value for key, value in below.items() if not any(_replaces(new, key, value) for new in above)}
     return kept | dict(above)
 

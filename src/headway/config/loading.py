@@ -148,6 +148,7 @@ def _of_environment(values: Mapping[str, Any]) -> set[str]:
     """Return the keys whose values are made of the environment's, themselves or by references to others."""
     texts = {key: str(value) for key, value in values.items()}
     found = {key for key, text in texts.items() if "${oc.env:" in text or "${oc.decode:" in text}
+    # Until nothing more is found: a reference may lead to the environment by way of others.
     while more := {key for key in texts.keys() - found if any(f"${{{name}}}" in texts[key] for name in found)}:
         found |= more
     return found

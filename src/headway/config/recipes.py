@@ -44,6 +44,7 @@ def find_recipe(path: Path, *, beside: Path | None = None) -> Path:
     ``beside``: a file relative to whose directory ``path`` is meant; None for the working directory.
     """
     meant = path if beside is None else beside.parent / path
+    # A folder of the recipe's name, like runs of it, is not the recipe.
     if _there(meant) and not meant.is_dir():
         return meant
     name = path.as_posix().removeprefix(f"{FOLDERS[0]}/").removesuffix(".yaml")

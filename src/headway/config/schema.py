@@ -106,6 +106,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> SourceConfig:
+        # Equal: both are given, or none is.
         if (self.path is None) == (self.dataset is None):
             raise ValueError("expected exactly one of path (a file) and dataset (of Hugging Face)")
         if self.path is not None and any(v is not None for v in (self.subset, self.split, self.revision)):

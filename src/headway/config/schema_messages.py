@@ -44,6 +44,7 @@ def explain(error: ValidationError, origins: dict[str, str], root: type[Section]
     for detail in error.errors():
         key, sections = _find(detail, schema)
         if detail["type"] == "extra_forbidden":
+            # As it was written: an unknown section is named by each key in it.
             written = [written for written in reversed(origins) if lies_in(written, key)] or [key]
             if reason := _of_another_alternative(detail, key, schema, sections):
                 lines.append(f"{key}{_where(key, origins)} has no effect: {reason}")
@@ -201,6 +202,7 @@ def of_another_project(key: str, candidates: Sequence[str]) -> str:
 
 def _one_of(values: Sequence[str], given: Any) -> str:
     """List the allowed ``values`` for a message, with the one that ``given`` was probably meant to be."""
+    # difflib takes texts alone.
     close = difflib.get_close_matches(given, values, n=1) if isinstance(given, str) else []
     return _listed([repr(value) for value in values]) + (f"; did you mean {close[0]!r}?" if close else "")
 

@@ -17,6 +17,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from headway.config.conditions import with_texts
 from headway.config.migration.python_configs import read_code
 from headway.config.migration.shell_scripts import ShellScript, read_script, unresolved, written
 from headway.config.migration_tables.projects import OPENRLHF, TRL, VERL
@@ -68,6 +69,7 @@ def read(given: str) -> SettingsFile:
         there = path.exists()
     except OSError:  # a long command line is no name of a file
         there = False
+    # The file first: its path may have blanks, too.
     if " " in given.strip() and not there:
         return _of_whole_script(given, SettingsFile("the command line"))
     text, source = _text(path), SettingsFile(str(path))
@@ -111,39 +113,26 @@ def _of_yaml(text: str, source: SettingsFile) -> SettingsFile:
         raise ConfigError(f"{source.name}: not valid YAML: {_first_line(error)}") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{source.name}: expected a mapping of keys to values at the top")
-    source.settings = dict(_flat(_resolved(content)))
+    source.settings = dict(_resolved(content))
     named = f"{source.settings.get('defaults')} {source.settings.get('hydra.searchpath')}"
     if "ppo_trainer" in named or "ppo_megatron_trainer" in named or "verl/" in named:
         source.project = VERL.name
     return source
 
 
-def _resolved(content: DictConfig) -> dict[str, Any]:
-    """Return a YAML file's content with its references resolved, as far as it says what they refer to.
+def _resolved(content: DictConfig) -> Iterator[tuple[str, Any]]:
+    """Yield a YAML file's settings with references resolved, as far as it says what they refer to.
 
     This machine's environment is not asked: ``${oc.env:NAME}`` stays, and a default that is no text takes its place.
     """
-
-    def of(node: Any) -> Any:
-        if OmegaConf.is_dict(node):
-            return {str(key): child(node, key) for key in node}
-        if OmegaConf.is_list(node):
-            return [child(node, i) for i in range(len(node))]
-        return _as_written(node) if isinstance(node, str) else node
-
-    def child(node: Any, key: Any) -> Any:
-        raw: Any = OmegaConf.to_container(node, resolve=False)
-        raw = raw[key]
-        if raw == "???":
-            return unresolved("???")
+    raw: Any = OmegaConf.to_container(content, resolve=False)
+    for key, text in _flat(raw):
         try:
-            return of(node[key])
+            found = OmegaConf.select(content, key, default=text, throw_on_missing=True)
+            value = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
         except (OmegaConfBaseException, RecursionError):
-            return unresolved(str(_as_written(str(raw))))
-
-    found = of(content)
-    assert isinstance(found, dict)
-    return found
+            value = unresolved(str(_as_written(str(text))))
+        yield from _flat({key: with_texts(value, _as_written)})
 
 
 def _as_written(text: str) -> Any:
@@ -296,6 +285,7 @@ def _value(text: str) -> Any:
 
 
 def _number(value: Any) -> Any:
+    # A text of digits alone was in quotes: of others YAML has made numbers.
     if isinstance(value, str) and _NUMBER.fullmatch(value) and not value.isdigit():
         return float(value)
     return value

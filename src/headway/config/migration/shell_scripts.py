@@ -244,11 +244,13 @@ class _Reader:
         """Return the words that one word becomes by its expansions: none for ``$@``, several for an array."""
         words: list[str] = []
         for piece in _PIECES.findall(raw):
+            # In single quotes nothing is expanded.
             if piece[0] == "'":
                 parts = [piece[1:-1]]
             elif piece[0] == '"':
                 parts = self._in_quotes(piece[1:-1])
             elif piece[0] in "$`" and piece != "$":
+                # Without quotes a value is as many words as it has; one that is not known stays one.
                 values = self._expansion(piece)
                 parts = [part for one in values for part in ([one] if missing(one) else one.split())]
             else:
@@ -267,6 +269,7 @@ class _Reader:
 
     def _expansion(self, text: str) -> list[str]:
         """Return what an expansion gives, an array's items one by one."""
+        # Before $(…), with which $((…)) begins as well.
         if text.startswith("$(("):
             return [self._arithmetic(text)]
         if text.startswith("$("):
@@ -284,6 +287,7 @@ class _Reader:
         if key == "#" and rest:  # how many, or how long
             counted = script.arrays.get(rest.removesuffix("[@]").removesuffix("[*]"))
             return unknown if counted is None or missing(counted) else [str(len(counted))]
+        # No argument: "$@" is empty, since nobody has started the script.
         if key in _SILENT:
             return []
         if rest in ("[@]", "[*]"):

@@ -178,6 +178,7 @@ def _project_of(source: SettingsFile) -> Project | None:
         known = _knows(project, source)
         if project is PRIME_RL and source.name.endswith(".toml") and known * 2 >= len(source.settings):
             marks += known
+        # A third of them at least: one common name makes no project.
         if (marks, known) > most and marks and known * 3 >= len(source.settings):
             best, most = project, (marks, known)
     return best
@@ -237,6 +238,7 @@ def _canonical(project: Project, source: SettingsFile) -> dict[str, str]:
     def known(section: str) -> int:
         return sum(section + _without_index(key) in PRIME_RL.rows for key in plain.values())
 
+    # A file of one process has its keys without their section: the one that fits most is meant.
     section = max(SECTIONS, key=known)
     return {key: section + name for key, name in plain.items()}
 
@@ -285,6 +287,7 @@ def _settle(result: Translation) -> None:
     for one in result.outcomes:
         for key, value in one.answer.values.items():
             before = owners.get(key)
+            # A default gives way to what the file says, and not the other way round.
             if before is not None and not before.given:
                 before.keep(before.answer.values.keys() - {key})
             elif before is not None and result.values[key] != value:
@@ -299,6 +302,7 @@ def _make_it_load(result: Translation) -> None:
         try:
             loaded = _load(result)
         except ConfigError as error:
+            # Nothing of the recipe is to blame: another round would be the same.
             if not _drop_refused(result, str(error)):
                 raise
             continue
@@ -345,6 +349,7 @@ def _drop_refused(result: Translation, message: str) -> bool:
 
 def _drop(result: Translation, key: str, note: str) -> None:
     """Take a value away; a setting whose first value it was is not taken over."""
+    # A list of its own: the mapping gets smaller meanwhile.
     for name in [name for name in result.values if lies_in(name, key)]:
         del result.values[name]
     for one in result.outcomes:

@@ -42,6 +42,7 @@ def completions(given: Given) -> int:
 
 def mini(given: Given) -> int:
     """Prompts of one optimizer step, at least one."""
+    # Fewer completions than a group has are one group in several steps.
     return max(1, completions(given) // whole(given["num_generations"]))
 
 

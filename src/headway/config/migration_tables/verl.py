@@ -66,6 +66,7 @@ def batches(given: Given) -> Fraction:
     """Mini-batches of one of verl's training steps."""
     if given[TRAINER] == FULLY_ASYNC:
         return Fraction(whole(given.get("async_training.require_batches", 1)))
+    # Exact, so that a rest is noticed and said.
     return Fraction(whole(given["data.train_batch_size"]), mini(given))
 
 

@@ -166,6 +166,7 @@ class OwnLoss(PolicyLossConfig):
 
 def _loss_of(value: Any) -> Any:
     """Return the tag that chooses the section of a policy loss, given as a mapping or built already."""
+    # A default is a section already, and has no keys.
     if not isinstance(value, Mapping):
         mode = getattr(value, "loss_mode", None)
     elif (mode := value.get("loss_mode")) is None:

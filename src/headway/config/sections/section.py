@@ -127,6 +127,7 @@ class Section(BaseModel):
             and isinstance(field.default, Section)
             and field.annotation is type(field.default)
         ):
+            # Only where the default differs from its class: critic.optim={} keeps the critic's lr.
             return {**field.default.model_dump(exclude_defaults=True), **value}
         return value
 

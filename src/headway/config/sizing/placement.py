@@ -165,6 +165,7 @@ def concurrent(config: Config) -> int:
     if rollout.max_concurrent is not None:
         return rollout.max_concurrent
     in_flight = -(-most_in_flight(config) // len(resolve_placement(config).replicas))
+    # The memory is bounded: a slot need not have room for a whole context.
     if rollout.kv_cache_gib is not None:
         return min(in_flight, MOST_SLOTS)
     context = config.data.max_prompt_length + config.data.max_response_length
@@ -233,6 +234,7 @@ def _by_counts(config: Config) -> Placement:
         return of_role
 
     devices[ROLLOUT] = _of_trainers_nodes(config) if config.cluster.placement == "shared" else own(ROLLOUT, rollout)
+    # No nodes of its own: on the trainer's ranks.
     if needs_reference(config):
         devices[REF] = own(REF, config.ref) or train
     if needs_logp(config):
@@ -273,6 +275,7 @@ def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
     if with_ref:
         devices[REF] = _devices(train + logp, ref) if ref and disjoint else devices[ACTOR][: ref or train]
     shares = node_shares("trainer", range(total), config.trainer.n_gpus_per_node)
+    # The four shares have nothing for a critic: its devices come on top.
     if needs_critic(config):
         own = _devices(total, config.critic.nnodes * config.critic.n_gpus_per_node)
         devices[CRITIC] = own or devices[ACTOR]

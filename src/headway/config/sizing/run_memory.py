@@ -117,6 +117,7 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     received = MemoryItem("new weights, for all who load them", shape.parameters * run.served, on_host=not on_cpu)
     copy = ProcessMemory((received,), {})
     apart = config.rollout.name == "native" and (not config.rollout.enable_dual_buffer or run.on_devices)
+    # One copy for a machine, where its replicas load from it and not each into its own buffer.
     if ROLLOUT in roles and not apart:
         found.append(RunProcess("machine with replicas", len(placement.on_nodes(ROLLOUT)), copy))
     tokens = MemoryItem("tokens of groups that wait, or may be trained on again", token_bytes(config), not on_cpu)

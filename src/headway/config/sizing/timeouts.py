@@ -214,6 +214,7 @@ class Timeouts:
     def stall_s(self) -> float:
         """Nothing moves in the whole run: ``stall_timeout_s``, and what size adds to the longest wait within it."""
         longest = max(self.attempt_s, self.load_s, self.probe_s, self.first_silence_s, self.objects_s)
+        # What size adds, alone: update_timeout_s is less than stall_timeout_s already.
         return self.stall_timeout_s + longest - self.update_timeout_s
 
     @property
