@@ -174,6 +174,7 @@ def _loss_of(value: Any) -> Any:
     return OWN if isinstance(mode, str) and names_user_code(mode) else mode
 
 
+# By a function and tags: Field(discriminator="loss_mode") refuses fields with a validator before, which sections have.
 ChosenLoss = Annotated[
     Annotated[PpoClip, Tag("ppo_clip")]
     | Annotated[DualClip, Tag("dual_clip")]
