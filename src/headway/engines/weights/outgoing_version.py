@@ -96,6 +96,7 @@ class Staged:
         # No version until all of it is there: gathering may fail half-way, and half a version must not be sent.
         self.version, self._deltas = None, {}
         running, changed = RunningDigests(self._manifest), 0
+        # Not strict: windows that end too early are told by `finished`, which says after how many bytes.
         for whole, (offset, data) in zip(self._whole, windows, strict=False):
             if self._base is not None:
                 host = data.cpu()  # once: both read it

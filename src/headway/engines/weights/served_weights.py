@@ -96,11 +96,12 @@ class ServedWeights:
         def write(buffer: BackBuffer) -> None:
             for offset, part in buffer.windows(window):
                 target.write(offset, part)
-            kind.synchronize(self.device)
+            kind.synchronize(self.device)  # copies are queued only: nobody may be told before that they are served
 
         if in_place:
             pinned = kind.pins_host_memory
             over = InPlace(manifest, target, window=window, state=self.state, pinned=pinned, device=takes)
+            # Restored and not only allocated: a version may fail before its first byte, and the old values then serve.
             return WeightUpdates(over, receive, self.device, take_memory=self.memory.restore)
         buffer = BackBuffer(manifest, state=self.state, pin=kind.pin, device=takes)
         return WeightUpdates(buffer, receive, self.device, take_memory=self.memory.allocate, write=write)

@@ -251,6 +251,7 @@ class ModelRunner:
         for batch in together:
             logits, kv = self._forward.step(rows, batch, self._least_rows)
             if rows is not None:
+                # Behind the tokens are rows that fill the step up; the contexts begin behind those.
                 decoded, logits = logits[: len(tokens)], logits[len(rows.tokens) :]
             prefilled += [
                 Prefilled(of, last, context.past) for of, last, context in zip(kv, logits, batch, strict=True)

@@ -258,6 +258,7 @@ class PrefixCache:
             if not self._evict() and self._unpin_youngest(episode) is episode:
                 return None
         if self._free:
+            # The lowest: fewer blocks move when rows take memory from the other end.
             return heapq.heappop(self._free)
         self.top += 1
         return self.top - 1

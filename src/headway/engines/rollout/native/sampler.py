@@ -255,6 +255,7 @@ class SeenTokens:
         """``row`` begins with these. Only for a trajectory that has a penalty."""
         if self._flags is None:
             self._flags = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        # The row still has the flags of the call that was there before.
         self._flags[row] = False
         self._flags[row, to_device([tokens.astype(np.int64)], self._device)[0]] = True
 

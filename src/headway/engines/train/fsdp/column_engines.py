@@ -171,12 +171,12 @@ class LogProbCopy:
                 f"{self._name} serves version {state.served} and was asked for log-probs under version "
                 f"{version}; it has every version for as long as the trainer trains it, and refuses any other"
             )
-        return self._logprobs(rows)
+        return forward_sharded(self._policy, rows)
 
     def probe(self) -> NDArray[np.float32]:
         """The log-probs [8] of the probe's sequences under the served version. Raises `RunError` if it is not whole."""
         self._weights.state.check("probe")
-        return probe_vector(self._logprobs(probe_rows(self._vocabulary)))
+        return probe_vector(forward_sharded(self._policy, probe_rows(self._vocabulary)))
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         """Receive the weights of ``version``, to be served after `activate`. Raises `UpdateFailed`."""
@@ -189,9 +189,6 @@ class LogProbCopy:
     def close(self) -> None:
         """Stop receiving updates; one that is under way ends by itself."""
         self._updates.close()
-
-    def _logprobs(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
-        return forward_sharded(self._policy, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,7 @@ class Objective:
             raise ValueError(f"a token's lag is {lag}: its version is newer than the trainer's, {context.version}")
         mask_M1 = columns.mask
         if (beside := columns.beside) is not None:
+            # A copy: corrections still look at the tokens of the other rows, by `columns.mask`.
             mask_M1 = mask_M1.clone()
             mask_M1[len(logprobs) :] = False
             logprobs = torch.cat([logprobs, beside.to(logprobs.dtype)])
