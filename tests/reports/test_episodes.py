@@ -223,12 +223,12 @@ def test_groups_keep_the_number_of_episodes_that_they_were_admitted_with() -> No
     (start,) = of_type(run, RunStarted)
     admitted = of_type(run, GroupAdmitted)
     tally = GroupTally()
-    tally.start(start)
-    tally.admit(admitted[0])
-    tally.start(replace(start, episodes=2))
-    tally.admit(admitted[1])
-    tally.finish_trajectory(episode(number=admitted[0].number, failure="no"))
-    tally.settle(GroupSettled(time=1.0, number=admitted[0].number, fate="dropped", reason="resume"))
+    tally.on_event(start)
+    tally.on_event(admitted[0])
+    tally.on_event(replace(start, episodes=2))
+    tally.on_event(admitted[1])
+    tally.on_event(episode(number=admitted[0].number, failure="no"))
+    tally.on_event(GroupSettled(time=1.0, number=admitted[0].number, fate="dropped", reason="resume"))
     counts = {"admitted": 6, "trained": 0, "filtered": 0, "dropped": 3, "failed": 1, "in_flight": 2}
     assert tally.episode_counts() == counts
 

@@ -65,10 +65,10 @@ def test_the_badge_of_a_run_says_whether_anybody_trains_it(tmp_path: Path) -> No
     run = written(tmp_path / "run", cut_short())
     lock = RunLock(RunDirectory(run).lock)
     lock.take()
-    assert '<span class="status running">running</span>' in report(run).html.read_text(encoding="utf-8")
+    assert '"status": {"status": "running"' in report(run).html.read_text(encoding="utf-8")
     lock.release()
     page = report(run).html.read_text(encoding="utf-8")
-    assert '<span class="status killed">killed</span><p class="why">nobody trains this run any more' in page
+    assert '"status": {"status": "killed", "reason": "nobody trains this run any more' in page
 
 
 def test_no_such_run_a_file_and_a_directory_without_events_are_told_apart(run: Path, tmp_path: Path) -> None:

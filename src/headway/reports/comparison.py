@@ -9,7 +9,7 @@ The page has the curves of all runs, one over the other, and the two tables. It 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -27,7 +27,7 @@ from headway.reports.record.file_access import whole_file
 from headway.reports.report import metrics_of
 from headway.reports.run_directory import RunDirectory, standing
 from headway.reports.terminal import UNBOUNDED, print_fitting, visible
-from headway.reports.timeline.html_timeline import filled, table
+from headway.reports.timeline.html_timeline import filled
 from headway.reports.timeline.run_history import ACCURACY, KINDS, ChartKind, CurveLog, CurvePoint, point_at
 from headway.reports.timeline.run_history import to_json as curves_json
 
@@ -267,7 +267,7 @@ def write_page(found: Comparison, path: Path) -> None:
 def page(found: Comparison) -> str:
     """Return the HTML text of the page."""
     names = [run.name for run in found.runs]
-    settings = table(("setting", *names), found.settings, numbers=len(names))
+    settings = _table(("setting", *names), found.settings, numbers=len(names))
     return filled(
         "compare.html",
         SCRIPTS,
@@ -276,7 +276,7 @@ def page(found: Comparison) -> str:
         count=str(len(names)),
         runs="\n".join(_run(place, run.name, run.status) for place, run in enumerate(found.runs)),
         settings=settings if found.settings else "<p>They have the same settings.</p>",
-        results=table(("result", *names), found.results, numbers=len(names)),
+        results=_table(("result", *names), found.results, numbers=len(names)),
     )
 
 
@@ -285,6 +285,25 @@ def _run(place: int, name: str, status: str) -> str:
         f'<li><i class="run" style="background: var(--c{place % 8})"></i>{escape(name)} '
         f'<span class="status {escape(status)}">{escape(status)}</span></li>'
     )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
+    """Make an HTML table, whose last ``numbers`` columns hold numbers."""
+    left = len(head) - numbers
+
+    def cells(name: str, row: Sequence[str]) -> str:
+        return "".join(
+            f"<{name}{' class=number' if place >= left else ''}>{_breakable(cell)}</{name}>"
+            for place, cell in enumerate(row)
+        )
+
+    body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<table>\n<thead><tr>{cells('th', head)}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+
+
+def _breakable(text: str) -> str:
+    """Return ``text`` as HTML that a narrow column breaks behind the dots, slashes and underscores of names."""
+    return re.sub(r"([._/])(?=[^\W\d]\w)", r"\1<wbr>", escape(text))
 
 
 def overlaid(found: Comparison) -> dict[str, Any]:

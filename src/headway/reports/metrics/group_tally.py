@@ -12,7 +12,15 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunStarted, TrajectoryFinished
+from headway.events import (
+    BatchTaken,
+    Event,
+    GroupAdmitted,
+    GroupRewarded,
+    GroupSettled,
+    RunStarted,
+    TrajectoryFinished,
+)
 
 FATES = ("trained", "filtered", "dropped", "failed")
 IN_FLIGHT = "in_flight"
@@ -97,11 +105,29 @@ class GroupTally:
         self._lowest: int | None = None
         self._highest = -1
 
-    def start(self, event: RunStarted) -> None:
-        """Note a start, first or resumed, from which on groups may have another number of episodes."""
-        self._episodes = event.episodes
+    def on_event(self, event: Event) -> GroupRecord | None:
+        """Take an event of any kind. Return the record of a group that it settled, which is then forgotten."""
+        match event:
+            case RunStarted():  # first or resumed: from here on groups may have another number of episodes
+                self._episodes = event.episodes
+            case GroupAdmitted():
+                self._admit(event)
+            case TrajectoryFinished():
+                if event.failure is not None:
+                    _count(self.failures, event.failure)
+                if (record := self._records.get(event.number)) is not None:
+                    record.add(event)
+            case GroupRewarded() if (record := self._records.get(event.number)) is not None:
+                record.rewards, record.parts = event.rewards, event.parts
+            case BatchTaken():
+                for number in event.numbers:
+                    if (record := self._records.get(number)) is not None:
+                        record.taken_at = event.version
+            case GroupSettled() if event.fate != IN_FLIGHT:
+                return self._settle(event)
+        return None
 
-    def admit(self, event: GroupAdmitted) -> None:
+    def _admit(self, event: GroupAdmitted) -> None:
         if event.number in self._records:
             self._notice(f"group {event.number} was admitted twice")
             return
@@ -112,25 +138,8 @@ class GroupTally:
         self._episodes_admitted += self._episodes
         self.sources.add(event.source)
 
-    def finish_trajectory(self, event: TrajectoryFinished) -> None:
-        if event.failure is not None:
-            _count(self.failures, event.failure)
-        if (record := self._records.get(event.number)) is not None:
-            record.add(event)
-
-    def reward(self, event: GroupRewarded) -> None:
-        if (record := self._records.get(event.number)) is not None:
-            record.rewards, record.parts = event.rewards, event.parts
-
-    def take(self, event: BatchTaken) -> None:
-        for number in event.numbers:
-            if (record := self._records.get(number)) is not None:
-                record.taken_at = event.version
-
-    def settle(self, event: GroupSettled) -> GroupRecord | None:
-        """Count a group's fate; return its record, which is then forgotten, or None when the event makes no sense."""
-        if event.fate == IN_FLIGHT:
-            return None
+    def _settle(self, event: GroupSettled) -> GroupRecord | None:
+        """Count a group's fate; return its record, or None when the event makes no sense."""
         if event.fate not in FATES:
             self._notice(f"group {event.number} has the unknown fate {event.fate!r}")
             return None

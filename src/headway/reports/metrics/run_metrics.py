@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from headway import events
 from headway.events import Event, Span
-from headway.reports.metrics.group_tally import GroupTally
+from headway.reports.metrics.group_tally import GroupRecord, GroupTally
 from headway.reports.metrics.occupancy import Occupancy
 from headway.reports.metrics.run_sums import Pace, Series, UpdateSums
 from headway.reports.metrics.version_row import EventSums, Mean, VersionRow, mean_of, validation_values
@@ -115,21 +115,22 @@ class RunMetrics:
     def on_event(self, event: Event) -> None:
         if self.first is None:
             self.first = event.time
+        group = self.tally.on_event(event)
         match event:
             case events.StageChanged():
                 self.occupancy.stage_changed(event)
                 self._hand_out_known()
             case events.TrajectoryFinished():
-                self.tally.finish_trajectory(event)
                 self._row(self.version).add_finished(event)
                 self.totals.add_finished(event)
-            case events.GroupAdmitted():
-                self._on_admitted(event)
+            case events.GroupAdmitted() if self._first_admission is None:
+                self._first_admission = self._row_opened = self._rollouter_cut = event.time
+                self.pace.begin(event.time)
+                self.occupancy.begin(event.time)
             case events.GroupRewarded():
-                self.tally.reward(event)
                 self._row(self.version).generated_rewards += event.rewards
-            case events.GroupSettled():
-                self._on_settled(event)
+            case events.GroupSettled() if group is not None:
+                self._on_settled(event, group)
             case events.ReplicaActivity():
                 self.occupancy.replica_active(event)
                 self._row(self.version).add_activity(event)
@@ -202,7 +203,6 @@ class RunMetrics:
 
     def _on_started(self, event: events.RunStarted) -> None:
         """Note a start, first or resumed: workers are new, and have the initial model until the first update."""
-        self.tally.start(event)
         if self.started is None:
             self.occupancy.declare(event.slots)
         else:
@@ -211,17 +211,7 @@ class RunMetrics:
         self.started = event
         self.served = dict.fromkeys(event.slots, 0)
 
-    def _on_admitted(self, event: events.GroupAdmitted) -> None:
-        self.tally.admit(event)
-        if self._first_admission is None:
-            self._first_admission = self._row_opened = self._rollouter_cut = event.time
-            self.pace.begin(event.time)
-            self.occupancy.begin(event.time)
-
-    def _on_settled(self, event: events.GroupSettled) -> None:
-        group = self.tally.settle(event)
-        if group is None:
-            return
+    def _on_settled(self, event: events.GroupSettled, group: GroupRecord) -> None:
         if event.fate != "filtered":
             for tokens in group.lengths + group.lost:
                 self.totals.trainable.add(tokens)
@@ -235,7 +225,6 @@ class RunMetrics:
         self._row(self.version if group.taken_at is None else group.taken_at).add_trained(group, event.lag)
 
     def _on_batch(self, event: events.BatchTaken) -> None:
-        self.tally.take(event)
         self.occupancy.trainer_waits.add(event.waited)
         if event.numbers:
             self.totals.fetches += 1

@@ -52,7 +52,7 @@ function take(timeline) { // another timeline of the same run, longer than the l
   chosen.row = rows.findIndex((row) => row.type === "lane" && row.name === name);
   if (whole || view.to > END) { view.from = 0; view.to = END; }
 }
-take(given);
+take(given.timeline.data);
 let visible = [], height = 0, width = 0, tall = 0, colours = {}, patterns = {}, marked = null, queued = false;
 
 // ------------------------------------------------------------------------------------------------ words

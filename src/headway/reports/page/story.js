@@ -16,6 +16,9 @@ function holdSamples(list) {
   groups.addSamples(samples.keys());
 }
 
+showStatus(given.status);
+showFigures(given.figures, given.sentence);
+showNotes(given.timeline);
 if (given.curves) curves.take(given.curves);
 if (given.groups) {
   groups.addGroups(given.groups);
@@ -67,13 +70,18 @@ function fetchTimeline() {
   }, () => {}).finally(() => { live.fetching = false; });
 }
 
-function showTimeline({ data: timeline, reasons, remarks }) {
-  take(timeline);
+function showTimeline(parts) {
+  take(parts.data);
   dress();
   layout();
+  showNotes(parts);
+}
+
+function showNotes({ reasons, remarks }) {
   byId("remarks").replaceChildren(...remarks.map((remark) => make("p", "", remark)));
   const line = (cell, row) => make("tr", "", ...row.map((text, i) => make(cell, i > 1 ? "number" : "", text)));
-  byId("reasons").replaceChildren(make("table", "", make("thead", "", line("th", ["who", "why it did nothing", "time", "share of the wall time"])),
+  if (reasons.length === 0) byId("reasons").replaceChildren(make("p", "", "Nothing was trained, so there is no wall time to share out."));
+  else byId("reasons").replaceChildren(make("table", "", make("thead", "", line("th", ["who", "why it did nothing", "time", "share of the wall time"])),
     make("tbody", "", ...reasons.map((row) => line("td", row)))));
 }
 

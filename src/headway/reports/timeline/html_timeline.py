@@ -1,8 +1,7 @@
 """A timeline as one HTML page that needs nothing else: no network, no library, no file beside it.
 
-Timeline ─▶ merged to at most MAX_SPANS ─▶ integers and a table of strings ─▶ inside the page ─▶ page/*.js
-         ├▶ curves, ledger, groups, samples ─▶ inside the page
-         └▶ figures, idle reasons, remarks ─▶ plain HTML, which also shows without scripts
+Timeline ─▶ merged to at most MAX_SPANS ─▶ integers and a table of strings ─▶ JSON inside the page ─▶ page/*.js
+         └▶ figures, idle reasons, remarks, curves, ledger, groups, samples ─▶ JSON inside the page
 
 Times are microseconds since the run's first event. The page that `headway watch` serves is the same without data: its
 script asks for it, part by part.
@@ -10,7 +9,6 @@ script asks for it, part by part.
 
 from __future__ import annotations
 
-import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -172,22 +170,13 @@ REASONS_SHOWN = 12
 SCRIPTS = ("common.js", "rows.js", "drawing.js", "hands.js", "curves.js", "groups.js", "tokens.js", "story.js")
 """Scripts of the page, in the order in which it runs them."""
 STYLES = ("timeline.css", "story.css")
-EMPTY = build_timeline([])
 
 
 def write_html(
-    timeline: Timeline,
-    path: Path,
-    *,
-    bottleneck: str | None = None,
-    samples: Sequence[dict[str, Any]] = (),
-    name: str | None = None,
+    timeline: Timeline, path: Path, *, samples: Sequence[dict[str, Any]] = (), name: str | None = None
 ) -> None:
-    """Write the page to ``path``, which is replaced. ``bottleneck`` is a sentence, the summary's own when not given.
-
-    ``name``: the run's.
-    """
-    text = page(timeline, bottleneck=bottleneck, samples=samples, name=name)
+    """Write the page to ``path``, which is replaced. ``name``: the run's."""
+    text = page(timeline, samples=samples, name=name)
     with whole_file(path) as file:
         file.write(text)
 
@@ -195,7 +184,6 @@ def write_html(
 def page(
     timeline: Timeline,
     *,
-    bottleneck: str | None = None,
     max_spans: int = MAX_SPANS,
     samples: Sequence[dict[str, Any]] = (),
     name: str | None = None,
@@ -204,12 +192,16 @@ def page(
 
     ``name``: the run's, which heads the page before its mode.
     """
-    figures, sentence = timeline.summary, bottleneck or timeline.summary["bottleneck"]
+    figures = timeline.summary
     mode = str(figures["mode"] or "unknown mode")
     status = "simulated" if timeline.simulated else str(figures["status"])
-    why = f'<p class="why">{escape(str(figures["reason"]))}</p>' if figures["reason"] else ""
-    lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
-    data = page_data(timeline, lanes, resolution)
+    data: dict[str, Any] = {
+        "status": {"status": status, "reason": figures["reason"]},
+        "figures": list(cards(figures, timeline.window, timeline.simulated)),
+        "sentence": figures["bottleneck"],
+        "timeline": live_parts(timeline, max_spans),
+        "scales": token_scales(),
+    }
     if not timeline.simulated:
         data |= {
             "curves": curves_json(timeline.curves),
@@ -217,43 +209,26 @@ def page(
             "groups": timeline.groups.lines(),
             "samples": list(samples),
             "validations": [validation_line(sample) for sample in samples if "validation" in sample],
-            "scales": token_scales(),
         }
-    return filled(
-        "timeline.html",
-        SCRIPTS,
-        title=f"{name or mode} · Headway timeline",
-        data=data,
-        mode=escape(mode) if name is None else f"{escape(name)} <small>{escape(mode)}</small>",
-        status=f'<span class="status {escape(status)}">{escape(status)}</span>{why}',
-        figures="\n".join(_figure(*figure) for figure in cards(figures, timeline.window, timeline.simulated)),
-        sentence=escape(sentence),
-        lanes=_lane_table(timeline),
-        reasons=_reason_table(timeline),
-        remarks="\n".join(f"<p>{escape(remark)}</p>" for remark in _remarks(timeline, resolution)),
-    )
+    heading = escape(mode) if name is None else f"{escape(name)} <small>{escape(mode)}</small>"
+    return filled("timeline.html", SCRIPTS, title=f"{name or mode} · Headway timeline", data=data, heading=heading)
 
 
 def live_page(name: str) -> str:
     """Return the HTML text of the live page of a run, called ``name``, which asks for its parts."""
-    return filled(
-        "timeline.html",
-        SCRIPTS,
-        live=True,
-        title=f"{name} · Headway",
-        data={"live": True, "scales": token_scales(), **page_data(EMPTY, (), 0.0)},
-        mode=escape(name),
-        status='<span class="status">reading</span>',
-        figures="",
-        sentence="",
-        lanes="",
-        reasons="",
-        remarks="",
-    )
+    data = {
+        "status": {"status": "reading"},
+        "figures": [],
+        "sentence": "",
+        "timeline": live_parts(build_timeline([]), MAX_SPANS),
+        "scales": token_scales(),
+        "live": True,
+    }
+    return filled("timeline.html", SCRIPTS, title=f"{name} · Headway", data=data, heading=escape(name), live=True)
 
 
 def live_parts(timeline: Timeline, max_spans: int) -> dict[str, Any]:
-    """Return what the live page shows of a timeline: its data, and idle reasons and remarks as text."""
+    """Return what a page shows of a timeline: its data, and idle reasons and remarks as text."""
     lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
     return {
         "data": page_data(timeline, lanes, resolution),
@@ -335,51 +310,11 @@ def cards(figures: dict[str, Any], window: Span, simulated: bool = False) -> Ite
         yield ("validation reward", human.score(last), f"from {human.score(first)}" if len(evaluations) > 1 else "")
 
 
-def _figure(name: str, value: str, beside: str = "") -> str:
-    small = f" <small>{escape(beside)}</small>" if beside else ""
-    return f"    <div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
-
-
-def _reason_table(timeline: Timeline) -> str:
-    rows = _reason_rows(timeline)
-    if not rows:
-        return "<p>Nothing was trained, so there is no wall time to share out.</p>"
-    return table(("who", "why it did nothing", "time", "share of the wall time"), rows, numbers=2)
-
-
 def _reason_rows(timeline: Timeline) -> list[tuple[str, str, str, str]]:
     return [
         (found.who, found.reason, human.duration(found.seconds), human.share(found.share))
         for found in idle_reasons(timeline)[:REASONS_SHOWN]
     ]
-
-
-def _lane_table(timeline: Timeline) -> str:
-    rows = [
-        (lane.group, lane.name, human.share(busy))
-        for lane in timeline.lanes
-        if (busy := busy_share(lane, timeline)) is not None
-    ]
-    return table(("group", "lane", "busy"), rows, numbers=1)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
-    """Make an HTML table, whose last ``numbers`` columns hold numbers."""
-    left = len(head) - numbers
-
-    def cells(name: str, row: Sequence[str]) -> str:
-        return "".join(
-            f"<{name}{' class=number' if place >= left else ''}>{_breakable(cell)}</{name}>"
-            for place, cell in enumerate(row)
-        )
-
-    body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<table>\n<thead><tr>{cells('th', head)}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
-
-
-def _breakable(text: str) -> str:
-    """Return ``text`` as HTML that a narrow column breaks behind the dots, slashes and underscores of names."""
-    return re.sub(r"([._/])(?=[^\W\d]\w)", r"\1<wbr>", escape(text))
 
 
 def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:

@@ -242,25 +242,18 @@ class GroupLog:
     """Lines of sampled groups that are older than those in ``_ended``."""
 
     def on_event(self, event: events.Event) -> None:
-        match event:
-            case events.GroupAdmitted():
-                self._tally.admit(event)
-            case events.TrajectoryFinished():
-                self._tally.finish_trajectory(event)
-            case events.GroupRewarded():
-                self._tally.reward(event)
-            case events.BatchTaken():
-                self._tally.take(event)
-            case events.UpdateFinished():
-                self.version = max(self.version, event.version)
-            case events.GroupSettled() if (record := self._tally.settle(event)) is not None:
-                version = None if event.fate == "trained" else self.version
-                self._ended[event.number] = _line(record, version, event.fate, event.reason, event.lag)
-                for lines, below in ((self._ended, self._kept), (self._kept, None)):
-                    if len(lines) > self.most:
-                        oldest = lines.pop(next(iter(lines)))
-                        if below is not None and oldest[0] in self.sampled:
-                            below[oldest[0]] = oldest
+        record = self._tally.on_event(event)
+        if isinstance(event, events.UpdateFinished):
+            self.version = max(self.version, event.version)
+        elif isinstance(event, events.GroupSettled) and record is not None:
+            version = None if event.fate == "trained" else self.version
+            self._ended[event.number] = _line(record, version, event.fate, event.reason, event.lag)
+            if len(self._ended) > self.most:
+                oldest = self._ended.pop(next(iter(self._ended)))
+                if oldest[0] in self.sampled:
+                    self._kept[oldest[0]] = oldest
+            if len(self._kept) > self.most:
+                del self._kept[next(iter(self._kept))]
 
     def add_sampled(self, sample: Sample) -> None:
         """Add the line of a group whose sample is kept, where it is older than what was read."""

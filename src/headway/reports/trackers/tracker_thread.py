@@ -19,7 +19,7 @@ from typing import Any
 from headway.errors import DataError, said_by
 from headway.reports.record.file_access import Tail, replace_file, whole_lines
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting
+from headway.reports.trackers.tracker import Tracker, TrackerSetting
 from headway.reports.trackers.tracker_tools import KEPT, make_tracker
 
 MOST_SAMPLES = 64
@@ -118,12 +118,12 @@ class TrackerThread:
         """Number of rows of the run so far."""
         state = state or TrackerState()
         self._entry, self._sent, self._whole = state.entry, min(state.rows, self._rows), False
-        self._opened_at = self._sent
-        """Number of rows that had been sent when the tracker was made."""
         self._lost = {"rows": 0, "samples": 0}
         self._left = dict.fromkeys(["the settings"] * bool(setting.config) + ["the summary"])
         """Parts beside rows that were not sent yet."""
-        self._read_from_start()
+        self._tail, self._passed = Tail(run.metrics), self._sent
+        self._waiting: deque[dict[str, Any] | None] = deque()
+        """Rows to send; None for a line of the file that holds none."""
         self._samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self._refusals = self._settings_tries = 0
         self._ending: tuple[dict[str, Any], Path | None] | None = None
@@ -269,7 +269,7 @@ class TrackerThread:
         self._entry, self._remedy, self._problem = tracker.entry, tracker.remedy, ""
         if tracker.where and not self.where:
             self._say.note(f"{self.name}: {tracker.where}")
-        self.where, self._opened_at = tracker.where, self._sent
+        self.where = tracker.where
         self._remember()
         return True
 
@@ -285,13 +285,6 @@ class TrackerThread:
         self._asked_at = self._clock()
         try:
             getattr(tracker, call)(value)
-        except NotKept as cause:
-            self._tracker, self._sent = None, self._opened_at
-            self._left["the summary"] = None
-            self._read_from_start()
-            self._remember()
-            self._fail(str(cause))
-            return False
         except (Exception, SystemExit) as cause:
             self._fail(said_by(cause))
             return False
@@ -310,11 +303,6 @@ class TrackerThread:
         if "the settings" not in self._left:
             self._problem = ""
         self._remember()
-
-    def _read_from_start(self) -> None:
-        self._tail, self._passed = Tail(self._run.metrics), self._sent
-        self._waiting: deque[dict[str, Any] | None] = deque()
-        """Rows to send; None for a line of the file that holds none."""
 
     def _remember(self) -> None:
         path = memory_file(self._setting.folder, self.name)

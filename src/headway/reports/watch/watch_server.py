@@ -6,10 +6,8 @@
     GET /TOKEN/sample?group=17     one sample; or ?validation=4&problem=12
 
 Another user of the machine can connect, too, and gets an empty 404 for every path and method: the token has 256 random
-bits and is compared in constant time. A few connections may be open that have not shown it; for one more the oldest of
-them is hung up on, so that idle ones keep nobody out. A page of somebody else's that has its own name resolve to
-loopback is refused by the Host header. Nothing is ever written, and nothing is served that is not in the run's
-directory.
+bits and is compared in constant time. A page of somebody else's that has its own name resolve to loopback is refused
+by the Host header. Nothing is ever written, and nothing is served that is not in the run's directory.
 """
 
 from __future__ import annotations
@@ -50,8 +48,6 @@ IDLE_S = 15.0
 """Seconds without a change after which a stream says that it is alive, and notices a page that was closed."""
 KEEP_S = 30.0
 """Seconds that a connection stays open without a request."""
-MOST_STRANGERS = 128
-"""Connections that are open at a time without having shown the token: anybody on this machine can make some."""
 FULL = b"retry: 5000\nevent: full\ndata: %d\n\n" % MOST_STREAMS
 """Stream of one page too many. A browser asks again after it, in so many milliseconds, and never after an error."""
 HEADERS = {
@@ -65,29 +61,8 @@ HEADERS = {
 }
 
 
-_Strangers = dict[RequestHandler, None]
-"""Connections that have not shown the token, the oldest first."""
-
-
 class _Connection(RequestHandler):
     """Connection that answers bad HTTP as it answers everybody without the token."""
-
-    def __init__(self, answers: web.Server, loop: asyncio.AbstractEventLoop, strangers: _Strangers) -> None:
-        no_log: Any = None  # addresses hold the token
-        super().__init__(answers, loop=loop, access_log=no_log, keepalive_timeout=KEEP_S)
-        self._strangers = strangers
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._strangers[self] = None
-        if len(self._strangers) > MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.force_close()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._strangers.pop(self, None)
-        super().connection_lost(exc)
 
     def handle_error(self, *args: Any, **named: Any) -> web.StreamResponse:
         return _refused()
@@ -106,7 +81,6 @@ class WatchServer:
         self._page = live_page(name).encode()
         self._streams = 0
         """Number of streams that are open."""
-        self._strangers: _Strangers = {}
         try:
             self._socket = socket.create_server((LOOPBACK, port))
         except (OSError, OverflowError) as cause:
@@ -134,9 +108,11 @@ class WatchServer:
     async def _serve(self) -> None:
         answers = web.Server(self._answer)
 
-        listening = await self._loop.create_server(
-            lambda: _Connection(answers, self._loop, self._strangers), sock=self._socket
-        )
+        def connection() -> _Connection:
+            no_log: Any = None  # addresses hold the token
+            return _Connection(answers, loop=self._loop, access_log=no_log, keepalive_timeout=KEEP_S)
+
+        listening = await self._loop.create_server(connection, sock=self._socket)
         await self._ending.wait()
         listening.close()
         await answers.shutdown(0.0)
@@ -167,7 +143,6 @@ class WatchServer:
         # Both as bytes: strings are compared only where they are ASCII.
         if not (hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode()) and slash):
             return None
-        self._strangers.pop(request.protocol, None)
         return where
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
