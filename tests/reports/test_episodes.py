@@ -316,7 +316,7 @@ def test_a_trainer_that_waits_while_episodes_step_and_nothing_decodes_says_so() 
 
 def test_an_episode_is_counted_in_its_steps_and_between_them_where_it_waits_for_the_policy() -> None:
     counters = Counters()
-    counters.finish(episode(steps=[(1, 2), (4, 5)]))
+    counters.on_event(episode(steps=[(1, 2), (4, 5)]))
     found = {counter.name: list(counter.points) for counter in counters.all()}
     assert found == {
         "episodes in environments": [(1, 1), (2, 0), (4, 1), (5, 0)],

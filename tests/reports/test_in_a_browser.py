@@ -85,14 +85,13 @@ class Watched:
         self.follower = Follower(RunDirectory(run))
         self.server = WatchServer(self.follower, run.name)
         self.follower.start()
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def __enter__(self) -> str:
         return self.server.url
 
     def __exit__(self, *_: object) -> None:
         self.server.shutdown()
-        self.server.server_close()
         self.follower.close()
 
 

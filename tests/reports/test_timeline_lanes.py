@@ -131,7 +131,7 @@ def phase(time: float, name: str, seconds: float, where: str = "rollout-0", vers
 def placed(*phases: UpdatePhase) -> list[tuple[str, float, float]]:
     updates = UpdateLanes()
     for event in phases:
-        updates.phase(event)
+        updates.on_event(event)
     return [(s.label, s.start, s.end) for spans in updates.phases().values() for s in spans]
 
 
@@ -143,7 +143,7 @@ def test_phases_that_are_reported_together_follow_each_other_and_end_at_the_repo
 def test_sends_to_several_receivers_lie_side_by_side() -> None:
     updates = UpdateLanes()
     for event in (phase(5, "gather", 1, "actor"), phase(8, "send", 3, "actor"), phase(9, "send", 4, "actor")):
-        updates.phase(event)
+        updates.on_event(event)
     assert [lane.name for lane in updates.lanes()] == ["actor", "actor (2)"]
     assert sorted((s.start, s.end) for lane in updates.lanes() for s in lane.spans) == [(4, 5), (5, 8), (5, 9)]
 
@@ -151,7 +151,7 @@ def test_sends_to_several_receivers_lie_side_by_side() -> None:
 def test_a_replica_serves_each_version_from_its_load_on_and_is_absent_before_it_joins_and_after_its_loss() -> None:
     updates = UpdateLanes()
     slots = {"rollout-0": 8}
-    updates.start(
+    updates.on_event(
         RunStarted(
             time=0,
             mode="m",
@@ -163,9 +163,9 @@ def test_a_replica_serves_each_version_from_its_load_on_and_is_absent_before_it_
             slots=slots,
         )
     )
-    updates.phase(phase(4, "load", 1))
-    updates.lose(ReplicaLost(time=7, replica="rollout-0", reason="died"))
-    updates.join(ReplicaJoined(time=5, replica="late", version=2, slots=8))
+    updates.on_event(phase(4, "load", 1))
+    updates.on_event(ReplicaLost(time=7, replica="rollout-0", reason="died"))
+    updates.on_event(ReplicaJoined(time=5, replica="late", version=2, slots=8))
     assert [(s.label, *s.span) for s in updates.serving("rollout-0", 9)] == [("serves v0", 0, 4), ("serves v1", 4, 7)]
     assert updates.absent("rollout-0", (0, 9)) == [(7, 9)]
     assert updates.absent("late", (0, 9)) == [(0, 5)]

@@ -23,7 +23,8 @@ from typing import Self
 
 import numpy as np
 
-from headway.events import OptimizerStepped, Span, TrajectoryFinished
+from headway import events
+from headway.events import Span
 from headway.reports.metrics.intervals import complement
 
 NOTHING_REPORTED = "nothing reported"
@@ -248,23 +249,33 @@ class Counters:
     in_steps: Overlapping = field(default_factory=Overlapping)
     _in_turns: Overlapping = field(default_factory=Overlapping)
     waiting: Overlapping = field(default_factory=Overlapping)
-    queued: set[int] = field(default_factory=set)
+    _queued: set[int] = field(default_factory=set)
     _queue: list[tuple[float, float]] = field(default_factory=list)
     _lags: list[tuple[float, float]] = field(default_factory=list)
 
-    def enter_queue(self, time: float, number: int) -> None:
-        self.queued.add(number)
-        self._queue.append((time, len(self.queued)))
+    def on_event(self, event: events.Event) -> None:
+        match event:
+            case events.RunStarted():
+                self.slots = sum(event.slots.values())
+            case events.ReplicaJoined():
+                self.slots += event.slots
+            case events.TrajectoryFinished():
+                self._finish(event)
+            case events.GroupRewarded():
+                self._queued.add(event.number)
+                self._queue.append((event.time, len(self._queued)))
+            case events.BatchTaken():
+                self._leave_queue(event.time, event.numbers)
+            case events.GroupSettled() if event.number in self._queued:
+                self._leave_queue(event.time, [event.number])
+            case events.OptimizerStepped() if event.lags:
+                self._lags.append((event.time, max(event.lags)))
 
-    def leave_queue(self, time: float, numbers: Sequence[int]) -> None:
-        self.queued.difference_update(numbers)
-        self._queue.append((time, len(self.queued)))
+    def _leave_queue(self, time: float, numbers: Sequence[int]) -> None:
+        self._queued.difference_update(numbers)
+        self._queue.append((time, len(self._queued)))
 
-    def step(self, event: OptimizerStepped) -> None:
-        if event.lags:
-            self._lags.append((event.time, max(event.lags)))
-
-    def finish(self, event: TrajectoryFinished) -> None:
+    def _finish(self, event: events.TrajectoryFinished) -> None:
         """Note an answer, or what an episode of a program did all the time: it waits for the policy between steps."""
         if not event.steps:
             self._generated.add(event.started, event.finished)

@@ -152,7 +152,6 @@ class TimelineBuilder:
     admission: AdmissionLanes = field(default_factory=AdmissionLanes)
     updates: UpdateLanes = field(default_factory=UpdateLanes)
     counters: Counters = field(default_factory=Counters)
-    leases: list[events.LeaseChanged] = field(default_factory=list)
     validations: list[LaneSpan] = field(default_factory=list)
     saves: list[LaneSpan] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -176,7 +175,6 @@ class TimelineBuilder:
         """Take an event that ``metrics`` has already."""
         self.first = event.time if self.first is None else min(self.first, event.time)
         self.last = max(self.last, event.time)
-        self.groups.on_event(event)
         self._record(event)
         self._mark(event)
 
@@ -208,52 +206,15 @@ class TimelineBuilder:
     # ------------------------------------------------------------------------------------------ events
 
     def _record(self, event: Event) -> None:
+        for part in (self.trainer, self.replicas, self.admission, self.updates, self.counters, self.groups):
+            part.on_event(event)
         match event:
             case events.StageChanged():
                 self.stages.setdefault(event.stage, StageLog(event.stage)).change(event)
-            case events.TrainerBusy():
-                self.trainer.work(event)
-            case events.BatchTaken():
-                self.trainer.take(event)
-                self.counters.leave_queue(event.time, event.numbers)
-            case events.ReplicaActivity():
-                self.replicas.work(event)
-            case events.ReplicaHalted():
-                self.replicas.halt(event)
-            case events.UpdatePhase():
-                self.updates.phase(event)
-            case events.UpdateFinished():
-                self.updates.finished.append(event)
-            case events.LeaseChanged():
-                self.leases.append(event)
-            case events.GroupAdmitted():
-                self.admission.admit(event)
-            case events.TrajectoryFinished():
-                self.counters.finish(event)
-            case events.GroupRewarded():
-                self.counters.enter_queue(event.time, event.number)
-            case events.GroupSettled():
-                if event.number in self.counters.queued:
-                    self.counters.leave_queue(event.time, [event.number])
-            case events.OptimizerStepped():
-                self.counters.step(event)
-            case events.RunStarted():
-                self.admission.total = event.total_groups
-                self.updates.start(event)
-                self.replicas.declare(event.slots)
-                self.counters.slots = sum(event.slots.values())
-            case events.ReplicaJoined():
-                self.updates.join(event)
-                self.replicas.declare([event.replica])
-                self.counters.slots += event.slots
-            case events.ReplicaLost():
-                self.updates.lose(event)
             case events.ValidationFinished():
                 reward = "" if self.simulated else f"mean reward {score(event.accuracy)} on "
                 label = f"validates v{event.version}: {reward}{event.problems} problems"
                 self.validations.append(LaneSpan(*event.span, SpanKind.VALIDATE, label))
-            case events.CheckpointCopied():
-                self.trainer.save(event)
             case events.CheckpointSaved():
                 self.saves.append(LaneSpan(*event.span, SpanKind.CHECKPOINT, f"saves v{event.version} to {event.path}"))
 
@@ -295,7 +256,6 @@ class TimelineBuilder:
             life,
             self._stage("ActorTrain"),
             self.updates,
-            leases=self.leases,
             scoring=intersection(nothing_decodes, self._stage("Reward").when(PROCESSING)),
             in_steps=intersection(nothing_decodes, self._in_steps()),
             drains=started is not None and started.on_update == "drain",
@@ -310,10 +270,10 @@ class TimelineBuilder:
                 yield Lane(REPLICAS, f"{name}: version", tuple(served), annotates=True)
 
     def _lease_lanes(self, life: Span) -> Iterator[Lane]:
-        if not self.leases:
+        if not self.trainer.leases:
             return
         # Generation has the devices until training asks for them the first time.
-        holders = [(life[0], "generate"), *((lease.time, lease.holder) for lease in self.leases)]
+        holders = [(life[0], "generate"), *((lease.time, lease.holder) for lease in self.trainer.leases)]
         ends = [time for time, _ in holders[1:]] + [life[1]]
         held = [
             LaneSpan(start, end, LEASES[holder], f"{holder} holds the devices")
@@ -322,7 +282,7 @@ class TimelineBuilder:
         ]
         asked = [
             LaneSpan(lease.asked, lease.time, SpanKind.IDLE, f"{lease.holder} has asked for the devices")
-            for lease in self.leases
+            for lease in self.trainer.leases
             if lease.time > lease.asked
         ]
         yield Lane(RUN, "shared devices", tuple(held))

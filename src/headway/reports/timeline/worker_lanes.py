@@ -126,24 +126,23 @@ class UpdateLanes:
     """Replica → (time, version that it served from then on; None from its loss on)."""
     _phases: dict[str, dict[int, list[events.UpdatePhase]]] = field(default_factory=lambda: defaultdict(dict))
 
-    def start(self, event: events.RunStarted) -> None:
-        """Note a start, first or resumed: all replicas are new, and have the initial model until the next update."""
-        for replica, points in self.served.items():
-            points.append((event.time, 0 if replica in event.slots else None))
-        for replica in event.slots:
-            self.served.setdefault(replica, [(event.time, 0)])
-
-    def phase(self, event: events.UpdatePhase) -> None:
-        self._phases[event.where].setdefault(event.version, []).append(event)
-        if event.phase == "load" and event.where in self.served:
-            self.served[event.where].append((event.time, event.version))
-
-    def join(self, event: events.ReplicaJoined) -> None:
-        self.served[event.replica] = [(event.time, event.version)]
-
-    def lose(self, event: events.ReplicaLost) -> None:
-        if event.replica in self.served:
-            self.served[event.replica].append((event.time, None))
+    def on_event(self, event: events.Event) -> None:
+        match event:
+            case events.RunStarted():  # first or resumed: replicas are new, and have the initial model
+                for replica, points in self.served.items():
+                    points.append((event.time, 0 if replica in event.slots else None))
+                for replica in event.slots:
+                    self.served.setdefault(replica, [(event.time, 0)])
+            case events.UpdatePhase():
+                self._phases[event.where].setdefault(event.version, []).append(event)
+                if event.phase == "load" and event.where in self.served:
+                    self.served[event.where].append((event.time, event.version))
+            case events.UpdateFinished():
+                self.finished.append(event)
+            case events.ReplicaJoined():
+                self.served[event.replica] = [(event.time, event.version)]
+            case events.ReplicaLost() if event.replica in self.served:
+                self.served[event.replica].append((event.time, None))
 
     def phases(self) -> dict[str, list[LaneSpan]]:
         """The phases of all updates, by the place where they happened."""
@@ -264,18 +263,20 @@ class TrainerLanes:
     _saves: list[LaneSpan] = field(default_factory=list)
     _waits: list[Span] = field(default_factory=list)
     _batch: int | None = None
+    leases: list[events.LeaseChanged] = field(default_factory=list)
 
-    def take(self, event: events.BatchTaken) -> None:
-        self._batch = event.fetch
-        self._waits.append(event.waited)
-
-    def work(self, event: events.TrainerBusy) -> None:
-        if event.what in TRAINER_WORK:
-            batch = "" if self._batch is None or event.what == "gather" else f", batch {self._batch}"
-            self._work.append(LaneSpan(*event.span, TRAINER_KINDS[event.what], f"{event.what} v{event.version}{batch}"))
-
-    def save(self, event: events.CheckpointCopied) -> None:
-        self._saves.append(idle(event.span, SAVES, f"copies the state of v{event.version}", SpanKind.CHECKPOINT))
+    def on_event(self, event: events.Event) -> None:
+        match event:
+            case events.BatchTaken():
+                self._batch = event.fetch
+                self._waits.append(event.waited)
+            case events.TrainerBusy(what=what) if what in TRAINER_WORK:
+                batch = "" if self._batch is None or what == "gather" else f", batch {self._batch}"
+                self._work.append(LaneSpan(*event.span, TRAINER_KINDS[what], f"{what} v{event.version}{batch}"))
+            case events.CheckpointCopied(version=version):
+                self._saves.append(idle(event.span, SAVES, f"copies the state of v{version}", SpanKind.CHECKPOINT))
+            case events.LeaseChanged():
+                self.leases.append(event)
 
     def lane(
         self,
@@ -283,7 +284,6 @@ class TrainerLanes:
         stage: StageLog,
         updates: UpdateLanes,
         *,
-        leases: Iterable[events.LeaseChanged],
         scoring: Iterable[Span],
         in_steps: Iterable[Span],
         drains: bool,
@@ -296,7 +296,7 @@ class TrainerLanes:
         waits = union([*self._waits, *stage.when(WAITING_INPUT)])
         claims = [
             self._saves,
-            [idle((lease.asked, lease.time), HANDOVER[lease.holder]) for lease in leases],
+            [idle((lease.asked, lease.time), HANDOVER[lease.holder]) for lease in self.leases],
             [idle(span, SCORES_AWAITED) for span in intersection(waits, scoring)],
             [idle(span, STEPS_AWAITED) for span in intersection(waits, in_steps)],
             [idle(span, GROUPS_AWAITED) for span in waits],
@@ -351,15 +351,17 @@ class Replicas:
     _busy: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
     _halts: dict[str, list[events.ReplicaHalted]] = field(default_factory=lambda: defaultdict(list))
 
-    def declare(self, names: Iterable[str]) -> None:
-        self.names += [name for name in names if name not in self.names]
-
-    def work(self, event: events.ReplicaActivity) -> None:
-        self.declare([event.replica])
-        self._busy[event.replica] += event.busy
-
-    def halt(self, event: events.ReplicaHalted) -> None:
-        self._halts[event.replica].append(event)
+    def on_event(self, event: events.Event) -> None:
+        match event:
+            case events.RunStarted():
+                self.names += [name for name in event.slots if name not in self.names]
+            case events.ReplicaJoined() | events.ReplicaActivity():
+                if event.replica not in self.names:
+                    self.names.append(event.replica)
+                if isinstance(event, events.ReplicaActivity):
+                    self._busy[event.replica] += event.busy
+            case events.ReplicaHalted():
+                self._halts[event.replica].append(event)
 
     def busy(self) -> list[Span]:
         """Spans in which any of the replicas prefilled or decoded, as a union."""
@@ -382,12 +384,15 @@ class AdmissionLanes:
     _complete: list[Span] = field(default_factory=list)
     _since: float | None = None
 
-    def admit(self, event: events.GroupAdmitted) -> None:
-        """Note an admission. A discarded group is replaced, so the last admission may come more than once."""
-        if self._since is not None:
-            self._complete.append((self._since, event.time))
-        whole = self.total is not None and event.admitted - event.discarded >= self.total
-        self._since = event.time if whole else None
+    def on_event(self, event: events.Event) -> None:
+        match event:
+            case events.RunStarted():
+                self.total = event.total_groups
+            case events.GroupAdmitted():  # a discarded group is replaced: the last admission may come more than once
+                if self._since is not None:
+                    self._complete.append((self._since, event.time))
+                whole = self.total is not None and event.admitted - event.discarded >= self.total
+                self._since = event.time if whole else None
 
     def no_requests(self, loader: StageLog, generate: StageLog, in_steps: Sequence[Span]) -> list[list[LaneSpan]]:
         """Claims for replicas without requests: why they had nothing to do though nothing halted them.
