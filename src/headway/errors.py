@@ -65,10 +65,6 @@ class RunError(HeadwayError, RuntimeError):
     """Error of the run itself, where what the user gave was right."""
 
 
-class OutputRefused(RunError, OSError):
-    """Error of writing what a command prints: the disk behind its standard output is full, most often."""
-
-
 class WorkerDied(RunError):
     """Error for a worker process that ended while the run needed it."""
 

@@ -86,9 +86,8 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError) as refused:
         Functions({"reward.function": score}).write(tmp_path / "code")
     assert str(refused.value) == (
-        "score uses helper (function), and that cannot be sent to the processes "
-        "that call it (TypeError: cannot pickle '_thread.lock' object). Make it inside the function, or put both "
-        "into a file and give file.py:name"
+        "score cannot be sent to the processes that call it (TypeError: cannot pickle '_thread.lock' object). Make "
+        "what it uses inside the function, or put both into a file and give file.py:name"
     )
     assert not (tmp_path / "code").exists()
 

@@ -20,8 +20,8 @@ from tests.cli.test_commands import run
         (["MODEL"], "expected DATA"),
         (["/nonexist"], "MODEL: got /nonexist, which does not exist; expected a Hugging Face folder"),
         (["MODEL", "data.max_response_length=4"], "expected DATA"),
-        (["MODEL", "test.txt"], "DATA: got test.txt, expected a .jsonl, .csv or .parquet file, or a dataset"),
-        (["MODEL", "nowhere.jsonl"], "DATA: got nowhere.jsonl, which does not exist"),
+        (["MODEL", "test.txt"], "test.txt: no such file; data.train and data.val name a .jsonl, .csv or .parquet file"),
+        (["MODEL", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["nowhere", "sort"], "nowhere: no such folder"),
         (["MODEL", "reasoning_gym/leg_countin"], "did you mean 'leg_counting'"),
         (["MODEL", "sort", "--n", "4"], "greedy answers (--temperature 0) are all equal"),
@@ -83,17 +83,10 @@ def test_answers_take_the_place_of_nothing_in_the_models_folder(tiny: Path, tmp_
 
 def test_answers_take_the_place_of_no_file_that_settings_name(tiny: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "test.jsonl", [{"prompt": "1=", "answer": "1"}])
-    of_recipe = write(tmp_path / "chat.jsonl", [{"prompt": "2=", "answer": "2"}])
-    (tmp_path / "mine.py").write_text("def score(response, words): return 1.0\n")
-    (tmp_path / "other.py").write_text("def score(response): return 1.0\n")
-    (tmp_path / "words.txt").write_text("a b")
-    (tmp_path / "beneath.yaml").write_text(f"data: {{train: {of_recipe}}}\n")
-    (tmp_path / "recipe.yaml").write_text(
-        f"defaults: [beneath.yaml]\nreward: {{function: '{tmp_path}/other.py:score'}}\n"
-    )
-    settings = [f"reward.function={tmp_path}/mine.py:score", f"reward.params.words={tmp_path}/words.txt"]
-    typed = [str(tiny), data, "--config", str(tmp_path / "recipe.yaml"), *settings]
-    for name in ("chat.jsonl", "mine.py", "other.py", "words.txt", "beneath.yaml", "recipe.yaml"):
+    (tmp_path / "mine.py").write_text("def score(response): return 1.0\n")
+    (tmp_path / "recipe.yaml").write_text(f"data: {{train: {data}}}\n")
+    typed = [str(tiny), data, "--config", str(tmp_path / "recipe.yaml"), f"reward.function={tmp_path}/mine.py:score"]
+    for name in ("test.jsonl", "mine.py", "recipe.yaml"):
         refused_over_an_input(tmp_path / name, *typed)
 
 
@@ -130,10 +123,10 @@ def test_a_run_without_its_model_says_so(run_dir: Path) -> None:
     assert "has no model/, which is written at its end" in done.stderr
 
 
-def test_a_data_file_that_is_not_there_is_called_by_its_argument(tiny: Path) -> None:
+def test_a_data_file_that_is_not_there_is_named(tiny: Path) -> None:
     done = run("eval", str(tiny), "nowhere.parquet")
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: DATA: got nowhere.parquet, which does not exist; expected a .jsonl")
+    assert done.stderr.startswith("error: nowhere.parquet: no such file; data.train and data.val name a .jsonl")
 
 
 def test_default_lengths_that_do_not_fit_are_told_where_others_come_from(tiny: Path, tmp_path: Path) -> None:

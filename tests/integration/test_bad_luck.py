@@ -27,7 +27,6 @@ from headway.cli.train_command import load_checked
 from headway.cluster.worker_engines import TrainGroup
 from headway.engines.train.fsdp import checkpoint, learner
 from headway.errors import RunError, StallError
-from headway.events import Event, Note
 from headway.pipeline.run import Pipeline
 from headway.reports.report_manager import Reports
 from headway.runtime.process_tree import descendants
@@ -60,10 +59,6 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def emit(self, event: Event) -> None:
-        assert isinstance(event, Note)
-        self.heard.append(event.text)
-
     def request_stop(self) -> None:
         self.heard.append("request_stop")
 
@@ -76,7 +71,7 @@ async def signalled(*numbers: signal.Signals) -> None:
 
 
 def interrupts(listener: Listener) -> Interrupts:
-    return Interrupts(cast(Reports, listener))
+    return Interrupts(listener.heard.append)
 
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -104,7 +99,7 @@ async def test_the_pipeline_is_asked_first_and_left_at_the_second_signal(
     listener = Listener()
 
     async def run() -> None:
-        with interrupts(listener) as handling, handling.asking(cast(Pipeline, listener)):
+        with interrupts(listener) as handling, handling.asking(listener.request_stop, "this version"):
             await signalled(number)
             told, done = listener.heard
             assert told.startswith("stopping after this version")
@@ -120,7 +115,7 @@ async def test_the_pipeline_is_asked_first_and_left_at_the_second_signal(
 async def test_a_signal_that_is_sent_in_two_ways_counts_once(number: signal.Signals) -> None:
     """As `timeout` sends it, to the process and to its group, and a terminal that closes."""
     listener = Listener()
-    with interrupts(listener) as handling, handling.asking(cast(Pipeline, listener)):
+    with interrupts(listener) as handling, handling.asking(listener.request_stop, "this version"):
         await signalled(number, number)
         assert [text for text in listener.heard if text == "request_stop"] == ["request_stop"]
         await asyncio.sleep(0)  # a cancellation would be raised here

@@ -29,38 +29,18 @@ from headway.errors import ConfigError, UserCodeError, said_by
 def pickled(function: Any, name: str) -> bytes:
     """Pickle a function, a class or a callable object that messages call ``name``.
 
-    Raises `UserCodeError` where it holds something that cannot be pickled; the message says what that is.
+    Raises `UserCodeError` where it holds something that cannot be pickled.
     """
     import cloudpickle
 
     try:
         pickle: bytes = cloudpickle.dumps(function)
     except Exception as cause:
-        parts = _unpicklable_parts(function)
-        uses = f"uses {' and '.join(parts)}" if parts else "cannot be pickled"
         raise UserCodeError(
-            f"{name} {uses}, and that cannot be sent to the processes that call it ({said_by(cause)}). Make it inside "
-            "the function, or put both into a file and give file.py:name"
+            f"{name} cannot be sent to the processes that call it ({said_by(cause)}). Make what it uses inside the "
+            "function, or put both into a file and give file.py:name"
         ) from cause
     return pickle
-
-
-def _unpicklable_parts(function: Any) -> list[str]:
-    """Return what ``function`` uses itself that cannot be pickled, each as its name and its type."""
-    import cloudpickle
-
-    try:
-        used = inspect.getclosurevars(function)
-        parts = {**used.globals, **used.nonlocals}
-    except (TypeError, ValueError):  # a class, an object, or a variable that was never given a value
-        parts = dict(getattr(function, "__dict__", {}))
-    found = []
-    for name, part in parts.items():
-        try:
-            cloudpickle.dumps(part)
-        except Exception:
-            found.append(f"{name} ({type(part).__name__})")
-    return found
 
 
 TAKE_FUNCTIONS = (

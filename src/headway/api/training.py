@@ -114,8 +114,8 @@ def _go_on(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
 
 def _begin(path: Path | None, functions: Functions) -> Run:
     checked = load_checked(path, layer(functions.settings(AHEAD))).config.run  # an error leaves no trace
-    with _directory(checked.dir, checked.name) as directory, _written(functions, directory) as code:
-        own = functions.settings(code) | {"run.dir": str(directory.path)}
+    with _directory(checked.dir, checked.name, functions) as directory:
+        own = functions.settings(directory.code.absolute()) | {"run.dir": str(directory.path)}
         carry_out_apart(partial(_train, load_checked(path, layer(own))), cell_output())
     return _ended(Run(directory.path))
 
@@ -142,53 +142,47 @@ def _ended(run: Run) -> Run:
 
 
 @contextmanager
-def _directory(given: Path | None, name: str) -> Iterator[RunDirectory]:
-    """Make the run's directory, and remove it where no run began in it. Raises `UserError` where it is not free."""
-    for path in [given] if given is not None else free_names(name):
-        directory, there = RunDirectory(path), path.exists()
-        if given is not None:
-            directory.check_free()
-        try:
-            with boundary(f"run.dir={path} cannot be made; give one that you may write to", UserError):
-                path.mkdir(parents=True, exist_ok=given is not None)
-            break
-        except UserError as error:
-            if not isinstance(error.__cause__, FileExistsError):
-                raise
-    try:
-        yield directory
-    finally:
-        if not directory.config.exists() and not there:
-            with suppress(OSError):
-                directory.path.rmdir()
+def _directory(given: Path | None, name: str, functions: Functions) -> Iterator[RunDirectory]:
+    """Make the run's directory with the functions in it, and remove both where no run began in it.
 
-
-@contextmanager
-def _written(functions: Functions, directory: RunDirectory) -> Iterator[Path]:
-    """Write the functions into the run's folder of them, which is made, and removed where no run began.
-
-    Raises `Occupied` where the folder is there already: what is in it is not this run's.
+    Raises `UserError` where the directory, or its folder of functions, is not free or cannot be written.
     """
+    directory, there = _made(given, name)
     code = directory.code.absolute()
-    if not functions:
-        yield code
-        return
-    try:
-        with boundary(f"{code} cannot be made; give a run.dir that you may write to", UserError):
-            code.mkdir()
-    except UserError as error:
-        if not isinstance(error.__cause__, FileExistsError):
-            raise
+    if functions and code.exists():
         raise Occupied(
             f"run.dir={directory.path} has {code.name} already, where the functions are to be written; give the path "
             "of a directory, new or empty"
-        ) from None
+        )
     try:
-        functions.write(code)
-        yield code
+        if functions:
+            with boundary(f"{code} cannot be made; give a run.dir that you may write to", UserError):
+                functions.write(code)
+        yield directory
     finally:
         if not directory.config.exists():
-            shutil.rmtree(code, ignore_errors=True)
+            if functions:  # else what is there is the user's
+                shutil.rmtree(code, ignore_errors=True)
+            if not there:
+                with suppress(OSError):
+                    directory.path.rmdir()
+
+
+def _made(given: Path | None, name: str) -> tuple[RunDirectory, bool]:
+    """Make a run's directory, and tell whether it was there. Raises `UserError` where it is not free."""
+    if given is not None:
+        directory, there = RunDirectory(given), given.exists()
+        directory.check_free()
+        with boundary(f"run.dir={given} cannot be made; give one that you may write to", UserError):
+            given.mkdir(parents=True, exist_ok=True)
+        return directory, there
+    for path in free_names(name):
+        cannot = f"run.dir={path} cannot be made; give one that you may write to"
+        # A name may be taken: by a run that began in the same second.
+        with boundary(cannot, UserError), suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return RunDirectory(path), False
+    raise AssertionError("unreachable: there is always another number")
 
 
 def cell_output() -> Callable[[str], None] | None:

@@ -9,6 +9,7 @@ headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the comman
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Annotated
 import typer
 
 import headway
-from headway.cli.common import EXIT_FAILED, TakesSettings, replace_stdout, say
+from headway.cli.common import EXIT_FAILED, TakesSettings, give_up_stdout, is_of_stdout
 from headway.cli.config_command import config, recipes
 from headway.cli.eval_command import evaluate
 from headway.cli.init_command import import_files, init
@@ -25,7 +26,6 @@ from headway.cli.plan_command import plan, profile, report
 from headway.cli.show_command import show
 from headway.cli.train_command import demo, doctor, sft, train
 from headway.cli.watch_command import compare, ctl, sync, watch
-from headway.errors import OutputRefused
 
 EXIT_S = 5.0
 """Seconds for the process to end once its command is over, where a tracker does not answer."""
@@ -74,18 +74,18 @@ def main() -> None:
     Characters that stdout cannot encode are printed as question marks; on stderr Python itself prints their escapes.
     """
     _open_what_is_closed()
-    replace_stdout()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             cli()
         finally:
             _limit_exit(sys.exc_info()[1])
             sys.stdout.flush()
-    except OutputRefused as refused:  # raised outside of a command, like --version, or by the last flush
-        say(f"error: {refused}")
-        sys.exit(refused.exit_code)
-    except BrokenPipeError:
-        sys.exit(EXIT_FAILED)
+    except OSError as error:  # outside of a command, like --version, or by the last flush
+        if not is_of_stdout(error):
+            raise
+        sys.exit(give_up_stdout(error))
 
 
 def _limit_exit(ended: BaseException | None) -> None:

@@ -2,20 +2,21 @@
 
 Files that a command writes are checked before any work: that they can be written, and are none that it reads.
 
-A refused write raises `OutputRefused`, which ends a command as every error does. A pipe whose reader has left is not an
-error: it raises `ReaderLeft`, and the command ends silently.
+Standard output that takes no more text ends a command with one message; a pipe whose reader has left, silently.
 """
 
 from __future__ import annotations
 
 import difflib
-import io
+import errno
+import inspect
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,64 +24,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from headway.errors import EXIT_INTERRUPTED, ConfigError, HeadwayError, OutputRefused, RunError
+from headway.errors import EXIT_INTERRUPTED, ConfigError, HeadwayError, RunError
 from headway.runtime.signals import terminations_as_interrupts
-
-
-class ReaderLeft(BrokenPipeError):
-    """Nobody reads standard output any more, as behind ``| head``."""
-
-
-class Stdout(io.TextIOWrapper):
-    def __init__(self, before: io.TextIOWrapper) -> None:
-        """Replace the stream ``before``. Characters that its encoding lacks are printed as question marks."""
-        super().__init__(
-            before.buffer,
-            encoding=before.encoding,
-            errors="replace",
-            line_buffering=before.line_buffering,
-            write_through=before.write_through,
-        )
-        self._before = before
-        """Stream that was replaced; referenced here because it would close the file when it is garbage-collected."""
-
-    def write(self, text: str) -> int:
-        if isinstance(text, str) and not text:  # click's probe, which takes any exception for "not a text file"
-            return 0
-        with self._refusing():
-            return super().write(text)
-
-    def flush(self) -> None:
-        with self._refusing():
-            super().flush()
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError as cause:
-            self._go_nowhere()
-            raise ReaderLeft(*cause.args) from cause
-        except OSError as cause:
-            self._go_nowhere()
-            raise OutputRefused(
-                f"standard output cannot be written ({cause.strerror or cause}); send it to a place with room"
-            ) from cause
-
-    def _go_nowhere(self) -> None:
-        """Discard text that is still buffered; otherwise the interpreter, which flushes it last, would fail over it."""
-        with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            try:
-                os.dup2(nowhere, self.fileno())
-            finally:
-                os.close(nowhere)
-
-
-def replace_stdout() -> None:
-    """Make standard output a `Stdout` from now on."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout = Stdout(sys.stdout)
 
 
 def complete_config(incomplete: str) -> Iterator[str]:
@@ -149,9 +94,11 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except (typer.Exit, ReaderLeft):
+    except typer.Exit:
         raise
     except Exception as error:
+        if is_of_stdout(error):
+            raise typer.Exit(give_up_stdout(error)) from None
         if debug:
             traceback.print_exc()
         expected = isinstance(error, HeadwayError)
@@ -163,6 +110,39 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
         for note in getattr(error, "__notes__", ()):
             say(note)
         raise typer.Exit(error.exit_code if isinstance(error, HeadwayError) else EXIT_FAILED) from error
+
+
+def command(run: Callable[..., None]) -> Callable[..., None]:
+    """Make ``run`` a command: with the option ``--debug``, and with its errors as messages."""
+    signature = inspect.signature(run, eval_str=True)
+
+    @wraps(run)
+    def with_messages(*args: Any, debug: bool = False, **options: Any) -> None:
+        with errors_as_messages(debug):
+            run(*args, **options, **({"debug": debug} if "debug" in signature.parameters else {}))
+
+    others = [one for name, one in signature.parameters.items() if name != "debug"]
+    option = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
+    # Typer reads both, and evaluates the annotations of no signature that is given like this.
+    with_messages.__signature__ = signature.replace(parameters=[*others, option])  # type: ignore[attr-defined]
+    with_messages.__annotations__ = {**run.__annotations__, "debug": Debug}
+    return with_messages
+
+
+def is_of_stdout(error: BaseException) -> bool:
+    """Tell whether standard output refused a write. What a command writes to files is reported by `writing`."""
+    refused = (errno.EPIPE, errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
+    return type(error) in (OSError, BrokenPipeError) and error.filename is None and error.errno in refused  # type: ignore[attr-defined]
+
+
+def give_up_stdout(error: BaseException) -> int:
+    """Say what standard output refused, but for a reader who left, as behind ``| head``. Returns the exit code."""
+    with suppress(OSError):  # the interpreter flushes last, and would fail over what is still buffered
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if not isinstance(error, BrokenPipeError):
+        why = getattr(error, "strerror", None) or error
+        say(f"error: standard output cannot be written ({why}); send it to a place with room")
+    return EXIT_FAILED
 
 
 def say(text: str) -> None:

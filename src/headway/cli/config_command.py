@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, complete_config, complete_key, errors_as_messages
+from headway.cli.common import command, complete_config, complete_key
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ MOST_RELATED = 8
 """Most keys that are named as related to one."""
 
 
+@command
 def config(
     key: Annotated[
         str | None,
@@ -28,31 +29,29 @@ def config(
             metavar="KEY", help="A section, like rollout, or a key, like rollout.n.", autocompletion=complete_key
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Explain settings: all sections, the keys of one, or all about one key."""
-    with errors_as_messages(debug):
-        from rich.console import Console
+    from rich.console import Console
 
-        from headway.config.aliases import canonical_key
-        from headway.config.schema_keys import tables as all_tables
+    from headway.config.aliases import canonical_key
+    from headway.config.schema_keys import tables as all_tables
 
-        console, tables = Console(markup=False, highlight=False), list(all_tables())
-        if key is None:
-            _print_sections(console, tables)
-            return
-        plain = _plain(canonical_key(key))
-        named = [(part, one) for part in tables for one in part.keys if _plain(one.name) == plain]
-        sections = [part for part in tables if part.name and _plain(part.name) == plain]
-        if named:
-            _print_key(console, named, [one for part in tables for one in part.keys])
-        if named and sections:
-            console.print()
-        if sections:
-            inner = dict.fromkeys(part.name for part in tables if part.name.startswith(f"{sections[0].name}."))
-            _print_section(console, sections, list(inner))
-        if not named and not sections:
-            raise ConfigError(_unknown(key))
+    console, tables = Console(markup=False, highlight=False), list(all_tables())
+    if key is None:
+        _print_sections(console, tables)
+        return
+    plain = _plain(canonical_key(key))
+    named = [(part, one) for part in tables for one in part.keys if _plain(one.name) == plain]
+    sections = [part for part in tables if part.name and _plain(part.name) == plain]
+    if named:
+        _print_key(console, named, [one for part in tables for one in part.keys])
+    if named and sections:
+        console.print()
+    if sections:
+        inner = dict.fromkeys(part.name for part in tables if part.name.startswith(f"{sections[0].name}."))
+        _print_section(console, sections, list(inner))
+    if not named and not sections:
+        raise ConfigError(_unknown(key))
 
 
 def _unknown(key: str) -> str:
@@ -146,25 +145,24 @@ def _terminal(markdown: str) -> str:
     return re.sub(r"\[[^\]]*\]\((?!http)([^)]*)\)", r"docs/\1", markdown).replace("`", "")
 
 
+@command
 def recipes(
     name: Annotated[
         str | None,
         typer.Argument(metavar="NAME", help="Print this recipe, to copy and change.", autocompletion=complete_config),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """List the recipes that come with Headway, or print one."""
-    with errors_as_messages(debug):
-        from headway.config import recipes as shipped
+    from headway.config import recipes as shipped
 
-        if name is None:
-            _list()
-            return
-        recipe = shipped.find_recipe(Path(name))
-        if recipe not in shipped.recipes().values():
-            meant = " or ".join(shipped.similar_recipes(Path(name))) or "demo"
-            raise ConfigError(f"{name}: there is no such recipe; headway recipes lists all, such as {meant}")
-        typer.echo(recipe.read_text(encoding="utf-8"), nl=False)
+    if name is None:
+        _list()
+        return
+    recipe = shipped.find_recipe(Path(name))
+    if recipe not in shipped.recipes().values():
+        meant = " or ".join(shipped.similar_recipes(Path(name))) or "demo"
+        raise ConfigError(f"{name}: there is no such recipe; headway recipes lists all, such as {meant}")
+    typer.echo(recipe.read_text(encoding="utf-8"), nl=False)
 
 
 def _list() -> None:

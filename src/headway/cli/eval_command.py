@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.common import EXIT_FAILED, Debug, Overrides, check_writable, errors_as_messages, files_of_run, writing
+from headway.cli.common import EXIT_FAILED, Overrides, check_writable, command, files_of_run, writing
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ Data = Annotated[
 ]
 
 
+@command
 def evaluate(
     model: Model,
     data: Data = None,
@@ -64,69 +65,42 @@ def evaluate(
             "-o", "--output", metavar="FILE", help="Write every answer as a line of JSON; never over an input."
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Measure a model: mean reward, pass@k, lengths, and a table of samples."""
-    with errors_as_messages(debug):
-        from rich.console import Console
+    from rich.console import Console
 
-        from headway.api.eval.evaluation_settings import settle
+    from headway.api.eval.evaluation_settings import settle
 
-        if not math.isfinite(threshold):
-            raise ConfigError(f"--threshold {threshold}: expected a finite number, like 1")
-        given = list(overrides or [])
-        if data is not None and "=" in data and not Path(data).exists():
-            given, data = [data, *given], None
-        job = settle(model, data, given, config_file=config, n=n, temperature=temperature)
-        ks = _ks(k, job.config.rollout.val_n)
-        check_writable("--output", output, _inputs(job, model, config))
-        questions, solved, whole = _solve(job, limit, output)
-        console = Console(markup=False, highlight=False)
-        print_figures(console, job, questions.left_out, solved, ks, threshold)
-        if samples:
-            print_samples(console, solved, samples)
-        if not whole:  # the refusal was told when it happened
-            raise typer.Exit(EXIT_FAILED)
-        if output is not None:
-            typer.echo(f"answers: {output}")
+    if not math.isfinite(threshold):
+        raise ConfigError(f"--threshold {threshold}: expected a finite number, like 1")
+    given = list(overrides or [])
+    if data is not None and "=" in data and not Path(data).exists():
+        given, data = [data, *given], None
+    job = settle(model, data, given, config_file=config, n=n, temperature=temperature)
+    ks = _ks(k, job.config.rollout.val_n)
+    check_writable("--output", output, _inputs(job, model, config))
+    questions, solved, whole = _solve(job, limit, output)
+    console = Console(markup=False, highlight=False)
+    print_figures(console, job, questions.left_out, solved, ks, threshold)
+    if samples:
+        print_samples(console, solved, samples)
+    if not whole:  # the refusal was told when it happened
+        raise typer.Exit(EXIT_FAILED)
+    if output is not None:
+        typer.echo(f"answers: {output}")
 
 
 def _inputs(job: EvaluationJob, model: str, recipe: Path | None) -> Iterator[Path]:
-    """Return the files that an evaluation reads, and every file that its settings name, those of the run or recipe
-    included.
-    """
-    from headway.config.layers import read_file
-    from headway.reports.run_directory import RunDirectory
+    """Yield the files that an evaluation reads: of the run, the recipe, the model, the data, and the user's code."""
     from headway.runtime.user_code import names_a_file
 
     run = Path(os.path.expanduser(model))  # noqa: PTH111  # Path's raises where there is no such user
     yield from files_of_run(run)
-    settings: list[Any] = [job.config.model_dump()]
-    beneath = recipe or RunDirectory(run).config
-    if not job.by_default and beneath.is_file():  # a pipe has been read already, and is no file to be replaced
-        for layer in read_file(beneath):
-            if layer.file is not None:
-                yield layer.file
-            settings.append(layer.values)
-    sources = (*job.config.data.train_sources, *job.config.data.held_out_sources)
-    folders = {job.config.model.path, *(source.label for source in sources)}
-    for text in _texts(settings):
-        path = Path(os.path.expanduser(text.rpartition(":")[0] if names_a_file(text) else text))  # noqa: PTH111
-        with suppress(OSError):  # a text may be too long for a path
-            if text in folders or path.is_file():
-                yield path
-
-
-def _texts(values: Any) -> Iterator[str]:
-    """Yield all strings in ``values``, however deeply nested."""
-    match values:
-        case str():
-            yield values
-        case Mapping():
-            yield from _texts(list(values.values()))
-        case list() | tuple():
-            for value in values:
-                yield from _texts(value)
+    config, agent = job.config, job.config.agent
+    sources = [source.label for source in (*config.data.train_sources, *config.data.held_out_sources)]
+    code = [*(one.function for one in config.reward.all), *agent.tools, agent.environment, agent.program]
+    files = [spec.rpartition(":")[0] for spec in code if spec and names_a_file(spec)]
+    yield from (Path(path).expanduser() for path in (recipe, config.model.path, *sources, *files) if path)
 
 
 def _ks(given: str | None, n: int) -> tuple[int, ...]:

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.common import Debug, Overrides, check_writable, errors_as_messages, writing
+from headway.cli.common import Overrides, check_writable, command, writing
 from headway.errors import ConfigError, DataError, ModelError, boundary
 
 if TYPE_CHECKING:
     from headway.api.init.data_summary import DataFacts
-    from headway.api.init.device_layout import Choice
     from headway.api.init.model_summary import Machine, ModelFacts
     from headway.config.schema import Config
-
-WIDTH = 80
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a name on the hub.")]
 Data = Annotated[
@@ -32,6 +29,7 @@ Data = Annotated[
 ]
 
 
+@command
 def init(
     model: Model,
     data: Data,
@@ -51,52 +49,50 @@ def init(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: MODEL-DATA.yaml in this folder.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE where it is there already.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Look at a model and data, and write a recipe for them: lengths, reward, devices, batch, each with its reason."""
-    with errors_as_messages(debug):
-        name = _name(model, data)
-        path = output or Path(f"{name}.yaml")
-        if path.exists() and not force:
-            raise ConfigError(f"{path} is there already; give --force to replace it, or another file with -o")
-        read_here = [] if path.suffix == ".yaml" else [Path(model).expanduser(), Path(data).expanduser()]
-        check_writable("--output", path, read_here)  # no model and no data is YAML
-        given, function = _given(model, data, overrides or [], reward)
+    name = _name(model, data)
+    path = output or Path(f"{name}.yaml")
+    if path.exists() and not force:
+        raise ConfigError(f"{path} is there already; give --force to replace it, or another file with -o")
+    read_here = [] if path.suffix == ".yaml" else [Path(model).expanduser(), Path(data).expanduser()]
+    check_writable("--output", path, read_here)  # no model and no data is YAML
+    given, function = _given(model, data, overrides or [], reward)
 
-        from headway.api.init.data_summary import look_at_data
-        from headway.api.init.device_layout import taken
-        from headway.api.init.model_summary import look_at_model, look_here
-        from headway.api.init.recipe_builder import choose, render
-        from headway.cli.train_command import size
+    from headway.api.init.data_summary import look_at_data
+    from headway.api.init.device_layout import taken
+    from headway.api.init.model_summary import look_at_model, look_here
+    from headway.api.init.recipe_builder import choose, render
+    from headway.cli.train_command import size
 
-        machine = look_here(gpus, gpu_gb)
-        with boundary(f"{model} cannot be read", ModelError):
-            looked = look_at_model(model, trust_remote_code=bool(given.get("model.trust_remote_code", False)))
-        read = look_at_data(data, looked, function, given)
-        choices = choose(looked, read, machine, given, name=name)
-        memory = [f"{one.name} {size(one.memory.device)}" for one in taken(choices, looked, machine)]
-        vllm = any((one.key, one.value) == ("rollout.name", "vllm") for one in choices)
-        options = {"--reward": reward, "--gpus": gpus, "--gpu-gb": gpu_gb, "--output": output}
-        words = [
-            model,
-            data,
-            *(overrides or []),
-            *(f"{key}={value}" for key, value in options.items() if value is not None),
-        ]
-        text = render(
-            choices,
-            _header(
-                words,
-                path,
-                machine,
-                f"Memory{' of a Llama of its size' * looked.estimated}, at most: {', '.join(memory)}"
-                + ("; vLLM takes what it finds." if vllm else "."),
-            ),
-        )
-        _check(text, looked)
-        with writing("--output", path):
-            path.write_text(text, encoding="utf-8")
-        _say(path, text, choices, looked, read, machine)
+    machine = look_here(gpus, gpu_gb)
+    with boundary(f"{model} cannot be read", ModelError):
+        looked = look_at_model(model, trust_remote_code=bool(given.get("model.trust_remote_code", False)))
+    read = look_at_data(data, looked, function, given)
+    choices = choose(looked, read, machine, given, name=name)
+    memory = [f"{one.name} {size(one.memory.device)}" for one in taken(choices, looked, machine)]
+    vllm = any((one.key, one.value) == ("rollout.name", "vllm") for one in choices)
+    options = {"--reward": reward, "--gpus": gpus, "--gpu-gb": gpu_gb, "--output": output}
+    words = [
+        model,
+        data,
+        *(overrides or []),
+        *(f"{key}={value}" for key, value in options.items() if value is not None),
+    ]
+    of_llama = " of a Llama of its size" if looked.estimated else ""
+    takes = "; vLLM takes what it finds." if vllm else "."
+    header = [
+        f"A first recipe, for {machine.words}:",
+        f"  {shlex.join(['headway', 'init', *words])}",
+        "To check it, and to train:",
+        *(f"  {line}" for line in _next(path)),
+        f"Memory{of_llama}, at most: {', '.join(memory)}{takes}",
+    ]
+    text = render(choices, header)
+    _check(text, looked)
+    with writing("--output", path):
+        path.write_text(text, encoding="utf-8")
+    _say(path, text, looked, read, machine)
 
 
 def _name(model: str, data: str) -> str:
@@ -140,16 +136,6 @@ def _given(model: str, data: str, overrides: Sequence[str], reward: str | None) 
     return given, PROGRAM if reward is None and loaded.reward.by_program else reward
 
 
-def _header(words: Sequence[str], path: Path, machine: Machine, memory: str) -> list[str]:
-    return [
-        f"A first recipe, for {machine.words}:",
-        f"  {shlex.join(['headway', 'init', *words])}",
-        "To check it, and to train:",
-        *(f"  {command}" for command in _next(path)),
-        memory,
-    ]
-
-
 def _next(path: Path) -> list[str]:
     return [f"headway train {shlex.quote(str(path))} --dry-run", f"headway train {shlex.quote(str(path))}"]
 
@@ -166,36 +152,20 @@ def _check(text: str, model: ModelFacts) -> None:
     check_dry(config, model_there=not model.lacks)
 
 
-def _say(
-    path: Path, text: str, choices: Sequence[Choice], model: ModelFacts, data: DataFacts, machine: Machine
-) -> None:
-    """Print the main choices, and what to do next."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from headway.api.init.recipe_builder import scalar
-
-    table = Table.grid(padding=(0, 2))
-    for wraps in (False, False, True):
-        table.add_column(no_wrap=not wraps)
-    for choice in choices:
-        if choice.main:
-            table.add_row(choice.key, scalar(choice.value), choice.reason)
-    console = Console(width=WIDTH, markup=False, highlight=False)
+def _say(path: Path, text: str, model: ModelFacts, data: DataFacts, machine: Machine) -> None:
+    """Print what the recipe is for, and what to do next."""
     typer.echo(f"{model.family}, {model.size} parameters; {data.rows} rows; {machine.words}")
-    with console.capture() as printed:
-        console.print(table)
-    typer.echo("\n".join(line.rstrip() for line in printed.get().rstrip("\n").split("\n")))
     typer.echo(f"recipe: {path} ({len(text.splitlines())} lines, each choice with its reason)")
     if model.lacks:
         typer.echo(f"{model.path} has no {' and no '.join(model.lacks)} yet: until then, a dry run refuses the recipe")
     elif not machine.here:
         typer.echo("not checked: whether there are such GPUs where it will run")
     typer.echo("now:")
-    for command in _next(path):
-        typer.echo(f"  {command}")
+    for line in _next(path):
+        typer.echo(f"  {line}")
 
 
+@command
 def import_files(
     files: Annotated[
         list[str],
@@ -213,23 +183,21 @@ def import_files(
         str | None,
         typer.Option("--from", metavar="PROJECT", help="verl, trl, areal, prime-rl or openrlhf; default: by the keys."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Turn a file of verl, TRL, AReaL, prime-rl or OpenRLHF into a recipe, and say what became of each setting."""
-    with errors_as_messages(debug):
-        from headway.api.checks.preflight import missing_packages
-        from headway.config.migration.settings_files import read
-        from headway.config.migration.translation import recipe, recognise, report, translate
+    from headway.api.checks.preflight import missing_packages
+    from headway.config.migration.settings_files import read
+    from headway.config.migration.translation import recipe, recognise, report, translate
 
-        sources = [read(file) for file in files]
-        found = translate(recognise(sources, project), sources)
-        found.open += missing_packages(found.config)
-        if output is None:
-            typer.echo(report(found), nl=False, err=True)
-            typer.echo(recipe(found, None), nl=False)
-            return
-        check_writable("--output", output, [Path(source.name) for source in sources])
-        with writing("--output", output):
-            output.write_text(recipe(found, str(output)), encoding="utf-8")
-        typer.echo(report(found), nl=False)
-        typer.echo(f"\nrecipe: {output}\nnow: headway doctor {output}")
+    sources = [read(file) for file in files]
+    found = translate(recognise(sources, project), sources)
+    found.open += missing_packages(found.config)
+    if output is None:
+        typer.echo(report(found), nl=False, err=True)
+        typer.echo(recipe(found, None), nl=False)
+        return
+    check_writable("--output", output, [Path(source.name) for source in sources])
+    with writing("--output", output):
+        output.write_text(recipe(found, str(output)), encoding="utf-8")
+    typer.echo(report(found), nl=False)
+    typer.echo(f"\nrecipe: {output}\nnow: headway doctor {output}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, check_outputs, check_writable, errors_as_messages, files_of_run, say, writing
+from headway.cli.common import check_outputs, check_writable, command, files_of_run, say, writing
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ TOLD_EVERY_S = 10.0
 """Seconds between two lines of progress where stderr is no terminal."""
 
 
+@command
 def plan(
     profile: ProfileFile = None,
     from_run: Annotated[
@@ -40,53 +41,51 @@ def plan(
     row: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Which row --html shows, counted from the quickest.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Say how to divide devices, and whether asynchrony will help."""
-    with errors_as_messages(debug):
-        from rich.console import Console
+    from rich.console import Console
 
-        from headway.planner import planner
-        from headway.planner.plan_table import print_plan
+    from headway.planner import planner
+    from headway.planner.plan_table import print_plan
 
-        if row is not None and html is None:
-            raise ConfigError(f"--row {row} chooses the row that --html shows, and --html is not given")
-        read = [*([profile] if profile is not None else []), *(files_of_run(from_run) if from_run is not None else [])]
-        check_outputs({"--json": json_file, "--html": html}, read)
-        job = _profile(profile, from_run)
-        found = planner.plan(job, devices=gpus, budget_s=budget, sweep=sweep, progress=_progress())
-        print_plan(found, Console(highlight=False))
-        if json_file is not None:
-            text = json.dumps(planner.to_json(found), indent=1, ensure_ascii=False) + "\n"
-            with writing("--json", json_file):
-                json_file.write_text(text, encoding="utf-8")
-            typer.echo(f"rows: {json_file}")
-        if html is not None:
-            _write_timeline(found, row, html)
+    if row is not None and html is None:
+        raise ConfigError(f"--row {row} chooses the row that --html shows, and --html is not given")
+    read = [*([profile] if profile is not None else []), *(files_of_run(from_run) if from_run is not None else [])]
+    check_outputs({"--json": json_file, "--html": html}, read)
+    job = _profile(profile, from_run)
+    found = planner.plan(job, devices=gpus, budget_s=budget, sweep=sweep, progress=_progress())
+    print_plan(found, Console(highlight=False))
+    if json_file is not None:
+        text = json.dumps(planner.to_json(found), indent=1, ensure_ascii=False) + "\n"
+        with writing("--json", json_file):
+            json_file.write_text(text, encoding="utf-8")
+        typer.echo(f"rows: {json_file}")
+    if html is not None:
+        _write_timeline(found, row, html)
 
 
+@command
 def profile(
     run: Run,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it there instead of printing it.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Turn a run's record into a profile for headway plan."""
-    with errors_as_messages(debug):
-        from headway.planner.measurement.run_profiler import profile_run
-        from headway.planner.profiles.profile_files import dump_profile
+    from headway.planner.measurement.run_profiler import profile_run
+    from headway.planner.profiles.profile_files import dump_profile
 
-        check_writable("--output", output, files_of_run(run))
-        text = dump_profile(profile_run(run))
-        if output is None:
-            typer.echo(text, nl=False)
-            return
-        with writing("--output", output):
-            output.write_text(text, encoding="utf-8")
-        typer.echo(f"profile: {output}\nnow: headway plan {output}")
+    check_writable("--output", output, files_of_run(run))
+    text = dump_profile(profile_run(run))
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    with writing("--output", output):
+        output.write_text(text, encoding="utf-8")
+    typer.echo(f"profile: {output}\nnow: headway plan {output}")
 
 
+@command
 def report(
     run: Run,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: timeline.html in RUN.")] = None,
@@ -94,24 +93,22 @@ def report(
     versions: Annotated[
         str | None, typer.Option(metavar="A:B", help="Versions to draw. Default: all, of a large run the newest.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Draw where a run's time went: a page, and a trace for ui.perfetto.dev."""
-    with errors_as_messages(debug):
-        from headway.reports.report import places
-        from headway.reports.report import report as write
+    from headway.reports.report import places
+    from headway.reports.report import report as write
 
-        wanted = places(run, html, trace)
-        check_outputs({"--html": wanted.html, "--trace": wanted.trace}, files_of_run(run))
-        written = write(run, html, trace, versions)
-        typer.echo(f"page: {written.html}\ntrace, for ui.perfetto.dev: {written.trace}")
-        if not written.adds_up:
-            say(
-                f"warning: the groups in {run / 'events.jsonl'} do not add up: lines of it are missing, and the "
-                "figures are wrong. Take the file from a copy"
-            )
-        if written.damaged:
-            say(f"damaged lines of {run / 'samples.jsonl'}, which are left out: {written.damaged}")
+    wanted = places(run, html, trace)
+    check_outputs({"--html": wanted.html, "--trace": wanted.trace}, files_of_run(run))
+    written = write(run, html, trace, versions)
+    typer.echo(f"page: {written.html}\ntrace, for ui.perfetto.dev: {written.trace}")
+    if not written.adds_up:
+        say(
+            f"warning: the groups in {run / 'events.jsonl'} do not add up: lines of it are missing, and the "
+            "figures are wrong. Take the file from a copy"
+        )
+    if written.damaged:
+        say(f"damaged lines of {run / 'samples.jsonl'}, which are left out: {written.damaged}")
 
 
 def _profile(path: Path | None, run: Path | None) -> Profile:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, errors_as_messages, say
+from headway.cli.common import command, say
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ LAST = 40
 Group = Annotated[int | None, typer.Argument(min=0, metavar="GROUP", help="A group's number; default: a table.")]
 
 
+@command
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
     group: Group = None,
@@ -41,23 +42,21 @@ def show(
     tokens: Annotated[bool, typer.Option("--tokens", help="A table of tokens, with all their numbers.")] = False,
     episode: Annotated[int | None, typer.Option(min=0, metavar="K", help="Only this episode of the group.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of lines, or the whole sample.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Show what a run said: a table of the groups that were drawn, or one of them token by token."""
-    with errors_as_messages(debug):
-        of_table = {"--fate": fate is not None, "--source": source is not None, "--last": last is not None}
-        of_group = {"--tokens": tokens, "--episode": episode is not None, "--color": color != "gap"}
-        wrong = of_group if group is None else of_table | (of_group if validation else {})
-        for option in (option for option, is_given in wrong.items() if is_given):
-            if option in of_table:
-                raise ConfigError(f"{option} chooses lines of the table; leave GROUP out")
-            raise ConfigError(f"{option} shows one group that was trained; give its number: GROUP")
-        if group is None:
-            _table(run, validation, fate, source, last or LAST, as_json)
-        elif validation:
-            _problem(run, group, as_json)
-        else:
-            _group(run, group, color, tokens, episode, as_json)
+    of_table = {"--fate": fate is not None, "--source": source is not None, "--last": last is not None}
+    of_group = {"--tokens": tokens, "--episode": episode is not None, "--color": color != "gap"}
+    wrong = of_group if group is None else of_table | (of_group if validation else {})
+    for option in (option for option, is_given in wrong.items() if is_given):
+        if option in of_table:
+            raise ConfigError(f"{option} chooses lines of the table; leave GROUP out")
+        raise ConfigError(f"{option} shows one group that was trained; give its number: GROUP")
+    if group is None:
+        _table(run, validation, fate, source, last or LAST, as_json)
+    elif validation:
+        _problem(run, group, as_json)
+    else:
+        _group(run, group, color, tokens, episode, as_json)
 
 
 def _table(run: Path, validation: bool, fate: str | None, source: str | None, last: int, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, Overrides, Static, complete_config, errors_as_messages, say
+from headway.cli.common import Debug, Overrides, Static, command, complete_config, say
 from headway.config.sections.learning import ParallelConfig
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, NodeShare, Placement
 from headway.errors import ConfigError
@@ -229,6 +229,7 @@ DryRun = Annotated[
 ]
 
 
+@command
 def train(
     config: OptionalConfig = None,
     overrides: Overrides = None,
@@ -239,63 +240,61 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model, or resume a run that ended early: CONFIG [a.b=c …], or --resume RUN [a.b=c …]."""
-    with errors_as_messages(debug):
-        if resume is not None:
-            given = [] if config is None else [str(config)]
-            _resume(resume, [*given, *(overrides or [])], dry_run, static, 0 if dry_run else restarts, debug)
-        elif config is None:
-            raise ConfigError("expected CONFIG, a YAML file or a recipe's name, like demo, or --resume RUN")
-        else:
-            _train(config, overrides or [], dry_run, static, 0 if dry_run else restarts, debug)
+    if resume is not None:
+        given = [] if config is None else [str(config)]
+        _resume(resume, [*given, *(overrides or [])], dry_run, static, 0 if dry_run else restarts, debug)
+    elif config is None:
+        raise ConfigError("expected CONFIG, a YAML file or a recipe's name, like demo, or --resume RUN")
+    else:
+        _train(config, overrides or [], dry_run, static, 0 if dry_run else restarts, debug)
 
 
+@command
 def sft(
     config: OptionalConfig = None,
     overrides: Overrides = None,
     resume: Resume = None,
     dry_run: DryRun = False,
     static: Static = False,
-    debug: Debug = False,
 ) -> None:
     """Fine-tune model.path on the conversations in data.train: [CONFIG] [a.b=c …], or --resume RUN [a.b=c …]."""
-    with errors_as_messages(debug):
-        from headway.api.python_settings import load_checked, load_resumed
-        from headway.config.loading import check_changes, dump
+    from headway.api.python_settings import load_checked, load_resumed
+    from headway.config.loading import check_changes, dump
 
-        given = list(overrides or [])
-        if config is not None and ("=" in str(config) and not config.exists()):
-            given, config = [str(config), *given], None
-        if resume is not None:
-            if config is not None:
-                raise typer.BadParameter(f"--resume RUN takes the settings that RUN was begun with; drop {config}")
-            before, loaded = load_resumed(resume, given, supervised=True)
-            check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
-        else:
-            loaded = load_checked(config, given, supervised=True)
-        from headway.api.run.new_run import set_math_environment
-        from headway.cluster.machine.worker_setup import importing
+    given = list(overrides or [])
+    if config is not None and ("=" in str(config) and not config.exists()):
+        given, config = [str(config), *given], None
+    if resume is not None:
+        if config is not None:
+            raise typer.BadParameter(f"--resume RUN takes the settings that RUN was begun with; drop {config}")
+        before, loaded = load_resumed(resume, given, supervised=True)
+        check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
+    else:
+        loaded = load_checked(config, given, supervised=True)
+    from headway.api.run.new_run import set_math_environment
+    from headway.cluster.machine.worker_setup import importing
 
-        set_math_environment(loaded.config)
-        with importing():
-            from headway.api.sft.sft_run import check
-            from headway.api.sft.sft_run import sft as run
-        if dry_run:
-            data = check(loaded.config)
-            held_out = 0 if data.val is None else len(data.val)
-            typer.echo(dump(loaded.config))
-            typer.echo(f"# {len(data.train)} conversations, {held_out} held out, {data.steps} optimizer steps")
-            for note in filter(None, [data.train.left_out.note(), *data.notes]):
-                typer.echo(f"# {note}")
-            return
-        raise typer.Exit(run(loaded, resume))
+    set_math_environment(loaded.config)
+    with importing():
+        from headway.api.sft.sft_run import check
+        from headway.api.sft.sft_run import sft as run
+    if dry_run:
+        data = check(loaded.config)
+        held_out = 0 if data.val is None else len(data.val)
+        typer.echo(dump(loaded.config))
+        typer.echo(f"# {len(data.train)} conversations, {held_out} held out, {data.steps} optimizer steps")
+        for note in filter(None, [data.train.left_out.note(), *data.notes]):
+            typer.echo(f"# {note}")
+        return
+    raise typer.Exit(run(loaded, resume))
 
 
-def demo(overrides: Overrides = None, dry_run: DryRun = False, static: Static = False, debug: Debug = False) -> None:
+@command
+def demo(overrides: Overrides = None, dry_run: DryRun = False, static: Static = False) -> None:
     """Train the demonstration model: the recipe demo, wherever this is called."""
     from headway.config.recipes import recipes
 
-    with errors_as_messages(debug):
-        _train(recipes()["demo"], overrides or [], dry_run, static)
+    _train(recipes()["demo"], overrides or [], dry_run, static)
 
 
 def _train(
@@ -362,14 +361,14 @@ def _dry_run(loaded: LoadedConfig, static: bool) -> None:
         typer.echo(f"# note: {note}")
 
 
-def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+@command
+def doctor(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check settings and say what they amount to."""
-    with errors_as_messages(debug):
-        from headway.api.checks.trials import check_dry
+    from headway.api.checks.trials import check_dry
 
-        loaded = load_checked(config, overrides or [])
-        notes = check_dry(loaded.config)
-        print_summary(replace(loaded, notes=[*loaded.notes, *notes]))
+    loaded = load_checked(config, overrides or [])
+    notes = check_dry(loaded.config)
+    print_summary(replace(loaded, notes=[*loaded.notes, *notes]))
 
 
 def load_checked(path: Path, overrides: list[str]) -> LoadedConfig:

@@ -27,6 +27,8 @@ ANSWER_KEYS = ("reward_model.ground_truth", "answer")
 """Default keys of the ground truth: the first that a row has counts. The former is verl's."""
 
 
+FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
+"""Endings of the files that can be read."""
 ARCHIVES = (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz")
 COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """The bytes with which compressed files begin, whatever their name."""
@@ -91,12 +93,8 @@ def read_records(path: str, columns: Columns) -> list[Record]:
     return records
 
 
-def file_rows(path: str, columns: Columns | None = None) -> Iterator[Row]:
-    """Yield the rows of a file as they are, in order. ``columns``: those that a row needs; None: any.
-
-    Raises:
-        DataError: the file is missing, of another kind or unreadable, or lacks a column.
-    """
+def file_kind(path: str) -> str:
+    """Return the ending of a data file, in lower case. Raises `DataError` where it is missing, or of another kind."""
     if not path.strip():
         raise DataError(f"data: got {path!r}, expected the name of a .jsonl, .csv or .parquet file")
     file = Path(path).expanduser()
@@ -108,19 +106,22 @@ def file_rows(path: str, columns: Columns | None = None) -> Iterator[Row]:
     if not file.is_file():
         what = "not a file" if file.exists() else "no such file"
         raise DataError(f"{path}: {what}; data.train and data.val name a .jsonl, .csv or .parquet file")
-    match file.suffix.lower():
-        case ".jsonl":
-            rows = _jsonl_rows(file)
-        case ".csv":
-            rows = _csv_rows(file, columns)
-        case ".parquet":
-            rows = _parquet_rows(file, columns)
-        case other:
-            way_out = "unpack it" if other in ARCHIVES else "convert it: JSONL has one JSON object on each line"
-            raise DataError(
-                f"{path}: data files end in .jsonl, .csv or .parquet, not {other or 'nothing'!r}; {way_out}"
-            )
-    return rows
+    if (kind := file.suffix.lower()) not in FILE_ENDINGS:
+        way_out = "unpack it" if kind in ARCHIVES else "convert it: JSONL has one JSON object on each line"
+        raise DataError(f"{path}: data files end in .jsonl, .csv or .parquet, not {kind or 'nothing'!r}; {way_out}")
+    return kind
+
+
+def file_rows(path: str, columns: Columns | None = None) -> Iterator[Row]:
+    """Yield the rows of a file as they are, in order. ``columns``: those that a row needs; None: any.
+
+    Raises:
+        DataError: the file is missing, of another kind or unreadable, or lacks a column.
+    """
+    kind, file = file_kind(path), Path(path).expanduser()
+    if kind == ".jsonl":
+        return _jsonl_rows(file)
+    return _csv_rows(file, columns) if kind == ".csv" else _parquet_rows(file, columns)
 
 
 def records_of(

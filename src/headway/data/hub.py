@@ -1,13 +1,10 @@
 """Rows of Hugging Face datasets, by name or from a folder.
 
-The library ``datasets`` is imported when one is read; most folders that it saved are read without it.
-
-What ``save_to_disk`` wrote:
+The library ``datasets`` is imported when one is read. What its ``save_to_disk`` wrote:
 
 FOLDER/dataset_dict.json             names of splits, each a folder of its own; not there where there is one dataset
 FOLDER/[SPLIT/]dataset_info.json     types of the columns
 FOLDER/[SPLIT/]state.json            names of the dataset's files
-FOLDER/[SPLIT/]data-*.arrow          rows, as an Arrow stream
 """
 
 from __future__ import annotations
@@ -18,17 +15,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.data.files import Columns, Row, check_columns, plain_rows
+from headway.data.files import Columns, Row, check_columns
 from headway.errors import ConfigError, DataError, boundary
 
 if TYPE_CHECKING:
     from headway.config.schema import SourceConfig
 
 SPLITS, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
-PLAIN = {"Value", "List", "LargeList", "Sequence", "ClassLabel"}
-"""Types of columns whose values are those of the Arrow files. Others, like images, the library decodes."""
-ROWS_AT_ONCE = 1024
-"""Rows that are converted to Python at once."""
 
 
 def is_saved(folder: Path) -> bool:
@@ -41,52 +34,8 @@ def splits_of(folder: Path) -> list[str]:
 
     Raises `OSError`, `ValueError`, `KeyError` or `TypeError` where the folder is damaged.
     """
-    return list(_read(folder / SPLITS)["splits"]) if (folder / SPLITS).is_file() else []
-
-
-def is_plain(dataset: Path) -> bool:
-    """Tell whether the dataset in the folder ``dataset`` can be read without the library. Raises as `splits_of` does.
-
-    Old versions of the library kept a selection of rows beside them; `saved_table` would read all of them.
-    """
-    selected = _read(dataset / STATE).get("_indices_data_files")
-    return not selected and set(_types(_read(dataset / INFO).get("features"))) <= PLAIN
-
-
-def saved_table(dataset: Path) -> Any:
-    """Return the rows in the folder ``dataset`` as an Arrow table in mapped memory. Raises as `splits_of` does."""
-    import pyarrow.ipc  # 0.2 s, for saved folders only
-
-    parts = []
-    for part in _read(dataset / STATE)["_data_files"]:
-        with pyarrow.memory_map(str(dataset / part["filename"])) as file, pyarrow.ipc.open_stream(file) as stream:
-            parts.append(stream.read_all())
-    return pyarrow.concat_tables(parts) if parts else pyarrow.table({})
-
-
-def saved_rows(table: Any, dataset: Path) -> Iterator[Any]:
-    """Yield the rows of `saved_table` as plain Python values. Raises `DataError` for one that cannot be converted."""
-    number = 0
-    for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
-        yield from plain_rows(batch, dataset, number)
-        number += len(batch)
-
-
-def _read(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _types(features: Any) -> Iterator[str]:
-    """Yield the names of the types in a description of columns, however deeply nested."""
-    match features:
-        case dict():
-            if isinstance(name := features.get("_type"), str):
-                yield name
-            for inner in features.values():
-                yield from _types(inner)
-        case list():
-            for inner in features:
-                yield from _types(inner)
+    file = folder / SPLITS
+    return list(json.loads(file.read_text(encoding="utf-8"))["splits"]) if file.is_file() else []
 
 
 MOST_SHOWN = 400
@@ -126,11 +75,7 @@ def _load(dataset: str, source: SourceConfig, default_split: str) -> tuple[list[
         if is_saved(folder):
             if useless := [key for key, value in given.items() if value is not None]:
                 raise DataError(f"dataset {dataset}: a saved folder has no {' or '.join(useless)}; drop that key")
-            place = _place_of(dataset, folder, source.split, default_split)
-            if is_plain(place):
-                table = saved_table(place)
-                return table.column_names, len(table), saved_rows(table, place)
-            table = _library(dataset).load_from_disk(str(place))
+            table = _library(dataset).load_from_disk(str(_place_of(dataset, folder, source.split, default_split)))
         else:
             table = _library(dataset).load_dataset(
                 str(folder) if folder.is_dir() else dataset, source.subset, split=split, revision=source.revision
@@ -157,7 +102,10 @@ def _place_of(dataset: str, folder: Path, split: str | None, default_split: str)
         return folder
     wanted = split or default_split
     if wanted not in splits:
-        raise DataError(f"dataset {dataset}: there is no split {wanted!r}; there are {', '.join(splits)}. Set split")
+        raise DataError(
+            f"dataset {dataset}: there is no split {wanted!r}; there are {', '.join(splits)}. Set split, or name "
+            f"its folder, like {folder / splits[0]}"
+        )
     return folder / wanted
 
 

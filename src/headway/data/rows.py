@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import xxhash
 
-from headway.data.files import ARCHIVES, Columns, Record, Row, file_rows, read_records, records_of
+from headway.data.files import ARCHIVES, FILE_ENDINGS, Columns, Record, Row, file_rows, read_records, records_of
 from headway.data.hub import dataset_rows, is_saved, splits_of
 from headway.data.mixing import SPLIT_KEY, SourceShare, generator
 from headway.data.problems import Problem
@@ -249,8 +249,6 @@ def _record(problem: Problem, source: str) -> Record:
     return Record(problem.prompt, problem.answer, source, problem.extra)
 
 
-FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
-"""Endings of the files that can be read."""
 OTHER_ENDINGS = (*ARCHIVES, ".json", ".txt", ".tsv", ".xls", ".xlsx", ".arrow", ".yaml", ".yml", ".py")
 """Endings of files that cannot be read, which are no part of a dataset's name."""
 

@@ -396,7 +396,8 @@ def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -
     prompts = prompt_tokenizer(config, tokenizer)
     alike: dict[Any, bool] = {}
     for record in rows.train:
-        form = _form(record)
+        columns = (column_value(record.extra.get(name)) for name in (TOOLS, TEMPLATE_KWARGS))
+        form = _form([record.prompt, *columns])
         if alike.get(form) is True:
             continue
         (one,) = prompts([record])
@@ -413,25 +414,12 @@ def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -
     return [*notes, *prompts.notes]
 
 
-def _form(record: Record) -> Any:
-    """Features that templates or tokenizers may refuse: roles, field names, empty or non-UTF-8 contents."""
-    columns = _shape(record.extra.get(TOOLS)), _shape(record.extra.get(TEMPLATE_KWARGS))
-    if isinstance(record.prompt, str):
-        return columns, _form_of_text(record.prompt)
-    return columns, *((one["role"], *one, _form_of_text(one.get("content"))) for one in record.prompt)
-
-
-def _shape(value: Any) -> Any:
-    """Types and names of a value of a column, however deep, also as JSON text."""
-    value = column_value(value)
+def _form(value: Any) -> Any:
+    """Features that templates or tokenizers may refuse: types, names of fields, roles, empty or non-UTF-8 texts."""
+    if isinstance(value, str):
+        if not value.strip():
+            return "blank" if value else "empty"
+        return "text" if value.isascii() or writable(value) == value else "surrogate"
     if isinstance(value, Mapping):
-        return tuple((name, _shape(inner)) for name, inner in value.items())
-    return tuple({_shape(inner) for inner in value}) if isinstance(value, list) else type(value).__name__
-
-
-def _form_of_text(text: Any) -> str:
-    if not isinstance(text, str):
-        return "null"
-    if not text.strip():
-        return "blank" if text else "empty"
-    return "text" if text.isascii() or writable(text) == text else "surrogate"
+        return tuple((name, inner if name == "role" else _form(inner)) for name, inner in value.items())
+    return tuple(map(_form, value)) if isinstance(value, list) else type(value).__name__

@@ -188,12 +188,12 @@ def test_devices_that_are_given_leave_the_others_to_the_other_role() -> None:
     for given in ({"trainer__n_gpus_per_node": 4}, {"rollout__n_gpus_per_node": 4}):
         made = values(choices(model("1 B"), gpus(8), **given))
         assert (made["trainer.n_gpus_per_node"], made["rollout.n_gpus_per_node"]) == (4, 4)
-    with pytest.raises(ConfigError, match="is 8 of 8 GPUs, and rollout needs at least one"):
+    with pytest.raises(ConfigError, match="is 8 of 8 GPUs, which leaves 0 for rollout; each needs at least one"):
         choices(model("1 B"), gpus(8), trainer__n_gpus_per_node=8)
 
 
 def test_gpus_that_are_no_whole_machines_are_not_left_idle() -> None:
-    with pytest.raises(ConfigError, match="which leaves 12 for rollout: 12 are no whole machines of 8"):
+    with pytest.raises(ConfigError, match=r"which leaves 12 for rollout; each needs .* whole machines of 8"):
         choices(model("1 B"), gpus(16), trainer__n_gpus_per_node=4)
 
 

@@ -134,7 +134,7 @@ def missing_packages(config: Config) -> list[str]:
     if config.agent.mcp:
         checks.append(check_sdk)
     names = [source.dataset for source in (*config.data.train_sources, *config.data.held_out_sources)]
-    checks += [partial(check_library, name) for name in names if name and not Path(name).expanduser().is_dir()][:1]
+    checks += [partial(check_library, name) for name in names if name][:1]
     missing = []
     for check in checks:
         try:

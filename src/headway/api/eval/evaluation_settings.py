@@ -26,9 +26,9 @@ from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.rollout_section import RolloutConfig
 from headway.config.sections.run_section import ClusterConfig, RunConfig
 from headway.config.sizing.placement import needs_critic
-from headway.data.hub import is_saved, splits_of
+from headway.data.files import file_kind
 from headway.data.problems import REASONING_GYM
-from headway.data.rows import FILE_ENDINGS, settings_named
+from headway.data.rows import settings_named
 from headway.data.tasks import TASKS, is_task
 from headway.errors import ConfigError, ModelError, UserError
 from headway.reports.checkpoint_folders import Checkpoints, version_of
@@ -128,27 +128,22 @@ def settle(
     settings = settings_of(overrides)
     given = frozenset(settings.values)
     _refuse({key: "DATA says what is read; drop one of the two" for key in given if lies_in(key, *_made_by(data))})
-    by_option = {"rollout.val_n": ("--n", n), "rollout.val_temperature": ("--temperature", temperature)}
-    _refuse(
-        {
-            key: f"{option} {value} says that, too; drop one of the two"
-            for key, (option, value) in by_option.items()
-            if key in given and value is not None
-        }
-    )
     options = [f"rollout.val_n={n}"] if n is not None else []
     options += [f"rollout.val_temperature={temperature}"] if temperature is not None else []
     meant = read_overrides([*_meaning(data), *options])
     loaded = load(base, Layer(settings.origin, overlay(meant.values, settings.values), notes=settings.notes))
     # After loading, which knows better what an unknown key is.
-    _refuse({key: f"{SAID_OTHERWISE[key]} says that here" for key in given if key in SAID_OTHERWISE})
-    _refuse(
-        {
-            key: "no effect on an evaluation; drop it"
-            for key in given
-            if lies_in(key, *IDLE) or not lies_in(key, *MEANINGFUL)
-        }
-    )
+    by_option = {"rollout.val_n": ("--n", n), "rollout.val_temperature": ("--temperature", temperature)}
+    problems = {
+        key: f"{option} {value} says that, too; drop one of the two"
+        for key, (option, value) in by_option.items()
+        if value is not None
+    }
+    problems |= {key: f"{argument} says that here" for key, argument in SAID_OTHERWISE.items()}
+    for key in given - problems.keys():
+        if lies_in(key, *IDLE) or not lies_in(key, *MEANINGFUL):
+            problems[key] = "no effect on an evaluation; drop it"
+    _refuse({key: problems[key] for key in given & problems.keys()})
     other_task = data is not None and is_task(data) and (base is None or _task_of(base) != data)
     own_verifier = other_task and not any(lies_in(key, "reward.function", "reward.functions") for key in given)
     config = _less_training(loaded.config, path, given, own_verifier=own_verifier)
@@ -202,16 +197,8 @@ def _meaning(data: str | None) -> list[str]:
     ((key, source),) = settings_named(data, "test", "validation").items()
     if key != "data.train":
         return [*nothing_else, f"{key}={json.dumps(source)}", "data.train=null"]
-    file = Path(data).expanduser()
-    if isinstance(source, str) and file.suffix.lower() not in FILE_ENDINGS:
-        raise ConfigError(f"DATA: got {data}, expected {DATA_FILES}, or a task: {_tasks()}")
-    if isinstance(source, str) and not file.is_file():
-        what = "is not a file" if file.exists() else "does not exist"
-        raise ConfigError(f"DATA: got {data}, which {what}; expected {DATA_FILES}")
-    if "split" not in source and is_saved(file) and (splits := splits_of(file)):
-        raise ConfigError(
-            f"DATA: got {data}, which has the splits {', '.join(splits)}; give one's folder, like {file / splits[0]}"
-        )
+    if isinstance(source, str):
+        file_kind(source)
     return [*nothing_else, f"{key}={json.dumps(source)}", "data.val_size=0"]
 
 

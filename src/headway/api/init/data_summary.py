@@ -29,6 +29,7 @@ Kind = Literal["code", "math", "choice", "text", "own"]
 _NUMBER = r"[-+]?\$?(?:(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*%?"
 NUMBER = re.compile(_NUMBER)
 NUMBERS = re.compile(rf"{_NUMBER}(?:\s*[,;]\s*{_NUMBER})+")
+"""Pattern of lists of numbers."""
 LETTER = re.compile(r"\(?([A-Z])[).]?")
 WORD = re.compile(r"[\w+-]{1,20}")
 IN_LATEX = re.compile(r"\\[a-zA-Z]+|\$.+\$|[\w)}]\s*[=^]\s*[\w({]")
@@ -66,14 +67,9 @@ def reward_for(answers: Sequence[tuple[Any, Mapping[str, Any]]]) -> RewardChoice
     texts = [str(answer).strip() for answer, _ in known]
     if _most(_is_number(text) for text in texts):
         return RewardChoice("math_verify", "answers are numbers: the last one counts, or \\boxed{…}", "math")
-    lists = [re.split(r"[,;]\s*", text) for text in texts if not _is_number(text) and NUMBERS.fullmatch(text)]
-    if len(lists) >= ENOUGH * len(texts):
-        if sum(len(set(items)) < len(items) for items in lists) > (1 - ENOUGH) * len(lists):
-            return RewardChoice("exact_match", "answers are lists in which numbers repeat: their order counts", "text")
-        reason = "answers are lists of numbers: sets, whose order does not count; where it does: exact_match"
+    if _most(_is_number(text) or _is_mathematics(text) for text in texts):
+        reason = "answers are mathematics: \\boxed{…} counts, or the last expression; in lists no order does"
         return RewardChoice("math_verify", reason, "math")
-    if _most(_is_number(text) or _is_mathematics(text) or NUMBERS.fullmatch(text) is not None for text in texts):
-        return RewardChoice("math_verify", "answers are mathematics: \\boxed{…} counts, or the last expression", "math")
     return _of_choices(texts) or _of_texts(texts)
 
 
@@ -128,7 +124,7 @@ def _is_number(text: str) -> bool:
 
 
 def _is_mathematics(text: str) -> bool:
-    if "\\boxed" in text:
+    if "\\boxed" in text or NUMBERS.fullmatch(text):
         return True
     expression = text.rpartition("####")[2].strip()
     if len(expression) > LONGEST_EXPRESSION or SIGNS.fullmatch(expression) is None:
@@ -352,81 +348,70 @@ def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mappin
         DataError: no such data, or none that holds prompts; messages without a chat template.
     """
     settings = source_of(data) | {key: value for key, value in given.items() if lies_in(key, "data")}
-    played = any(lies_in(key, *PROGRAMS) for key in given)
+    chosen = None if reward is None else RewardChoice(reward, "as given", KINDS.get(reward, "own"))
+    prompt, answers_within, longest_rows = "prompt", False, []
     if "data.task.name" in settings:
-        return _of_task(data, settings, model, reward, played=played)
-    rows = first_rows(_source_config(settings), LOOKED_AT)
-    prompt = settings.get("data.prompt_key") or prompt_column(rows, data)
-    settings["data.prompt_key"] = prompt
-    if "data.answer_key" not in settings:
-        answer = answer_column(rows, prompt, data)
-        if answer is None and reward is None:
-            raise DataError(
-                f"{data}: there is no ground truth to compare answers with; there are {', '.join(rows[0])}. Say which "
-                "column holds it, data.answer_key=COLUMN, or give a reward that needs none: --reward FILE.py:function"
-            )
-        settings["data.answer_key"] = answer or prompt
-    records = read_rows(_config(settings)).train
-    sample = records[:: -(-len(records) // MOST_MEASURED)]
-    answers = [] if settings["data.answer_key"] == prompt else [(one.answer, one.extra) for one in sample]
-    chosen = _own(reward) if reward is not None else reward_for(answers)
-    if chosen is None:
-        first = next((answer for answer, _ in answers if answer is not None), None)
-        raise ConfigError(
-            f"{data}: no built-in reward fits its answers, such as {shown(first, 80)}: they are no numbers, "
-            "mathematics, choices, short texts or unit tests. Give a function that scores a response, --reward "
-            "FILE.py:function (docs/rewards.md), or the column that holds the answer, data.answer_key=COLUMN"
-        )
-    usual = {"data.prompt_key": "prompt", "data.answer_key": AUTO}
-    settings = {key: value for key, value in settings.items() if usual.get(key) != value}
-    longest = (
-        nlargest(LONGEST_MEASURED, records, key=lambda one: len(str(one.prompt))) if len(sample) < len(records) else []
-    )
-    facts = _measured(data, settings, len(records), sample, chosen, model, longest, played=played)
-    return replace(facts, answers_within="data.answer_key" not in settings and ends_with_answers(rows, prompt))
-
-
-def _of_task(
-    data: str, settings: Mapping[str, Any], model: ModelFacts, reward: str | None, *, played: bool
-) -> DataFacts:
-    config = _config(settings)
-    problems = read_rows(config).train
-    kind: Kind = "text" if data in TASKS.names() else "own"
-    chosen = _own(reward) if reward is not None else RewardChoice("task", "the task's own verifier", kind)
-    return _measured(data, settings, len(problems), problems[:MOST_MADE], chosen, model, played=played)
-
-
-def _measured(
-    data: str,
-    settings: Mapping[str, Any],
-    rows: int,
-    sample: Sequence[Record],
-    reward: RewardChoice,
-    model: ModelFacts,
-    longest_rows: Sequence[Record] = (),
-    *,
-    played: bool,
-) -> DataFacts:
-    """``longest_rows``: those of the most characters, beside the sample. ``played``: a program speaks to the model, by
-    chat messages of its own.
-    """
+        records = read_rows(_config(settings)).train
+        sample = records[:MOST_MADE]
+        kind: Kind = "text" if data in TASKS.names() else "own"
+        chosen = chosen or RewardChoice("task", "the task's own verifier", kind)
+    else:
+        rows = first_rows(_source_config(settings), LOOKED_AT)
+        prompt = settings.get("data.prompt_key") or prompt_column(rows, data)
+        settings["data.prompt_key"] = prompt
+        if "data.answer_key" not in settings:
+            settings["data.answer_key"] = _answer_key(rows, prompt, data, reward)
+        records = read_rows(_config(settings)).train
+        sample = records[:: -(-len(records) // MOST_MEASURED)]
+        chosen = chosen or _fitting(data, [] if settings["data.answer_key"] == prompt else sample)
+        usual = {"data.prompt_key": "prompt", "data.answer_key": AUTO}
+        settings = {key: value for key, value in settings.items() if usual.get(key) != value}
+        answers_within = "data.answer_key" not in settings and ends_with_answers(rows, prompt)
+        longest_rows = nlargest(LONGEST_MEASURED, records, key=lambda one: len(str(one.prompt)))
     chats = not isinstance(sample[0].prompt, str)
+    # A program speaks to the model by chat messages of its own.
+    played = any(lies_in(key, *PROGRAMS) for key in given)
     template = settings.get("data.chat_template") or ("auto" if played else _template(model, sample, chats=chats))
     tokens = sorted(_prompt_tokens(model, sample, template))
     longest = max([tokens[-1], *_prompt_tokens(model, longest_rows, template)])
-    answered = settings.get("data.answer_key", AUTO) != settings.get("data.prompt_key", "prompt")
+    answered = settings.get("data.answer_key", AUTO) != prompt and chosen.kind != "code"
     texts = [str(one.answer) for one in sample if answered and isinstance(one.answer, str | int | float)]
     return DataFacts(
         given=data,
         settings=settings,
-        rows=rows,
-        reward=reward,
+        rows=len(records),
+        reward=chosen,
         prompts=replace(TextLengths.of(tokens), longest=longest),
         tokens=tokens,
-        answers=TextLengths.of(_tokens(model, texts)) if texts and reward.kind != "code" else None,
+        answers=TextLengths.of(_tokens(model, texts)) if texts else None,
         chats=chats,
+        answers_within=answers_within,
         template=template,
         measured=model.tokenizer is not None,
+    )
+
+
+def _answer_key(rows: Sequence[Any], prompt: str, data: str, reward: str | None) -> str:
+    """Return the ground truth's key, that of the prompt where a given reward needs none. Raises `DataError`."""
+    answer = answer_column(rows, prompt, data)
+    if answer is None and reward is None:
+        raise DataError(
+            f"{data}: there is no ground truth to compare answers with; there are {', '.join(rows[0])}. Say which "
+            "column holds it, data.answer_key=COLUMN, or give a reward that needs none: --reward FILE.py:function"
+        )
+    return answer or prompt
+
+
+def _fitting(data: str, sample: Sequence[Record]) -> RewardChoice:
+    """Return the built-in reward that fits the answers. Raises `ConfigError` where none does."""
+    answers = [(one.answer, one.extra) for one in sample]
+    if (chosen := reward_for(answers)) is not None:
+        return chosen
+    first = next((answer for answer, _ in answers if answer is not None), None)
+    raise ConfigError(
+        f"{data}: no built-in reward fits its answers, such as {shown(first, 80)}: they are no numbers, "
+        "mathematics, choices, short texts or unit tests. Give a function that scores a response, --reward "
+        "FILE.py:function (docs/rewards.md), or the column that holds the answer, data.answer_key=COLUMN"
     )
 
 
@@ -456,10 +441,6 @@ def _tokens(model: ModelFacts, texts: Sequence[str]) -> list[int]:
         except Exception:  # it may lack an answer's characters, which the model need not write
             pass
     return [-(-len(text) // CHARACTERS_OF_A_TOKEN) for text in texts]
-
-
-def _own(reward: str) -> RewardChoice:
-    return RewardChoice(reward, "as given", KINDS.get(reward, "own"))
 
 
 def source_of(data: str) -> dict[str, Any]:

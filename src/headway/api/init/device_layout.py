@@ -34,8 +34,6 @@ class Choice:
     key: str
     value: Any
     reason: str = ""
-    main: bool = False
-    """True where people who have not read the file should see it, too."""
 
 
 class Choices:
@@ -45,11 +43,11 @@ class Choices:
         self._given = given
         self._made: dict[str, Choice] = {}
 
-    def add(self, key: str, value: Any, reason: str = "", *, main: bool = False) -> Any:
+    def add(self, key: str, value: Any, reason: str = "") -> Any:
         """Choose ``value``, unless ``key`` is given; returns what counts."""
         if key in self._given:
             value, reason = self._given[key], GIVEN
-        self._made[key] = Choice(key, value, reason, main)
+        self._made[key] = Choice(key, value, reason)
         return value
 
     def finished(self) -> list[Choice]:
@@ -106,11 +104,11 @@ def _replica_sizes(machine: Machine, given: Mapping[str, Any]) -> tuple[int, ...
 
 def _on_cpu(made: Choices, model: ModelFacts, machine: Machine, context: int, *, shared: bool) -> str:
     why = "they take turns in one process" if shared else "training and generation side by side"
-    mode = str(made.add("mode", TURNS if shared else ASYNC, why, main=True))
-    made.add("rollout.name", "native", "Headway's own; vLLM is for GPUs", main=True)
+    mode = str(made.add("mode", TURNS if shared else ASYNC, why))
+    made.add("rollout.name", "native", "Headway's own; vLLM is for GPUs")
     made.add("actor.ppo_max_token_len_per_gpu", max(ON_CPU, context), "tokens of a micro-batch")
-    made.add("trainer.n_gpus_per_node", 1, "a process that trains", main=True)
-    made.add("rollout.n_gpus_per_node", 1, "the same process" if shared else "a process that generates", main=True)
+    made.add("trainer.n_gpus_per_node", 1, "a process that trains")
+    made.add("rollout.n_gpus_per_node", 1, "the same process" if shared else "a process that generates")
     slow = f"; slow for {model.size} parameters" if model.shape.parameters >= SMALL else ""
     made.add("cluster.device", CPU.name, machine.words + slow)
     if machine.cores == 1:
@@ -124,26 +122,26 @@ def _on_gpus(made: Choices, model: ModelFacts, machine: Machine, fit: Fit) -> st
         why = "training and generation take turns: " + ("there is one GPU" if gpus == 1 else "apart they do not fit")
     else:
         why = "training and generation side by side"
-    mode = str(made.add("mode", TURNS if fit.shared else ASYNC, why, main=True))
+    mode = str(made.add("mode", TURNS if fit.shared else ASYNC, why))
     if step.recompute:
-        made.add(RECOMPUTE, True, WHY_RECOMPUTE, main=True)
+        made.add(RECOMPUTE, True, WHY_RECOMPUTE)
     vllm = (machine.vllm or fit.replica > 1) and not fit.shared
     engine = "it is installed here" if vllm else "Headway's own; vllm, where that is installed"
     if machine.vllm and fit.shared:
         engine = "it shares GPUs with the trainer"
     elif not machine.vllm and vllm:
         engine = "replicas of several GPUs are its own; install it on those machines"
-    made.add("rollout.name", "vllm" if vllm else "native", engine, main=True)
+    made.add("rollout.name", "vllm" if vllm else "native", engine)
     takes = f"a rank takes at most {max(1, fit.memory.device / 1e9):.0f} of {machine.device_bytes / 1e9:.0f} GB"
     if model.estimated:
         takes += ", by the arithmetic of a Llama of its size"
     made.add("actor.ppo_max_token_len_per_gpu", step.tokens, f"tokens of a micro-batch; {takes}")
     for name, size in step.mesh.parallel:
         if size > 1:
-            made.add(f"actor.parallel.{name}", size, WHY_MESH[name], main=True)
+            made.add(f"actor.parallel.{name}", size, WHY_MESH[name])
     if step.offload:
         why = f"they do not fit on the GPUs: {_on_host(fit) / 1e9:.0f} GB of each machine's memory"
-        made.add("actor.fsdp_config.param_offload", True, why, main=True)
+        made.add("actor.fsdp_config.param_offload", True, why)
     each = "each" if fit.replica == 1 else f"each {fit.replica}"
     better = "" if fit.shared else "; headway plan finds a better split after a short run"
     generate = "the same GPUs" if fit.shared else f"GPUs that generate, {model.size} parameters on {each}"
@@ -153,10 +151,10 @@ def _on_gpus(made: Choices, model: ModelFacts, machine: Machine, fit: Fit) -> st
     ):
         nodes, on_each = _machines(devices)
         if nodes > 1:
-            made.add(f"{role}.nnodes", nodes, f"machines of {PER_MACHINE}", main=True)
-        made.add(f"{role}.n_gpus_per_node", on_each, why, main=True)
+            made.add(f"{role}.nnodes", nodes, f"machines of {PER_MACHINE}")
+        made.add(f"{role}.n_gpus_per_node", on_each, why)
     if fit.replica > 1:
-        made.add(REPLICA_SIZE, fit.replica, "GPUs of one replica", main=True)
+        made.add(REPLICA_SIZE, fit.replica, "GPUs of one replica")
     made.add("cluster.device", ACCELERATORS[0].name, machine.words)
     if machine.nodes > 1:
         made.add("cluster.address", "auto", "a Ray cluster of these machines, joined from one of them")
@@ -211,17 +209,12 @@ def _asked(machine: Machine, given: Mapping[str, Any]) -> int | None:
             continue
         nodes = int(given.get(f"{role}.nnodes", 1))
         count = nodes * int(given.get(f"{role}.n_gpus_per_node", PER_MACHINE if nodes > 1 else 1))
-        if not 0 < count < machine.gpus:
-            raise ConfigError(
-                f"{role}.nnodes × {role}.n_gpus_per_node is {count} of {machine.gpus} GPUs, and {others} needs at "
-                "least one; give --gpus N, the number of all"
-            )
         left = machine.gpus - count
-        if bad := next((n for n in (count, left) if n > PER_MACHINE and n % PER_MACHINE), None):
+        if not 0 < count < machine.gpus or any(n > PER_MACHINE and n % PER_MACHINE for n in (count, left)):
             raise ConfigError(
                 f"{role}.nnodes × {role}.n_gpus_per_node is {count} of {machine.gpus} GPUs, which leaves {left} for "
-                f"{others}: {bad} are no whole machines of {PER_MACHINE}; give whole machines, {role}.nnodes=1 "
-                f"{role}.n_gpus_per_node={PER_MACHINE}, or another --gpus"
+                f"{others}; each needs at least one, and of more than {PER_MACHINE} whole machines of {PER_MACHINE}. "
+                "Give --gpus N, the number of all"
             )
         return count if role == "trainer" else left
     return None
@@ -302,7 +295,7 @@ TRIES = 3
 LEAST_ANSWERS = 4
 """Whole answers that a replica on a CPU has room for at the least."""
 IN_PLACE = Choice("rollout.enable_dual_buffer", False, "there is no room for a second copy of the served weights")
-SAVERS = (Choice(RECOMPUTE, True, WHY_RECOMPUTE, main=True), IN_PLACE)
+SAVERS = (Choice(RECOMPUTE, True, WHY_RECOMPUTE), IN_PLACE)
 """What saves memory on CPUs, in the order of what it costs."""
 
 

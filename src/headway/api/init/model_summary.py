@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -86,17 +86,6 @@ def look_here(gpus: int | None, gpu_gb: float | None) -> Machine:
     )
 
 
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
-"""Names of the longest context, in the ``config.json`` of one family or another."""
-SPELLED: Mapping[str, Sequence[str]] = {
-    "hidden_size": ("n_embd", "d_model", "n_embed"),
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
-    "intermediate_size": ("n_inner", "ffn_dim", "d_inner"),
-    "num_experts_per_tok": ("moe_k", "num_experts_per_token", "moe_topk", "top_k"),
-    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-}
-"""Llama's names of sizes, and those of other families."""
 USUAL_EXPERTS = 2
 """Experts of a token, where a mixture's files do not say."""
 THINKING = ("<think>", "enable_thinking", "reasoning_content")
@@ -110,7 +99,7 @@ class ModelFacts:
     path: str
     """Folder, or name on the hub, as the user gave it."""
     config: Mapping[str, Any]
-    """Its ``config.json``, that of its text part where it has more."""
+    """Its ``config.json``, that of its text part where it has more, with the names that transformers has for all."""
     shape: ModelShape
     estimated: bool = False
     """True where the family's memory is not known, and its sizes are read as those of a Llama."""
@@ -131,8 +120,8 @@ class ModelFacts:
     @property
     def positions(self) -> int | None:
         """Longest context; None where the files do not say."""
-        known = (self.config.get(name) for name in POSITIONS)
-        return next((number for number in known if isinstance(number, int) and number > 0), None)
+        number = self.config.get("max_position_embeddings")
+        return number if isinstance(number, int) and number > 0 else None
 
     @property
     def size(self) -> str:
@@ -170,8 +159,10 @@ def look_at_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
             raise needs_own_code(path)
         if "tokenizer" not in lacks:
             tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, Mapping) else config
+        text = config.get("text_config")
+        config = {**config, **text} if isinstance(text, Mapping) else config
+        family = CONFIG_MAPPING[config["model_type"]] if config.get("model_type") in CONFIG_MAPPING else None
+        config |= {name: config[own] for name, own in getattr(family, "attribute_map", {}).items() if own in config}
     if (shape := shape_of(config)) is None:
         raise ModelError(
             f"{path}: config.json does not tell the sizes of a decoder (hidden_size, num_hidden_layers, "
@@ -198,18 +189,13 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     """
     if (known := ModelShape.of(config)) is not None:
         return known
-    sizes = {key: value[0] if isinstance(value, list) and value else value for key, value in config.items()}
-    for name, others in SPELLED.items():
-        found = (sizes[key] for key in (name, *others) if isinstance(sizes.get(key), int))
-        if (number := next(found, None)) is not None:
-            sizes[name] = number
+    sizes = {key: value for key, value in config.items() if key not in ("mlp_only_layers", "decoder_sparse_step")}
     if not sizes.get("num_experts_per_tok"):
         sizes["num_experts_per_tok"] = USUAL_EXPERTS
     if isinstance(hidden := sizes.get("hidden_size"), int):
         sizes.setdefault("intermediate_size", 4 * hidden)
-    unusual = ("mlp_only_layers", "decoder_sparse_step")
-    family = "mixtral" if sizes.get("num_experts") else "llama"
-    return ModelShape.of({**{key: sizes[key] for key in sizes if key not in unusual}, "model_type": family})
+    mixture = sizes.get("num_experts") or sizes.get("num_local_experts")
+    return ModelShape.of({**sizes, "model_type": "mixtral" if mixture else "llama"})
 
 
 def _of_the_hub(name: str) -> dict[str, Any]:

@@ -170,15 +170,15 @@ def _data(made: Choices, data: DataFacts, prompt: tuple[int, str], response: tup
         }.get(key, f"{data.rows} rows" if key in ("data.train", "data.train.dataset") else "")
         if value == data.settings.get("data.prompt_key", "prompt") and key == "data.answer_key":
             reason = "there is no ground truth, and the reward needs none"
-        made.add(key, value, reason, main=key in ("data.prompt_key", "data.answer_key"))
+        made.add(key, value, reason)
     if data.template == "always":
         made.add("data.chat_template", "always", "prompts are text, and the model was trained on chats")
     if data.is_task:
         made.add("data.task.val_size", HELD_OUT, "held-out problems")
     elif not _has_val(data) and "data.val_size" not in data.settings:
         made.add("data.val_size", held_out(data), "rows held out; or val: a file of its own")
-    made.add("data.max_prompt_length", *prompt, main=True)
-    made.add("data.max_response_length", *response, main=True)
+    made.add("data.max_prompt_length", *prompt)
+    made.add("data.max_response_length", *response)
 
 
 def _prompts(data: DataFacts) -> str:
@@ -199,7 +199,7 @@ def _has_val(data: DataFacts) -> bool:
 
 
 def _reward(made: Choices, data: DataFacts, machine: Machine) -> None:
-    made.add("reward.function", data.reward.function, data.reward.reason, main=True)
+    made.add("reward.function", data.reward.function, data.reward.reason)
     for name, value in data.reward.params.items():
         made.add(f"reward.params.{name}", value)
     workers = min(8, machine.cores // 4)
@@ -240,7 +240,7 @@ def _batch(
     n = made.add("rollout.n", GROUP, "answers to each prompt, compared with each other")
     if "data.epochs" not in given:
         run = f"groups of the run: {steps} optimizer steps, {total / rows:.2g} passes over the data"
-        made.add("rollout.total_rollout_steps", total, run, main=True)
+        made.add("rollout.total_rollout_steps", total, run)
     if data.is_task or _has_val(data) or held_out(data):
         made.add("rollout.test_freq", 5, "versions between two validations")
     of_version = "one such step is" if trigger == 1 else f"{trigger} such steps are"
@@ -248,10 +248,9 @@ def _batch(
         "actor.ppo_mini_batch_size",
         mini,
         f"groups of an optimizer step: {mini * int(n)} answers; {of_version} a version{why}",
-        main=True,
     )
     rate = next(rate for least, rate in RATES if model.shape.parameters >= least)
-    made.add("actor.optim.lr", rate, f"usual for {model.size} parameters", main=True)
+    made.add("actor.optim.lr", rate, f"usual for {model.size} parameters")
     if warmup := min(WARMUP, steps // 10):
         made.add("actor.optim.lr_warmup_steps", warmup, "optimizer steps")
 

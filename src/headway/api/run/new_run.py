@@ -46,7 +46,6 @@ from headway.reports.report_manager import Reports, open_reports, reopen_reports
 from headway.reports.run_directory import Occupied, RunDirectory, RunLock, free_names
 from headway.reports.trackers.tracker_set import check_trackers
 from headway.runtime.signals import terminations_as_interrupts
-from headway.runtime.user_code import names_a_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -209,7 +208,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
             read_state(checkpoints.critic(version))
         check_storage(config, path, resumed=True)
         check_trackers(config)
-        with _relative_paths_explained(config):
+        with _relative_paths_explained():
             rows = check_inputs(config)
             data = check_model(config, rows) or _data(config, rows, directory.initial_model)
         data.train.restore(cursor)
@@ -262,36 +261,15 @@ def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
 
 
 @contextmanager
-def _relative_paths_explained(config: Config) -> Iterator[None]:
-    """Add a note to an error over a missing relative path in the block: relative to which directory such paths are."""
+def _relative_paths_explained() -> Iterator[None]:
+    """Add a note to an error over what the settings name: relative to which directory paths are."""
     try:
         yield
     except UserError as error:
-        for path in _paths(config):
-            expanded = Path(path).expanduser()
-            named = path in str(error) or str(expanded.resolve()) in str(error)
-            if named and not expanded.is_absolute() and not expanded.exists():
-                error.add_note(
-                    "Relative paths are those of the directory where the run was begun: give the command in that "
-                    f"directory, or put {path} here"
-                )
-                break
+        error.add_note(
+            "Relative paths are those of the directory where the run was begun: give the command in that directory"
+        )
         raise
-
-
-def _paths(config: Config) -> list[str]:
-    """Return the paths of data, model and the user's own code as they are spelled; names on the hub are among them."""
-    algorithm, task = config.algorithm, config.data.task
-    functions = [
-        *(one.function for one in config.reward.all),
-        task.name if task is not None else "",
-        algorithm.policy_loss.loss_mode,
-        algorithm.adv_estimator,
-        *(one.name or "" for one in algorithm.corrections),
-    ]
-    files = [spec.rpartition(":")[0] for spec in functions if names_a_file(spec)]
-    sources = [source.label for source in (*config.data.train_sources, *config.data.held_out_sources)]
-    return [*sources, *files, *([] if config.model.path is None else [config.model.path])]
 
 
 def _is_longer(before: Config, config: Config, version: int) -> bool:

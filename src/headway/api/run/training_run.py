@@ -46,21 +46,22 @@ if TYPE_CHECKING:
     from headway.cluster.workers import Workers
 
 
-def note(reports: Reports, text: str) -> None:
-    reports.emit(Note(time=time.monotonic(), level="info", text=text))
+def note(reports: Reports, text: str, level: str = "info") -> None:
+    reports.emit(Note(time=time.monotonic(), level=level, text=text))
 
 
 class Interrupts:
     """Handling of Ctrl-C, SIGTERM and SIGHUP, as long as there is anything to close.
 
-    While the pipeline runs, the first signal asks it to finish its version; any other leaves at once. What is open is
-    then closed, which takes a few seconds; nothing disturbs that, so that no process is left behind. A run in another
-    thread than the main one gets no signals: Python handles them in the main thread alone.
+    In a block of `asking` the first signal asks for an end in order; any other leaves at once. What is open is then
+    closed, which takes a few seconds; nothing disturbs that, so that no process is left behind. A run in another thread
+    than the main one gets no signals: Python handles them in the main thread alone.
     """
 
-    def __init__(self, reports: Reports) -> None:
-        self._reports = reports
-        self._pipeline: Pipeline | None = None
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._stop: tuple[Callable[[], None], str] | None = None
+        """Function that asks for an end in order, and what is still finished; None where a signal leaves at once."""
         self._task: asyncio.Task[Any] | None = None
         """Task of the run; None once it leaves."""
         self._told = False
@@ -76,13 +77,13 @@ class Interrupts:
         self._handled.__exit__(*failure)
 
     @contextmanager
-    def asking(self, pipeline: Pipeline) -> Iterator[None]:
-        """Let the first interrupt before the end of the block ask ``pipeline`` to stop."""
-        self._pipeline = pipeline
+    def asking(self, stop: Callable[[], None], after: str) -> Iterator[None]:
+        """Have the first interrupt before the end of the block call ``stop``, for an end ``after`` what is named."""
+        self._stop = stop, after
         try:
             yield
         finally:
-            self._pipeline = None
+            self._stop = None
 
     def leave_undisturbed(self) -> None:
         self._task = None
@@ -90,12 +91,13 @@ class Interrupts:
     def _on_signal(self) -> None:
         if self._task is None:
             if not self._told:
-                note(self._reports, "ending the workers, which takes a few seconds")
+                self._say("ending the workers, which takes a few seconds")
             self._told = True
-        elif self._pipeline is not None:
-            note(self._reports, "stopping after this version; press Ctrl-C again to leave at once")
-            self._pipeline.request_stop()
-            self._pipeline = None
+        elif self._stop is not None:
+            stop, after = self._stop
+            self._say(f"stopping after {after}; press Ctrl-C again to leave at once")
+            stop()
+            self._stop = None
         else:
             self._task.cancel()
             self._task = None
@@ -166,7 +168,7 @@ async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float,
         if not (await asyncio.wait([ended], timeout=LEAVING_S))[0]:
             ended.cancel()  # nothing of it comes to the loop any more
             text = f"the warm-up did not end within {LEAVING_S:g} s, and was left: its task, or a step, takes longer"
-            reports.emit(Note(time=time.monotonic(), level="warning", text=text))
+            note(reports, text, "warning")
 
 
 class TrainingRun:
@@ -195,7 +197,7 @@ class TrainingRun:
         """Reason why the run stopped itself; None where it did not."""
 
     async def run(self) -> Status:
-        with Interrupts(self._reports) as interrupts:
+        with Interrupts(partial(note, self._reports)) as interrupts:
             async with AsyncExitStack() as stack:
                 try:
                     return await self._open_and_run(stack, interrupts)
@@ -215,8 +217,8 @@ class TrainingRun:
         tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
         self._report_left_out("held-out", data.val_left_out)
-        if (note := template_note(config, tokenizer)) is not None:
-            reports.emit(Note(time=time.monotonic(), level="info", text=note))
+        if (text := template_note(config, tokenizer)) is not None:
+            note(reports, text)
         async with _warming_up(self._model, config.cluster.stall_timeout_s, reports) as warm:
             reward = None
             if not config.reward.by_program:
@@ -251,7 +253,7 @@ class TrainingRun:
             reports.emit(WorkerDescribed(time=time.monotonic(), worker=name, **asdict(hardware)))
         if workers.padded is not None and config.model.packing != "padded":
             text = f"the rows of {self._model_path} are padded in training, and prompts computed for each answer: "
-            reports.emit(Note(time=time.monotonic(), level="warning", text=text + workers.padded))
+            note(reports, text + workers.padded, "warning")
         parts = Parts(
             source=data.train,
             validation=data.val,
@@ -298,7 +300,7 @@ class TrainingRun:
         if config.cluster.backend == "ray":  # else the trainer computes in this process
             stack.enter_context(collecting_seldom())
         try:
-            with interrupts.asking(pipeline):
+            with interrupts.asking(pipeline.request_stop, "this version"):
                 status = await pipeline.run()
         finally:  # training meets prompts that are left out only as it reads
             self._report_left_out("training", data.train.left_out)
@@ -324,7 +326,7 @@ class TrainingRun:
             return RunJournal(directory, self._config)
         except OSError as cause:
             text = f"no journal is written in {directory}, and a resumed run repeats more: {said_by(cause)}"
-            self._reports.emit(Note(time=time.monotonic(), level="warning", text=text))
+            note(self._reports, text, "warning")
             return None
 
     def _profile_window(self, workers: Workers) -> ProfileWindow:
@@ -349,7 +351,7 @@ class TrainingRun:
             f"the reward {names} took longer than reward.timeout_s={reward.timeout_s:g} s and was ended, "
             f"{'for the first time' if count == 1 else f'{count} times so far'}; what it printed is in logs/reward.log"
         )
-        self._reports.emit(Note(time=time.monotonic(), level="warning", text=text))
+        note(self._reports, text, "warning")
 
     def _report_left_out(self, part: str, rows: LeftOutRows) -> None:
         limit = self._config.data.max_prompt_length

@@ -13,8 +13,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from shutil import rmtree
 from threading import Lock
@@ -24,13 +25,14 @@ from rich.console import Console
 
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
+from headway.api.run.training_run import Interrupts
 from headway.api.sft.sft_data import Example, SftExamples
 from headway.api.sft.warmup import SftSteps, trainer_of
 from headway.cluster.worker_group import while_ranks_move
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import file_stall_s
-from headway.data.mixing import SHUFFLE_KEY, generator
+from headway.data.mixing import Mixture, SourceShare
 from headway.data.rows import TRAIN_SPLIT, VAL_SPLIT, digests, rows_of, split
 from headway.engines.train.state_file import read_state
 from headway.errors import EXIT_INTERRUPTED, ConfigError, DataError, RunError, UserError
@@ -46,7 +48,6 @@ from headway.reports.terminal import stdout_console
 from headway.reports.trackers.tracker_set import Trackers, check_trackers, open_trackers
 from headway.reports.trackers.tracker_thread import TrackerMessages
 from headway.runtime.logs import DriverLog
-from headway.runtime.signals import signals_handled
 from headway.runtime.task_groups import end, failing_as_one
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class SftData:
         """Settings by which the rows of a step follow from its number."""
         self.train = SftExamples(train, config, tokenizer, chats)
         self.val = SftExamples(val, config, tokenizer, chats) if val else None
-        self._size, self._seed, self._shuffle = sft.batch_size, config.run.seed, data.shuffle
+        self._size = sft.batch_size
         self._places = len(self.train) * (data.epochs or 1)
         if sft.max_steps is not None:
             asked = sft.max_steps * sft.batch_size
@@ -112,7 +113,8 @@ class SftData:
         """Number of optimizer steps of the run."""
         self.notes = list(self._notes(config, templated=chats is not None))
         """What is likely to be other than its user expects."""
-        self._order: tuple[int, Sequence[int]] = (-1, ())
+        mixture = Mixture([SourceShare("", len(self.train))], seed=config.run.seed, shuffle=data.shuffle)
+        self._epoch = lru_cache(1)(mixture.epoch)
         self._reading = Lock()
         """Held while rows are read: the tokenizer is one for training and held-out rows, and is not to be shared."""
 
@@ -146,11 +148,7 @@ class SftData:
 
     def _row(self, place: int) -> int:
         epoch, at = divmod(place, len(self.train))
-        if not self._shuffle:
-            return at
-        if self._order[0] != epoch:
-            self._order = epoch, generator(self._seed, SHUFFLE_KEY, epoch).permutation(len(self.train)).tolist()
-        return self._order[1][at]
+        return int(self._epoch(epoch).indices[at])
 
 
 def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | None = None) -> int:
@@ -284,10 +282,13 @@ class _SftRun:
         self._checkpoints = Checkpoints(directory.checkpoints)
         self._stopping = False
 
+    def _stop(self) -> None:
+        self._stopping = True
+
     async def run(self) -> Status:
         config, data, reports = self._config, self._data, self._reports
         assert config.model.path is not None
-        with self._interrupts():
+        with Interrupts(reports.note) as interrupts, interrupts.asking(self._stop, "this step, with a checkpoint"):
             async with trainer_of(
                 config,
                 config.sft.optim,
@@ -403,19 +404,3 @@ class _SftRun:
             return f"{what} did not move for {limit_s:g} s (cluster.stall_timeout_s): {answers}"
 
         return await while_ranks_move(work, steps.workers, limit_s, file_stall_s, stuck)
-
-    @contextmanager
-    def _interrupts(self) -> Iterator[None]:
-        """Let the first signal end the run behind its step, with a checkpoint, and a second one at once."""
-        task = asyncio.current_task()
-        assert task is not None
-
-        def on_signal() -> None:
-            if self._stopping:
-                task.cancel()
-                return
-            self._stopping = True
-            self._reports.note("stopping after this step, with a checkpoint; press Ctrl-C again to leave at once")
-
-        with signals_handled(on_signal):
-            yield
