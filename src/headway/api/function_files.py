@@ -96,16 +96,19 @@ class Functions:
 
     def move_away(self, folder: Path) -> None:
         """Rename functions whose names are taken in ``folder``: another run's functions stay as they are there."""
+        # Files of an earlier start are still named by the configuration that a resume reads
         taken = {file.stem for file in folder.glob("*")}
         self._found = [(_free(name, taken), function) for name, function in self._found]
 
     def write(self, folder: Path) -> list[Path]:
         """Write the functions, and return the files. Raises `UserCodeError` where one cannot be pickled."""
+        # All of them first: one that cannot be pickled leaves no file behind
         pickles = {name: pickled(function, name) for name, function in self._found}
         python, path = list(sys.version_info[:2]), [str(Path(entry or ".").absolute()) for entry in sys.path]
         written = []
         folder.mkdir(parents=True, exist_ok=True)
         for name, function in self._found:
+            # A pickle in a pickle: which Python made the inner one is known before that is opened
             whole = pickle.dumps({"python": python, "path": path, "pickled": pickles[name]})
             text = _FILE.format(
                 name=name, shown=_shown(function), python=".".join(map(str, python)), source=_source(function)

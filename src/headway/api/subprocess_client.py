@@ -62,6 +62,7 @@ def carry_out_apart(job: Job, show: Callable[[str], None] | None) -> Any:
     here, there = Pipe()
     with tempfile.TemporaryFile() as printed:
         process, over = _start(there, printed if show is not None else None), False
+        # This process's copy: with it open, the end of the other process would never read as end of file
         there.close()
         try:
             here.send((job, show is not None))
@@ -153,10 +154,12 @@ def _end_of(process: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
 
 def serve(descriptor: int) -> None:
     """Carry out the job that comes over the connection with this ``descriptor``."""
+    # Else each worker that the run starts would hold the caller's end open
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     told = _SubprocessOutput(connection)
     try:
+        # Not before: during the imports Ctrl-C ends the process by the signal itself, without a traceback
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with terminations_as_interrupts():
             job, in_a_cell = connection.recv()

@@ -128,6 +128,7 @@ def _resume(run: Run, functions: Functions) -> Run:
     try:
         carry_out_apart(partial(_go_on, run.path, before, loaded), cell_output())
     finally:
+        # Whatever happened: a resume that was refused has not written its configuration
         settled = RunDirectory(run.path).config.read_text(encoding="utf-8")
         for file in written:
             if str(file.with_suffix(".py")) not in settled:  # what was given was refused, and the run is as it was

@@ -80,6 +80,7 @@ def main() -> None:
         try:
             cli()
         finally:
+            # Before the flush, which may fail: the tracker's thread is there in any case
             _limit_exit(sys.exc_info()[1])
             sys.stdout.flush()
     except OSError as error:  # outside of a command, like --version, or by the last flush

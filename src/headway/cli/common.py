@@ -197,8 +197,10 @@ def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) 
                     f"{option} {path} would overwrite {named}, which belongs to what this command reads; give another "
                     "file"
                 )
+        # Appending: what is in the file stays until there is something to write
         path.open("a").close()
         if not there:
+            # What a link leads to: the link itself was there before
             path.resolve().unlink()
 
 

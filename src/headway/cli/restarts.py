@@ -88,6 +88,7 @@ class _Attended:
 
     def finish(self, command: Sequence[str]) -> int:
         """Run ``command`` to its end, and return its exit code."""
+        # A group of its own: Ctrl-C of a terminal would reach it twice, and the second one leaves at once
         self._process = subprocess.Popen(command, process_group=0)
         if self.told:  # between two processes
             self._process.terminate()

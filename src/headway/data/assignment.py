@@ -155,6 +155,7 @@ def _place(units: Sequence[_Work], ranks: int) -> _Placed:
         for bin in {loads.index(min(loads)), *own}:
             new = sum(cost for length, cost in unit.prompts.items() if length not in own.get(bin, ()))
             after[bin] = loads[bin] + unit.responses + new
+        # Ties by number: the assignment is a function of the batch alone, in any process
         bin = min(after, key=lambda bin: (after[bin], bin))
         loads[bin] = after[bin]
         bins[bin].append(unit)

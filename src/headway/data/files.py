@@ -217,6 +217,7 @@ def _text_lines(file: Path) -> Iterator[tuple[str, str]]:
         for number, line in enumerate(lines, start=1):
             where = f"{file}, line {number}"
             try:
+                # A byte-order mark, as Excel writes it, would be a part of the first column's name
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as cause:
                 found = f"byte {line[cause.start]:#04x} at position {cause.start + 1} is not UTF-8"
@@ -241,6 +242,7 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
 def _csv_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the fields of each line of a CSV file, with the number of the line."""
     with boundary(f"{file} cannot be read as CSV", DataError), file.open(encoding="utf-8-sig", newline="") as text:
+        # Of the whole process: 128 K characters are fewer than some prompts have
         csv.field_size_limit(LONGEST_FIELD)
         try:
             separator = _separator(text.readline())
@@ -290,6 +292,7 @@ def _parquet_rows(file: Path, columns: Columns | None) -> Iterator[Row]:
         check_columns(parquet.schema_arrow.names, columns, str(file))
         number = 0
         for batch in parquet.iter_batches():
+            # Batch by batch: the whole table as Python objects takes many times its size
             for row in plain_rows(batch, file, number):
                 yield f"{file}, row {number}", row
                 number += 1

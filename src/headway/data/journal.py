@@ -192,6 +192,7 @@ class JournalWriter:
             if len(self._files) >= OPEN_BLOCKS:
                 self._close(min(self._files))
             path = self.directory / f"{self._name}.{block}.{self._life}"
+            # Appended by the system: a life that was given up may still write its own file, and never this one's place
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             self._files[block] = file, os.fstat(file).st_size
         return self._files[block]

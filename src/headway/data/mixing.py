@@ -30,6 +30,7 @@ SHUFFLE_KEY, SPLIT_KEY, PASS_KEY = 1, 2, 3
 
 def generator(seed: int, *key: int) -> np.random.Generator:
     """Make a random generator for one use, so that an order never depends on what else drew random numbers."""
+    # A key, never seed + epoch: seed 3 in epoch 1 would have the order of seed 4 in epoch 0
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
@@ -68,6 +69,7 @@ def quotas(parts: Sequence[SourceShare]) -> list[int]:
     if not weights:
         return [part.rows for part in parts]
     assert len(weights) == len(parts), "the schema asks for the weights of all sources or of none"
+    # Fractions: with floats weights such as 0.1 and 0.2 round to another number of draws
     exact = [total * weight / sum(weights) for weight in weights]
     result = [int(share) for share in exact]
     by_remainder = sorted(range(len(parts)), key=lambda i: (int(exact[i]) - exact[i], i))
@@ -131,6 +133,7 @@ class Mixture:
             return generator(self._seed, SHUFFLE_KEY, epoch).permutation(self.rows)
         if self.parts[0].weight is None:
             return np.arange(self.rows)
+        # Stable: another sort breaks ties otherwise, and a resumed run would read another order
         return np.argsort(np.concatenate([(np.arange(quota) + 0.5) / quota for quota in self.quotas]), kind="stable")
 
 

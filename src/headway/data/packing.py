@@ -97,6 +97,7 @@ def grow(rows: Sequence[Ids], prompt: int | None = None) -> Tree:
     """
     order = list(range(len(rows)))
     if prompt is not None:
+        # Big-endian, so that bytes sort as their numbers do
         order.sort(key=lambda i: rows[i].astype(">u4").tobytes())  # stable, and neighbours have most in common
     places: list[Places] = [np.empty(0, np.int64)] * len(rows)
     parts: list[Ids] = []
@@ -144,6 +145,7 @@ def _segments(branches: Sequence[tuple[int, int]], length: int) -> Segments:
     above = np.array([behind[start] for start in starts.tolist()], np.int64)
     parents = np.where(above < 0, -1, np.searchsorted(starts, above, side="right") - 1)
     ends = np.append(starts[1:], length)
+    # From the end: children stand behind their parents, so each subtree is complete when it is added
     for segment in range(len(starts) - 1, -1, -1):
         parent = parents[segment]
         if parent >= 0 and ends[parent] < ends[segment]:
@@ -287,6 +289,7 @@ class Packing:
                 trees.append(grow([rows[i].input_ids for i in piece], prompt))
         sizes = [len(tree.ids) for tree in trees]
         batches = first_fit(sizes, self.token_budget)
+        # All ranks gather layers together: each waits for the one whose micro-batch takes longest
         batches.sort(key=lambda batch: -sum(trees[i].pairs for i in batch))
         return [
             Pack(
@@ -345,6 +348,7 @@ def first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """
     batches: list[list[int]] = []
     room: list[int] = []
+    # Ties by index: a step that is repeated makes the same micro-batches
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         size = sizes[index]
         place = next((i for i, left in enumerate(room) if size <= left), None)

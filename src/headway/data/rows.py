@@ -159,6 +159,7 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
 
 def split(rows: int, val_size: int, seed: int) -> tuple[list[int], list[int]]:
     """Choose ``val_size`` of ``rows`` by the seed. Returns the numbers of the training and of the held-out rows."""
+    # A stream of its own: the held-out rows stay the same when shuffling changes
     order = generator(seed, SPLIT_KEY, 0).permutation(rows)
     return sorted(order[val_size:].tolist()), sorted(order[:val_size].tolist())
 
@@ -187,6 +188,7 @@ def digests(rows: Sequence[Any]) -> tuple[str, ...]:
     for start in range(0, len(rows), length):
         digest = xxhash.xxh3_64()
         for row in rows[start : start + length]:
+            # Half of a surrogate pair is text of a row, too, and is refused only where it is tokenised
             digest.update(f"{row!r}\n".encode(errors="surrogatepass"))
         found.append(digest.hexdigest())
     return tuple(found)

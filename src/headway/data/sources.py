@@ -178,9 +178,11 @@ class RowSource:
                 "with these: data.accept_changes=true"
             )
         self.changes = tuple(differing)
+        # There may be fewer rows now: a place behind them would end the epoch without a prompt
         position = min(state["position"], self.rows - 1)
         self._handed_out = self._ahead = Cursor(state["epoch"], position, state["left_out"])
         self._left_out = LeftOutRows(state["left_out"])
+        # They were tokenised ahead from the old place
         self._ready.clear()
 
     def _difference(self, name: str, then: Any, here: Any) -> str:
@@ -307,6 +309,7 @@ def _model_digest(folder: Path) -> str:
     for pattern in ("config.json", "tokenizer.json", "tokenizer.model", "vocab.*", "merges.txt"):
         for path in sorted(folder.glob(pattern)):
             digest.update(path.read_bytes())
+    # Sizes alone: reading the weights themselves would take minutes for a large model
     digest.update(repr([path.stat().st_size for path in sorted(folder.glob("*.safetensors"))]).encode())
     return digest.hexdigest()
 

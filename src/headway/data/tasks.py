@@ -125,6 +125,7 @@ class TrainingProblems:
     def __getitem__(self, row: int) -> Problem:
         if not 0 <= row < self._size:
             raise IndexError(f"row {row} of {self._size} training problems")
+        # A function of the row alone: a resumed run makes the same problem without the ones before
         for index in range(row, row + COLLISION_TRIES):
             problem = self._task.problem(index)
             if problem.prompt not in self._held_out:
@@ -155,6 +156,7 @@ def split_task(name: str, params: Mapping[str, Any], *, seed: int, size: int, va
         ConfigError: as `make_task`; also when the task makes fewer than ``val_size`` distinct problems.
         DataError, UserCodeError: it makes too few since it fails.
     """
+    # Behind all indices that a collision may lead training to
     first = size + COLLISION_TRIES
     last = first + HELD_OUT_TRIES * val_size
     task = make_task(name, params, seed=seed, problems=last)

@@ -165,6 +165,7 @@ class TextStart:
             self._start = self._found(text[:PROBED])
         if not self._start:
             return ids
+        # Templates of instruct models often write BOS themselves: twice it costs accuracy, and says nothing
         if ids[: len(self._start)] == self._start:
             shown = self._tokenizer.decode(self._start)
             self.notes["twice"] = f"prompts begin with {shown}, which the tokenizer would add again; they have it once"

@@ -117,6 +117,7 @@ class SampledTokens:
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
     def __reduce__(self) -> tuple[Callable[..., SampledTokens], tuple[bytearray]]:
+        # The dtypes are those that `_sampled_tokens` reads: 4 bytes each, whatever an engine has sampled into
         parts = (self.ids, np.int32), (self.logprobs, np.float32), (self.versions, np.int32)
         return _sampled_tokens, (bytearray().join([array.astype(kind, copy=False).tobytes() for array, kind in parts]),)
 
@@ -183,6 +184,7 @@ def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
         return []
     if (versions == versions[0]).all():
         return [[0, int(versions[0])]]
+    # Prepended is a version that the first one differs from, so that it begins a run, too
     starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
     return [[int(s), int(versions[s])] for s in starts]
 

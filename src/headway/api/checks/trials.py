@@ -105,6 +105,7 @@ def _within_thread(trial: Callable[[], None], named: str) -> None:
         except BaseException as failure:
             failed.append(failure)
 
+    # A daemon: user code that hangs cannot be ended, and would keep the command from ending
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(LIMIT_S)
@@ -120,6 +121,7 @@ async def _tried(config: Config, rows: Rows) -> list[str]:
         async with asyncio.timeout(LIMIT_S) as limit, AsyncExitStack() as stack:
             told = await _call(config, rows, logs, stack)
     except TimeoutError:
+        # A TimeoutError of the user's code is none of this limit
         if not limit.expired():
             raise
         raise UserCodeError(
@@ -157,6 +159,7 @@ async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -
         stack.push_async_callback(reward.close)
         await load_reward(reward, spec)
         trials.append(partial(_try_reward, config, rows, reward))
+    # After all user code is loaded, as in a run: its messages come in the same order
     tokenizer, data = check_prompts(config, rows)
     if config.agent.has_program:
         trials.append(partial(_try_program, config, rows, programs, described, tokenizer, data))

@@ -113,6 +113,7 @@ async def solve(
                 log_path=None,
                 env=variables(config.agent.env),
             )
+            # Before start(): a worker that fails to load would leave the others running
             stack.push_async_callback(reward.close)
             await reward.start()
         if config.agent.has_program:
@@ -190,6 +191,7 @@ async def _ask(
     async def score(finished: Group) -> None:
         nonlocal told
         found[finished.number] = await _scored(reward, finished)
+        # Groups end in any order, and are written in that of the data
         while told in found:
             solved(found[told])
             told += 1

@@ -182,6 +182,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
     set_math_environment(config)
     directory = RunDirectory.existing(path)
     lock = RunLock(directory.lock)
+    # Before anything is read: another process may be training, and removing checkpoints
     lock.take()
     try:
         checkpoints = Checkpoints(directory.checkpoints)
@@ -211,6 +212,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         with _relative_paths_explained():
             rows = check_inputs(config)
             data = check_model(config, rows) or _data(config, rows, directory.initial_model)
+        # Before the record is cut: data that differ are refused with the run as it was
         data.train.restore(cursor)
         _check_accepted(config, data)
         reports = reopen_reports(config, directory, lock, version, balance(taken), console)
@@ -333,6 +335,7 @@ def carry_out(
             failure.add_note(f"{trained}{how}")
         raise
     finally:
+        # Before the uploader's last pass: closing writes the summary
         reports.close()
         if uploader is not None:
             uploader.finish_record()

@@ -230,6 +230,7 @@ class TrainingRun:
                     on_timeout=self._report_timeout,
                     env=variables(config.agent.env),
                 )
+                # Before start(): a worker that fails to load would leave the others running
                 stack.push_async_callback(reward.close)
                 await reward.start()
 
@@ -284,6 +285,7 @@ class TrainingRun:
             samples=SampleOutlet(reports.on_sample, TokenTexts(tokenizer)) if config.reports.samples else None,
             probe_tolerance=workers.rounding.tolerance,
         )
+        # After the workers are up: each rank reads its own part of the checkpoint
         taken = None if self._start is None else await self._load(workers, self._start)
         checkpoints = Checkpoints(reports.directory.checkpoints)
         uploader = self._uploader
@@ -295,6 +297,7 @@ class TrainingRun:
         )
         window = await stack.enter_async_context(self._profile_window(workers))
         others: list[Observer | None] = [journal, uploader]
+        # Reports come first: retention and storage ask what the record tells of
         observers: list[Observer] = [reports, retention, window, *(one for one in others if one is not None)]
         pipeline = Pipeline(config, parts, observers, reports.directory.checkpoints, taken)
         if config.cluster.backend == "ray":  # else the trainer computes in this process

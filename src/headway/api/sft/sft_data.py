@@ -59,6 +59,7 @@ def demonstrated(
         request = TurnRequest(chat[:at], list(tools) if tools else None)
         prompted = record.context(request)
         ids = _answer_ids(chats.renderer, chat[: at + 1], tools)
+        # Nobody has sampled them: the loss of supervised steps looks at neither log-probs nor versions
         tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
         finished = Completion(at, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
         record.answered(prompted, request, finished, number)
@@ -253,6 +254,7 @@ def solutions(
     rng = random.Random(seed)
     for index in count():
         problem = problems.problem(index)
+        # By its rendered text, as held-out prompts are: two problems may render to the same one
         [rendered] = prompts([Record(problem.prompt, problem.answer, task.name)])
         if isinstance(rendered, LeftOut) or rendered[0] in held_out:
             continue

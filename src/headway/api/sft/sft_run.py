@@ -207,6 +207,7 @@ def _resumed(directory: RunDirectory, data: SftData) -> int:
         )
     if steps[-1] >= data.steps and directory.model.is_dir():
         raise UserError(f"--resume {directory.path}: the run is complete, at step {steps[-1]} of {data.steps}")
+    # A checkpoint of steps that are undone now would be the newest one at the next resume
     checkpoints.forget_above(steps[-1])
     return steps[-1]
 
@@ -339,8 +340,10 @@ class _SftRun:
                 if config.sft.save_freq > 0 and (step + 1) % config.sft.save_freq == 0:
                     saved = await self._save(steps, step + 1)
         finally:
+            # It holds the tokenizer in a thread: a run that failed would end while that still reads
             await end([ahead])
         done = self._reports.step
+        # Before the export: what fails there is made up for by a resume
         if saved < done:
             await self._save(steps, done)
         if done < data.steps and self._stopping:

@@ -186,6 +186,7 @@ async def warm_up(
                     report(f"{steps} supervised steps, held-out accuracy {accuracy:.3f}")
                     if above := accuracy > high:
                         continue
+                    # Not where it is above: from these weights the next, smaller steps go on
                     _move(tried, path)
                     if accuracy >= low:
                         inside = WarmupResult(accuracy, steps)
@@ -223,6 +224,7 @@ def _trainer(path: Path, config: Config, lr: float, steps: int) -> AbstractAsync
         }
     )
     optim = OptimConfig(lr=lr, lr_scheduler_type="linear", betas=(0.9, 0.99))
+    # One step more than are made: the rate of the last one would be zero
     return trainer_of(alone, optim, model_path=str(path), run_dir=path.parent, total_steps=steps + 1)
 
 

@@ -47,6 +47,8 @@ class StorageClient:
             is_directory = "file" in fsspec.get_filesystem_class(protocol).protocol
             if is_directory:
                 options = {"auto_mkdir": True}
+            # No cached listing: another process writes there, too; and no shared instance with its thread and its
+            # options
             self._fs, self._root = fsspec.url_to_fs(
                 self.url, use_listings_cache=False, skip_instance_cache=True, **options
             )
@@ -82,6 +84,7 @@ class StorageClient:
         def put() -> None:
             self._fs.pipe_file(draft, data)
             if draft != path:
+                # A reader that opens it before sees the old content, never half of the new one
                 Path(draft).replace(path)
 
         self._within(_seconds(len(data)), put)
@@ -118,6 +121,7 @@ class StorageClient:
     def _within(self, limit_s: float, operation: Callable[[], R]) -> R:
         """Return what ``operation`` returns. Raises `TimeoutError` after ``limit_s``: its thread is then left alone."""
         if self._last is None or wait([self._last], limit_s).done:
+            # A daemon: a mount that hangs would keep the process from ending
             self._last = future = in_daemon_thread("headway-storage-operation", operation)
             if wait([future], limit_s).done:
                 return future.result()

@@ -139,6 +139,7 @@ class StorageUploader:
     def _work(self) -> None:
         pause: float
         while True:
+            # Before the pass: what is asked for while it sends needs another one
             asked = self._asked
             try:
                 self.send_changes()
@@ -222,6 +223,7 @@ class StorageUploader:
             size = mark[0] if size is None else size
             pieces = self._files.get(name)
             there = sum(nbytes for _, nbytes in pieces or ())
+            # A file that became shorter was replaced: a resumed run cuts its record
             if pieces is None or there > size or (not grows and self._marks.get(name) != mark):
                 self._obsolete += [piece for piece, _ in pieces or ()]
                 pieces = self._files[name] = []
@@ -241,6 +243,7 @@ class StorageUploader:
                     self._store.put(piece, data)
                     pieces.append((piece, len(data)))
                     there = end
+            # It may have been replaced between two reads, and the pieces would be of two files
             if not grows and _mark(path) != mark:
                 raise _Moved
         except FileNotFoundError:
@@ -279,6 +282,7 @@ class StorageUploader:
             if all(self._marks.get(name) == mark for name, mark in marks.items()):
                 return True
             self._marks.pop(f"{below}/{last}", None)
+            # First: a reader takes a folder that has this file for whole
             self._store.remove([f"{below}/{last}"])
             there = self._store.sizes(below)
             for name, mark in marks.items():
