@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -29,14 +29,22 @@ PROBLEM = "problem: "
 """Beginning of a line that tells of one."""
 
 
+class _Memory(NamedTuple):
+    """What is known of a run's memory before it starts."""
+
+    shape: ModelShape
+    processes: list[RunProcess]
+    on_cpu: bool
+    device_bytes: int | None
+    """Memory of a device of the run; None where it is not known."""
+
+
 def memory_lines(config: Config) -> Iterator[str]:
     """Yield the lines of the table, of 80 columns at most; none where the model's sizes are not known."""
-    found = _processes(config)
-    if found is None:
+    if (found := _memory(config)) is None:
         return
-    shape, processes, on_cpu = found
-    yield _row(f"memory, {_billions(shape)} parameters", "device", "host")
-    for process in processes:
+    yield _row(f"memory, {_billions(found.shape)} parameters", "device", "host")
+    for process in found.processes:
         yield _row(f"{process.name} × {process.count}")
         memory, moment = process.memory, process.memory.busiest
         for line in memory.lines:
@@ -46,32 +54,36 @@ def memory_lines(config: Config) -> Iterator[str]:
         yield _row("  at most", size(memory.device), size(memory.host))
         if moment is not None:
             yield f"  * {moment}: the moment that takes most"
-    device = sum(process.count * process.memory.device for process in processes)
-    host = sum(process.count * process.memory.host for process in processes)
+    device = sum(process.count * process.memory.device for process in found.processes)
+    host = sum(process.count * process.memory.host for process in found.processes)
     yield _row("all processes", size(device), size(host))
-    yield from _memory_notes(config, shape, processes, on_cpu=on_cpu)
+    there = found.device_bytes
+    if there is None:
+        return
+    if not found.on_cpu:
+        yield from _notes_on_devices(config, found, there)
+    elif device > there:
+        yield f"note: all processes together take up to {size(device)}, and this machine has {size(there)}"
 
 
 def memory_in_short(config: Config) -> str | None:
     """Return the table in one line; None where the model's sizes are not known."""
-    found = _processes(config)
-    if found is None:
+    if (found := _memory(config)) is None:
         return None
-    shape, processes, _ = found
-    parts = [f"{process.name} {size(process.memory.device)}" for process in processes]
-    return f"{_billions(shape)} parameters, at most {', '.join(parts)} (headway doctor has the table)"
+    parts = [f"{process.name} {size(process.memory.device)}" for process in found.processes]
+    return f"{_billions(found.shape)} parameters, at most {', '.join(parts)} (headway doctor has the table)"
 
 
-def _processes(config: Config) -> tuple[ModelShape, list[RunProcess], bool] | None:
+def _memory(config: Config) -> _Memory | None:
     from headway.config.sizing.run_memory import processes
-    from headway.devices import listed_here
+    from headway.devices import listed_here, memory_listed_here
 
-    shape = _shape(config)
-    if shape is None:
+    if (shape := _shape(config)) is None:
         return None
-    asked = config.cluster.device
-    on_cpu = asked == "cpu" or (asked == "auto" and config.cluster.address is None and listed_here() == 0)
-    return shape, processes(config, shape, on_cpu=on_cpu, device_bytes=_device_bytes(config, on_cpu=on_cpu)), on_cpu
+    asked, joins = config.cluster.device, config.cluster.address is not None
+    on_cpu = asked == "cpu" or (asked == "auto" and not joins and listed_here() == 0)
+    there = None if joins else memory_listed_here(on_cpu=on_cpu)
+    return _Memory(shape, processes(config, shape, on_cpu=on_cpu, device_bytes=there), on_cpu, there)
 
 
 def _shape(config: Config) -> ModelShape | None:
@@ -90,40 +102,25 @@ def _shape(config: Config) -> ModelShape | None:
         return None
 
 
-def _device_bytes(config: Config, *, on_cpu: bool) -> int | None:
-    """Bytes of a device of the run; None where they are not known."""
-    from headway.devices import memory_listed_here
-
-    return None if config.cluster.address is not None else memory_listed_here(on_cpu=on_cpu)
-
-
-def _memory_notes(config: Config, shape: ModelShape, processes: list[RunProcess], *, on_cpu: bool) -> Iterator[str]:
+def _notes_on_devices(config: Config, found: _Memory, there: int) -> Iterator[str]:
     """Say what is more than there is, and what is left for a replica on a GPU, where it takes what it finds."""
     from headway.config.sizing.run_memory import replica_room
 
-    there = _device_bytes(config, on_cpu=on_cpu)
-    if there is None:
-        return
-    if on_cpu:
-        needed = sum(process.count * process.memory.device for process in processes)
-        if needed > there:
-            yield f"note: all processes together take up to {size(needed)}, and this machine has {size(there)}"
-        return
-    for process in processes:
+    for process in found.processes:
         if process.memory.device > there:
             yield (
                 f"note: a {process.name} takes up to {size(process.memory.device)}, and a device here has "
                 f"{size(there)}; docs/training.md says what to lower"
             )
     try:
-        found = replica_room(config, shape, there)
+        room = replica_room(config, found.shape, there)
     except ConfigError as refused:
         yield f"{PROBLEM}{refused}"
         return
     if config.rollout.name == "vllm" and config.cluster.placement == "shared":
         yield (
-            f"note: vLLM takes {size(int(found.share * there))} of each GPU "
-            f"(gpu_memory_utilization={found.share:.2f}), {size(found.cache_bytes)} of it for keys and values"
+            f"note: vLLM takes {size(int(room.share * there))} of each GPU "
+            f"(gpu_memory_utilization={room.share:.2f}), {size(room.cache_bytes)} of it for keys and values"
         )
 
 

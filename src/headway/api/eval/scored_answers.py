@@ -34,6 +34,7 @@ from headway.data.tokenize import Counts
 from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
 from headway.errors import DataError, ScoringFailed
 from headway.pipeline.admission.ledger import EPISODE_FAILED
+from headway.pipeline.stages.prompt_loader import training_sampling
 from headway.pipeline.stages.reward import own_scores
 from headway.reports.live.live_view import Cell
 from headway.runtime.task_groups import Tasks, failing_as_one
@@ -124,27 +125,13 @@ async def solve(
         engine = await _start_engine(config, questions.tokenizer)
         stack.push_async_callback(engine.close)
         ready()
-        sampling = _sampling(config, stop_token_ids(str(config.model.path), questions.tokenizer))
+        ends = stop_token_ids(str(config.model.path), questions.tokenizer)
+        # The run's filters are left out of the configuration by now: those that are in it were given for this.
+        sampling = replace(training_sampling(config, ends), temperature=config.rollout.val_temperature)
         decode = answer_decoder(questions.tokenizer, skip_special_tokens=config.rollout.skip_special_tokens)
         ask = partial(_ask, engine, decode, hosting, reward, prompts, config.rollout.val_n, sampling, solved)
         found = await failing_as_one(ask)
     return [found[i] for i in range(len(prompts))]
-
-
-def _sampling(config: Config, stop: tuple[int, ...]) -> SamplingParams:
-    rollout = config.rollout
-    return SamplingParams(
-        max_tokens=config.data.max_response_length,
-        temperature=rollout.val_temperature,
-        stop_token_ids=stop,
-        stop=rollout.stop,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        logit_bias=tuple(rollout.logit_bias.items()),
-        min_tokens=rollout.min_tokens,
-    )
 
 
 async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
