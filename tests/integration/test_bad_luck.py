@@ -27,7 +27,7 @@ from headway.cli.train_command import load_checked
 from headway.cluster.worker_engines import TrainGroup
 from headway.engines.train.fsdp import checkpoint, learner
 from headway.errors import RunError, StallError
-from headway.pipeline.run import Pipeline
+from headway.events import Event, Note
 from headway.reports.report_manager import Reports
 from headway.runtime.process_tree import descendants
 from headway.runtime.signals import terminations_as_interrupts
@@ -58,6 +58,10 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: list[str] = []
+
+    def emit(self, event: Event) -> None:
+        assert isinstance(event, Note)
+        self.heard.append(event.text)
 
     def request_stop(self) -> None:
         self.heard.append("request_stop")
@@ -286,8 +290,8 @@ def test_an_export_that_fails_after_an_interrupt_is_told_and_the_run_stays_an_in
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def interrupted(_: Interrupts, pipeline: Pipeline) -> Iterator[None]:
-        pipeline.request_stop()
+    def interrupted(_: Interrupts, stop: Callable[[], None], after: str) -> Iterator[None]:
+        stop()
         yield
 
     async def refused(_: TrainGroup, path: Path) -> None:
