@@ -95,6 +95,7 @@ class Retention:
                 thread = Thread(
                     target=rmtree, args=(path,), kwargs={"ignore_errors": True}, name=f"removes {path.name}"
                 )
+                # Beside the run: a checkpoint of many files on a network's disk takes minutes to remove.
                 thread.start()
                 self._removing = [*filter(Thread.is_alive, self._removing), thread]
 

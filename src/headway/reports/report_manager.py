@@ -218,6 +218,7 @@ class Reports:
             finally:
                 self._view.close()
                 self._log.end()
+                # Last: who waits for the lock finds all files complete.
                 self._run_lock.release()
 
     def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
@@ -293,6 +294,7 @@ def reopen_reports(
         rows.unlink(missing_ok=True)
         samples.unlink(missing_ok=True)
         raise
+    # Before anything is appended, which would continue the half line that a kill left.
     cut_off_half_line(directory.events)
     checkpoints.forget_above(version)  # before the record undoes them: a later resume would take them for its own
     rows.replace(directory.metrics)

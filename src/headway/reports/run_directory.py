@@ -68,6 +68,7 @@ class RunLock:
         A file system without locks is warned of.
         """
         with _writable(self._path.parent):
+            # Not "w": the name of the holder must be there for the one who is refused.
             file = self._path.open("a+", encoding="utf-8")
         try:
             _lock(file)
@@ -97,6 +98,7 @@ class RunLock:
             self._released.set()
             with suppress(OSError):
                 signs_of_life(self._path).unlink(missing_ok=True)
+            # The file stays: a new one under its name could be locked while the old one still is.
             self._file.close()
             self._file = None
 
@@ -340,6 +342,7 @@ def is_trained(lock: Path, now: Callable[[], float] = time.time) -> bool | None:
         return None if now() - last < SILENT_S else False
     try:
         with lock.open("rb") as file:
+            # Shared: two that look at the same time must not take each other for the trainer.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

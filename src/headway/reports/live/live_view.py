@@ -174,6 +174,7 @@ class LiveView:
         with self._lock:
             phase, lines, self._lines = self._phase, self._lines, []
             parts = [panel(self._progress, self._console.width)] if self._progress.metrics.started else []
+        # Without the lock: a terminal that stands still (Ctrl-S) must not stop the run.
         for line in lines:
             self._console.print(line, soft_wrap=isinstance(line, Text))
         if phase is not None:

@@ -42,6 +42,7 @@ class PlainView:
         self._line(text)
 
     def on_event(self, event: Event) -> None:
+        # Rows of versions that survived a resume come again, and were told before it.
         if isinstance(event, events.RunResumed):
             self._told_below = event.version
         if (told := words(event)) is not None and told[0] != "log":

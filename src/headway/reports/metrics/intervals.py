@@ -109,12 +109,14 @@ class IntervalUnion:
             start = self._summed_until
         if end <= start:
             return
+        # left and right so that intervals that touch are joined: gaps of no length are no idle time.
         first = bisect_left(self._ends, start)
         last = bisect_right(self._starts, end)
         if first < last:
             start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
         self._starts[first:last] = [start]
         self._ends[first:last] = [end]
+        # Prefix sums from the changed interval on are wrong now.
         del self._before[first:]
 
     def within(self, window: Span) -> float:

@@ -106,6 +106,7 @@ class MetricsStates:
 
 def pickled(metrics: RunMetrics) -> bytes:
     """Return the state of ``metrics``, for `save`: a copy, which takes milliseconds."""
+    # Sinks hold files, threads and the terminal, which no copy can have.
     sinks, metrics.sinks = metrics.sinks, []
     try:
         return pickle.dumps(metrics, protocol=5)
@@ -122,6 +123,7 @@ def save(run: RunDirectory, state: bytes, version: int, offset: int, time: float
     draft.write_bytes(header + b"\n" + zlib.compress(state, 1))
     draft.replace(draft.with_suffix(SUFFIX))
     checkpoints = Checkpoints(run.checkpoints)
+    # Of a history that a resume undid: at the same offset it would fit a boundary of the new one.
     undone = [path for path in _states(run) if int(path.stem) > version]
     older = [path for path in _states(run)[len(undone) + KEPT :] if not checkpoints.actor(int(path.stem)).is_dir()]
     for path in undone + older:

@@ -155,6 +155,7 @@ class Occupancy:
         """
         if until <= self._summed_until:
             return
+        # Before the sums: a state that lasts is added to its union only when it changes, or here.
         for stage in self.stages.values():
             self._account(stage, until)
         window = (self._summed_until, until)

@@ -115,6 +115,7 @@ class RunMetrics:
     def on_event(self, event: Event) -> None:
         if self.first is None:
             self.first = event.time
+        # First: what follows reads the tally, and rows that close now have this event's counts.
         group = self.tally.on_event(event)
         match event:
             case events.StageChanged():
@@ -263,6 +264,7 @@ class RunMetrics:
         return self._rows[version]
 
     def _close_rows(self, until: float | None, below: int | None) -> None:
+        # Ascending: curves and trackers take rows in the order in which they come.
         for version in sorted(v for v in self._rows if below is None or v < below):
             row = self._rows.pop(version)
             if row.is_empty:

@@ -118,6 +118,7 @@ class JsonLines:
             self._ended = True
 
     def _flush(self) -> None:
+        # Before the write: a disk that hangs and refuses would else be asked again at every line.
         self._flushed = time.monotonic()
         try:
             self._append()
@@ -255,6 +256,7 @@ def look_through(path: Path) -> SurvivingRecord:
                     if event.version not in record.boundaries:
                         raise DataError(f"{_where(path, at)}: the run went back to a version that it did not reach")
                     record.end_at(event.version)
+                    # After `end_at`, which would cut off this part, too.
                     record.parts.append((at, ALL))
                     record.resumed, record.ended = event.times, None
     except OSError as cause:
@@ -321,6 +323,7 @@ class EventReader:
             self.record.end_at(until)
         self._tail = Tail(path, after)
         self._prefixes = None if kinds is None else line_prefixes(kinds)
+        # With its comma: group 1 must not find group 17.
         self._needle = None if number is None else f'"number": {number},'.encode()
 
     @property

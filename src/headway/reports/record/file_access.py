@@ -46,6 +46,7 @@ class Tail:
         with file:
             found = os.fstat(file.fileno())
             identity = found.st_dev, found.st_ino
+            # The same size is no proof: a thinned or resumed file is another one under the name.
             if self._identity not in (None, identity) or found.st_size < self.offset:
                 raise Rewritten(f"{self.path} was replaced while it was read")
             self._identity = identity
@@ -101,11 +102,13 @@ def whole_file(path: Path) -> Iterator[TextIO]:
         with path.open("w", encoding="utf-8") as file:
             yield file
         return
+    # In the same folder: a rename from another file system is a copy, which readers see half of.
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with draft.open("x", encoding="utf-8") as file:
             yield file
             file.flush()
+            # Before the rename: after a power cut some file systems have the new name on an empty file.
             os.fsync(file.fileno())
         if path.exists():
             shutil.copymode(path, draft)

@@ -104,6 +104,7 @@ class SamplesFile:
     def on_sample(self, sample: dict[str, Any]) -> None:
         """Write one sample that it takes. Where that makes the file too large, about half of its samples leave it."""
         # At once: few lines come, and the next one, with which this one would be flushed, may be minutes away.
+        # ``thinned`` stays last, where `_END` finds it without parsing the tokens before it.
         self._lines.write({**sample, "thinned": self.thinned}, at_once=True)
         # Once for each sample: what always stays, such as the first validation, may be more than the limit by itself.
         if self._lines.whole and self._lines.size > self._limit and self._thin():
@@ -115,6 +116,7 @@ class SamplesFile:
 
     def _thin(self) -> bool:
         """Rewrite the file with about half of its samples. Returns whether that was possible."""
+        # First: lines that wait for the disk would go to the file that is replaced.
         self._lines.close()
         self.thinned += 1
         draft = draft_of(self._path)
@@ -199,6 +201,7 @@ def parsed(line: bytes) -> Any:
     Raises `ValueError` for what is no JSON, or no UTF-8.
     """
     value = json.loads(line.decode())
+    # Only then: lone surrogates parse, and fail later, where the text is written as UTF-8.
     if b"\\ud" in line.lower():
         value = json.loads(writable_json(json.dumps(value, ensure_ascii=False)))
     return value

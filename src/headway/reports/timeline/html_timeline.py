@@ -136,6 +136,7 @@ def _packed(
     spans: list[int] = []
     reached = 0
     for span in lane.spans:
+        # Not before the last end: rounded to microseconds, neighbours may overlap by one.
         start, end = max(clock(span.start), reached), clock(span.end)
         if end > start:
             # The reason is told where it says more than the label.
@@ -275,6 +276,7 @@ def filled(body: str, scripts: Sequence[str], *, title: str, data: Any, live: bo
 
 def policy(script: str, *, live: bool = False) -> str:
     """Return a page's Content-Security-Policy: this ``script`` alone; ``live``: it may ask where it came from."""
+    # Over every byte between the tags: with one line end more the browser runs nothing.
     digest = b64encode(sha256(script.encode()).digest()).decode()
     connect = " connect-src 'self';" if live else ""
     return (

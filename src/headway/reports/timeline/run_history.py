@@ -211,6 +211,7 @@ def _is_of(name: str, family: tuple[str, str]) -> bool:
 
 def point_at(points: Sequence[tuple[CurvePoint, float]], axis: str, at: float) -> tuple[CurvePoint, float] | None:
     """Return the last of ``points`` at ``at`` or before on ``axis``, a field of `CurvePoint`; None for none."""
+    # Places are sums of floats: a value that is `at` itself must count as reached.
     places = [getattr(place, axis) for place, _ in points]
     found = bisect_left(places, math.nextafter(at, math.inf)) - 1
     return points[found] if found >= 0 else None

@@ -182,6 +182,7 @@ class TimelineBuilder:
         """Return the timeline so far. With ``ended`` no event follows: rows of an unfinished run are closed."""
         since = -inf if self.since is None else self.since
         life = (max(self.first or 0.0, since), self.last)
+        # Before `close`, which hands out rows of versions that are not over.
         figures = summary(self.metrics)
         if ended:
             self.metrics.close()

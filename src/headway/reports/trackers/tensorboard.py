@@ -62,6 +62,7 @@ class TensorBoardTracker(Tracker):
         self._write(_Records.close)
 
     def _write(self, action: Callable[[_Records], None]) -> None:
+        # None while it writes: after a failure the file may end in half a record, and readers stop there.
         file, self._records = self._records or _Records(self._directory), None
         action(file)
         self._records = file

@@ -134,6 +134,7 @@ class TrackerThread:
         self._given_up = False
         self._asked_at: float | None = None
         """Time of the call that has not returned yet; None where there is none."""
+        # A daemon: a library that hangs in a call must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name=f"tracker-{name}", daemon=True)
 
     # ------------------------------------------------------------------------------------------ the run's thread
@@ -203,6 +204,7 @@ class TrackerThread:
             self._send()  # at once: the user sees where the run is, and what is wrong, before the first version ends
             while self._ending is None and not self._given_up:
                 self._news.wait()
+                # Before sending: news that come meanwhile must wake it again.
                 self._news.clear()
                 self._send()
             for _ in range(MOST_REFUSALS):
@@ -261,6 +263,7 @@ class TrackerThread:
         try:
             self._setting.folder.mkdir(exist_ok=True)
             self._tracker = tracker = self._make(self.name, replace(self._setting, entry=self._entry))
+        # SystemExit, too: a client that calls `sys.exit` must end neither the thread nor what it has to tell.
         except (Exception, SystemExit) as cause:
             self._fail(said_by(cause))
             return False

@@ -205,6 +205,7 @@ class Follower:
         read = self._anew(look_through(self._directory.events) if there else SurvivingRecord())
         if there:
             self._begin_late(read)
+        # In one assignment: pages ask for samples from other threads at any time.
         self._read = read
         self.epoch += 1
         self._show(READING)
@@ -294,6 +295,7 @@ class Follower:
             return
         value = to_json_line(build()).encode()
         with self._changed:
+            # Together, under the lock: whoever sees the number must find what it is the number of.
             part.value, part.built_from, part.times = value, built_from, part.times + 1
             self._changed.notify_all()
         ended = self._clock()
