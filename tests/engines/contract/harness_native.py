@@ -75,7 +75,7 @@ class NativeReplica:
         left = {
             "rows": core._batch.active,
             "waiting": core._scheduler.waiting,
-            "calls": len(core._calls),
+            "calls": len(core._scheduler),
             "clients": len(self.engine._inboxes),
         }
         return ", ".join(f"{count} {what}" for what, count in left.items() if count)

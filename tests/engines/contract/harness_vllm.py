@@ -62,7 +62,7 @@ class VllmReplica:
         left = {
             "running": len(core._running),
             "waiting": core._scheduler.waiting,
-            "calls": len(core._calls),
+            "calls": len(core._scheduler),
             "clients": len(self.engine._inboxes) + len(self.engine._clients),
         }
         return ", ".join(f"{count} {what}" for what, count in left.items() if count)

@@ -283,7 +283,7 @@ async def test_a_client_that_leaves_drops_its_calls_and_nothing_else() -> None:
         assert [g.number for g in await other] == [7]
         stats = await engine.stats()
         assert stats.running == stats.waiting == len(engine._inboxes) == len(engine._clients) == 0
-        assert len(engine._core._calls) == 0
+        assert len(engine._core._scheduler) == 0
 
 
 async def test_calls_of_one_step_come_in_one_batch_whoever_asked_first() -> None:

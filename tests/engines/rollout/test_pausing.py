@@ -168,7 +168,7 @@ def test_what_an_owner_forgets_disappears_without_a_word() -> None:
     core.ask(REQUESTS[3:], "other")
     steps(core, 2)
     core.forget("one")
-    assert len(core._calls) == sum(request.n for request in REQUESTS[3:])
+    assert len(core._scheduler) == sum(request.n for request in REQUESTS[3:])
     expected = {key: ids for key, ids in undisturbed().items() if key[0] >= 3}
     assert tokens_of(finish(core)) == expected
 

@@ -109,6 +109,10 @@ def run(number: int, k: int = 0, **changes: Any) -> CallRun:
     return CallRun.of(call, "me", seed=0, serial=k, max_context=LONG, vocabulary=VOCABULARY)
 
 
+def add(prompts: SharedPrompts, row: int, run: CallRun) -> None:
+    prompts.add(row, run.call.input_ids, run.call.together)
+
+
 def rows_by_prompt(prompts: SharedPrompts, active: int) -> list[list[int]]:
     return [one.rows.tolist() for one in prompts.of(active)]
 
@@ -116,28 +120,28 @@ def rows_by_prompt(prompts: SharedPrompts, active: int) -> list[list[int]]:
 def test_prompts_that_were_prefilled_under_different_weights_are_different_prompts():
     prompts = SharedPrompts(8)
     for row in range(3):
-        prompts.add(row, run(0, row))
+        add(prompts, row, run(0, row))
     prompts.renew()
     for row in range(3, 5):
-        prompts.add(row, run(0, row))
+        add(prompts, row, run(0, row))
     assert rows_by_prompt(prompts, 5) == [[0, 1, 2], [3, 4]]
 
 
 def test_a_row_that_moves_takes_its_prompt_with_it():
     prompts = SharedPrompts(8)
     for row, number in enumerate([0, 0, 1, 1]):
-        prompts.add(row, run(number, row))
+        add(prompts, row, run(number, row))
     prompts.move(3, 0)
     assert rows_by_prompt(prompts, 3) == [[0, 2], [1]]
     prompts.move(2, 1)
-    prompts.add(2, run(0, 5))
+    add(prompts, 2, run(0, 5))
     assert rows_by_prompt(prompts, 3) == [[0, 1], [2]]
 
 
 def test_calls_without_a_group_attend_to_their_context_whole():
     prompts = SharedPrompts(8)
-    prompts.add(0, run(0, together=LEAST_CALLS - 1))
-    prompts.add(1, run(0, together=LEAST_CALLS))
+    add(prompts, 0, run(0, together=LEAST_CALLS - 1))
+    add(prompts, 1, run(0, together=LEAST_CALLS))
     assert rows_by_prompt(prompts, 2) == [[1]]
 
 

@@ -102,7 +102,7 @@ def test_prompts_that_were_prefilled_for_later_are_freed_too() -> None:
     core = make_core(MODEL, slots=2)
     core.ask([make_request(0, n=4)], "owner")
     steps(core, 1)
-    (prefilled,) = core._batch.siblings._kept.values()
+    (prefilled,) = core._batch.contexts._prefills.values()
     kept = weakref.ref(prefilled.kv)
     del prefilled
     core.pause(OnUpdate.KEEP)

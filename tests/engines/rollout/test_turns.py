@@ -241,17 +241,19 @@ def test_the_episodes_of_a_prompt_have_its_blocks_in_common() -> None:
     core = long_core(long_model(), slots=6)
     played = episodes(6, turns=1, prompt=3 * BLOCK + 5)
     play(core, played, release=False)
-    assert len(core._batch.prefixes.tree) == 3 + 6
+    assert len(core._batch.contexts.tree) == 3 + 6
     core.release([episode.id for episode in played[1:]])
-    assert len(core._batch.prefixes.tree) == 3 + 1
+    assert len(core._batch.contexts.tree) == 3 + 1
     core.release([played[0].id])
-    assert len(core._batch.prefixes.tree) == 3
+    assert len(core._batch.contexts.tree) == 3
 
 
 def test_single_answers_leave_nothing_behind() -> None:
     core = long_core(long_model(), slots=3)
     play(core, episodes(8, turns=1, prompt=3 * BLOCK + 5, goes_on=False))
-    assert len(core._batch.prefixes.tree) == 0 and not core._batch.siblings._waiting and not core._batch.siblings._kept
+    assert (
+        len(core._batch.contexts.tree) == 0 and not core._batch.contexts._waiting and not core._batch.contexts._prefills
+    )
     assert core.stats().prefilled_tokens == 3 * BLOCK + 5
 
 
@@ -291,7 +293,7 @@ def after_one_turn(core: EngineCore, count: int = 2) -> list[Episode]:
     while not all(episode.calls for episode in played):
         for call in step(core):
             played[call.number].take(call)
-    assert len(core._batch.prefixes.tree) > 0
+    assert len(core._batch.contexts.tree) > 0
     core.stats()
     return played
 
@@ -303,7 +305,7 @@ def test_nothing_of_an_old_version_is_found_under_a_new_one(policy: OnUpdate) ->
     played = after_one_turn(core)
     core.pause(policy)
     activate(core, 1, new)
-    assert len(core._batch.prefixes.tree) == 0
+    assert len(core._batch.contexts.tree) == 0
     core.resume()
     play(core, played)
     assert core.stats().prefilled_tokens == sum(len(episode.contexts[1]) for episode in played)
@@ -347,13 +349,13 @@ def test_an_interrupt_and_sleep_drop_what_is_there() -> None:
     core = long_core(long_model())
     played = after_one_turn(core)
     core.pause(OnUpdate.INTERRUPT)
-    assert len(core._batch.prefixes.tree) == 0
+    assert len(core._batch.contexts.tree) == 0
     core.resume()
     play(core, played, release=False)
-    assert len(core._batch.prefixes.tree) > 0
+    assert len(core._batch.contexts.tree) > 0
     core.pause(OnUpdate.KEEP)
     core.sleep()
-    assert len(core._batch.prefixes.tree) == 0 and core._runner.cache.lent == 0
+    assert len(core._batch.contexts.tree) == 0 and core._runner.cache.lent == 0
     core.wake()
     core.resume()
     again = Episode(0, played[0].contexts[1], 1)
@@ -393,7 +395,7 @@ def test_where_memory_is_short_contexts_are_prefilled_again_and_nothing_else_cha
     play(core, played)
     assert_reference(model, played)
     assert core.stats().unpinned > 0
-    assert len(core._calls) == 0
+    assert len(core._scheduler) == 0
 
 
 def core_least(model: PreTrainedModel) -> int:
@@ -407,7 +409,7 @@ def test_the_youngest_open_episode_loses_its_pins_first() -> None:
     played = episodes(4, turns=1, prompt=LONG // 2)
     play(core, played, at_once=1, release=False)
     core.stats()
-    found = [core._batch.prefixes.tree.find(episode.context, episode.id).length for episode in played]
+    found = [core._batch.contexts.tree.find(episode.context, episode.id).length for episode in played]
     assert found == sorted(found, reverse=True), "the older, the more is left of it"
 
 
@@ -415,20 +417,20 @@ def test_what_a_client_leaves_behind_is_given_up() -> None:
     core = long_core(long_model())
     after_one_turn(core)
     core.forget("me")
-    while core._batch.prefixes.tree._evict():
+    while core._batch.contexts.tree._evict():
         pass
-    assert len(core._batch.prefixes.tree) == 0
+    assert len(core._batch.contexts.tree) == 0
 
 
 def test_aborted_calls_leave_their_episode_as_it_was() -> None:
     core = long_core(long_model())
     played = after_one_turn(core)
-    blocks = len(core._batch.prefixes.tree)
+    blocks = len(core._batch.contexts.tree)
     core.submit("me", [episode.call() for episode in played])
     step(core)
     ended = core.abort("me", [episode.k for episode in played])
     assert {call.finish_reason for _, call in ended} == {FinishReason.ABORTED}
-    assert len(core._batch.prefixes.tree) == blocks
+    assert len(core._batch.contexts.tree) == blocks
     play(core, played)
     assert all(episode.calls[1].cached for episode in played)
 

@@ -102,7 +102,14 @@ class EngineBase(ABC):
 
         Raises `DataError` for a context that does not fit, parameters that make no sense, or a number that is in use.
         """
-        await self._ask(partial(self._submit, self._inbox(client), calls))
+        inbox = self._inbox(client)
+
+        def take(core: Any) -> Any:
+            # On the core's thread, behind a leave of an earlier inbox of this name: that one must find its own.
+            self._clients[client] = inbox
+            return core.submit(client, calls)
+
+        await self._ask(take)
 
     async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         """Yield the finished calls of ``client``, in batches. Leaving it drops the client's other calls.
@@ -114,7 +121,7 @@ class EngineBase(ABC):
         inbox = self._inbox(client)
         self._read.add(client)
         try:
-            await self._ask(partial(self._submit, inbox, ()))
+            await self.submit(client, ())
             while True:
                 yield await inbox.next()
         finally:
@@ -206,10 +213,6 @@ class EngineBase(ABC):
         return await self._ask(lambda core: core.stats())
 
     # ------------------------------------------------------------------------------------- on the core's thread
-
-    def _submit(self, inbox: CallInbox, calls: Sequence[GenerateRequest], core: Any) -> Any:
-        self._clients[inbox.client] = inbox
-        return core.submit(inbox.client, calls)
 
     def _leave(self, inbox: CallInbox, core: Any) -> Any:
         # A client that was dropped leaves twice; between, another of its name may have come.

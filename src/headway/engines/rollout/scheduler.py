@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -64,6 +64,10 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
     return np.ldexp(bits.astype(np.float64), -53)
 
 
+NOTHING = SampledTokens.nothing()
+"""What a call has written before its first token. All share it: nobody writes into these arrays."""
+
+
 @dataclass(slots=True, eq=False)
 class CallRun:
     """State of one call in the engine, from submission to its end."""
@@ -77,10 +81,10 @@ class CallRun:
     """The key of the call's uniform numbers."""
     limit: int
     """Most tokens that may be sampled: ``max_tokens``, or what the context leaves."""
-    written: SampledTokens = field(default_factory=SampledTokens.nothing)
+    written: SampledTokens = field(default_factory=lambda: NOTHING)
     """Up to date only while the call is not decoding."""
     started: float | None = None
-    """The time at which its first token was sampled."""
+    """The time at which its first token was sampled; None before."""
     oldest_version: int | None = None
     """The version that sampled its first token."""
     cached: int = 0
@@ -113,11 +117,6 @@ class CallRun:
         return cls(call, client, serial, key, min(sampling.max_tokens, room))
 
     @property
-    def fresh(self) -> bool:
-        """True before the first token is sampled."""
-        return len(self.written.ids) == 0
-
-    @property
     def trains(self) -> bool:
         """True for a call of training, false for one of validation."""
         return self.call.priority is Priority.TRAINING
@@ -131,25 +130,7 @@ class CallRun:
     def context(self) -> NDArray[np.int64]:
         """[P + T] input of the next token: the call's ids, and what was sampled since."""
         given = self.call.input_ids.astype(np.int64)
-        return given if self.fresh else np.concatenate([given, self.written.ids.astype(np.int64)])
-
-    def begin(self, now: float, version: int) -> None:
-        """Note that a token is sampled ``now`` by ``version``: the first one counts."""
-        if self.started is None:
-            self.started, self.oldest_version = now, version
-
-    def finish(self, reason: FinishReason, finished: float) -> Completion:
-        """The result of the call, whose ``written`` is up to date."""
-        return Completion(
-            number=self.call.number,
-            length=len(self.written.ids),
-            version_spans=version_spans(self.written.versions),
-            finish_reason=reason,
-            started=finished if self.started is None else self.started,
-            finished=finished,
-            tokens=self.written,
-            cached=self.cached,
-        )
+        return given if self.started is None else np.concatenate([given, self.written.ids.astype(np.int64)])
 
 
 def check_context(call: GenerateRequest, max_context: int, vocabulary: int) -> None:
@@ -199,10 +180,10 @@ class Mode(StrEnum):
 
 
 class Scheduler:
-    """The waiting queues and the pause state.
+    """The open calls of an engine by their client and its number for them, their queues and the pause state.
 
     Example:
-        >>> scheduler = Scheduler()
+        >>> scheduler = Scheduler(seed=0, max_context=2048, vocabulary=32000)
         >>> scheduler.pause(OnUpdate.DRAIN)  # what decodes may finish, nothing else starts
         >>> scheduler.mode.value
         'draining'
@@ -212,17 +193,85 @@ class Scheduler:
         'running'
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, seed: int, max_context: int, vocabulary: int) -> None:
+        """``seed``: of the run. Contexts have at most ``max_context`` tokens, of so large a vocabulary."""
         self.mode = Mode.RUNNING
+        self.vocabulary = vocabulary
+        self._seed, self._max_context = seed, max_context
+        self._open: dict[str, dict[int, CallRun]] = {}
+        """Open calls by client, then by number: those that wait and those that decode."""
+        self._serial = 0
         self._queues: dict[Priority, deque[CallRun]] = {Priority.VALIDATION: deque(), Priority.TRAINING: deque()}
         self._held: list[CallRun] = []
 
-    def submit(self, runs: Iterable[CallRun]) -> None:
-        """Queue ``runs``, in order."""
+    # ------------------------------------------------------------------------------------- open calls
+
+    def __len__(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    def submit(self, client: str, calls: Sequence[GenerateRequest]) -> list[CallRun]:
+        """Queue all of ``calls`` in order, or none: `DataError` for one that cannot be served, or an open call's
+        number."""
+        opened = self._open.get(client, {})
+        runs: dict[int, CallRun] = {}
+        run: CallRun | None = None
+        for serial, call in enumerate(calls, self._serial):
+            run = runs[call.number] = CallRun.of(
+                call,
+                client,
+                seed=self._seed,
+                serial=serial,
+                max_context=self._max_context,
+                vocabulary=self.vocabulary,
+                like=run,
+            )
+        if len(runs) < len(calls) or not opened.keys().isdisjoint(runs):
+            raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
+        self._serial += len(calls)
+        self._open.setdefault(client, opened).update(runs)
         if self.mode is Mode.DRAINING:
-            self._held.extend(runs)
+            self._held.extend(runs.values())
         else:
-            self._enqueue(runs)
+            self._enqueue(runs.values())
+        return list(runs.values())
+
+    def finish(self, run: CallRun, reason: FinishReason, now: float) -> Completion:
+        """Forget a call whose ``written`` is up to date, and return its result."""
+        del self._open[run.client][run.call.number]
+        return Completion(
+            number=run.call.number,
+            length=len(run.written.ids),
+            version_spans=version_spans(run.written.versions),
+            finish_reason=reason,
+            started=now if run.started is None else run.started,
+            finished=now,
+            tokens=run.written,
+            cached=run.cached,
+        )
+
+    def find(self, client: str, numbers: Iterable[int]) -> list[CallRun]:
+        """Calls of ``client`` with one of ``numbers``; unknown numbers are ignored."""
+        opened = self._open.get(client, {})
+        return [opened[number] for number in dict.fromkeys(numbers) if number in opened]
+
+    def of(self, client: str) -> list[CallRun]:
+        """Calls of ``client``, in order of submission."""
+        return list(self._open.get(client, {}).values())
+
+    def older_than(self, version: int) -> list[CallRun]:
+        """Training calls with a token of an older version."""
+        runs = [run for opened in self._open.values() for run in opened.values() if run.trains]
+        return [run for run in runs if run.oldest_version is not None and run.oldest_version < version]
+
+    def forget(self, client: str) -> None:
+        """Forget all calls of ``client``, which has left."""
+        self._open.pop(client, None)
+
+    def clear(self) -> None:
+        """Forget all calls: none will be finished any more."""
+        self._open.clear()
+
+    # ------------------------------------------------------------------------------------- queues
 
     def take(self, free: int, admits: Callable[[CallRun], bool] = lambda _: True) -> list[CallRun]:
         """Remove and return the next calls to start: at most ``free``, and until one is not admitted.
@@ -265,6 +314,8 @@ class Scheduler:
         """Calls that may start as soon as a slot is free."""
         return sum(map(len, self._queues.values()))
 
+    # ------------------------------------------------------------------------------------- pauses
+
     def pause(self, policy: OnUpdate) -> None:
         """Start draining, or stop at once. A pause never weakens one that is in force."""
         if policy is not OnUpdate.DRAIN:
@@ -288,66 +339,3 @@ class Scheduler:
     def _enqueue(self, runs: Iterable[CallRun]) -> None:
         for run in runs:
             self._queues[run.call.priority].append(run)
-
-
-class OpenCalls:
-    """The open calls of an engine, by their client and its number for them."""
-
-    def __init__(self, *, seed: int, max_context: int, vocabulary: int) -> None:
-        """``seed``: of the run. Contexts have at most ``max_context`` tokens, of so large a vocabulary."""
-        self.vocabulary = vocabulary
-        self._seed, self._max_context = seed, max_context
-        self._of: dict[str, dict[int, CallRun]] = {}
-        self._serial = 0
-
-    def __len__(self) -> int:
-        return sum(map(len, self._of.values()))
-
-    def __iter__(self) -> Iterator[CallRun]:
-        return (run for runs in self._of.values() for run in runs.values())
-
-    def submit(self, client: str, calls: Sequence[GenerateRequest]) -> list[CallRun]:
-        """Take all of ``calls``, or none: `DataError` for one that cannot be served, or an open call's number."""
-        opened = self._of.get(client, {})
-        runs: dict[int, CallRun] = {}
-        run: CallRun | None = None
-        for serial, call in enumerate(calls, self._serial):
-            run = runs[call.number] = CallRun.of(
-                call,
-                client,
-                seed=self._seed,
-                serial=serial,
-                max_context=self._max_context,
-                vocabulary=self.vocabulary,
-                like=run,
-            )
-        if len(runs) < len(calls) or not opened.keys().isdisjoint(runs):
-            raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
-        self._serial += len(calls)
-        self._of.setdefault(client, opened).update(runs)
-        return list(runs.values())
-
-    def remove(self, run: CallRun) -> None:
-        """Forget a call that is finished."""
-        del self._of[run.client][run.call.number]
-
-    def find(self, client: str, numbers: Iterable[int]) -> list[CallRun]:
-        """Calls of ``client`` with one of ``numbers``; unknown numbers are ignored."""
-        opened = self._of.get(client, {})
-        return [opened[number] for number in dict.fromkeys(numbers) if number in opened]
-
-    def of(self, client: str) -> list[CallRun]:
-        """Calls of ``client``, in order of submission."""
-        return list(self._of.get(client, {}).values())
-
-    def older_than(self, version: int) -> list[CallRun]:
-        """Training calls with a token of an older version."""
-        return [run for run in self if run.trains and run.oldest_version is not None and run.oldest_version < version]
-
-    def forget(self, client: str) -> None:
-        """Forget all calls of ``client``, which has left."""
-        self._of.pop(client, None)
-
-    def clear(self) -> None:
-        """Forget all calls: none will be finished any more."""
-        self._of.clear()

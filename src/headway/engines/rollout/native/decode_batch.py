@@ -2,7 +2,7 @@
 
     waiting calls ─StepAdmission─▶ run: one pass over rows and contexts ─▶ sample ─▶ ended ─▶ take_out
                                         ▲                                                        │
-                      Siblings, Prefixes┘◀───────────── contexts that go on later ───────────────┘
+                            KeptContexts┘◀───────────── contexts that go on later ───────────────┘
 
 A step is launched, and its tokens are read: at once on a CPU, behind the launch of the next step where the device works
 beside this thread (`DeviceKind.runs_ahead`). Rows know how many tokens they will have, so that the next step needs none
@@ -28,9 +28,9 @@ from headway.devices import to_device, to_host
 from headway.engines.rollout.engine_activity import DecodeStep
 from headway.engines.rollout.native.model_runner import BLOCK_ROWS, ModelRunner
 from headway.engines.rollout.native.sampler import BatchSampling, SeenTokens, completed, sample, window
-from headway.engines.rollout.native.step_admission import Prefixes, Siblings, StepAdmission
+from headway.engines.rollout.native.step_admission import KeptContexts, StepAdmission
 from headway.engines.rollout.native.step_attention import PrefillContext, SharedPrompts
-from headway.engines.rollout.scheduler import CallRun, uniforms
+from headway.engines.rollout.scheduler import CallRun, not_finite, uniforms
 
 ALIKE = 32
 """Rows whose lengths differ by less are not told apart: to attend to so few positions costs less than to move a row."""
@@ -221,18 +221,20 @@ class DecodeBatch:
 
     def __init__(
         self,
+        name: str,
         runner: ModelRunner,
         *,
         slots: int,
         max_context: int,
         max_batched_tokens: int,
         decode: Callable[[Sequence[int]], str],
+        clock: Callable[[], float],
     ) -> None:
+        """``name``: of the replica, for messages. The rest is `EngineCore`'s."""
         self.rows = DecodeRows(slots, max_context, ordered=runner.in_blocks)
-        self.prefixes = Prefixes(runner.cache)
-        self.siblings = Siblings(max(max_context, runner.cache.tokens // KEPT_SHARE))
+        self.contexts = KeptContexts(runner.cache, max(max_context, runner.cache.tokens // KEPT_SHARE))
         self._prompts = SharedPrompts(slots)
-        self._runner = runner
+        self._name, self._runner, self._clock = name, runner, clock
         self._max_batched_tokens = max_batched_tokens
         self._decode_text = decode
         self._seen = SeenTokens(slots, runner.vocabulary, runner.device)
@@ -240,6 +242,8 @@ class DecodeBatch:
         """True once a call with stop strings has started."""
         self._launched = 0
         """Steps so far."""
+        self._unread: deque[LaunchedStep] = deque()
+        """Steps whose tokens have not been read, the oldest first."""
         self._last: Sequence[CallRun] = ()
         """Calls that get a token in the last one."""
         # What the steps read on the device, of the rows as they were when the last one was launched.
@@ -264,7 +268,7 @@ class DecodeBatch:
 
     def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
         """Make room for ``rows`` rows, the longest of ``positions``, where rows of ``lengths`` are."""
-        self.prefixes.reserve(self._runner.rows_of(rows), positions, lengths)
+        self.contexts.reserve(self._runner.rows_of(rows), positions, lengths)
 
     def make_room(self) -> None:
         """Make room for every row's next token, which `fits`."""
@@ -272,17 +276,8 @@ class DecodeBatch:
 
     def renew(self, *, in_place: bool) -> None:
         """Clear caches, as new weights are served; ``in_place``: open episodes keep theirs."""
-        self.siblings.drop()
         self._prompts.renew()
-        if in_place:
-            self.prefixes.tree.renew()
-        else:
-            self.prefixes.clear()
-
-    def drop_kept(self) -> None:
-        """Drop all that was computed for calls to come."""
-        self.siblings.drop()
-        self.prefixes.clear()
+        self.contexts.clear(in_place=in_place)
 
     @property
     def _longest(self) -> int:
@@ -298,11 +293,10 @@ class DecodeBatch:
             longest=self._longest,
             budget=self._max_batched_tokens,
             fits=self._runner.fits,
-            kept=self.siblings.of,
-            find=self.prefixes.find,
+            contexts=self.contexts,
         )
 
-    def launch(self, admission: StepAdmission, version: int, record: DecodeStep) -> LaunchedStep:
+    def launch(self, admission: StepAdmission, version: int, record: DecodeStep) -> None:
         """One forward pass over all rows and the contexts of the calls that start, which get the next rows.
 
         A token of ``version`` is sampled for every row, those that start last. Nothing waits for the device.
@@ -313,7 +307,7 @@ class DecodeBatch:
             self.rows.add(run)
         ids = self._bring(decoding, [share.ids[share.found.length :] for share in missing])
         contexts = [
-            PrefillContext(of, self.prefixes.gather(share.found)) for of, share in zip(ids, missing, strict=True)
+            PrefillContext(of, self.contexts.gather(share.found)) for of, share in zip(ids, missing, strict=True)
         ]
         tokens, positions, lengths = self._tokens, self._lengths, self.rows.lengths[:decoding]
         if admission.starting:
@@ -338,7 +332,12 @@ class DecodeBatch:
             self._seen.record(self._penalised, self._tokens)
         self._launched, self._last = self._launched + 1, [*self.rows.runs]
         read = to_host([self._tokens, logprobs])
-        return LaunchedStep(self._launched - 1, version, self._last, admission.starting, record, read)
+        self._unread.append(LaunchedStep(self._launched - 1, version, self._last, admission.starting, record, read))
+
+    @property
+    def unread(self) -> int:
+        """Number of steps that were launched and not read."""
+        return len(self._unread)
 
     def _bring(self, decoding: int, contexts: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
         """Bring to the device what has changed of the rows' numbers, by one copy, and the tokens of ``contexts``.
@@ -365,23 +364,30 @@ class DecodeBatch:
             self._bars = any(p.min_tokens > of for p, of in zip(params, rows.sampled.tolist(), strict=False))
         return brought[len(arrays) :]
 
-    def read(self, step: LaunchedStep) -> bool:
-        """Wait for the tokens of the oldest step, and record those of rows that are still active.
+    def read(self) -> tuple[DecodeStep, list[tuple[CallRun, FinishReason]]]:
+        """Wait for the tokens of the oldest step that was not read, and record those of rows that are still active.
 
-        False where they are not finite.
+        Returns the step's record, and the calls that have ended, whose rows are free. Raises `NonFinite`.
         """
+        step = self._unread[0]
         tokens, logprobs = step.read()
         if self._launched - 1 - step.number < self.rows.steady:  # nothing has moved since
             rows = at = np.arange(self.active)
         else:
             rows, at = self.rows.places(step.runs)
-        if not np.isfinite(logprobs[at]).all():
-            return False
+        if not np.isfinite(logprobs[at]).all():  # stays: found again where a command was told, not the loop of steps
+            raise not_finite(self._name, step.version)
+        self._unread.popleft()
         self.rows.record(rows, tokens[at], logprobs[at], step.version)
+        now = self._clock()
+        for run in step.starting:
+            if run.started is None:
+                run.started, run.oldest_version = now, step.version
         step.record.active = len(rows)
-        return True
+        # `_ended` has the last row first: rows behind one that is taken out move up, and must not end later.
+        return step.record, [(self._take_out(row), reason) for row, reason in self._ended()]
 
-    def ended(self) -> list[tuple[int, FinishReason]]:
+    def _ended(self) -> list[tuple[int, FinishReason]]:
         """Rows that just got their last token, and why; the last row first."""
         ended = dict(self.rows.ended())
         for row, run in enumerate(self.rows.runs) if self._looks_for_text else ():
@@ -393,22 +399,24 @@ class DecodeBatch:
                 ended[row] = FinishReason.STOP
         return sorted(ended.items(), reverse=True)
 
-    def take_out(self, row: int) -> CallRun:
+    def _take_out(self, row: int) -> CallRun:
         """Free the row of a finished call; its context is kept if its episode may call again."""
-        run = self.rows.runs[row]
-        if (shared := self.prefixes.kept(run)) is None:
-            return self.remove(row)
+        if (shared := self.contexts.end(run := self.rows.runs[row])) is None:
+            return self._remove(row)
         # Read before the row is freed: another row is copied into its place, over the keys and values.
         ids = self.rows.context(row)
         kv = self._runner.cache.read(row, len(ids))
-        self.remove(row)
-        self.prefixes.store(run, ids, kv, shared, self._runner.rows_of(self.active))
+        self._remove(row)
+        self.contexts.store(run, ids, kv, shared, self._runner.rows_of(self.active))
         return run
 
     def remove(self, row: int) -> CallRun:
         """Free a row; rows behind it move up, in the cache too."""
+        self.contexts.end(self.rows.runs[row])
+        return self._remove(row)
+
+    def _remove(self, row: int) -> CallRun:
         run, moves = self.rows.remove(row)
-        self.prefixes.end(run)
         for source, target in moves:
             self._prompts.move(source, target)
             self._runner.cache.move(source, target, int(self.rows.lengths[target]))
@@ -418,7 +426,7 @@ class DecodeBatch:
     def _start(self, admission: StepAdmission, first: int, step: DecodeStep) -> torch.Tensor:
         """Give rows from the ``first`` on their contexts in the cache; logits [S, V] of their next tokens."""
         for row, run in enumerate(admission.starting, first):
-            self._prompts.add(row, run)
+            self._prompts.add(row, run.call.input_ids, run.call.together)
             sampling = run.call.sampling
             if sampling.repetition_penalty != 1:
                 self._seen.add(row, run.context)
@@ -429,14 +437,9 @@ class DecodeBatch:
             assert prefilled is not None
             step.prefilled += share.missing
             step.found += len(share.ids) * len(share.runs) - share.missing
-            for run, place in zip(share.runs, share.places, strict=True):
-                if run.fresh:
-                    run.cached = len(share.ids) - (share.missing if run is share.runs[0] else 0)
-                    self.siblings.started(run)
-                self.prefixes.begin(run, share.shared)
+            self.contexts.start(share)
+            for place in share.places:
                 logits[place] = prefilled.logits
-            if share.shared == len(share.ids):
-                self.siblings.keep(share.runs[0], prefilled)
             for rows in neighbours(share.places):
                 self._runner.fill(range(first + rows.start, first + rows.stop), prefilled)
         return torch.stack([one for one in logits if one is not None])

@@ -14,7 +14,6 @@ read all tokens that were launched, so that they find what they would find witho
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -25,12 +24,12 @@ from headway.data.interfaces.rollout import Completion, EngineStats, GenerateReq
 from headway.data.types import FinishReason, TrajectoryId
 from headway.devices import GraphRecorder
 from headway.engines.rollout.engine_activity import DecodeStep, NativeActivity
-from headway.engines.rollout.native.decode_batch import DecodeBatch, LaunchedStep
+from headway.engines.rollout.native.decode_batch import DecodeBatch
 from headway.engines.rollout.native.fused_forward import best_forward
 from headway.engines.rollout.native.model_runner import ModelRunner
 from headway.engines.rollout.native.step_admission import StepAdmission
 from headway.engines.rollout.native.supported_models import prepare_model
-from headway.engines.rollout.scheduler import CallRun, Mode, OpenCalls, Scheduler, not_finite
+from headway.engines.rollout.scheduler import CallRun, Mode, Scheduler
 from headway.engines.weights.served_weights import ServedWeights
 from headway.errors import RunError, UpdateFailed
 from headway.models.logprobs import PROBE_PREFILL, probe_sequences
@@ -78,7 +77,8 @@ class EngineCore:
         self._temperature = temperature
         self._clock = clock
         prepare_model(model, max_context)
-        self._scheduler = Scheduler()
+        vocabulary = len(model.get_input_embeddings().weight)
+        self._scheduler = Scheduler(seed=seed, max_context=max_context, vocabulary=vocabulary)
         self._runner = ModelRunner(
             model,
             best_forward(model, max_context),
@@ -88,16 +88,18 @@ class EngineCore:
             recorder=recorder,
         )
         self._batch = DecodeBatch(
-            self._runner, slots=slots, max_context=max_context, max_batched_tokens=max_batched_tokens, decode=decode
+            name,
+            self._runner,
+            slots=slots,
+            max_context=max_context,
+            max_batched_tokens=max_batched_tokens,
+            decode=decode,
+            clock=clock,
         )
         self.weights = ServedWeights.of(model, f"rollout engine {name}")  # after the runner, which may repack them
-        self._launched: deque[LaunchedStep] = deque()
-        """Steps whose tokens have not been read, the oldest first."""
         self._finished: list[Finished] = []
         """Calls that have ended, until `step` returns them."""
         self._activity = NativeActivity(clock)
-        vocabulary = len(model.get_input_embeddings().weight)
-        self._calls = OpenCalls(seed=seed, max_context=max_context, vocabulary=vocabulary)
         self._in_place = True
         """True where calls keep the keys and values of old weights under new ones: after a pause that keeps them."""
         self._asleep = False
@@ -112,10 +114,7 @@ class EngineCore:
 
     def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
-        runs = self._calls.submit(client, calls)
-        for run in runs:
-            self._batch.siblings.expect(run)
-        self._scheduler.submit(runs)
+        self._batch.contexts.expect(self._scheduler.submit(client, calls))
 
     def pause(self, policy: OnUpdate) -> Paused:
         """Start to drain, or stop now; `draining` says whether the former is still under way."""
@@ -161,23 +160,23 @@ class EngineCore:
 
     def abort(self, client: str, numbers: Iterable[int]) -> list[Finished]:
         """End these calls as they are."""
-        return self._end(self._calls.find(client, numbers))
+        return self._end(self._scheduler.find(client, numbers))
 
     def abort_older_than(self, version: int) -> list[Finished]:
         """End the unfinished training calls with a token of an older version."""
         self._read(0)
-        return self._end(self._calls.older_than(version))
+        return self._end(self._scheduler.older_than(version))
 
     def forget(self, client: str) -> None:
         """Stop and drop everything that ``client`` submitted, and what is kept for its episodes."""
-        self._end(self._calls.of(client))
+        self._end(self._scheduler.of(client))
         self._finished = [finished for finished in self._finished if finished[0] != client]
-        self._calls.forget(client)
-        self._batch.prefixes.tree.leave(client)
+        self._scheduler.forget(client)
+        self._batch.contexts.tree.leave(client)
 
     def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         """Give up what is kept for further calls of these episodes."""
-        self._batch.prefixes.tree.release(trajectories)
+        self._batch.contexts.tree.release(trajectories)
 
     def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
@@ -202,7 +201,7 @@ class EngineCore:
 
         Nothing that decodes is touched. Raises `RunError` while there is no whole version to compute with.
         """
-        sequences = probe_sequences(self._calls.vocabulary)
+        sequences = probe_sequences(self._scheduler.vocabulary)
         if sequences.shape[1] > self._max_context:
             return None
         self._read(0)
@@ -214,7 +213,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """The engine's activity since the last call of this method."""
-        self._activity.lost(self._batch.prefixes.tree.lost)
+        self._activity.lost(self._batch.contexts.tree.lost)
         return self._activity.take(self._batch.active, self._scheduler.waiting, self.version)
 
     # ------------------------------------------------------------------------------------- stepping
@@ -243,8 +242,8 @@ class EngineCore:
             admission = self._schedule(record)
             ahead = 0
             # Where all tokens were read, no row that is left is complete.
-            if admission.starting or (self._batch.active and not (self._launched and self._batch.rows.complete)):
-                self._launched.append(self._batch.launch(admission, self.version, record))
+            if admission.starting or (self._batch.active and not (self._batch.unread and self._batch.rows.complete)):
+                self._batch.launch(admission, self.version, record)
                 ahead = self._runner.runs_ahead
             self._read(ahead)
             self._settle()
@@ -263,18 +262,11 @@ class EngineCore:
 
         Where no row is left, nothing is ahead: what has been launched is of rows that had ended.
         """
-        while len(self._launched) > (ahead if self._batch.active else 0):
-            step = self._launched[0]
-            if not self._batch.read(step):  # stays: found again where a command was told, and not the loop of steps
-                raise not_finite(self.name, step.version)
-            self._launched.popleft()
+        while self._batch.unread > (ahead if self._batch.active else 0):
+            record, ended = self._batch.read()
             now = self._clock()
-            for run in step.starting:
-                run.begin(now, step.version)
-            # `ended` has the last row first: rows behind one that is taken out move up, and must not end later.
-            for row, reason in self._batch.ended():
-                self._finished.append(self._finish(self._batch.take_out(row), reason, now))
-            self._activity.end(step.record)
+            self._finished += [(run.client, self._scheduler.finish(run, reason, now)) for run, reason in ended]
+            self._activity.end(record)
 
     def _preempt(self) -> int:
         """Make room for every row's next token; where there is not enough, the rows that came last are parked.
@@ -294,10 +286,6 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------- endings
 
-    def _finish(self, run: CallRun, reason: FinishReason, now: float) -> Finished:
-        self._calls.remove(run)
-        return run.client, run.finish(reason, now)
-
     def _end(self, runs: Collection[CallRun]) -> list[Finished]:
         """Abort calls, wherever they are; those that have ended meanwhile finish."""
         if runs:
@@ -306,11 +294,11 @@ class EngineCore:
         rows = [row for row, run in enumerate(self._batch.rows.runs) if run in wanted]
         waiting = self._scheduler.remove(wanted)
         for run in waiting:
-            if run.fresh:
-                self._batch.siblings.started(run)
+            if run.started is None:
+                self._batch.contexts.drop_waiting(run)
         ended = [self._batch.remove(row) for row in reversed(rows)] + waiting
         now = self._clock()
-        finished = [self._finish(run, FinishReason.ABORTED, now) for run in ended]
+        finished = [(run.client, self._scheduler.finish(run, FinishReason.ABORTED, now)) for run in ended]
         self._settle()
         return finished
 
@@ -321,7 +309,7 @@ class EngineCore:
         """
         parked = [self._batch.remove(row) for row in reversed(range(self._batch.active))]
         self._scheduler.put_back(parked)
-        self._batch.drop_kept()
+        self._batch.contexts.clear()
         return len(parked)
 
     def _settle(self) -> None:

@@ -126,7 +126,8 @@ class PrefixCache:
         self._unpinned: OrderedDict[_CacheNode, None] = OrderedDict()
         """Blocks that may go, the least recently used first. A block comes before the one that it follows in a context:
         who uses it uses both."""
-        self._episodes: dict[TrajectoryId, _OpenEpisode] = {}
+        self.episodes: dict[TrajectoryId, _OpenEpisode] = {}
+        """Open episodes, the youngest last."""
 
     def __len__(self) -> int:
         """Blocks in use."""
@@ -162,7 +163,7 @@ class PrefixCache:
         The first ``shared`` tokens were prefilled behind shared ones. Keeps nothing for an episode that is
         not open, and only a part where memory runs out and this is the youngest.
         """
-        if (episode := self._episodes.get(trajectory)) is None:
+        if (episode := self.episodes.get(trajectory)) is None:
             return []
         copies: list[BlockCopy] = []
         node = episode.root = self._root_of(trajectory)
@@ -199,31 +200,27 @@ class PrefixCache:
 
     def begin(self, trajectory: TrajectoryId, holder: Hashable) -> None:
         """A call of an episode decodes; the episode is open from now on, until it is released or ``holder`` leaves."""
-        episode = self._episodes.get(trajectory)
+        episode = self.episodes.get(trajectory)
         if episode is None:
-            episode = self._episodes[trajectory] = _OpenEpisode(holder, self._root)
+            episode = self.episodes[trajectory] = _OpenEpisode(holder, self._root)
         episode.root = self._root_of(trajectory)
         episode.running += 1
 
     def end(self, trajectory: TrajectoryId) -> None:
         """A call of an episode decodes no longer."""
-        if (episode := self._episodes.get(trajectory)) is not None:
+        if (episode := self.episodes.get(trajectory)) is not None:
             episode.running = max(0, episode.running - 1)
-
-    def is_open(self, trajectory: TrajectoryId) -> bool:
-        """Tell whether an episode is open."""
-        return trajectory in self._episodes
 
     def release(self, trajectories: Iterable[TrajectoryId]) -> None:
         """Give up what is kept for these episodes alone: they are over."""
         for trajectory in trajectories:
-            if (episode := self._episodes.pop(trajectory, None)) is not None:
+            if (episode := self.episodes.pop(trajectory, None)) is not None:
                 for leaf in episode.leaves:
                     self._unpin(leaf, drop=True)
 
     def leave(self, holder: Hashable) -> None:
         """Release all episodes of ``holder``."""
-        self.release([trajectory for trajectory, episode in self._episodes.items() if episode.holder == holder])
+        self.release([trajectory for trajectory, episode in self.episodes.items() if episode.holder == holder])
 
     def renew(self) -> None:
         """Keep blocks only for the open episodes that use them, as the weights have changed."""
@@ -275,7 +272,7 @@ class PrefixCache:
 
         One that is ``storing`` may be that, without a pin yet.
         """
-        holding = [episode for episode in self._episodes.values() if episode.leaves or episode is storing]
+        holding = [episode for episode in self.episodes.values() if episode.leaves or episode is storing]
         in_rows = [episode for episode in holding if episode.running and episode is not storing]
         episode = (in_rows or holding)[-1]
         self.lost += not in_rows
@@ -288,7 +285,7 @@ class PrefixCache:
 
     def _root_of(self, trajectory: TrajectoryId) -> _CacheNode:
         """The root for an episode: the one its contexts are under, even after `renew`; else the current."""
-        episode = self._episodes.get(trajectory)
+        episode = self.episodes.get(trajectory)
         return episode.root if episode is not None and (episode.leaves or episode.running) else self._root
 
     def _next(self, node: _CacheNode, chunk: Ids, trajectory: TrajectoryId) -> tuple[_CacheNode | None, int]:

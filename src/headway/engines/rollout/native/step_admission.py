@@ -1,8 +1,8 @@
 """Admission to a step, and what a call that starts need not prefill.
 
     StepAdmission   how many waiting calls start: as many as there are slots, memory and prefill budget for
-    Siblings        prefills of contexts that further calls will start from
-    Prefixes        contexts between two calls of their episodes, in memory that decoding rows leave
+    KeptContexts    prefills that further calls will start from, and contexts between two calls of their episodes, in
+                    memory that decoding rows leave
 
 Rows come first: where they need the memory, blocks of contexts give way (see `prefix_cache`). An open episode is in a
 row or in blocks. There is memory for as many of them as there are slots, unless ``rollout.kv_cache_gib`` gives less.
@@ -11,7 +11,7 @@ row or in blocks. There is memory for as many of them as there are slots, unless
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,111 +27,6 @@ from headway.engines.rollout.scheduler import CallRun
 def context_key(run: CallRun) -> bytes:
     """The key of a call's own context."""
     return run.call.input_ids.tobytes()
-
-
-class Siblings:
-    """The contexts of calls that have not started, and the prefills kept for these: whole ones, with their logits.
-
-    Calls start in order, so that there is one such prefill for each priority, unless calls of many contexts were
-    submitted by turns. The oldest are given up where they take too much.
-    """
-
-    def __init__(self, most: int) -> None:
-        """``most``: tokens to keep, unless one context alone is longer."""
-        self._most = most
-        self._waiting = Counter[bytes]()
-        """Calls that have not started, by context."""
-        self._kept: dict[bytes, Prefilled] = {}
-        """Prefills by context, the oldest first."""
-
-    def expect(self, run: CallRun) -> None:
-        """Note that a call will start from its own context."""
-        self._waiting[context_key(run)] += 1
-
-    def started(self, run: CallRun) -> None:
-        """Note that a call has started, or never will."""
-        key = context_key(run)
-        self._waiting[key] -= 1
-        if not self._waiting[key]:
-            del self._waiting[key]
-            self._kept.pop(key, None)
-
-    def of(self, run: CallRun) -> Prefilled | None:
-        """The prefill that is kept for ``run``."""
-        return self._kept.get(context_key(run)) if run.fresh else None
-
-    def keep(self, run: CallRun, prefilled: Prefilled) -> None:
-        """Keep a copy of the prefill from which ``run`` has started, if any that wait have the same context."""
-        key = context_key(run)
-        if not run.fresh or key not in self._waiting or key in self._kept:
-            return
-        self._kept[key] = prefilled.copy()
-        while len(self._kept) > 1 and sum(kept.length for kept in self._kept.values()) > self._most:
-            del self._kept[next(iter(self._kept))]
-
-    def drop(self) -> None:
-        """Give up all that is kept: its keys and values are not to be used any more."""
-        self._kept.clear()
-
-
-class Prefixes:
-    """The prefix cache of one engine: what it knows, and where that lies."""
-
-    def __init__(self, cache: SlotCache) -> None:
-        self._cache = cache
-        self.tree = PrefixCache()
-        """The contexts that are kept, and their episodes."""
-        self._running: dict[CallRun, int] = {}
-        """Calls in rows whose contexts will be kept, and the number of their leading tokens that all episodes share."""
-
-    def find(self, run: CallRun) -> Found:
-        """Find the cached part of a call's context, at most up to its last token, whose logits are wanted."""
-        return self.tree.find(run.context[:-1], run.call.trajectory) if len(self.tree) else NOTHING
-
-    def gather(self, found: Found) -> torch.Tensor | None:
-        """A copy of the keys and values that were found: [layers, 2·kv_heads, P, head_dim]."""
-        return self._cache.gather(found.blocks, found.length) if found.length else None
-
-    def begin(self, run: CallRun, shared: int) -> None:
-        """Note that a call has a row. All episodes share the first ``shared`` tokens of its context."""
-        if run.call.goes_on:
-            self._running[run] = shared
-        if run.call.goes_on or self.tree.is_open(run.call.trajectory):
-            self.tree.begin(run.call.trajectory, run.client)
-
-    def end(self, run: CallRun) -> None:
-        """Note that a call has lost its row."""
-        self._running.pop(run, None)
-        self.tree.end(run.call.trajectory)
-
-    def kept(self, run: CallRun) -> int | None:
-        """Leading tokens of a decoding call's context that all episodes share; None where it will not be kept."""
-        return self._running.get(run)
-
-    def store(self, run: CallRun, ids: NDArray[np.int64], kv: torch.Tensor, shared: int, rows: int) -> None:
-        """Keep the context ``ids`` [T] of a call that has ended, beside ``rows`` rows.
-
-        ``kv``: [layers, 2·kv_heads, T, head_dim]. All episodes share the first ``shared`` tokens.
-        """
-        # First give up the blocks that rows have grown into: new ones must not be taken from there.
-        self._limit(self._cache.blocks_beside(rows))
-        self._cache.store(self.tree.store(ids, run.call.trajectory, shared), kv)
-        self._cache.lent = self.tree.top
-
-    def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
-        """Make room for rows, as `SlotCache.reserve` does."""
-        if len(self.tree):
-            self._limit(self._cache.blocks_beside(rows, positions))
-        self._cache.reserve(rows, positions, lengths)
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self.tree.clear()
-        self._cache.lent = 0
-
-    def _limit(self, blocks: int) -> None:
-        self._cache.shift(self.tree.resize(blocks))
-        self._cache.lent = self.tree.top
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +55,114 @@ class Share:
         return self.found.shared if self.found.shared < self.found.length else len(self.ids)
 
 
+class KeptContexts:
+    """What was computed of contexts that calls to come will start from.
+
+    Calls that wait with the same context start from one prefill, with its logits. Calls start in order, so there is one
+    such prefill for each priority, unless calls of many contexts were submitted by turns; the oldest are given up where
+    they take too much. Contexts between two calls of an episode are in a tree of blocks.
+    """
+
+    def __init__(self, cache: SlotCache, most: int) -> None:
+        """``most``: tokens of prefills to keep, unless one context alone is longer."""
+        self.tree = PrefixCache()
+        """The contexts between two calls, and their episodes."""
+        self._cache = cache
+        self._most = most
+        self._waiting = Counter[bytes]()
+        """Calls that have not started, by context."""
+        self._prefills: dict[bytes, Prefilled] = {}
+        """Prefills by context, the oldest first."""
+        self._running: dict[CallRun, int | None] = {}
+        """Calls of open episodes in rows, and the number of their leading tokens that all episodes share; None where
+        the context will not be kept."""
+
+    # ------------------------------------------------------------------------------------- calls
+
+    def expect(self, runs: Iterable[CallRun]) -> None:
+        """Note that calls will start from their own contexts."""
+        self._waiting.update(map(context_key, runs))
+
+    def drop_waiting(self, run: CallRun) -> None:
+        """Note that a call has started, or never will."""
+        key = context_key(run)
+        self._waiting[key] -= 1
+        if not self._waiting[key]:
+            del self._waiting[key]
+            self._prefills.pop(key, None)
+
+    def prefill_of(self, run: CallRun) -> Prefilled | None:
+        """The whole prefill that is kept for ``run``."""
+        return self._prefills.get(context_key(run)) if run.started is None else None
+
+    def find(self, run: CallRun) -> Found:
+        """Find the cached part of a call's context, at most up to its last token, whose logits are wanted."""
+        return self.tree.find(run.context[:-1], run.call.trajectory) if len(self.tree) else NOTHING
+
+    def gather(self, found: Found) -> torch.Tensor | None:
+        """A copy of the keys and values that were found: [layers, 2·kv_heads, P, head_dim]."""
+        return self._cache.gather(found.blocks, found.length) if found.length else None
+
+    def start(self, share: Share) -> None:
+        """Note that the calls of ``share`` have rows, and start from its prefill; others may wait for a copy of it."""
+        assert share.prefilled is not None
+        for run in share.runs:
+            if run.started is None:
+                run.cached = len(share.ids) - (share.missing if run is share.runs[0] else 0)
+                self.drop_waiting(run)
+            if run.call.goes_on or run.call.trajectory in self.tree.episodes:
+                self._running[run] = share.shared if run.call.goes_on else None
+                self.tree.begin(run.call.trajectory, run.client)
+        key = context_key(share.runs[0])
+        if share.runs[0].started is not None or share.shared < len(share.ids):  # these bits are of its episode alone
+            return
+        if key not in self._waiting or key in self._prefills:
+            return
+        self._prefills[key] = share.prefilled.copy()
+        while len(self._prefills) > 1 and sum(kept.length for kept in self._prefills.values()) > self._most:
+            del self._prefills[next(iter(self._prefills))]
+
+    def end(self, run: CallRun) -> int | None:
+        """Note that a call loses its row. Returns the number of leading tokens of its context that all episodes share;
+        None where the context is not to be kept.
+        """
+        if run not in self._running:
+            return None
+        self.tree.end(run.call.trajectory)
+        return self._running.pop(run)
+
+    # ------------------------------------------------------------------------------------- memory
+
+    def store(self, run: CallRun, ids: NDArray[np.int64], kv: torch.Tensor, shared: int, rows: int) -> None:
+        """Keep the context ``ids`` [T] of a call that has ended, beside ``rows`` rows.
+
+        ``kv``: [layers, 2·kv_heads, T, head_dim]. All episodes share the first ``shared`` tokens.
+        """
+        # First give up the blocks that rows have grown into: new ones must not be taken from there.
+        self._limit(self._cache.blocks_beside(rows))
+        self._cache.store(self.tree.store(ids, run.call.trajectory, shared), kv)
+        self._cache.lent = self.tree.top
+
+    def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
+        """Make room for rows, as `SlotCache.reserve` does."""
+        if len(self.tree):
+            self._limit(self._cache.blocks_beside(rows, positions))
+        self._cache.reserve(rows, positions, lengths)
+
+    def clear(self, *, in_place: bool = False) -> None:
+        """Drop everything; ``in_place``: open episodes keep their contexts, though the weights are new."""
+        self._prefills.clear()
+        if in_place:
+            self.tree.renew()
+        else:
+            self.tree.clear()
+            self._cache.lent = 0
+
+    def _limit(self, blocks: int) -> None:
+        self._cache.shift(self.tree.resize(blocks))
+        self._cache.lent = self.tree.top
+
+
 class StepAdmission:
     """Decides which waiting calls start in one step. It is asked in order, until it refuses one."""
 
@@ -170,8 +173,7 @@ class StepAdmission:
         longest: int,
         budget: int,
         fits: Callable[[int, int], bool],
-        kept: Callable[[CallRun], Prefilled | None],
-        find: Callable[[CallRun], Found],
+        contexts: KeptContexts,
     ) -> None:
         """
         Args:
@@ -179,13 +181,12 @@ class StepAdmission:
             longest: positions that the longest of them has.
             budget: tokens that a step prefills, unless one context alone is longer.
             fits: whether the KV cache has memory for (rows, positions).
-            kept: the prefill that was kept for a call.
-            find: the part of a call's context that the prefix cache has.
+            contexts: what calls need not prefill.
         """
         self._rows = rows
         self._budget = budget
         self._fits = fits
-        self._kept, self._find = kept, find
+        self._contexts = contexts
         self._prefilled = 0
         self._fresh: dict[bytes, Share] = {}
         self.starting: list[CallRun] = []
@@ -197,12 +198,12 @@ class StepAdmission:
 
     def __call__(self, run: CallRun) -> bool:
         """Tell whether ``run`` starts, too."""
-        found = self._find(run)
-        share = self._fresh.get(context_key(run)) if run.fresh else None
+        found = self._contexts.find(run)
+        share = self._fresh.get(context_key(run)) if run.started is None else None
         joins = share is not None and share.found.blocks == found.blocks
         if share is None or not joins:
             # What others had prefilled has no bit of what the call's episode sampled before.
-            kept = self._kept(run) if found.shared == found.length else None
+            kept = self._contexts.prefill_of(run) if found.shared == found.length else None
             share = Share(run.context, found, kept)
         tokens = self._prefilled + (0 if joins else share.missing)
         if self.starting and tokens > self._budget:
@@ -212,7 +213,7 @@ class StepAdmission:
             return False
         if not joins:
             self.shares.append(share)
-            if run.fresh:
+            if run.started is None:
                 self._fresh[context_key(run)] = share
         share.runs.append(run)
         share.places.append(len(self.starting))

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.prefix_cache import BLOCK
 from headway.engines.rollout.native.supported_models import Windows
-from headway.engines.rollout.scheduler import CallRun
 
 LEAST_TOKENS = 128
 """Tokens of the shortest prompt that is attended to apart: below, another call costs more than is saved."""
@@ -53,10 +52,12 @@ class SharedPrompts:
         """The prompt of each row that is attended to apart: the weights' generation, its ids, its length."""
         self._generation = 0
 
-    def add(self, row: int, run: CallRun) -> None:
-        """``run`` has got ``row``, in whose cache its prompt was prefilled under the weights that are served."""
-        ids = run.call.input_ids
-        apart = run.call.together >= LEAST_CALLS and len(ids) >= LEAST_TOKENS
+    def add(self, row: int, ids: NDArray[np.int32], together: int) -> None:
+        """A call has got ``row``, in whose cache its prompt was prefilled under the weights that are served.
+
+        ``together``: number of calls with the prompt ``ids`` [P].
+        """
+        apart = together >= LEAST_CALLS and len(ids) >= LEAST_TOKENS
         self._prompts[row] = (self._generation, ids.tobytes(), len(ids)) if apart else None
 
     def move(self, source: int, target: int) -> None:

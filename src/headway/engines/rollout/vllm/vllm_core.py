@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from headway.data.interfaces.rollout import Completion, EngineStats, GenerateRequest, OnUpdate, Paused
 from headway.data.types import FinishReason, SampledTokens
 from headway.engines.rollout.engine_activity import VllmActivity
-from headway.engines.rollout.scheduler import CallRun, Mode, OpenCalls, Scheduler, not_finite
+from headway.engines.rollout.scheduler import CallRun, Mode, Scheduler, not_finite
 from headway.engines.rollout.vllm.vllm_state import VllmState
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.receiver_state import ReceiverState
@@ -150,9 +150,8 @@ class VllmCore:
         self._activity = activity
         self._temperature = temperature
         self._can_sleep = can_sleep
-        self._scheduler = Scheduler()
         vocabulary = int(llm.model_config.get_vocab_size())
-        self._calls = OpenCalls(seed=seed, max_context=max_context, vocabulary=vocabulary)
+        self._scheduler = Scheduler(seed=seed, max_context=max_context, vocabulary=vocabulary)
         self._running: dict[str, CallRun] = {}
         """The calls that vLLM has, by request id."""
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -168,7 +167,7 @@ class VllmCore:
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
         self.state.check()
-        self._scheduler.submit(self._calls.submit(client, calls))
+        self._scheduler.submit(client, calls)
         self._fill()
 
     async def pause(self, policy: OnUpdate) -> Paused:
@@ -223,18 +222,18 @@ class VllmCore:
     async def abort(self, client: str, numbers: Sequence[int]) -> None:
         """End these calls of ``client`` as they are."""
         self.state.check()
-        await self._abort(self._calls.find(client, numbers))
+        await self._abort(self._scheduler.find(client, numbers))
 
     async def abort_older_than(self, version: int) -> None:
         """End the unfinished training calls with a token of an older version."""
         self.state.check()
-        await self._abort(self._calls.older_than(version))
+        await self._abort(self._scheduler.older_than(version))
 
     async def forget(self, client: str) -> None:
         """Stop and drop everything that ``client`` submitted."""
         if self.state.over is None:
-            runs = self._calls.of(client)
-            self._calls.forget(client)
+            runs = self._scheduler.of(client)
+            self._scheduler.forget(client)
             self._done.pop(client, None)
             await self._abort(runs)
 
@@ -259,7 +258,7 @@ class VllmCore:
     async def probe(self) -> NDArray[np.float32] | None:
         """Log-probs [8] of `headway.models.logprobs`'s sequences; None where a context is too short for them."""
         self.state.check()
-        sequences = probe_sequences(self._calls.vocabulary)
+        sequences = probe_sequences(self._scheduler.vocabulary)
         if sequences.shape[1] > self._max_context:
             return None
         positions = range(PROBE_PREFILL, sequences.shape[1])
@@ -311,7 +310,7 @@ class VllmCore:
             async for output in outputs:
                 last = output
                 if run.started is None and output.outputs[0].token_ids:
-                    run.begin(self._clock(), self.state.version)
+                    run.started, run.oldest_version = self._clock(), self.state.version
                     run.cached = output.num_cached_tokens or 0
             reason = None if last is None else _REASONS.get(last.outputs[0].finish_reason)
             if last is None or reason is None:
@@ -329,19 +328,18 @@ class VllmCore:
         del self._running[request], self._following[request]
         if self.state.over is not None:  # whoever waited was told so
             return
-        self._activity.ended(0 if run.fresh else run.length)
+        self._activity.ended(0 if run.started is None else run.length)
         self._finish(run, reason)
         self._fill()
         self._settle()
 
     def _finish(self, run: CallRun, reason: FinishReason) -> None:
         """Deliver ``run``, with all that is finished in this turn of the loop, unless its client has left."""
-        if self._calls.find(run.client, [run.call.number]) != [run]:
+        if self._scheduler.find(run.client, [run.call.number]) != [run]:
             return
-        self._calls.remove(run)
         if not self._done:
             asyncio.get_running_loop().call_soon(self._deliver)
-        self._done.setdefault(run.client, []).append(run.finish(reason, self._clock()))
+        self._done.setdefault(run.client, []).append(self._scheduler.finish(run, reason, self._clock()))
 
     def _deliver(self) -> None:
         done, self._done = self._done, {}
@@ -365,7 +363,7 @@ class VllmCore:
         """Tell all clients that the engine has ended."""
         self._deliver()
         self._on_end(error)
-        self._calls.clear()
+        self._scheduler.clear()
         self._activity.running(0)
         self._settle()
 
