@@ -17,7 +17,15 @@ from headway.data.mixing import drawn_problems, place_of_group, share_of
 from headway.data.types import Conversation, TrainSample, TrajectoryId
 from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunFinished, ValidationFinished
 from headway.pipeline.admission.ledger import Fate
-from headway.pipeline.admission.sample_collector import SampleOutlet, Samples, plain, rounded, storable
+from headway.pipeline.admission.sample_collector import (
+    DrawnGroup,
+    SampleOutlet,
+    Samples,
+    by_episode,
+    plain,
+    rounded,
+    storable,
+)
 from tests.pipeline.fakes import FakeReward, fails, prompt, validation_prompts, without_variance
 from tests.pipeline.scenario import Run, Scenario
 from tests.pipeline.test_episode_rewards import episode
@@ -111,7 +119,6 @@ def test_each_drawn_group_leaves_one_record_of_its_fate_and_no_other_does():
             assert [e["reward"] for e in record["episodes"]] == rewarded.rewards
         elif event.reason is not None and "broke" in event.reason:
             assert [e["failure"] for e in record["episodes"]] == ["broke"] * 4
-    assert run.pipeline._state.samples._open == run.pipeline._state.samples._numbers == {}
 
 
 def test_the_trainer_is_asked_for_drawn_groups_alone_and_in_the_first_epoch():
@@ -186,21 +193,13 @@ def test_a_groups_record_has_what_was_asked_said_scored_and_trained():
         replace(episode(3), text="greedy"),
     ]
     episodes = [replace(one, id=asked.trajectory_id(k)) for k, one in enumerate(episodes)]
-    samples.admitted(17, asked, 10.0)
-    group = Group(17, asked, 3, SamplingParams(1), trajectories=tuple(episodes))
-    samples.generated(group, 12.0)
-    group.trajectories = tuple(one for one in episodes if one.failure is None)
-    group.baseline = 0.25
+    drawn = DrawnGroup(10.0, 12.0, 13.0, tuple(episodes[:3]), baseline=0.25)
     scores = Scores(np.array([1 / 3, 0, 0.25], np.float32), {"exact": [1.0, 0.0, 0.25], "format": [None, 1.0, 0.0]})
-    samples.rewarded(group.number, scores, group.baseline, 13.0)
+    drawn.scores = by_episode(drawn.episodes, scores)
     columns = {"advantages": np.array([1 / 3, -123456.7, 0.0], np.float32)}
     fork = trained(asked.trajectory_id(0), first=7, prompt_ids=np.arange(5, dtype=np.int32), cut=9)
-    samples.trained([trained(asked.trajectory_id(2)), trained(asked.trajectory_id(0), columns), fork])
-    samples.trained([trained(TrajectoryId(0, 6, 0, 0))])  # of a group that is not under way
-    assert kept == []
-    samples.settled(17, Fate.TRAINED.value, None, 1, version=3, time=20.0)
-    samples.settled(17, Fate.TRAINED.value, None, 1, version=3, time=21.0)
-    samples.settled(18, Fate.DROPPED.value, "resume", None, version=3, time=21.0)
+    drawn.rows += [trained(asked.trajectory_id(2)), trained(asked.trajectory_id(0), columns), fork]
+    samples.settled(17, asked, drawn, fate=Fate.TRAINED.value, reason=None, lag=1, version=3, time=20.0)
     (record,) = kept
     assert {name: value for name, value in record.items() if name != "episodes"} == {
         "group": 17,
@@ -294,11 +293,9 @@ def test_a_lone_surrogate_is_spelled_wherever_a_record_has_it():
     samples = Samples(SampleOutlet(kept.append, Spelled()), seed=0, share=1.0, problems=1)
     asked = replace(prompt(0, 5), source="half \ud83d", answer={"\udc00": ["\ud83d"]})
     answer = replace(episode(0), id=asked.trajectory_id(0), text="😀 \ud83d")
-    samples.admitted(1, asked, 1.0)
-    group = Group(0, asked, 1, SamplingParams(1), trajectories=(answer,))
-    samples.generated(replace(group, number=1), 2.0)
-    samples.settled(1, Fate.FILTERED.value, "said \udfff", None, version=0, time=3.0)
-    samples.validated(0, group, None, 4.0)
+    drawn = DrawnGroup(1.0, 2.0, episodes=(answer,))
+    samples.settled(1, asked, drawn, fate=Fate.FILTERED.value, reason="said \udfff", lag=None, version=0, time=3.0)
+    samples.validated(0, Group(0, asked, 1, SamplingParams(1), trajectories=(answer,)), None, 4.0)
     for record in kept:
         json.dumps(record, ensure_ascii=False).encode()
         assert (record["source"], record["answer"]) == ("half \\ud83d", {"\\udc00": ["\\ud83d"]})

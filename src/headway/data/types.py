@@ -257,17 +257,6 @@ class Trajectory:
     notes: Mapping[str, str] = field(default_factory=dict)
     """What its agent asked the endpoint for and did not get: the first reason of each kind."""
 
-    @property
-    def complete(self) -> bool:
-        """True where it ended by itself: its last answer was not cut off, and no limit ended it."""
-        return self.finish_reason is FinishReason.STOP and self.limit is None
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest version of its tokens; None for an episode without tokens."""
-        spans = self.version_spans
-        return spans[0][1] if len(spans) == 1 else min((version for _, version in spans), default=None)
-
 
 def conversations_of(episodes: Sequence[Trajectory]) -> list[Conversation] | None:
     """Return the conversations of episodes; None where they are single answers."""

@@ -60,7 +60,7 @@ def _silent(_: str) -> AbstractContextManager[None]:
 class Actor:
     """Policy on the trainer's ranks, with the roles that share them: prepares a train batch and is trained on it.
 
-    actor.begin(batch, lags)
+    batch.lags = lags                                 # number → lag of each group
     trained = await actor.learn(batch, waiting_for)   # numbers of the groups that changed the weights
     """
 
@@ -94,9 +94,8 @@ class Actor:
     def restore(self, state: Mapping[str, Any]) -> None:
         self._steps, self._skipped_in_row = state["steps"], state["skipped_in_row"]
 
-    def begin(self, batch: TrainBatch, lags: Mapping[int, int]) -> None:
-        """Begin a batch. ``lags``: number → lag of each group."""
-        batch.lags, batch.given = lags, set(batch.groups[0].columns)
+    def _begin(self, batch: TrainBatch) -> None:
+        batch.given = set(batch.groups[0].columns)
         if self.critic is not None and self.critic.own_ranks:  # it has yet to be trained on them, perhaps twice
             batch.given.add(ColumnName.RETURNS)
         if self.keeps_batches:
@@ -121,6 +120,8 @@ class Actor:
 
         Returns the numbers of the groups of steps that were not skipped. ``on_prepared`` is called between the two.
         """
+        if batch.given is None:
+            self._begin(batch)
         await self._prepare(batch, waiting_for, told=not batch.is_over)
         if on_prepared is not None and not batch.was_handed_on:
             batch.was_handed_on = True
@@ -128,8 +129,9 @@ class Actor:
         trained = await self._train(batch, waiting_for)
         if self.keeps_batches:  # else a critic on ranks of its own has yet to read the columns
             batch.is_over = True
+            given = batch.given or ()
             for group in batch.groups:  # columns of the trainer's own ranks: they compute them again
-                group.columns = {name: group.columns[name] for name in group.columns if name in batch.given}
+                group.columns = {name: group.columns[name] for name in group.columns if name in given}
         return trained
 
     async def _prepare(self, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool) -> None:
@@ -173,7 +175,7 @@ class Actor:
                 await self.trainer.train_step(rows, replace(context, shown=frozenset()))
             else:
                 first = number < len(mini_batches)
-                shown = frozenset(group.prompt.group_id for group in groups if first and group.shown)
+                shown = {group.prompt.group_id: group.number for group in groups if first and group.shown}
                 skipped = await self._step(batch, groups, rows, shown, waiting_for)
             if not skipped:
                 trained.update(group.number for group in groups)
@@ -185,26 +187,31 @@ class Actor:
         batch: TrainBatch,
         groups: Sequence[Group],
         rows: Sequence[TrainSample],
-        shown: frozenset[GroupId],
+        shown: Mapping[GroupId, int],
         waiting_for: WaitingFor,
     ) -> bool:
-        """Make one optimizer step, and report it. Returns whether it was skipped. ``shown``: groups whose rows are."""
+        """Make one optimizer step, and report it. Returns whether it was skipped. ``shown``: numbers of the groups
+        whose rows the samples have, by identity.
+        """
         version = batch.version
         if version != self._version:
             self._version, self._steps_of_version = version, 0
         steps_per_version = self._config.actor.ppo_epochs * (
             self._config.groups_per_version // self._config.actor.ppo_mini_batch_size
         )
-        context = StepContext(version, self._steps_of_version / steps_per_version, self.guard.clip_scale, shown)
+        context = StepContext(
+            version, self._steps_of_version / steps_per_version, self.guard.clip_scale, frozenset(shown)
+        )
         with self._busy("step", batch.version, waiting_for):
             report = await self.trainer.train_step(rows, context)
         batch.steps.append((context, report.skipped))
-        if (samples := self._state.samples) is not None:
-            samples.trained(report.shown)
+        for row in report.shown:
+            drawn = self._state.ledger.open[shown[row.episode[:3]]].drawn
+            if drawn is not None:
+                drawn.rows.append(row)
         self._steps_of_version += 1
         self.guard.look(None if report.skipped else report.metrics.get(ESS), version)
         trajectories = [t for group in groups for t in group.trajectories]
-        oldest = [t.oldest_version for t in trajectories]
         self._state.emit(
             OptimizerStepped(
                 time=now(),
@@ -217,7 +224,7 @@ class Actor:
                 rows=sum(len(t.rows) for t in trajectories),
                 lags=[batch.lags[group.number] for group in groups],
                 token_lag=_token_lags(trajectories, version),
-                stale_trajectories=sum(one is not None and one < version for one in oldest),
+                stale_trajectories=sum(any(by < version for _, by in t.version_spans) for t in trajectories),
                 metrics=report.metrics,
             )
         )

@@ -180,7 +180,7 @@ class EpisodeWorkers:
     def assign(self, wave: Sequence[Group]) -> list[Share]:
         """Split a wave over the episode workers: each group goes to the one with the fewest unfinished groups."""
         if not self._serving:
-            return [(None, list(wave))]
+            return [(None, list(wave))] if wave else []
         shares: dict[EpisodeWorkerClient, list[Group]] = {}
         for request in wave:
             worker = self._lightest()

@@ -33,7 +33,7 @@ from headway.pipeline.admission.sample_collector import SampleOutlet, Samples
 from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
 from headway.pipeline.channel import Channel
-from headway.pipeline.episode_workers import EpisodeWorkers
+from headway.pipeline.episode_workers import EpisodeWorkers, Share
 from headway.pipeline.off_policy_guard import Guard
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, SnapshotStore
 from headway.pipeline.recovery.rank_restarts import (
@@ -49,7 +49,7 @@ from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate, Train
 from headway.pipeline.stages.generate import Generate
 from headway.pipeline.stages.own_ranks import CriticTrain, LogProb, RefLogProb, Values
 from headway.pipeline.stages.param_update import ParamUpdate
-from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
+from headway.pipeline.stages.prompt_loader import PromptLoader
 from headway.pipeline.stages.reward import GroupFilter, Reward, Scoring, Shaping
 from headway.pipeline.stages.validate import Validate, Validation, Validators
 from headway.pipeline.update.pause_controller import PauseController
@@ -231,7 +231,7 @@ class Wiring:
         proximal = parts.proximal if LOGP in parts.own_ranks else None
         critic = self.actor.critic if CRITIC in parts.own_ranks else None
 
-        waves = Channel[Wave]("PromptLoader")
+        shares = Channel[Share]("PromptLoader")
         made = Channel[Group]("Generate")
         rewarded = Channel[Group]("Reward")
         with_logprobs = Channel[TrainBatch]("LogProb")
@@ -244,7 +244,9 @@ class Wiring:
         to_train = with_values if critic else to_values
         beside = to_critic if critic else None
 
-        self.prompt_loader = PromptLoader(config, state, parts.source, waves, tokens, with_greedy=greedy)
+        self.prompt_loader = PromptLoader(
+            config, state, parts.source, shares, pool.episode_workers, tokens, with_greedy=greedy
+        )
         self.actor_train = ActorTrain(
             state, to_train, updates, beside, self.actor, lease, self.checkpoints, restarts[ACTOR]
         )
@@ -253,7 +255,7 @@ class Wiring:
         )
         self.upstream: list[AnyStage] = [
             self.prompt_loader,
-            Generate(config, state, waves, made, pool),
+            Generate(config, state, shares, made, pool),
             Reward(config, state, made, to_ref, scoring, parts.group_filter, parts.shaping),
             *([RefLogProb(emit, rewarded, queue, reference, restarts[REF])] if reference else []),
         ]

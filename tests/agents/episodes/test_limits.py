@@ -77,7 +77,7 @@ def test_an_episode_is_cut_off_where_its_last_answer_met_a_limit_of_the_run_and_
         return EpisodeEnd(1.0)
 
     (episode,) = made(program, limits=limits).trajectories
-    assert (episode.finish_reason is FinishReason.LENGTH, episode.complete) == (cut_off, not cut_off)
+    assert (episode.finish_reason is FinishReason.LENGTH, episode.limit) == (cut_off, None)
 
 
 def test_a_step_that_takes_too_long_leaves_the_rewards_that_turns_had():

@@ -97,7 +97,7 @@ def test_what_only_a_lost_try_had_asked_for_makes_no_episode_old():
 
     (episode,) = made(program, [policy], meanwhile=abort_overdue).trajectories
     assert (tries, len(policy.calls)) == (2, 3)
-    assert (episode.finish_reason, episode.oldest_version) == (FinishReason.STOP, 3)
+    assert (episode.finish_reason, episode.version_spans[0]) == (FinishReason.STOP, [0, 3])
 
 
 def test_a_program_that_loses_its_own_workers_is_given_up():

@@ -45,6 +45,8 @@ class _OpenGroup:
     request: Group
     inbox: asyncio.Queue[Group | HeadwayError]
     """The queue of the `generate` call that asked for the group."""
+    samplings: Sequence[SamplingParams]
+    """Sampling of each episode, by k: the last may be a baseline's."""
     home: Affinity
     missing: int
     """Episodes that are not over."""
@@ -58,18 +60,14 @@ class _OpenGroup:
     """Episodes of programs that are not over, by k."""
     aborted: bool = False
 
-    def sampling(self, k: int) -> SamplingParams:
-        """Sampling of episode ``k``: the baseline's is its own."""
-        baseline = self.request.baseline_sampling
-        return baseline if baseline is not None and k == self.request.n else self.request.sampling
-
     @property
     def oldest_version(self) -> int | None:
         """The oldest version in a finished call; None before the first token."""
-        versions = [trajectory.oldest_version for trajectory, _ in self.done.values()]
-        versions += [episode.oldest_version for episode, _ in self.programs.values()]
-        versions += [version for _, finished in self.answers.values() for _, version in finished.version_spans]
-        return min((version for version in versions if version is not None), default=None)
+        spans = [trajectory.version_spans for trajectory, _ in self.done.values()]
+        spans += [finished.version_spans for _, finished in self.answers.values()]
+        versions = [version for of_one in spans for _, version in of_one]
+        begun = [episode.oldest_version for episode, _ in self.programs.values()]
+        return min([*versions, *(version for version in begun if version is not None)], default=None)
 
 
 class EpisodeWorker:
@@ -125,7 +123,7 @@ class EpisodeWorker:
         if on is not None and not self._calls.knows(on):
             raise WorkerDied(f"{on} is gone")
         inbox: asyncio.Queue[Group | HeadwayError] = asyncio.Queue()
-        groups = [_OpenGroup(request, inbox, Affinity(on), request.episodes) for request in requests]
+        groups = [_opened(request, inbox, on) for request in requests]
         missing = len(groups)
         if self._journal is not None:  # before the first is started: the files of several groups are read once
             for request in requests:
@@ -214,7 +212,7 @@ class EpisodeWorker:
 
     def _start(self, group: _OpenGroup) -> None:
         self._groups[group] = None
-        for k in range(group.request.episodes):
+        for k in range(len(group.samplings)):
             if self._hosting is not None:
                 self._begin(group, k, self._hosting)
             else:
@@ -222,9 +220,9 @@ class EpisodeWorker:
 
     def _ask(self, group: _OpenGroup, k: int) -> None:
         """Make episode ``k`` by the program of one turn: one call."""
-        prompt, priority, n = group.request.prompt, group.request.priority, group.request.episodes
+        prompt, priority, n = group.request.prompt, group.request.priority, len(group.samplings)
         call = GenerateRequest(
-            0, prompt.trajectory_id(k), prompt.token_ids, group.sampling(k), priority=priority, together=n
+            0, prompt.trajectory_id(k), prompt.token_ids, group.samplings[k], priority=priority, together=n
         )
         group.calls[k] = asked = PendingRequest(
             call,
@@ -251,7 +249,7 @@ class EpisodeWorker:
         """Begin episode ``k`` of a user's program."""
         log = CallLog(
             group.request.prompt.trajectory_id(k),
-            hosting.sampling(group.sampling(k)),
+            hosting.sampling(group.samplings[k]),
             group.request.priority,
             group.request.number,
             self._calls,
@@ -335,6 +333,13 @@ class EpisodeWorker:
                 task.cancel()
 
 
+def _opened(request: Group, inbox: asyncio.Queue[Group | HeadwayError], on: str | None) -> _OpenGroup:
+    samplings = [request.sampling] * request.n
+    if request.baseline_sampling is not None:
+        samplings.append(request.baseline_sampling)
+    return _OpenGroup(request, inbox, samplings, Affinity(on), len(samplings))
+
+
 def _trains(group: _OpenGroup) -> bool:
     return group.request.priority is Priority.TRAINING
 
@@ -345,7 +350,7 @@ def _answer(group: _OpenGroup, k: int, decode: Callable[[Sequence[int]], str] | 
     asked, finished = group.answers[k]
     tokens, length = finished.tokens, finished.length
     ids = [] if tokens is None or decode is None else tokens.ids.tolist()
-    if ids and ids[-1] in group.sampling(k).stop_token_ids:
+    if ids and ids[-1] in group.samplings[k].stop_token_ids:
         ids.pop()
     trajectory = Trajectory(
         id=asked.request.trajectory,
@@ -370,7 +375,7 @@ def _whole(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> 
     trajectories: list[Trajectory] = []
     rows: list[RowTokens] = []
     count, simulated = 0, False
-    for k in range(group.request.episodes):
+    for k in range(len(group.samplings)):
         if group.done:
             trajectory, own = group.done[k]
             trajectory.rows = tuple(replace(at, index=count + n) for n, at in enumerate(trajectory.rows))

@@ -11,7 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingParams
-from headway.data.types import AnyColumn, Conversation, GroupTokens, Handle, Prompt, TrainSample, Trajectory
+from headway.data.types import (
+    AnyColumn,
+    Conversation,
+    FinishReason,
+    GroupTokens,
+    Handle,
+    Prompt,
+    TrainSample,
+    Trajectory,
+)
 from headway.errors import HeadwayError, RunError
 from headway.records import pickled_by_fields
 
@@ -50,11 +59,6 @@ class Group:
     again: bool = False
     """True where the episode worker that made the group was lost: the journal may have calls of it."""
 
-    @property
-    def episodes(self) -> int:
-        """Number of episodes to make, the baseline included."""
-        return self.n + (self.baseline_sampling is not None)
-
     def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[TrainSample]:
         """The samples of the group for a forward or training step, with those of ``columns`` that it has.
 
@@ -64,7 +68,7 @@ class Group:
         samples: list[TrainSample] = []
         present = {name: self.columns[name] for name in columns if name in self.columns}
         for trajectory in self.trajectories:
-            complete = trajectory.complete
+            ended_itself = trajectory.finish_reason is FinishReason.STOP and trajectory.limit is None
             for at in trajectory.rows:
                 place = len(samples)
                 samples.append(
@@ -75,8 +79,8 @@ class Group:
                         length=at.length,
                         episode=trajectory.id,
                         columns={name: of_rows[place] for name, of_rows in present.items()},
-                        finished=complete,
-                        masked=mask_cut_off and not complete,
+                        finished=ended_itself,
+                        masked=mask_cut_off and not ended_itself,
                     )
                 )
         return samples
@@ -84,7 +88,7 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The oldest version that sampled any of the group's tokens. Raises `RunError` for a group without tokens."""
-        versions = [oldest for t in self.trajectories if (oldest := t.oldest_version) is not None]
+        versions = [version for t in self.trajectories for _, version in t.version_spans]
         if not versions:
             ends = ", ".join(t.finish_reason for t in self.trajectories)
             raise RunError(

@@ -27,7 +27,7 @@ from headway.pipeline.admission.ledger import (
 )
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.run_journal import RunJournal
-from headway.pipeline.admission.sample_collector import Samples
+from headway.pipeline.admission.sample_collector import DrawnGroup, Samples
 from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.channel import Signal
 
@@ -155,9 +155,7 @@ class RunState:
         self.queue.restore(admitted=state["admitted"], taken=self.consumed, live=live)
         for number, prompt in reopened.items():
             self.reopened[prompt.group_id] = number, prompt
-            self._unrewarded.add(number)
-            if self.samples is not None:
-                self.samples.admitted(number, prompt, now())
+            self._draw(number)
         if reopened:
             for number, group in self.ledger.open.items():
                 group.made, group.scored = number in state["made"], number in state["scored"]
@@ -185,18 +183,15 @@ class RunState:
         """Admit a group for ``prompt``, counted against the inequality. Returns its number, which one that was open at
         the checkpoint has; None where the journal says that it was not trained on: it is ended at once.
         """
-        known = self.reopened.pop(prompt.group_id, None)
-        number = self._admit(prompt) if known is None else known[0]
-        return None if self._ended_before(number, prompt.group_id) else number
+        number = self.reopened.pop(prompt.group_id)[0] if self.reopened else self._admit(prompt)
+        return None if self._ended_before(number, prompt) else number
 
     def _admit(self, prompt: Prompt) -> int:
         number = self.ledger.admit(prompt)
         limit = self.staleness.limit
         self.staleness.admit()
         self.queue.expect(number, self.staleness.served_version)
-        self._unrewarded.add(number)
-        if self.samples is not None:
-            self.samples.admitted(number, prompt, now())
+        self._draw(number)
         self.emit(
             GroupAdmitted(
                 time=now(),
@@ -213,6 +208,11 @@ class RunState:
         )
         return number
 
+    def _draw(self, number: int) -> None:
+        self._unrewarded.add(number)
+        if self.samples is not None and self.samples.draws(number):
+            self.ledger.open[number].drawn = DrawnGroup(now())
+
     def rewarded(self, number: int) -> None:
         """Note that a group passed Reward and moves to the queue."""
         self._scored = True
@@ -220,14 +220,14 @@ class RunState:
         self._unrewarded.discard(number)
         self._wake()
 
-    def _ended_before(self, number: int, group: tuple[int, int, int]) -> bool:
+    def _ended_before(self, number: int, prompt: Prompt) -> bool:
         """End a group at once which the journal says was not trained on; False where it does not say so. Those that
         were filtered are scored and filtered again.
         """
-        end = None if self.journal is None else self.journal.end(number, group)
-        if end is None:
+        end = None if self.journal is None else self.journal.end(number)
+        if end is None or end["prompt"] != [*prompt.group_id]:
             return False
-        fate, reason, failed = end
+        fate, reason, failed = Fate(end["fate"]), end["reason"], end["failed"]
         # The checkpoint's ledger may have some of them.
         self.ledger.episodes_failed(number, failed - self.ledger.open[number].failed)
         # Not `discard`: it says so already, and what once failed in a row must not end the resumed run, too.
@@ -345,10 +345,11 @@ class RunState:
         self._wake()
 
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:
-        self.ledger.settle(number, fate)
-        self.emit(GroupSettled(time=now(), number=number, fate=fate.value, reason=reason, lag=lag))
-        if self.samples is not None:
-            self.samples.settled(number, fate.value, reason, lag, version=self.version, time=now())
+        entry = self.ledger.settle(number, fate)
+        ended: dict[str, Any] = {"time": now(), "fate": fate.value, "reason": reason, "lag": lag}
+        self.emit(GroupSettled(number=number, **ended))
+        if self.samples is not None and entry.drawn is not None:
+            self.samples.settled(number, entry.prompt, entry.drawn, version=self.version, **ended)
 
     def _wake(self) -> None:
         self.changed.changed()

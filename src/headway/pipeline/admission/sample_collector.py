@@ -3,14 +3,15 @@
     admitted ─▶ generated: texts ─▶ rewarded: scores ─▶ trained: rows ─▶ settled ─▶ record
                     └───────────────────┴─────────────────────────────────▶┘        (filtered, dropped, failed)
 
-Held are drawn groups that are under way, and no others. The rows come from the ranks that trained them, as their first
-optimizer step saw them; texts, scores and times are the driver's own. docs/samples.md describes the records.
+The ledger's entry of a drawn group has a `DrawnGroup`, which the stages fill in, and no other group's has. The rows
+come from the ranks that trained them, as their first optimizer step saw them; texts, scores and times are the driver's
+own. docs/samples.md describes the records.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +19,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.assignment import GroupId
 from headway.data.interfaces.episode_groups import Group, Scores
 from headway.data.interfaces.training import TrainedRow
 from headway.data.mixing import drawn_problems, place_of_group
@@ -53,11 +53,9 @@ class SampleOutlet:
 
 
 @dataclass(slots=True)
-class _DrawnGroup:
-    """A drawn group that is under way. Times are seconds on the event clock."""
+class DrawnGroup:
+    """What a drawn group that is under way has said so far. Times are seconds on the event clock."""
 
-    number: int
-    prompt: Prompt
     admitted: float
     generated: float | None = None
     rewarded: float | None = None
@@ -79,67 +77,39 @@ class Samples:
             problems: number of held-out problems to show at each validation.
         """
         self.outlet, self.seed, self.share, self.problems = outlet, seed, share, problems
-        self._open: dict[int, _DrawnGroup] = {}
-        self._numbers: dict[GroupId, int] = {}
-        """Numbers of the groups in `_open`, by identity."""
-
-    # ---------------------------------------------------------------------------------------- training groups
 
     def draws(self, number: int) -> bool:
         """Tell whether group ``number`` leaves a sample."""
         return place_of_group(self.seed, number) < self.share
 
-    def admitted(self, number: int, prompt: Prompt, time: float) -> None:
-        """Note that a group was admitted for ``prompt``, drawn or not."""
-        if self.draws(number):
-            self._open[number] = _DrawnGroup(number, prompt, time)
-            self._numbers[prompt.group_id] = number
-
-    def generated(self, group: Group, time: float) -> None:
-        """Take the texts of a group's episodes, where it was drawn."""
-        if (drawn := self._open.get(group.number)) is not None:
-            drawn.generated = time
-            drawn.episodes = tuple(t for t in group.trajectories if t.id.k < group.n)
-
-    def rewarded(self, number: int, scores: Scores, baseline: float | None, time: float) -> None:
-        """Take the scores of a group's episodes that did not fail, in order, where it was drawn."""
-        if (drawn := self._open.get(number)) is not None:
-            drawn.rewarded, drawn.baseline = time, baseline
-            drawn.scores = _by_episode([t for t in drawn.episodes if t.failure is None], scores)
-
-    def trained(self, rows: Iterable[TrainedRow]) -> None:
-        """Take rows of drawn groups, as an optimizer step saw them."""
-        for row in rows:
-            if (number := self._numbers.get(row.episode[:3])) is not None:
-                self._open[number].rows.append(row)
-
-    def settled(
-        self, number: int, fate: str, reason: str | None, lag: int | None, *, version: int, time: float
-    ) -> None:
-        """Hand on the record of a group whose fate is settled, where it was drawn by this process."""
-        if (drawn := self._open.pop(number, None)) is not None:
-            del self._numbers[drawn.prompt.group_id]
-            ended = {"fate": fate, "reason": reason, "lag": lag}
-            self.outlet.keep(storable(self._group(drawn, ended, version, time)))
-
-    # ---------------------------------------------------------------------------------------- held-out problems
+    def settled(self, number: int, prompt: Prompt, drawn: DrawnGroup, **ended: Any) -> None:
+        """Hand on the record of a drawn group. ``ended``: fate, reason, lag, time and version of its end."""
+        rows: dict[int, list[TrainedRow]] = {}
+        for row in drawn.rows:
+            rows.setdefault(row.episode.k, []).append(row)
+        times = {name: getattr(drawn, name) for name in ("admitted", "generated", "rewarded")}
+        times["settled"] = ended.pop("time")
+        record = {
+            "group": number,
+            **ended,
+            **_asked(prompt),
+            "messages": plain(prompt.messages),
+            "baseline": _number(drawn.baseline),
+            "times": {name: _moment(at) for name, at in times.items()},
+            "episodes": [self._episode(t, drawn, rows.get(t.id.k, []), prompt) for t in drawn.episodes],
+        }
+        self.outlet.keep(storable(record))
 
     def held_out(self, prompts: Sequence[Prompt]) -> frozenset[int]:
         """Return the indices of those held-out problems that are shown at each validation."""
         return drawn_problems(self.seed, [prompt.row for prompt in prompts], self.problems)
 
-    def validated(
-        self,
-        version: int,
-        problem: Group,
-        scores: Scores | None,
-        time: float,
-    ) -> None:
+    def validated(self, version: int, problem: Group, scores: Scores | None, time: float) -> None:
         """Hand on the record of one problem at the validation of ``version``. ``scores``: of episodes that did not
         fail, in order; None where they could not be scored.
         """
         episodes = problem.trajectories
-        given = _by_episode([t for t in episodes if t.failure is None], scores) if scores is not None else {}
+        given = {} if scores is None else by_episode(episodes, scores)
         answers = []
         for t in episodes:
             reward, parts = given.get(t.id.k, (None, {}))
@@ -147,30 +117,7 @@ class Samples:
         record = {"validation": version, "problem": problem.number, **_asked(problem.prompt)}
         self.outlet.keep(storable({**record, "time": _moment(time), "episodes": answers}))
 
-    # ---------------------------------------------------------------------------------------- records
-
-    def _group(self, drawn: _DrawnGroup, ended: Mapping[str, Any], version: int, time: float) -> Record:
-        rows: dict[int, list[TrainedRow]] = {}
-        for row in drawn.rows:
-            rows.setdefault(row.episode.k, []).append(row)
-        times = {
-            "admitted": drawn.admitted,
-            "generated": drawn.generated,
-            "rewarded": drawn.rewarded,
-            "settled": time,
-        }
-        return {
-            "group": drawn.number,
-            "version": version,
-            **ended,
-            **_asked(drawn.prompt),
-            "messages": plain(drawn.prompt.messages),
-            "baseline": _number(drawn.baseline),
-            "times": {name: _moment(at) for name, at in times.items()},
-            "episodes": [self._episode(t, drawn, rows.get(t.id.k, [])) for t in drawn.episodes],
-        }
-
-    def _episode(self, t: Trajectory, drawn: _DrawnGroup, rows: Sequence[TrainedRow]) -> Record:
+    def _episode(self, t: Trajectory, drawn: DrawnGroup, rows: Sequence[TrainedRow], prompt: Prompt) -> Record:
         reward, parts = drawn.scores.get(t.id.k, (None, {}))
         return {
             **_said(t, reward, parts),
@@ -183,7 +130,7 @@ class Samples:
             "finished": _moment(t.finished),
             "waited_s": _number(sum(end - start for start, end in t.waits)),
             "worked_s": _number(sum(end - start for start, end in t.steps)),
-            "rows": [self._row(row, drawn.prompt) for row in rows],
+            "rows": [self._row(row, prompt) for row in rows],
         }
 
     def _row(self, row: TrainedRow, prompt: Prompt) -> Record:
@@ -204,11 +151,13 @@ class Samples:
         }
 
 
-def _by_episode(episodes: Sequence[Trajectory], scores: Scores) -> dict[int, tuple[float, dict[str, float | None]]]:
-    """Return k → reward and its parts. A further score, of a baseline, is left out."""
+def by_episode(episodes: Sequence[Trajectory], scores: Scores) -> dict[int, tuple[float, dict[str, float | None]]]:
+    """Return k → reward and its parts. ``scores``: those of the episodes that did not fail, in order; the last one may
+    be a baseline's, which is left out.
+    """
     return {
         t.id.k: (float(scores.rewards[place]), {name: values[place] for name, values in scores.parts.items()})
-        for place, t in enumerate(episodes)
+        for place, t in enumerate(t for t in episodes if t.failure is None)
     }
 
 

@@ -30,9 +30,9 @@ class TrainBatch:
     is_last: bool = False
     """True where the data has ended, and left the batch short of groups."""
     lags: Mapping[int, int] = field(default_factory=dict)
-    """Number → lag of each group, once training on the batch has begun."""
-    given: set[str] = field(default_factory=set)
-    """Names of the columns that the batch has from other ranks, and keeps."""
+    """Number → lag of each group, checked when training on the batch begins."""
+    given: set[str] | None = None
+    """Names of the columns that the batch has from other ranks, and keeps; None before training on it has begun."""
     steps: list[tuple[StepContext, bool]] = field(default_factory=list)
     """Context of each optimizer step that was made, and whether it was skipped: they are made again where a rank is
     lost before the next checkpoint."""

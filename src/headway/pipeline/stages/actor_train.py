@@ -191,13 +191,12 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
     async def _train(self, batch: TrainBatch) -> None:
         """Train on ``batch``, and settle its groups in the ledger."""
         check = self._state.staleness.check
-        lags = {group.number: check(group.number, group.oldest_version, batch.version) for group in batch.groups}
-        self._actor.begin(batch, lags)
+        batch.lags = {one.number: check(one.number, one.oldest_version, batch.version) for one in batch.groups}
         to_critic = None if self._to_critic is None else self._to_critic.send
         trained = await self._restarts.surviving(lambda: self._actor.learn(batch, self._waiting_within, to_critic))
         for group in batch.groups:
             if group.number in trained:
-                self._state.consume(group.number, Fate.TRAINED, lag=lags[group.number])
+                self._state.consume(group.number, Fate.TRAINED, lag=batch.lags[group.number])
             else:
                 self._state.consume(group.number, Fate.DROPPED, "nonfinite")
 

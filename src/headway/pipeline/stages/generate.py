@@ -1,6 +1,6 @@
 """Generate: has episode workers make groups, and passes finished groups on, in the order in which they finish.
 
-consumes        waves from PromptLoader
+consumes        an episode worker's share of a wave, from PromptLoader
 waits for       an episode worker to finish a group; paused while every replica is halted
 is unblocked by the episode worker, or by another where it is lost; replicas are halted behind this stage's back
 produces        groups, complete and unrewarded; a group that was aborted ends here as dropped
@@ -8,7 +8,6 @@ produces        groups, complete and unrewarded; a group that was aborted ends h
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncGenerator
 
 from headway.config.schema import Config
@@ -22,7 +21,6 @@ from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
 from headway.pipeline.episode_workers import Share
 from headway.pipeline.stage import Stage
-from headway.pipeline.stages.prompt_loader import Wave
 from headway.pipeline.update.replica_pool import ReplicaPool
 
 
@@ -34,28 +32,18 @@ class Generate(Stage[Share, Group]):
         self,
         config: Config,
         state: RunState,
-        input: Channel[Wave],
+        input: Channel[Share],
         output: Channel[Group],
         pool: ReplicaPool,
     ) -> None:
-        super().__init__(state.emit, output=output, gate=pool.pauses.gate)
-        self.waits_for_input = input.name
+        super().__init__(state.emit, input, output, gate=pool.pauses.gate)
         self._state = state
-        self._waves = input
         self._episode_workers = pool.episode_workers
         self._pool = pool
         self._min_episodes = min_episodes(config)
         """Fewest episodes of a group, its baseline aside, that must not have failed."""
         episodes = config.groups_per_version * config.rollout.n
         self._troubles = EpisodeTroubles(episodes) if config.agent.has_program else None
-        self._shares: deque[Share] = deque()
-
-    async def get_input_data(self) -> Share | None:
-        if not self._shares:
-            if (wave := await self._waves.get()) is None:
-                return None
-            self._shares.extend(self._episode_workers.assign(wave))
-        return self._shares.popleft()
 
     async def process_data(self, share: Share) -> AsyncGenerator[Group, None]:
         with self._waiting_within(", ".join(replica.name for replica in self._pool.serving)):
@@ -64,8 +52,8 @@ class Generate(Stage[Share, Group]):
                 if not entry.made:  # else it was reported before the checkpoint
                     entry.made = True
                     self._report(group)
-                if self._state.samples is not None:
-                    self._state.samples.generated(group, now())
+                if (drawn := entry.drawn) is not None:
+                    drawn.generated, drawn.episodes = now(), tuple(t for t in group.trajectories if t.id.k < group.n)
                 if any(t.finish_reason is FinishReason.ABORTED for t in group.trajectories):
                     reason = "overdue" if self._state.staleness.drops_overdue else "aborted"
                     self._state.discard(group.number, Fate.DROPPED, reason)

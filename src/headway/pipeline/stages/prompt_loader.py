@@ -3,7 +3,7 @@
 consumes        the prompt source
 waits for       room under the inequality (and, in batch admission, for the last wave to be rewarded)
 is unblocked by a new version served, a discarded group, a rewarded group, a finished validation
-produces        waves: lists of requests that reach an engine in one call
+produces        waves, in shares: lists of requests that an episode worker makes together
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from headway.data.types import Prompt
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.staleness import wave_size
 from headway.pipeline.channel import Channel
+from headway.pipeline.episode_workers import EpisodeWorkers, Share
 from headway.pipeline.stage import Stage
 
-Wave = list[Group]
 
-
-class PromptLoader(Stage[list[Prompt], Wave]):
+class PromptLoader(Stage[list[Prompt], Share]):
     waits_for_input = "room under the staleness limit"
     waits_for_output = None
 
@@ -32,7 +31,8 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         config: Config,
         state: RunState,
         source: PromptSource,
-        output: Channel[Wave],
+        output: Channel[Share],
+        episode_workers: EpisodeWorkers,
         stop_token_ids: tuple[int, ...],
         *,
         with_greedy: bool = False,
@@ -41,6 +41,7 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         super().__init__(state.emit, output=output)
         self._state = state
         self._source = source
+        self._episode_workers = episode_workers
         self._admission = config.async_training.admission
         self._n = config.rollout.n
         self._sampling = training_sampling(config, stop_token_ids)
@@ -68,16 +69,16 @@ class PromptLoader(Stage[list[Prompt], Wave]):
                 return None
         return None
 
-    async def process_data(self, prompts: list[Prompt]) -> AsyncGenerator[Wave, None]:
-        if wave := [group for prompt in prompts if (group := self._admit(prompt)) is not None]:
-            yield wave
+    async def process_data(self, prompts: list[Prompt]) -> AsyncGenerator[Share, None]:
+        wave = [group for prompt in prompts if (group := self._admit(prompt)) is not None]
+        for share in self._episode_workers.assign(wave):
+            yield share
 
     def _admit(self, prompt: Prompt) -> Group | None:
         """Admit a group; None where it had ended before the run was resumed."""
         if (number := self._state.admit(prompt)) is None:
             return None
-        samples = self._state.samples
-        shown = samples is not None and samples.draws(number)
+        shown = self._state.ledger.open[number].drawn is not None
         return Group(number, prompt, self._n, self._sampling, baseline_sampling=self._baseline, shown=shown)
 
     def end(self) -> None:
