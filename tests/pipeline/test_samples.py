@@ -21,7 +21,6 @@ from headway.pipeline.admission.sample_collector import (
     DrawnGroup,
     SampleOutlet,
     Samples,
-    by_episode,
     plain,
     rounded,
     storable,
@@ -195,7 +194,7 @@ def test_a_groups_record_has_what_was_asked_said_scored_and_trained():
     episodes = [replace(one, id=asked.trajectory_id(k)) for k, one in enumerate(episodes)]
     drawn = DrawnGroup(10.0, 12.0, 13.0, tuple(episodes[:3]), baseline=0.25)
     scores = Scores(np.array([1 / 3, 0, 0.25], np.float32), {"exact": [1.0, 0.0, 0.25], "format": [None, 1.0, 0.0]})
-    drawn.scores = by_episode(drawn.episodes, scores)
+    drawn.scores = scores
     columns = {"advantages": np.array([1 / 3, -123456.7, 0.0], np.float32)}
     fork = trained(asked.trajectory_id(0), first=7, prompt_ids=np.arange(5, dtype=np.int32), cut=9)
     drawn.rows += [trained(asked.trajectory_id(2)), trained(asked.trajectory_id(0), columns), fork]

@@ -327,7 +327,7 @@ class WorkerGroup:
         own = self._own(samples, shares)
         firsts = (mesh[0].call(method, share, *args) for mesh, share in zip(self._meshes, own, strict=True))
         (first, *others), _ = await both(concurrently(firsts), self._beside(method, own, *args))
-        return first.joined(others) if collect is Collect.JOINED else first
+        return first.joined(others) if others and collect is Collect.JOINED else first
 
     def _own(self, samples: Sequence[TrainSample], shares: Sequence[Sequence[int]]) -> list[list[TrainSample]]:
         """Return the samples of each share, as those of the batch where one has begun."""

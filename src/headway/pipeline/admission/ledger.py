@@ -76,17 +76,13 @@ class Ledger:
         self.open[number] = LedgerEntry(prompt, self.episodes)
         return number
 
-    def settle(self, number: int, fate: Fate) -> LedgerEntry:
-        """Record the fate of group ``number``. Returns its entry.
-
-        Raises `LedgerImbalance` if it was never admitted or already has a fate.
-        """
+    def settle(self, number: int, fate: Fate) -> None:
+        """Record the fate of group ``number``. Raises `LedgerImbalance` if it was never admitted or already has one."""
         if (group := self.open.pop(number, None)) is None:
             raise LedgerImbalance(f"group {number} cannot end as {fate}: it is not open (admitted: {self.admitted})")
         self._fates[fate] += 1
         self._episode_fates[fate] += group.episodes - group.failed
         self._episode_fates[Fate.FAILED] += group.failed
-        return group
 
     def episodes_failed(self, number: int, count: int) -> None:
         """Record that ``count`` episodes of the open group ``number`` have failed. Raises `LedgerImbalance` for more

@@ -345,10 +345,11 @@ class RunState:
         self._wake()
 
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:
-        entry = self.ledger.settle(number, fate)
+        entry = self.ledger.open.get(number)
+        self.ledger.settle(number, fate)
         ended: dict[str, Any] = {"time": now(), "fate": fate.value, "reason": reason, "lag": lag}
         self.emit(GroupSettled(number=number, **ended))
-        if self.samples is not None and entry.drawn is not None:
+        if self.samples is not None and entry is not None and entry.drawn is not None:
             self.samples.settled(number, entry.prompt, entry.drawn, version=self.version, **ended)
 
     def _wake(self) -> None:

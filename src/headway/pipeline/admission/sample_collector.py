@@ -61,8 +61,8 @@ class DrawnGroup:
     rewarded: float | None = None
     episodes: tuple[Trajectory, ...] = ()
     """Its episodes with their texts, failed ones included, the baseline not."""
-    scores: dict[int, tuple[float, dict[str, float | None]]] = field(default_factory=dict)
-    """k → reward of the episode, and the parts of it."""
+    scores: Scores | None = None
+    """Scores of those that did not fail, in order; a baseline's is the last."""
     baseline: float | None = None
     rows: list[TrainedRow] = field(default_factory=list)
 
@@ -84,6 +84,7 @@ class Samples:
 
     def settled(self, number: int, prompt: Prompt, drawn: DrawnGroup, **ended: Any) -> None:
         """Hand on the record of a drawn group. ``ended``: fate, reason, lag, time and version of its end."""
+        given = _by_episode(drawn.episodes, drawn.scores)
         rows: dict[int, list[TrainedRow]] = {}
         for row in drawn.rows:
             rows.setdefault(row.episode.k, []).append(row)
@@ -96,7 +97,22 @@ class Samples:
             "messages": plain(prompt.messages),
             "baseline": _number(drawn.baseline),
             "times": {name: _moment(at) for name, at in times.items()},
-            "episodes": [self._episode(t, drawn, rows.get(t.id.k, []), prompt) for t in drawn.episodes],
+            "episodes": [
+                {
+                    **_said(t, *given.get(t.id.k, (None, {}))),
+                    "replica": t.replica,
+                    "turn_rewards": [_number(one) for one in t.turn_rewards],
+                    "limit": t.limit,
+                    "failure": t.failure,
+                    "notes": dict(t.notes),
+                    "started": _moment(t.started),
+                    "finished": _moment(t.finished),
+                    "waited_s": _number(sum(end - start for start, end in t.waits)),
+                    "worked_s": _number(sum(end - start for start, end in t.steps)),
+                    "rows": [self._row(row, prompt) for row in rows.get(t.id.k, ())],
+                }
+                for t in drawn.episodes
+            ],
         }
         self.outlet.keep(storable(record))
 
@@ -109,29 +125,10 @@ class Samples:
         fail, in order; None where they could not be scored.
         """
         episodes = problem.trajectories
-        given = {} if scores is None else by_episode(episodes, scores)
-        answers = []
-        for t in episodes:
-            reward, parts = given.get(t.id.k, (None, {}))
-            answers.append({**_said(t, reward, parts), "failure": t.failure})
+        given = _by_episode(episodes, scores)
+        answers = [{**_said(t, *given.get(t.id.k, (None, {}))), "failure": t.failure} for t in episodes]
         record = {"validation": version, "problem": problem.number, **_asked(problem.prompt)}
         self.outlet.keep(storable({**record, "time": _moment(time), "episodes": answers}))
-
-    def _episode(self, t: Trajectory, drawn: DrawnGroup, rows: Sequence[TrainedRow], prompt: Prompt) -> Record:
-        reward, parts = drawn.scores.get(t.id.k, (None, {}))
-        return {
-            **_said(t, reward, parts),
-            "replica": t.replica,
-            "turn_rewards": [_number(one) for one in t.turn_rewards],
-            "limit": t.limit,
-            "failure": t.failure,
-            "notes": dict(t.notes),
-            "started": _moment(t.started),
-            "finished": _moment(t.finished),
-            "waited_s": _number(sum(end - start for start, end in t.waits)),
-            "worked_s": _number(sum(end - start for start, end in t.steps)),
-            "rows": [self._row(row, prompt) for row in rows],
-        }
 
     def _row(self, row: TrainedRow, prompt: Prompt) -> Record:
         texts, ids = self.outlet.texts, row.ids.tolist()
@@ -151,10 +148,12 @@ class Samples:
         }
 
 
-def by_episode(episodes: Sequence[Trajectory], scores: Scores) -> dict[int, tuple[float, dict[str, float | None]]]:
-    """Return k → reward and its parts. ``scores``: those of the episodes that did not fail, in order; the last one may
-    be a baseline's, which is left out.
-    """
+def _by_episode(
+    episodes: Sequence[Trajectory], scores: Scores | None
+) -> dict[int, tuple[float, dict[str, float | None]]]:
+    """Return k → reward and its parts, of episodes that did not fail. A further score, of a baseline, is left out."""
+    if scores is None:
+        return {}
     return {
         t.id.k: (float(scores.rewards[place]), {name: values[place] for name, values in scores.parts.items()})
         for place, t in enumerate(t for t in episodes if t.failure is None)

@@ -36,7 +36,6 @@ from headway.pipeline.admission.group_warnings import EqualRewards
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.admission.sample_collector import by_episode
 from headway.pipeline.channel import Channel, Signal
 from headway.pipeline.stage import Stage
 
@@ -198,8 +197,7 @@ class Reward(Stage[Group, Group]):
             entry.scored = True
             self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
         if (drawn := entry.drawn) is not None:
-            drawn.rewarded, drawn.baseline = now(), group.baseline
-            drawn.scores = by_episode(drawn.episodes, scores)
+            drawn.rewarded, drawn.baseline, drawn.scores = now(), group.baseline, scores
         reason = None if self._filter is None else self._filter(compared)
         if (warning := self._equal.look(shaped, reason)) is not None:
             self._emit(Note(time=now(), level="warning", text=warning))

@@ -81,7 +81,7 @@ class KeptContexts:
 
     def expect(self, runs: Iterable[CallRun]) -> None:
         """Note that calls will start from their own contexts."""
-        self._waiting.update(map(context_key, runs))
+        self._waiting.update(context_key(run) for run in runs)
 
     def drop_waiting(self, run: CallRun) -> None:
         """Note that a call has started, or never will."""
