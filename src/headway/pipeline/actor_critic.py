@@ -137,6 +137,7 @@ class Actor:
     async def _prepare(self, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool) -> None:
         """Set the batch's missing columns, ``advantages`` last, and give it to the critic."""
         critic, rows = self.critic, samples_of(batch.groups)
+        # Before anything is computed: ranks keep the rows that they read from here to `end_batch`.
         await self.trainer.begin_batch([samples_of(groups) for groups in _mini_batches(batch, self._config)])
         if self._reference is not None:
             with self._busy("forward", batch.version, waiting_for, told=told):
@@ -153,6 +154,7 @@ class Actor:
         for name, values in (await self._advantages(rows, outcomes(batch.groups))).items():
             add_column(batch.groups, name, values)
         if critic is not None:
+            # Before the batch goes on: from here on a checkpoint waits for the critic.
             critic.hand(batch)
             if not critic.own_ranks:
                 with self._busy("critic", batch.version, waiting_for, told=told):
@@ -172,6 +174,7 @@ class Actor:
             ]
             if number < len(before):
                 context, skipped = before[number]
+                # With the clip range of then; its rows were shown when it was made the first time.
                 await self.trainer.train_step(rows, replace(context, shown=frozenset()))
             else:
                 first = number < len(mini_batches)
@@ -204,6 +207,7 @@ class Actor:
         )
         with self._busy("step", batch.version, waiting_for):
             report = await self.trainer.train_step(rows, context)
+        # Before it is reported: where the ranks are lost from here on, it is redone and not told twice.
         batch.steps.append((context, report.skipped))
         for row in report.shown:
             drawn = self._state.ledger.open[shown[row.episode[:3]]].drawn

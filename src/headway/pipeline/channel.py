@@ -24,8 +24,10 @@ class Signal:
         self._waiters: list[asyncio.Future[None]] = []
 
     def changed(self) -> None:
+        # Taken out first: who is woken may wait again at once, in the new list.
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
+            # One that was cancelled is still in the list.
             if not waiter.done():
                 waiter.set_result(None)
 

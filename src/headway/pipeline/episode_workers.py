@@ -185,6 +185,7 @@ class EpisodeWorkers:
         for request in wave:
             worker = self._lightest()
             worker.load += 1
+            # Counted above at once, so that the next group of the wave goes to another one.
             shares.setdefault(worker, []).append(request)
         return [(worker, shares[worker]) for worker in self._serving.values() if worker in shares]
 
@@ -207,6 +208,7 @@ class EpisodeWorkers:
             try:
                 async with aclosing(worker.generate(list(left.values()), on=on)) as groups:
                     async for finished in groups:
+                        # Before it is handed on: what is lost from here on must not be made again.
                         worker.load -= on is None
                         del left[finished.number]
                         yield finished
@@ -227,6 +229,7 @@ class EpisodeWorkers:
         """Add a worker in the place of one that is gone; it makes groups once it knows what the others know."""
         client = self._joining[worker.name] = EpisodeWorkerClient(worker, self._timeout_s)
         for replica in self._replicas.values():
+            # A default argument: the closure alone would see the last replica of the loop.
             client.order(f"connect to {replica.name}", lambda worker, replica=replica: worker.join(replica))  # type: ignore[misc]
         names, halted = self._route
         client.order(f"call {', '.join(names)}", lambda worker: worker.route(names, halted))
@@ -242,6 +245,7 @@ class EpisodeWorkers:
 
     async def lose(self, gone: WorkerUnavailable) -> None:
         """Forget an episode worker that is gone: others make its groups, and replicas drop its calls."""
+        # First: calls that wait for it end, and no new one is made.
         gone.remote.leave(gone.why)
         name = gone.remote.name
         if self._serving.pop(name, None) is None and self._joining.pop(name, None) is None:

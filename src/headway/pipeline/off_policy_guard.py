@@ -17,7 +17,7 @@ from typing import Any
 
 from headway.config.sections.learning import GuardConfig
 from headway.errors import NonFinite
-from headway.events import GuardActed, Note
+from headway.events import GuardActed
 from headway.pipeline.admission.pipeline_state import RunState, now
 
 ESS = "offpolicy/ess"
@@ -100,11 +100,11 @@ class Guard:
         self._state.emit(
             GuardActed(time=now(), version=version, ess=ess, min_ess=least, did=did, clip_scale=clip_scale, eta=eta)
         )
-        text = (
+        self._state.note(
             f"version {version}: effective sample size {ess:.3g}, algorithm.guard.min_ess={least:g}: {did}; η is "
-            f"{eta:g}, the clip range {clip_scale:g} of what is configured"
+            f"{eta:g}, the clip range {clip_scale:g} of what is configured",
+            "warning" if ess < least else "info",
         )
-        self._state.emit(Note(time=now(), level="warning" if ess < least else "info", text=text))
 
 
 MOST_SKIPPED = 10

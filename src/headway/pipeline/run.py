@@ -22,7 +22,7 @@ from pathlib import Path
 
 from headway.config.schema import Config
 from headway.errors import UpdateFailed, WorkerDied
-from headway.events import Note, Observer, RunFinished, RunStarted
+from headway.events import Observer, RunFinished, RunStarted
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.recovery.checkpoint_manager import Taken
 from headway.pipeline.weight_receiver import Replica
@@ -142,6 +142,7 @@ class Pipeline:
         if not downstream.cancelled():
             downstream.result()
         cutting_off.cancel()
+        # Before upstream is waited for: it would wait for room that nobody makes any more.
         wiring.prompt_loader.end()
         serving_again.cancel()
         for supervision in wiring.supervisions:
@@ -174,19 +175,20 @@ class Pipeline:
         await state.changed.until(lambda: state.hurried)
         await asyncio.sleep(TRAINING_SHARE * limit_s)
         if checkpoints.writing.locked():
-            text = f"the stop waits for the checkpoint that is being written; one takes {checkpoints.takes}"
-            state.emit(Note(time=now(), level="info", text=text))
+            state.note(
+                f"the stop waits for the checkpoint that is being written; one takes {checkpoints.takes}", "info"
+            )
         async with checkpoints.writing:
             state.give_up()
-            text = f"the stop waits no longer (run.stop_timeout_s={limit_s:g}): {self._wiring.monitor.who_waits()}"
-            state.emit(Note(time=now(), level="warning", text=text))
+            state.note(f"the stop waits no longer (run.stop_timeout_s={limit_s:g}): {self._wiring.monitor.who_waits()}")
             downstream.cancel()
 
     def _scores_given_up(self, count: int) -> None:
         """Report that a stop gave up ``count`` scores. Once scoring is closed, give up the version as well."""
         scoring = self._wiring.scoring
-        text = f"the stop does not wait for {count} scores that did not come within {scoring.patience_s:.0f} s"
-        self._state.emit(Note(time=now(), level="warning", text=text))
+        self._state.note(
+            f"the stop does not wait for {count} scores that did not come within {scoring.patience_s:.0f} s"
+        )
         if scoring.closed:
             self._wiring.prompt_loader.end()
             self._state.give_up_version()

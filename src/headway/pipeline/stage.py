@@ -189,6 +189,7 @@ class Stage(ABC, Generic[In, Out]):
         self._enter(State.PROCESSING)
         try:
             with self._attributed():
+                # Closed in this task: left to the garbage collector, its `finally` would run late, in no task.
                 async with aclosing(self.process_data(item)) as outputs:
                     async for output in outputs:
                         if self.waits_for_output is not None:
@@ -222,6 +223,7 @@ class Stage(ABC, Generic[In, Out]):
         return boundary(f"{self.name} failed", StageFailed)
 
     def _enter(self, state: State) -> None:
+        # PROCESSING is told again, for the number of active items has changed.
         if state is self.state and state is not State.PROCESSING:
             return
         self.state = state

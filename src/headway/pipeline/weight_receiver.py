@@ -58,6 +58,7 @@ class Remote:
         if self.why is None:
             self.why = why
             for call in self._open:
+                # One that has fired cannot be set again: it raises.
                 if not call.expired():
                     call.reschedule(asyncio.get_running_loop().time())
 
@@ -75,6 +76,7 @@ class Remote:
             raise WorkerUnavailable(self, self.why)
         task = asyncio.ensure_future(call)
         try:
+            # Shielded: a call that does not end when it is cancelled must not hold up who gave it up.
             return await self._while_here(asyncio.shield(failure_ignored(task)), within_s, what)
         finally:
             task.cancel()
@@ -87,6 +89,7 @@ class Remote:
         except WorkerDied as death:
             raise WorkerUnavailable(self, death) from death
         except TimeoutError:
+            # A time-out of the call's own work is no silence.
             if not limit.expired():
                 raise
             why = f"{self.name} was told to {what} and did not answer within {self._limit(within_s or 0.0)}"

@@ -92,6 +92,7 @@ class CallLog:
         if logged is None:
             logged = _LoggedCall(failure_ignored(asyncio.get_running_loop().create_future()))
             sampling = self._ended_by(max_tokens, stop, stop_token_ids)
+            # The first call has key 0: an episode of one turn samples what a single answer would.
             key = (prompted.key if self._log else 0) ^ self._salt
             logged.asked = PendingRequest(
                 GenerateRequest(0, self.id, prompted.ids, sampling, key, self._priority, goes_on=True),
@@ -102,6 +103,7 @@ class CallLog:
             )
             self._log[prompted.key] = logged
             self._calls.ask(logged.asked)
+        # Shielded: a turn that is given up leaves the call to who asks for it again.
         return asyncio.shield(logged.result)
 
     def known(self, prompted: TurnContext) -> bool:
@@ -155,6 +157,7 @@ class CallLog:
             logged.result.set_exception(error)
 
     def _finished(self, logged: _LoggedCall, asked: PendingRequest, finished: Completion) -> None:
+        # The call holds the whole context: kept for each turn they would grow with its square.
         logged.asked, logged.known = None, asked.number == 0  # no replica had it: it came from the journal
         self._replicas[asked.replica] = None
         if self._home.on is None:

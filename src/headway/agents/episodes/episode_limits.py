@@ -86,6 +86,7 @@ class EpisodeClock:
     def _run(self, deadline: Deadline) -> None:
         if self._stopped is None:
             loop = asyncio.get_running_loop()
+            # The loop's clock goes on while this one stands: it is ahead by so much.
             deadline.timer = loop.call_at(deadline.due + self._stood, self._over, deadline)
 
     def _over(self, deadline: Deadline) -> None:

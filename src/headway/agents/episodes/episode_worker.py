@@ -310,6 +310,7 @@ class EpisodeWorker:
 
     def _abort(self, groups: Iterable[_OpenGroup]) -> None:
         """End ``groups`` as they are: what replicas have of them comes back."""
+        # A list: a group that ends is taken out of what is iterated over.
         for group in [group for group in groups if not group.aborted and group in self._groups]:
             group.aborted = True
             for asked in self._calls.abort(list(group.calls.values())):
@@ -325,6 +326,7 @@ class EpisodeWorker:
             if self._held is not None:
                 self._held.pop(group, None)
             self._whole.pop(group, None)
+            # `self` stands for: it was not there. The values are None.
             if self._groups.pop(group, self) is self:
                 continue
             self._changed.set()

@@ -264,6 +264,7 @@ class ProgramEpisode:
                 raise
             return EpisodeEnd(turn_rewards=one.rewards)  # an agent raises what its client made of the refused request
         finally:
+            # Before the cancellation: a turn that ends by it must begin no step.
             one.over = True
             running.cancel()
             self._time.end_step()

@@ -101,6 +101,7 @@ class ReplicaClient:
             calls, self._calls = self._calls, []
             aborted, self._aborted = self._aborted, []
             released, self._released = self._released, []
+            # Before aborts: an engine ignores those of calls that it does not know, and would decode them whole.
             if calls:
                 await self._submit(calls)
             if aborted:
@@ -186,6 +187,7 @@ class RequestDispatcher:
         home = asked.home
         if self._journal is not None and (past := self._journal.recall(asked.group, asked.request)) is not None:
             asked.replica, completion = past
+            # In the next turn of the loop, as from a replica: who asks has not finished asking.
             asyncio.get_running_loop().call_soon(asked.done, asked, completion)
             return
         if home.on is not None:
@@ -272,6 +274,7 @@ class RequestDispatcher:
         if (line := self._lines.pop(replica, None)) is None:
             return
         self._routed = [name for name in self._routed if name != replica]
+        # All are taken out before the first is asked again: one that fails drops its group's others.
         lost = [asked for asked in self._open.values() if asked.replica == replica]
         for asked in lost:
             del self._open[asked.number]
@@ -307,6 +310,7 @@ class RequestDispatcher:
                 continue  # it was dropped
             self._count_off(replica)
             if self._journal is not None:
+                # Before anybody acts on it: what is done with it must be found again after a kill.
                 self._journal.append(asked.group, asked.request, replica, finished)
             asked.done(asked, finished)
 

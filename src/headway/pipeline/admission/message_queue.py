@@ -71,6 +71,7 @@ class MessageQueue:
             raise LedgerImbalance(f"group {group.number} came to the queue a second time, or after it was discarded")
         self._finished[group.number] = group
         if self._staleness.max_lag is not None:
+            # From here on it is as old as its tokens; until now it counted as old as at its admission.
             self._live[group.number] = group.oldest_version
         self._signal.changed()
 
@@ -91,6 +92,7 @@ class MessageQueue:
 
         def missing() -> bool:
             ended = any(number < self._admitted and number not in self._live for number in groups)
+            # Until the version is served, room may open: a full queue decides nothing before.
             full = self._is_full and self._staleness.served_version >= version
             return ended or full or self._closed or others()
 
@@ -124,6 +126,7 @@ class MessageQueue:
                 return []
             for group in self._unfit(version):
                 drop(group)
+            # Behind the drops, which move the head of the window.
             eligible = self._next(version)
             if not eligible and self._closed:
                 break
@@ -181,6 +184,7 @@ class MessageQueue:
 
     def _pass(self, number: int) -> None:
         del self._live[number]
+        # Past all that are gone: a window that is anchored at a discarded group would never move.
         while self._head < self._admitted and self._head not in self._live:
             self._head += 1
 

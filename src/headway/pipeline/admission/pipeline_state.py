@@ -170,13 +170,9 @@ class RunState:
         """Read the journal. Returns True where open groups go on: it is this run's, with the same settings for them."""
         if self.journal is None:
             return False
-
-        def tell(text: str) -> None:
-            self.emit(Note(time=now(), level="warning", text=text))
-
-        self.journal.restore(state["consumed"], state.get("journal"), tell)
+        self.journal.restore(state["consumed"], state.get("journal"), self.note)
         if (why := self.journal.left_out) is not None:
-            tell(f"groups that were open are made anew: {why}")
+            self.note(f"groups that were open are made anew: {why}")
         return why is None
 
     def admit(self, prompt: Prompt) -> int | None:
@@ -190,6 +186,7 @@ class RunState:
         number = self.ledger.admit(prompt)
         limit = self.staleness.limit
         self.staleness.admit()
+        # By the version served now: what replicas load later only makes its tokens newer.
         self.queue.expect(number, self.staleness.served_version)
         self._draw(number)
         self.emit(
@@ -241,6 +238,7 @@ class RunState:
         """
         if self.journal is not None and fate is not Fate.FILTERED:
             group = self.ledger.open[number]
+            # Before it ends here: a process killed in between would else make the group again.
             self.journal.ended(number, group.prompt.group_id, fate, reason, group.failed)
         self._end_early(number, fate, reason)
         self._scored |= fate is Fate.FILTERED
@@ -282,6 +280,7 @@ class RunState:
 
     def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
         """End a group that was taken into a batch; trained on or not, it counts as consumed."""
+        # Before the counters: a sample has the version that trained the group, not the next one.
         self._settle(number, fate, reason, lag)
         self.in_training -= 1
         self.consumed += 1
@@ -319,6 +318,7 @@ class RunState:
 
     def leave_open_in_flight(self) -> None:
         """Note that the run ends: groups without a fate count as ``in_flight``."""
+        # A copy: settling takes each one out of the ledger.
         for number in sorted(self.ledger.open):
             self._settle(number, Fate.IN_FLIGHT, None)
 
@@ -332,6 +332,7 @@ class RunState:
         taken, per_version = self.taken, self.staleness.groups_per_version
         boundary = ceil(taken / per_version) * per_version
         self.staleness.total = boundary if self.staleness.total is None else min(boundary, self.staleness.total)
+        # Nothing of the next version is begun: a trainer that waits for its first batch would wait for ever.
         if taken == boundary:
             self.queue.abandon()
         self._wake()
@@ -345,12 +346,17 @@ class RunState:
         self._wake()
 
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:
+        # Before it is settled, which takes the entry out of the ledger.
         entry = self.ledger.open.get(number)
         self.ledger.settle(number, fate)
         ended: dict[str, Any] = {"time": now(), "fate": fate.value, "reason": reason, "lag": lag}
         self.emit(GroupSettled(number=number, **ended))
         if self.samples is not None and entry is not None and entry.drawn is not None:
             self.samples.settled(number, entry.prompt, entry.drawn, version=self.version, **ended)
+
+    def note(self, text: str, level: str = "warning") -> None:
+        """Tell the user ``text``."""
+        self.emit(Note(time=now(), level=level, text=text))
 
     def _wake(self) -> None:
         self.changed.changed()

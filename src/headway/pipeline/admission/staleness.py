@@ -163,6 +163,7 @@ class Staleness:
         self._serve()
 
     def _serve(self) -> None:
+        # Without a replica it stays: groups were admitted under it, and it must never go back.
         if self.loaded:
             self.served_version = min(self.loaded.values())
         self.limit = admission_limit(self.served_version, self.eta_now, self.groups_per_version)

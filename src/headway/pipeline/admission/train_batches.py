@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.training import StepContext
-from headway.events import WAITS_FOR_GROUPS, Note
+from headway.events import WAITS_FOR_GROUPS
 from headway.pipeline.admission.ledger import Fate
-from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.admission.pipeline_state import RunState
 
 
 @dataclass(slots=True)
@@ -58,6 +58,7 @@ class TrainBatches:
 
     async def get(self) -> TrainBatch | None:
         state = self._state
+        # Never a batch of the next version: no policy is there yet that could be its π_prox.
         await state.changed.until(lambda: not state.took_version)
         if self._ended or not state.trains_more:
             return None
@@ -86,10 +87,12 @@ class TrainBatches:
             groups = await state.queue.take_again(before, version)
             if groups is None:
                 journal.forget_batches()
-                text = f"version {version} is trained on other groups than before: not all of {[*before]} came again"
-                state.emit(Note(time=now(), level="warning", text=text))
+                state.note(
+                    f"version {version} is trained on other groups than before: not all of {[*before]} came again"
+                )
         if groups is None:
             groups = await state.queue.take(self._size, version, drop)
+        # In the same step of the loop as the take: a stop that looked in between would miss them.
         state.in_training += len(groups)
         if journal is not None and groups:
             journal.batch(taken, {group.number: group.prompt.group_id for group in groups})

@@ -32,7 +32,7 @@ from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.episode_groups import PromptSource
 from headway.data.types import Prompt
 from headway.errors import DataError, RunError, WorkerDied, boundary
-from headway.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, Note, SnapshotKept, VersionReached
+from headway.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, SnapshotKept, VersionReached
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.ledger import Fate, Ledger
 from headway.pipeline.admission.pipeline_state import RunState, now
@@ -204,11 +204,11 @@ class CheckpointManager:
         state, critic, asked, taken = self.state, self.actor.critic, now(), self._taken
         if self.writing.locked():
             text = f"the checkpoint of version {version} is due, and waits for the one before, which is being saved"
-            state.emit(Note(time=asked, level="info", text=text))
+            state.note(text, "info")
         if state.hurried and snapshots is None:
-            text = f"writing the checkpoint of version {version}, which takes {self.takes}"
-            state.emit(Note(time=asked, level="info", text=text))
+            state.note(f"writing the checkpoint of version {version}, which takes {self.takes}", "info")
         with waiting_for("the checkpoint before to be written"):
+            # Not `async with`: the task that writes beside training releases it.
             await self.writing.acquire()
         try:
             with self._attributed(version), waiting_for("the state to be copied for a checkpoint"):
@@ -254,7 +254,7 @@ class CheckpointManager:
             return
         if self._kept is None and not outlives_machines:
             text = "snapshots of training ranks outlive processes, not a machine: no episode worker is on another one"
-            state.emit(Note(time=now(), level="info", text=text))
+            state.note(text, "info")
         self._kept, self._keeps = version, True
         state.emit(SnapshotKept(time=now(), version=version, span=(started, now())))
 
@@ -266,8 +266,9 @@ class CheckpointManager:
             raise failure
         if snapshots is not None:
             if self._keeps:
-                text = f"the snapshot of version {version} was not kept: {failure}. A lost rank goes back further"
-                self.state.emit(Note(time=now(), level="warning", text=text))
+                self.state.note(
+                    f"the snapshot of version {version} was not kept: {failure}. A lost rank goes back further"
+                )
             self._keeps = False
             return
         self._failures.append(str(failure))
@@ -292,9 +293,8 @@ class CheckpointManager:
                 raise
             except RunError as failure:
                 instead = "the initial model" if self.saved is None else f"the checkpoint of version {self.saved}"
-                text = f"the snapshot of version {kept} is lost, and {instead} is loaded: {failure}"
                 self._kept = None
-                self.state.emit(Note(time=now(), level="warning", text=text))
+                self.state.note(f"the snapshot of version {kept} is lost, and {instead} is loaded: {failure}")
         if self.saved is not None:
             if role == ACTOR:
                 await self.actor.trainer.load(self._path(self.saved))

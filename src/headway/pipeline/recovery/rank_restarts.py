@@ -27,7 +27,7 @@ from headway.config.sizing.placement import ACTOR, CRITIC
 from headway.config.sizing.timeouts import HEARTBEAT_S, file_stall_s
 from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import HeadwayError, RunError, StallError, TokensLost
-from headway.events import Note, RanksLost, RanksRestarted
+from headway.events import RanksLost, RanksRestarted
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Signal
@@ -182,12 +182,14 @@ class RankRestarts:
 
     async def _recover(self, ranks: RestartableRanks, loss: RunError) -> None:
         """Bring new ranks to where the lost ones stood. Raises ``loss`` when that cannot be."""
+        # Before calls are cancelled: `surviving` tells a loss from a cancellation by it.
         began, self._lost, self._given_up = now(), loss, None
         self.state.emit(RanksLost(time=began, role=self.role, reason=str(loss)))
         self.on_lost(loss)
         for work in self._works:
             work.cancel()
         self._changed.changed()
+        # A call that was still under way could reach new ranks half-way.
         await self._changed.until(lambda: not self._works)
         redone: int | None = None
         while redone is None:
@@ -200,8 +202,7 @@ class RankRestarts:
             except TokensLost as failure:  # another start would meet the same
                 raise TokensLost(f"{loss}. What it was trained on cannot be redone: {failure}") from failure
             except RunError as failure:
-                text = f"the ranks of {self.role} could not be brought back: {failure}"
-                self.state.emit(Note(time=now(), level="warning", text=text))
+                self.state.note(f"the ranks of {self.role} could not be brought back: {failure}")
                 loss = failure
                 self.on_lost(loss)  # what came back with those ranks is lost with them
         self._lost = None

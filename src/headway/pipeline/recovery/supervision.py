@@ -17,7 +17,6 @@ from typing import Any
 
 from headway.config.sizing.timeouts import Timeouts
 from headway.errors import HeadwayError, RunError, WorkerDied
-from headway.events import Note
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.update.replica_pool import ReplicaPool
@@ -140,4 +139,4 @@ class Supervision:
             ) from reason
 
     def _warn(self, lost: str, what: str) -> None:
-        self.state.emit(Note(time=now(), level="warning", text=f"{lost} is gone; {what}"))
+        self.state.note(f"{lost} is gone; {what}")

@@ -14,7 +14,7 @@ from headway.config.schema import Config
 from headway.config.sizing.placement import min_episodes
 from headway.data.interfaces.episode_groups import Group
 from headway.data.types import FinishReason
-from headway.events import Note, TrajectoryFinished
+from headway.events import TrajectoryFinished
 from headway.pipeline.admission.group_warnings import EpisodeTroubles
 from headway.pipeline.admission.ledger import EPISODE_FAILED, Fate
 from headway.pipeline.admission.pipeline_state import RunState, now
@@ -103,4 +103,4 @@ class Generate(Stage[Share, Group]):
             self._state.ledger.episodes_failed(group.number, failed)
         if self._troubles is not None:
             for text in self._troubles.look(group.trajectories):
-                self._emit(Note(time=time, level="warning", text=text))
+                self._state.note(text)

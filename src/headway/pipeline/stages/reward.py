@@ -31,7 +31,7 @@ from headway.config.sizing.placement import GROUP_RELATIVE
 from headway.data.interfaces.episode_groups import Group, RewardFn, Scores
 from headway.data.types import Prompt, Trajectory, conversations_of
 from headway.errors import ScoringFailed
-from headway.events import GroupRewarded, Note
+from headway.events import GroupRewarded
 from headway.pipeline.admission.group_warnings import EqualRewards
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.message_queue import MessageQueue
@@ -82,6 +82,7 @@ class Scoring:
         """
         if self._reward is None:
             return own_scores(episodes)
+        # Not awaited at all: the watch has ended, and would never give it up.
         if self.closed:
             raise ScoringAbandoned(INTERRUPTED)
         reward = self._reward
@@ -95,6 +96,7 @@ class Scoring:
         try:
             scores = await task
         except asyncio.CancelledError:
+            # A cancellation of the caller itself goes on as one, whatever was given up.
             caller = asyncio.current_task()
             if task in self._given_up and not (caller is not None and caller.cancelling()):
                 raise ScoringAbandoned(INTERRUPTED) from None
@@ -125,6 +127,7 @@ class Scoring:
                 continue
             self._misses += 1
             self.closed = self._misses >= MOST_MISSES or self._longest_s is None
+            # Before they are cancelled: `score` tells by it what was given up from a stage that ends.
             self._given_up.update(self._awaited)
             for task in self._awaited:
                 task.cancel()
@@ -200,7 +203,7 @@ class Reward(Stage[Group, Group]):
             drawn.rewarded, drawn.baseline, drawn.scores = now(), group.baseline, scores
         reason = None if self._filter is None else self._filter(compared)
         if (warning := self._equal.look(shaped, reason)) is not None:
-            self._emit(Note(time=now(), level="warning", text=warning))
+            self._state.note(warning)
         if reason is not None:
             self._state.discard(group.number, Fate.FILTERED, reason)
             return

@@ -32,7 +32,7 @@ from headway.data.interfaces.episode_groups import Group, Scores, means_of_parts
 from headway.data.interfaces.rollout import Priority
 from headway.data.types import Prompt, Trajectory
 from headway.errors import NothingToTrain, ScoringFailed, WorkerDied
-from headway.events import Note, ValidationFinished
+from headway.events import ValidationFinished
 from headway.pipeline.admission.ledger import (
     EPISODE_FAILED,
     FAILED_AT_VALIDATION,
@@ -165,13 +165,14 @@ class Validate(Stage[Validation, None]):
         return await self._validators.order_when_served(self._state.version)
 
     async def process_data(self, validation: Validation) -> AsyncGenerator[None, None]:
+        # A chain: each one reports behind the one before, however quick it is.
         before, self._reported = self._reported, asyncio.Event()
         reported = self._reported
         try:
             await self._validate(validation, before)
         except ScoringAbandoned:
             text = f"version {validation.version} was not validated: the run ends, and the scores did not come"
-            self._emit(Note(time=now(), level="info", text=text))
+            self._state.note(text, "info")
         finally:
             reported.set()
             self._open -= 1
@@ -189,6 +190,7 @@ class Validate(Stage[Validation, None]):
             name: _accuracy([answer for answer in answers if answer[0].prompt.source == name])
             for name in sorted({prompt.source for prompt in self._prompts})
         }
+        # Only now: answers and scores are made beside those of the version before.
         await before.wait()
         version = due if validation.replica is None else _version_of(trajectories, due)
         if failures and len(failures) == len(answers):
@@ -219,7 +221,7 @@ class Validate(Stage[Validation, None]):
         problems = f"the {len(reasons)} held-out problems at version {version}"
         if len(reasons) >= FAILED_AT_VALIDATION and first:
             raise NothingToTrain(cannot_be_scored(problems, reasons))
-        self._emit(Note(time=now(), level="warning", text=cannot_be_scored(problems, reasons)))
+        self._state.note(cannot_be_scored(problems, reasons))
 
     async def _answers_to(self, validation: Validation, first: bool, tasks: Tasks) -> list[Answer] | None:
         """Return the answers to all problems, with scores; None when the replica asked is lost and others remain."""
@@ -236,6 +238,7 @@ class Validate(Stage[Validation, None]):
             async with aclosing(made) as groups:
                 async for finished in groups:
                     answers.append(finished)
+                    # In the order of `answers`, with which they are zipped.
                     scoring.append(tasks.start(self._score(finished, reasons)))
 
         try:

@@ -219,6 +219,7 @@ class VersionTransfer:
     async def gather(self, version: int) -> GatherReport:
         """Gather ``version`` into the trainer's copy, as soon as the version in that copy is no longer being sent."""
         with self.waiting_for("replicas to receive the version before"):
+            # Gathering writes into the copy that is being sent.
             await self._sent.until(lambda: self._sending == 0)
         started = now()
         with self.waiting_for("the trainer to gather"):
@@ -260,6 +261,7 @@ class VersionTransfer:
             if verdict.again:
                 names = [receiver.name for audience in verdict.again for receiver in audience.receivers]
                 self.state.emit(UpdateRetried(time=now(), version=version, receivers=names, reason=verdict.reason))
+            # Ahead of what else is due; `extendleft` turns the order round.
             due.extendleft(reversed(verdict.again))
         return delivered
 

@@ -111,6 +111,7 @@ class WeightLoading:
         check = None if expected is None else partial(self._report, replica, version, 0.0, expected)
         asleep = self.pool.pauses.defer(replica, "load", check)  # on shared devices: it computes nothing yet
         await self._report(replica, version, seconds, None if asleep else expected)
+        # Before it is served, which lets further groups in: a wave would start beside the validation.
         await self.on_loaded(replica, version)
         self.pool.serve(replica, version)
         await self.pool.pauses.release(replica, "load")
