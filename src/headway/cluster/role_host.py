@@ -153,6 +153,7 @@ class RoleHost:
         if self._closing:
             return
         self._closing = True
+        # Behind the step under way: an engine that is closed beneath it crashes the process.
         await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
         try:
             await self.call("close")

@@ -116,6 +116,7 @@ class Snapshots:
             others = [keeper for keeper, there in machines.items() if there != machine] or list(machines)
             kept.append(others[index % len(others)])
         await self._on_all("send", version, kept)
+        # Not before all ranks have sent: until then the snapshot before is the only whole one.
         self._versions, self._kept = [version], kept
         await self._make_room()
         return all(machines[keeper] != machine for keeper, machine in zip(kept, here, strict=True))

@@ -101,6 +101,7 @@ class Startup:
     async def launch(self, *, trainer_only: bool = False) -> None:
         """Start the workers' processes, all or only the trainer's."""
         config = self._config
+        # Before connecting: Ray's processes are there from its middle on, and an interrupt may come then.
         self._undo.push_async_callback(self._cluster.stop)
         self._device = await self._wait("the cluster to answer", self._cluster.connect())
         self.timeouts.on_gpu = kind_of(self._device).flex_attention

@@ -52,7 +52,7 @@ def directory_in_memory(parent: Path) -> Iterator[Path]:
     remove_abandoned(parent)
     made = Path(mkdtemp(prefix=f".{PREFIX}", dir=parent))
     lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-    path = made
+    path = made  # under a hidden name, which `remove_abandoned` of other runs does not match
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = made.rename(made.with_name(made.name.removeprefix(".")))  # locked before others can find it

@@ -241,7 +241,7 @@ class RayNode:
             self._keeps_logs = True
         for process in self._servers.values():
             process.close()
-        self._family.update()
+        self._family.update()  # before Ray ends: what its processes leave behind is nobody's child afterwards
         try:
             ray.shutdown()
         finally:

@@ -160,7 +160,7 @@ class WorkerActor:
     def __init__(self, spec: WorkerSpec, device: str, log_file: Path, sharing: int) -> None:
         """Set up. ``sharing``: number of the run's devices on the machine, which divide its cores."""
         threads = threads_of(spec.threads, sharing)
-        set_up_process(spec.name, threads, log_file)
+        set_up_process(spec.name, threads, log_file)  # before any import of torch, which reads its environment once
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         os.environ.update(network_environment(host, os.environ))
         with importing():
@@ -289,7 +289,7 @@ class RayWorker:
         with self._failures("starting"):
             self.pid, node, place = await self._actor.process.remote()
         if node == _node():
-            self._process = Watched(self.pid)
+            self._process = Watched(self.pid)  # by a descriptor: the id may be another process's once it has ended
         else:
             self._elsewhere = place
             self._node = await asyncio.to_thread(described, node)
@@ -352,7 +352,7 @@ class RayWorker:
     async def kill(self) -> None:
         if self._ray is not None and self._ray.lost is not None:
             return  # nobody is there to kill it; it ends with Ray's other processes (`RayNode.leave`)
-        self._killed = True
+        self._killed = True  # before the kill: an end that was asked for must not pass for the loss of Ray
         ray.kill(self._actor, no_restart=True)
         if self._unreachable:
             return  # nobody could tell when it is gone

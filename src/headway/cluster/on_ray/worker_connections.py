@@ -93,7 +93,7 @@ class FrameSession:
     def attach(self, sock: socket.socket, received: int) -> None:
         """Go on over ``sock``, whose other end has ``received`` so many frames. Close the connection before it."""
         self.detach()
-        self._forget(received)
+        self._forget(received)  # before the rest is sent again: the other end would execute what it has a second time
         self._channel = FrameChannel(sock, self._read, self._broken)
         for frame in self._kept:
             self._channel.send_soon(frame)
@@ -182,7 +182,7 @@ class CallServer:
             async with asyncio.timeout(GREETING_S):
                 told = await _exactly(sock, KEY_BYTES)
                 known = hmac.compare_digest(told, self.address.key)
-                if known:
+                if known:  # nothing else is read before: frames are unpickled, which runs what they say
                     told += await _exactly(sock, GREETING.size - KEY_BYTES)
                     _, session, connection, received = GREETING.unpack(told)
                     caller = self._caller(session, connection)
@@ -225,6 +225,7 @@ class _Caller(FrameSession):
             self._ending.cancel()
             self._ending = None
         self.detach()
+        # Before any frame: the caller reads this header by itself, and only then what was kept for it.
         with suppress(OSError):  # an empty socket takes so few bytes; a broken one is noticed by the session
             sock.send(Frame(CallFrameKind.RECEIVED, detail=self.received).packed())
         super().attach(sock, received)

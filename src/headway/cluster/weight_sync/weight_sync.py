@@ -181,7 +181,7 @@ class WeightSync:
             for worker, copy in self._receivers[name].members:
                 there[copy.key].append(worker)
         for key, workers in there.items():
-            self._copies[key].begin(workers)
+            self._copies[key].begin(workers)  # before any link: who receives for a machine may be another one now
         await concurrently(self._connect(key, members) for key, members in self._by_link(names).items())
 
     def _copies_of(self, names: Sequence[str]) -> list[HostWeights]:
@@ -229,7 +229,7 @@ class WeightSync:
         """Make a link for each rank that sends a share."""
         links = []
         for rank, share in zip(self._actor.workers, self._manifests[dtype].shares(), strict=False):
-            self._generation += 1
+            self._generation += 1  # each meeting has a number: one that was given up would else meet the next
             meeting = TransportAddress(
                 manifest=share,
                 receivers=tuple(worker.name for worker in owners),

@@ -120,6 +120,7 @@ async def given_up(
         beat = asyncio.ensure_future(heartbeat())
         try:
             while not (await asyncio.wait([beat], timeout=LOOK_S))[0]:
+                # At most two looks' time: a driver that was stopped for a minute would give all workers up at once.
                 passed_s, last = min(now() - last, 2 * LOOK_S), now()
                 if why := silence.verdict(passed_s, await look()):
                     return why

@@ -185,7 +185,7 @@ class RankRestarts:
         # Before calls are cancelled: `surviving` tells a loss from a cancellation by it.
         began, self._lost, self._given_up = now(), loss, None
         self.state.emit(RanksLost(time=began, role=self.role, reason=str(loss)))
-        self.on_lost(loss)
+        self.on_lost(loss)  # before works end: whoever waits for replicas in the same processes is let go
         for work in self._works:
             work.cancel()
         self._changed.changed()

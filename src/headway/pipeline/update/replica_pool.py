@@ -89,6 +89,7 @@ class ReplicaPool:
         """True when no replica serves, and one that joined will do so as soon as it has the trainer's version; or when
         other receivers that were started again are waited for. What comes back with a trainer gets it from there.
         """
+        # Else the trainer's weights of now, amid a version, would come before those that it publishes while it redoes.
         joins = self.lose_ranks is None and not self._serving and bool(self._joining)
         return joins or self.others_need(self._state.version)
 
