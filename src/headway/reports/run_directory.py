@@ -1,7 +1,7 @@
 """A run's directory: what lies where, made once, never shared by two runs, and trained in by one process at a time.
 
 config.yaml    the resolved configuration       events.jsonl   everything that happened
-events/        of a large run: what came with every answer or group, in columns
+events/        of a large run: sums at its newest versions, from which reports begin
 metrics.jsonl  one row per version              summary.json   the run in one object
 samples.jsonl  what drawn groups said
 tensorboard/   checkpoints/   logs/             model/         the exported model
@@ -35,6 +35,7 @@ from headway.config.loading import dump
 from headway.config.schema import Config
 from headway.errors import ConfigError, UserError
 from headway.events import RunFinished, RunStarted
+from headway.reports.record.earlier_records import upgrade
 from headway.reports.record.file_access import FULL, replace_file
 
 ROOM = 64 * 2**10
@@ -203,6 +204,8 @@ class RunDirectory:
         for name in needed or (run.config.name, run.events.name):
             if not (path / name).is_file():
                 raise ConfigError(f"RUN: got {path}, which has no {name}; {wanted}{run.hint}")
+        if not is_trained(run.lock):
+            upgrade(run.events)
         return run
 
     @classmethod

@@ -1,0 +1,86 @@
+"""Records of earlier versions of Headway, brought into today's form when their run is opened.
+
+events.jsonl ─┐                                             events/000000000123.jsonl, .parquet: events that came
+              ├─▶ one file in the order of the run ─▶ events.jsonl          behind 123 lines of events.jsonl
+events/… ─────┘
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_origin
+
+from headway.errors import DataError
+from headway.reports.record.event_lines import OTHER_VERSION, event_types
+from headway.reports.record.file_access import whole_lines
+
+
+def upgrade(events: Path) -> None:
+    """Merge the frequent events beside ``events.jsonl`` into it. A kill leaves a record that the next call goes on with.
+
+    No process may write the record. Raises `DataError` where a file is damaged, or nothing can be written.
+    """
+    folder, merged_folder, draft = (
+        events.with_name("events"),
+        events.with_name("events.old"),
+        events.with_suffix(".new"),
+    )
+    try:
+        if not merged_folder.is_dir():
+            segments = sorted({file.with_suffix("") for file in folder.glob("*[0-9].[jp]*")})
+            if not segments:
+                return
+            with draft.open("wb") as file:
+                file.writelines(_merged(events, segments))
+                file.flush()
+                os.fsync(file.fileno())
+            folder.rename(merged_folder)  # from here on the draft is whole, and the record is not merged a second time
+        if draft.is_file():
+            draft.replace(events)
+        shutil.rmtree(merged_folder)
+    except (OSError, ValueError, KeyError) as cause:
+        raise DataError(
+            f"{folder} has a part of the run's events, as earlier versions of Headway wrote. It could not be put into "
+            f"{events.name}: {cause}. Copy the run to where it can be written. {OTHER_VERSION}"
+        ) from cause
+
+
+def _merged(events: Path, segments: list[Path]) -> Iterator[bytes]:
+    dense = (row for segment in segments for row in _rows(segment))
+    waiting = next(dense, None)
+    for index, line in enumerate(whole_lines(events)):
+        while waiting is not None and waiting["line"] <= index:
+            yield _line(waiting)
+            waiting = next(dense, None)
+        yield line
+    while waiting is not None:
+        yield _line(waiting)
+        waiting = next(dense, None)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps({name: value for name, value in row.items() if name != "line"}).encode() + b"\n"
+
+
+def _rows(segment: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a segment in order, as JSON objects with the lines before them as ``line``."""
+    import pyarrow.parquet as pq
+
+    if not (columns := segment.with_suffix(".parquet")).is_file():
+        yield from map(json.loads, whole_lines(segment.with_suffix(".jsonl")))
+        return
+    table = pq.read_table(columns)
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for kind, (first, count) in json.loads(table.schema.metadata[b"kinds"]).items():
+        hints = event_types()[kind][1]
+        for row in table.slice(first, count).to_pylist():
+            columns_of = {name: name if name == "number" else f"{kind}/{name}" for name in hints}
+            own = {name: row[column] for name, column in columns_of.items() if column in row}
+            # Mappings are JSON in a column.
+            own |= {name: json.loads(own[name]) for name in own if get_origin(hints[name]) is dict}
+            rows.append((row["order"], {"kind": kind, **own, "line": row["line"]}))
+    yield from (row for _, row in sorted(rows, key=lambda found: found[0]))
