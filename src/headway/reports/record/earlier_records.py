@@ -20,7 +20,7 @@ from headway.reports.record.file_access import whole_lines
 
 
 def upgrade(events: Path) -> None:
-    """Merge the frequent events beside ``events.jsonl`` into it. A kill leaves a record that the next call goes on with.
+    """Merge the frequent events beside ``events.jsonl`` into it. A call that is killed is finished by the next one.
 
     No process may write the record. Raises `DataError` where a file is damaged, or nothing can be written.
     """
