@@ -382,8 +382,7 @@ class CudaRecorder:
             self._stream.wait_stream(current)
             with self._cuda.stream(self._stream):
                 compute()  # libraries take their workspaces now, and compile what they have to
-            # Before the recording: the warm-up writes the same memory.
-            current.wait_stream(self._stream)
+            current.wait_stream(self._stream)  # before the recording: the warm-up writes the same memory
             graph = self._cuda.CUDAGraph()
             # Other threads may copy weights to this device meanwhile: only this thread's calls are held to the rules.
             with self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -437,8 +436,7 @@ def to_device(arrays: Sequence[NDArray[Any]], device: Device) -> list[torch.Tens
     places = [slice(start, start + part.nbytes) for start, part in zip([0, *ends], parts, strict=False)]
     for place, part in zip(places, parts, strict=True):
         buffer[place].view(part.dtype).view(part.shape).copy_(part)
-    # Nothing holds the buffer after this: torch itself keeps page-locked memory until the copy is over.
-    there.copy_(buffer, non_blocking=True)
+    there.copy_(buffer, non_blocking=True)  # torch keeps the page-locked buffer until the copy is over
     return [there[place].view(part.dtype).view(part.shape) for place, part in zip(places, parts, strict=True)]
 
 
@@ -456,8 +454,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[Any]]]
     joined = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
     buffer = host_buffer(joined.nbytes, pinned=kind.pins_host_memory)
     buffer.copy_(joined, non_blocking=True)
-    # Marked behind the copy: work that is queued later is not waited for.
-    wait = kind.mark(device)
+    wait = kind.mark(device)  # behind the copy: work that is queued later is not waited for
 
     def arrays() -> list[NDArray[Any]]:
         wait()
