@@ -30,7 +30,7 @@ PROBLEM = "problem: "
 
 
 class _Memory(NamedTuple):
-    """What is known of a run's memory before it starts."""
+    """Facts about a run's memory that are known before it starts."""
 
     shape: ModelShape
     processes: list[RunProcess]

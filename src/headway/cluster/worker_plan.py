@@ -191,7 +191,7 @@ def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroups:
-    """The worker groups of a run, by role. A role without ranks of its own has None."""
+    """Worker groups of a run by role; None for a role that has no ranks, or those of another."""
 
     actor: WorkerGroup
     rollouts: tuple[WorkerGroup, ...]

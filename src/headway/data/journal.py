@@ -122,7 +122,7 @@ def segments(directory: Path, writer: str = "*", block: int | str = "*") -> list
 
 
 def give_up(directory: Path, writer: str) -> None:
-    """Let what others write of a call count before what ``writer`` does, which may come back and go on."""
+    """Have calls of other writers count before those of ``writer``, which may come back."""
     with suppress(OSError):
         (directory / f"{GIVEN_UP}{writer}").touch()
 

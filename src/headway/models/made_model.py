@@ -107,7 +107,7 @@ def qwen2_character_tokenizer(
 
 
 def _special(max_length: int, special_tokens: Sequence[str]) -> dict[str, Any]:
-    """What both kinds of tokenizer have in common beside their vocabulary."""
+    """Return the settings that both kinds of tokenizer have in common."""
     return {
         "pad_token": PAD,
         "eos_token": EOS,

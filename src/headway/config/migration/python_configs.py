@@ -228,7 +228,7 @@ def _is_load(call: ast.Call) -> bool:
 
 
 def _part_of(found: Any, index: Any) -> Any:
-    """Return an item of a list, or a split of a data set. Raises `LookupError` for a part that nobody has named."""
+    """Return an item of a list, or a split of a data set. Raises `LookupError` where there is none of that name."""
     if isinstance(found, list):
         return found[index]
     split = found.get("split", index)

@@ -221,7 +221,7 @@ class TransportAddress:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What both ends of a transport are opened with. It can be sent to other processes, but for that of ``local``."""
+    """Description by which both ends of a transport open it. That of ``local`` cannot be sent to other processes."""
 
     transport: str
     meeting: TransportAddress

@@ -167,7 +167,7 @@ class RunState:
         self.check_balance()
 
     def _reopens(self, state: Mapping[str, Any]) -> bool:
-        """Read the journal. Returns True where open groups go on: it is this run's, with the same settings for them."""
+        """Read the journal. Returns True if open groups continue from it: it is this run's, with their settings."""
         if self.journal is None:
             return False
         self.journal.restore(state["consumed"], state.get("journal"), self.note)

@@ -54,7 +54,7 @@ class SampleOutlet:
 
 @dataclass(slots=True)
 class DrawnGroup:
-    """What a drawn group that is under way has said so far. Times are seconds on the event clock."""
+    """Contents so far of the sample of a drawn group that is under way. Times are seconds on the event clock."""
 
     admitted: float
     generated: float | None = None

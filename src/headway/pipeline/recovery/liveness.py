@@ -74,7 +74,7 @@ class Silence:
     """
 
     def __init__(self, unanswered_s: float) -> None:
-        """Set up. ``unanswered_s``: most seconds without an answer, whatever the process does."""
+        """Begin at an answer. ``unanswered_s``: most seconds without another one, in any state of the process."""
         self._unanswered_s = unanswered_s
         self._longest_s = 0.0
         """Seconds that the slowest answer took."""

@@ -81,7 +81,7 @@ class PlainView:
 
 
 def words(event: Event) -> tuple[str, str] | None:
-    """Return how an event is told: as ``info`` or ``warning``, or in the ``log`` alone, and in which words.
+    """Return the level of an event, ``info``, ``warning``, or ``log`` for the log alone, and the words that tell it.
 
     None for one that is not told.
     """

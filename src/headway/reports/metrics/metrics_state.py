@@ -62,7 +62,7 @@ class MetricsState:
 
 
 class MetricsStates:
-    """Keeps states while a run goes on: each is copied at its boundary, and written in a thread.
+    """Keeper of the states of a run: each is copied at its boundary, and written in a thread.
 
     None is kept while the one before is being written: the run never waits for a slow disk.
     """

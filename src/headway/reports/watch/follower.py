@@ -267,7 +267,7 @@ class Follower:
     # ------------------------------------------------------------------------------------------ building
 
     def _show(self, status: dict[str, Any]) -> None:
-        """Build for pages what is new and whose time has come. A new status is told at once.
+        """Build the parts of pages that are new and due. A new status is sent at once.
 
         Once a run is over its timeline is made at once, too: nothing follows.
         """

@@ -92,7 +92,7 @@ def print_traceback() -> None:
 
 
 def closed_in_children(sock: socket.socket) -> socket.socket:
-    """Close ``sock``, the worker's connection, in processes that user code forks, before they go on. Returns it.
+    """Return ``sock``, the worker's connection, which is now closed in processes that user code forks as they begin.
 
     One that user code lets return would answer the host a second time: now it ends over a connection that is closed.
     """

@@ -56,7 +56,7 @@ class Share:
 
 
 class KeptContexts:
-    """What was computed of contexts that calls to come will start from.
+    """Store of computed contexts that calls to come will start from.
 
     Calls that wait with the same context start from one prefill, with its logits. Calls start in order, so there is one
     such prefill for each priority, unless calls of many contexts were submitted by turns; the oldest are given up where
