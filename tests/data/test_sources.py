@@ -400,6 +400,8 @@ def test_a_programs_rows_have_variables_for_the_template_also_where_they_are_tex
     assert notes(tools=[TOOL])[0].startswith("the column 'tools' is not shown to the model")
     with pytest.raises(DataError, match="line 1\\): the column 'chat_template_kwargs' has 'brief'; expected variables"):
         notes(chat_template_kwargs="brief")
+    parameters = {"type": "object", "properties": {"role": {"type": "string"}}}
+    assert notes(tools=[{"type": "function", "function": {"name": "invite", "parameters": parameters}}])
 
 
 def test_no_rows_at_all_is_an_error() -> None:

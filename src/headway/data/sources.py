@@ -424,5 +424,6 @@ def _form(value: Any) -> Any:
             return "blank" if value else "empty"
         return "text" if value.isascii() or writable(value) == value else "surrogate"
     if isinstance(value, Mapping):
-        return tuple((name, inner if name == "role" else _form(inner)) for name, inner in value.items())
+        # A role's own name counts; a tool may also have a parameter that is called so.
+        return tuple((k, v if k == "role" and isinstance(v, str) else _form(v)) for k, v in value.items())
     return tuple(map(_form, value)) if isinstance(value, list) else type(value).__name__
