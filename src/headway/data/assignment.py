@@ -129,6 +129,7 @@ def _best(groups: Sequence[Sequence[_Work]], ranks: int) -> _Placed:
     whole = [_whole(group) for group in groups]
     best = undivided = _place(whole, ranks)
     longest = max(undivided[0])
+    # The longest rank has at least the mean, and no less than the costliest episode, which is never cut.
     least = max([sum(work.cost for work in whole) / ranks, *(one.cost for group in groups for one in group)])
     if longest <= (1 + WORTH) * least:  # nothing can gain more than that
         return undivided
@@ -152,6 +153,7 @@ def _place(units: Sequence[_Work], ranks: int) -> _Placed:
     for unit in sorted(units, key=attrgetter("cost"), reverse=True):
         own = there.setdefault(unit.group, {})
         after = {}
+        # The emptiest bin, and those that have a prompt of the group already: no other one can be better.
         for bin in {loads.index(min(loads)), *own}:
             new = sum(cost for length, cost in unit.prompts.items() if length not in own.get(bin, ()))
             after[bin] = loads[bin] + unit.responses + new

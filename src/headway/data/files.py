@@ -141,6 +141,7 @@ def records_of(
         check_columns(row, columns, where)
         prompt = read_chat(row[columns.prompt], f"{where}, {columns.prompt!r}")
         answer_key, answer = _answer({**row, columns.prompt: prompt}, columns, where)
+        # The answer is the chat's last message: left there, the prompt would show it to the model.
         if answer_key is None:
             prompt = prompt[:-1]
         given = columns.name or row.get("data_source")
@@ -241,6 +242,7 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
 
 def _csv_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the fields of each line of a CSV file, with the number of the line."""
+    # newline="": the csv module finds line ends itself, and keeps those inside quotes as they are.
     with boundary(f"{file} cannot be read as CSV", DataError), file.open(encoding="utf-8-sig", newline="") as text:
         # Of the whole process: 128 K characters are fewer than some prompts have
         csv.field_size_limit(LONGEST_FIELD)
@@ -266,6 +268,7 @@ def _separator(names: str) -> str:
 def _csv_rows(file: Path, columns: Columns | None) -> Iterator[Row]:
     lines = _csv_lines(file)
     _, names = next(lines, (1, []))
+    # One is allowed: pandas writes an index as a column without a name.
     if names.count("") > 1:
         nameless = ", ".join(str(number) for number, name in enumerate(names, start=1) if not name)
         raise DataError(f"{file}, line 1: columns {nameless} have no name; name them, or drop their separators")
@@ -274,7 +277,7 @@ def _csv_rows(file: Path, columns: Columns | None) -> Iterator[Row]:
     check_columns(names, columns, f"{file}, line 1")
     for number, fields in lines:
         where = f"{file}, line {number}"
-        if len(fields) not in (0, len(names)):
+        if len(fields) not in (0, len(names)):  # an empty line has no fields
             raise DataError(
                 f"{where}: {len(fields)} fields, and the first line names {len(names)} columns; a text with "
                 "separators or line breaks needs quotes"
@@ -304,7 +307,7 @@ def plain_rows(batch: Any, file: Path, first: int) -> Iterator[Any]:
     Raises `DataError`, naming the row, where one cannot be converted.
     """
     try:
-        yield from batch.to_pylist()
+        yield from batch.to_pylist()  # converts all rows first: where it fails none was yielded
     except (ValueError, ArithmeticError):  # of which row, the whole batch does not say
         for i in range(len(batch)):
             with boundary(f"{file}, row {first + i} cannot be read", DataError):
@@ -327,7 +330,7 @@ def read_chat(prompt: Any, where: str) -> Any:
     if not isinstance(prompt, str) or not CHAT_AS_TEXT.match(prompt):
         return prompt
     for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deeply
             chat = read(prompt)
             roles = isinstance(chat, list) and all(isinstance(one, dict) and {"role", "from"} & {*one} for one in chat)
             return chat if roles else prompt

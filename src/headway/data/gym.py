@@ -33,6 +33,7 @@ class GymTask:
     def problem(self, index: int) -> Problem:
         with boundary(f"{self.name}: problem {index} could not be made", DataError):
             entry = self._dataset[index]
+        # Some datasets have None for the answer, and only a verifier.
         return Problem(entry["question"], entry["answer"] or "", {"metadata": entry["metadata"]})
 
     def score(self, response: str, answer: str, extra: Mapping[str, Any]) -> float:

@@ -81,7 +81,7 @@ def _load(dataset: str, source: SourceConfig, default_split: str) -> tuple[list[
                 str(folder) if folder.is_dir() else dataset, source.subset, split=split, revision=source.revision
             )
         return table.column_names, len(table), table.with_format(None)  # a saved format would give arrays
-    except (ConfigError, DataError):
+    except (ConfigError, DataError):  # they say already what to do
         raise
     except Exception as cause:
         asked = ", ".join(f"{key} {value}" for key, value in {**given, "split": split}.items() if value)

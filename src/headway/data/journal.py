@@ -67,10 +67,11 @@ def records(path: Path, at: int = 0, tell: Callable[[str], object] = log.warning
     """
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size  # as it is now: its writer may append meanwhile
             file.seek(at)
             while size - at >= FRAME.size:
                 length, checksum = FRAME.unpack(file.read(FRAME.size))
+                # A damaged length may be gigabytes, which must not be read.
                 payload = file.read(length) if length <= size - at - FRAME.size else b""
                 if not payload or zlib.crc32(payload) != checksum:
                     break  # a machine that died may leave zeros, which are the sum of nothing
@@ -97,7 +98,7 @@ def written(
             if record.at == 0 and record.values.get("run") != run:
                 tell(f"{path} is of another run, and is left out")
                 break
-            if record.at:
+            if record.at:  # the first record only names the run
                 yield path, record
 
 
@@ -116,6 +117,7 @@ def segments(directory: Path, writer: str = "*", block: int | str = "*") -> list
     """
 
     def rank(path: Path) -> tuple[bool, int]:
+        # Lives as numbers: as text 10 would come before 9.
         return not (directory / f"{GIVEN_UP}{path.name.split('.')[0]}").exists(), int(path.suffix[1:])
 
     return sorted(directory.glob(f"{writer}.{block}.*"), key=rank)
@@ -148,6 +150,7 @@ class JournalWriter:
         """``sync_s``: most seconds from a record until the disk has it; None: whenever the system writes it."""
         self.directory, self.groups_per_block = directory, groups_per_block
         self._name, self._sync_s = name, sync_s
+        # Files of its own: what is behind the half record of an earlier life is never read.
         self._life = 1 + max((int(path.suffix[1:]) for path in segments(directory, name)), default=-1)
         self._files: dict[int, tuple[int, int]] = {}
         """Descriptor and length of each block's file."""
@@ -164,6 +167,7 @@ class JournalWriter:
             data = record.packed()
             if not length:
                 data = Record({"run": settings_in(self.directory).get("run")}).packed() + data
+            # Without a buffer: what was appended is not lost with this process.
             if (written := os.write(file, data)) < len(data):
                 os.ftruncate(file, length)  # a half record would hide those behind it
                 raise OSError(f"{written} of {len(data)} bytes were written")
@@ -174,7 +178,7 @@ class JournalWriter:
             return
         self._files[block] = file, length + len(data)
         if self._sync_s is not None:
-            if not self._unsynced:
+            if not self._unsynced:  # else a timer is set already
                 asyncio.get_running_loop().call_later(self._sync_s, self._sync)
             self._unsynced.add(file)
 
@@ -190,7 +194,7 @@ class JournalWriter:
     def _file(self, block: int) -> tuple[int, int]:
         if block not in self._files:
             if len(self._files) >= OPEN_BLOCKS:
-                self._close(min(self._files))
+                self._close(min(self._files))  # the oldest groups have the fewest records still to come
             path = self.directory / f"{self._name}.{block}.{self._life}"
             # Appended by the system: a life that was given up may still write its own file, and never this one's place
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -200,7 +204,7 @@ class JournalWriter:
     def _close(self, block: int) -> None:
         file, _ = self._files.pop(block)
         if file in self._unsynced:
-            self._unsynced.discard(file)
+            self._unsynced.discard(file)  # synced here: the timer will not find its descriptor
             with suppress(OSError):
                 os.fsync(file)
         os.close(file)
@@ -209,6 +213,7 @@ class JournalWriter:
         """Start to sync the written files, in another thread."""
         files: list[int] = []
         with suppress(OSError):  # no descriptor is left: what follows is synced once it is written to again
+            # Copies: `_close` may close a file while the thread syncs it, and its number may become another file's.
             files.extend(os.dup(file) for file in self._unsynced)
         self._unsynced.clear()
 
@@ -266,6 +271,7 @@ class CompletionJournal:
                 del self._found[min(self._found)]
             found = self._found[block] = self._read(block)
         calls = found.get(request.trajectory)
+        # Taken out: each call is answered from the journal once, and `unused` counts what is left.
         place = calls.pop((request.key, _asked(request)), None) if calls else None
         if place is None or (record := next(records(*place), None)) is None:  # removed meanwhile: nobody needs it
             return None
@@ -279,7 +285,7 @@ class CompletionJournal:
             finish_reason=FinishReason(record.values["finish_reason"]),
             started=now,
             finished=now,
-            tokens=SampledTokens(ids, logprobs.view(np.float32), versions),
+            tokens=SampledTokens(ids, logprobs.view(np.float32), versions),  # the same 4 bytes, read as int32 above
         )
         return record.values["replica"], completion
 
@@ -293,6 +299,7 @@ class CompletionJournal:
     def _read(self, block: int) -> dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]]:
         found: dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]] = {}
         for path, record in written(self._writer.directory, block=block):
+            # Not what this life wrote: those calls have had their answers.
             if record.values["kind"] == "completion" and not self._writer.owns(path):
                 calls = found.setdefault(tuple(record.values["trajectory"]), {})
                 calls[record.values["key"], record.values["asked"]] = path, record.at

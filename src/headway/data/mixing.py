@@ -114,6 +114,7 @@ class Mixture:
         order = self._order(epoch)
         return Draws(
             np.concatenate([rows + offset for (rows, _), offset in zip(drawn, offsets, strict=True)])[order],
+            # From this epoch's first pass on: turns are a part of `Prompt.row`, and must not grow with each epoch.
             np.concatenate([passes - passes[0] for _, passes in drawn])[order],
             np.concatenate([passes == 0 for _, passes in drawn])[order],
         )
@@ -124,6 +125,7 @@ class Mixture:
         passes, within = np.divmod(np.arange(epoch * quota, (epoch + 1) * quota, dtype=np.int64), rows)
         if self._shuffle and quota % rows:  # else epochs have whole passes, whose inner order the epoch's own replaces
             for one in range(int(passes[0]), int(passes[-1]) + 1):
+                # The part of the pass that is in this epoch: it may have begun in the one before.
                 at = slice(max(one * rows - epoch * quota, 0), (one + 1) * rows - epoch * quota)
                 within[at] = generator(self._seed, PASS_KEY, number, one).permutation(rows)[within[at]]
         return within, passes
@@ -157,4 +159,5 @@ def drawn_problems(seed: int, rows: Sequence[int], samples: int) -> frozenset[in
 
 
 def _place(what: str) -> float:
+    # 53 bits, which a float holds exactly: with all 64 the result could be rounded up to 1.
     return (xxhash.xxh3_64_intdigest(what.encode()) >> 11) / 2**53

@@ -56,6 +56,7 @@ class Segments:
         """Put several lines one behind the other."""
         if len(parts) == 1:
             return parts[0]
+        # One sum more than there are parts, that of all: hence strict=False below.
         tokens = np.cumsum([0] + [int(part.ends.max()) for part in parts])
         segments = np.cumsum([0] + [len(part.starts) for part in parts])
         return cls(
@@ -111,6 +112,7 @@ def grow(rows: Sequence[Ids], prompt: int | None = None) -> Tree:
         common = 0
         if prompt is not None and len(before):
             common = _shared(before, row, [*depths, prompt])
+        # Branches deeper than what this row shares are not on its path.
         while depths[-1] > common:
             depths.pop()
         own = np.arange(length, length + len(row) - common)
@@ -140,9 +142,11 @@ def _segments(branches: Sequence[tuple[int, int]], length: int) -> Segments:
     behind = dict(branches)
     for _, place in branches:
         if place >= 0 and place + 1 < length:
+            # What follows the branching place is a segment, too, unless a row's own tokens begin right there.
             behind.setdefault(place + 1, place)
     starts = np.array(sorted(behind), np.int64)
     above = np.array([behind[start] for start in starts.tolist()], np.int64)
+    # The segment that holds the place: the last one that begins there or before.
     parents = np.where(above < 0, -1, np.searchsorted(starts, above, side="right") - 1)
     ends = np.append(starts[1:], length)
     # From the end: children stand behind their parents, so each subtree is complete when it is added
@@ -266,6 +270,7 @@ class Packing:
     def of(cls, config: Config) -> Packing:
         """Return the packing that is configured."""
         kind, ranks = config.model.packing, config.actor.parallel.cp
+        # The cp ranks divide a line: their budgets add up.
         return cls(ranks * config.actor.ppo_max_token_len_per_gpu, packed=kind != "padded", shared=kind == "shared")
 
     def __call__(self, rows: Sequence[CollatedRow], *, whole_episodes: bool = False) -> list[Pack]:
@@ -310,6 +315,7 @@ class Packing:
         groups: dict[object, list[int]] = {}
         for index, row in enumerate(rows):
             of = row.episode
+            # Without its last part, k, an episode's id is that of its group.
             groups.setdefault(index if of is None else of[:-1] if self.shared else of, []).append(index)
         return list(groups.values())
 
@@ -320,6 +326,7 @@ class Packing:
         lengths = {i: len(rows[i].input_ids) for i in group}
         if len(group) == 1 or sum(lengths.values()) <= self.token_budget:
             return [group]
+        # What is shared is known only of the finished line, which may be far shorter than the rows together.
         if len(grow([rows[i].input_ids for i in group], prompt).ids) <= self.token_budget:
             return [group]
         atoms = [[i] for i in group]
@@ -328,6 +335,7 @@ class Packing:
             if len(episodes) > 1:
                 atoms = [piece for own in episodes for piece in self._cut(rows, own, prompt, whole_episodes)]
         prefix = prompt or 0
+        # A piece computes the prompt once: it is subtracted from each row, and once from the budget.
         sizes = [sum(lengths[i] - prefix for i in atom) for atom in atoms]
         return [
             sorted(i for atom in batch for i in atoms[atom]) for batch in first_fit(sizes, self.token_budget - prefix)

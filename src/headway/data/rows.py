@@ -78,7 +78,7 @@ class Rows:
             where = record.where or f"a problem of {record.source}"
             lacking |= {name: where for name, already in lacking.items() if already is None and name not in names}
             for name in names:
-                lacking.setdefault(name, first)
+                lacking.setdefault(name, first)  # new in this row: the first one lacked it
             first = first or where
         return lacking
 
@@ -210,6 +210,7 @@ def _read(source: SourceConfig, data: DataConfig, default_split: str) -> list[Re
     if (dataset := _dataset_of(source)) is None:
         return read_records(source.path or "", columns)
     folder, rows = Path(dataset).expanduser(), rows_of(source, default_split, columns)
+    # columnar: in Arrow a field that one row has is there in all others, as null.
     return list(records_of(rows, columns, default_source=folder.name if folder.is_dir() else dataset, columnar=True))
 
 

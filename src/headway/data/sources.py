@@ -119,7 +119,7 @@ class RowSource:
         self._ahead = Cursor()
         self._ready: deque[tuple[Prompt, Cursor]] = deque()
         self._order = (0, self._mixture.epoch(0))
-        if len(self._mixture.parts) > 1:
+        if len(self._mixture.parts) > 1:  # `_refill` checks a single one
             self._check_parts()
         self._refill()
         if not self._ready:  # found now, so that it ends the run before it starts
@@ -211,6 +211,7 @@ class RowSource:
     def _turns(self) -> int:
         """The most passes of a part that are in one epoch, whole or not."""
         shares = zip(self._mixture.parts, self._mixture.quotas, strict=True)
+        # One more than the quota fills where an epoch may begin in the middle of a pass.
         return max(-(-quota // part.rows) + (quota % part.rows > 0) for part, quota in shares)
 
     @cached_property
@@ -279,9 +280,10 @@ class RowSource:
         draws = list(zip(*(column[chunk].tolist() for column in self._order[1]), strict=True))
         found = self._tokenised([index for index, _, _ in draws])
         for position, ((index, turn, first), one) in enumerate(zip(draws, found, strict=True), start=start + 1):
-            if isinstance(one, LeftOut) and first:
+            if isinstance(one, LeftOut) and first:  # the row comes again in later passes: it counts once
                 self._left_out.add(one)
             at_end = position == self.rows
+            # No copy: `add` replaces the counts, so cursors made before keep theirs.
             self._ahead = Cursor(epoch + at_end, 0 if at_end else position, self._left_out.counts)
             if not isinstance(one, LeftOut):
                 row = self._row_numbers[index] + turn * self._stride
@@ -405,7 +407,7 @@ def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -
             continue
         (one,) = prompts([record])
         is_bad = isinstance(one, LeftOut) and one.reason != Reason.TOO_LONG
-        alike.setdefault(form, not is_bad)
+        alike.setdefault(form, not is_bad)  # False stays: each row like a bad one is tried itself
         if isinstance(one, LeftOut) and is_bad:
             bad.add(one)
             bad.check(len(rows.train), config.data.max_bad_rows)

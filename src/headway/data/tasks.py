@@ -254,9 +254,10 @@ class SequenceTask:
         mean_extra, most_extra = p.mean_length - p.min_length, p.max_length - p.min_length
         if mean_extra == 0:
             return p.min_length
+        # From the mean of a geometric distribution, q / (1 - q).
         q = mean_extra / (1 + mean_extra)
         extra = math.floor(math.log1p(-u * (1 - q ** (most_extra + 1))) / math.log(q))
-        return p.min_length + min(extra, most_extra)
+        return p.min_length + min(extra, most_extra)  # rounding may lead one past the end
 
 
 @TASKS.register("sort")
@@ -285,6 +286,7 @@ def build_params(cls: type[P], params: Mapping[str, Any], task: str) -> P:
             )
         expected = str if defaults[name] is None else type(defaults[name])
         accepted = (int, float) if expected is float else expected
+        # The second test: for `isinstance` a bool is an int.
         if not isinstance(value, accepted) or isinstance(value, bool) != (expected is bool):
             raise ConfigError(f"data.task.params.{name}: expected {expected.__name__}, not {value!r}")
     return cls(**params)

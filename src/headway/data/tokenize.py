@@ -269,6 +269,7 @@ class PromptTokenizer:
         """
         texts = [self._text(record) for record in records]
         results: list[Tokenised | LeftOut] = [text if isinstance(text, LeftOut) else ("", _NONE) for text in texts]
+        # Apart: a template writes special tokens itself, and text gets those of the tokenizer.
         for templated in (False, True):
             rows = [i for i, text in enumerate(texts) if not isinstance(text, LeftOut) and text[1] is templated]
             encoded = self._encoded([records[i] for i in rows], [texts[i][0] for i in rows], templated=templated)  # type: ignore[index]
@@ -301,6 +302,7 @@ class PromptTokenizer:
         except DataError as refused:
             return LeftOut(Reason.TEMPLATE, record.source, str(refused))
         text = str(rendered)
+        # A template without tools ignores them, and raises nothing.
         if not all(tool["function"]["name"] in text for tool in tools or ()):
             why = (
                 f"a prompt of {_named(record)} has tools, and the model's chat template does not show them to the "

@@ -123,6 +123,7 @@ class SampledTokens:
 
 
 def _sampled_tokens(data: bytearray) -> SampledTokens:
+    # Over a bytearray: arrays over bytes could not be written to.
     length = len(data) // 12
     return SampledTokens(
         np.frombuffer(data, np.int32, length),

@@ -70,6 +70,7 @@ class Group:
         for trajectory in self.trajectories:
             ended_itself = trajectory.finish_reason is FinishReason.STOP and trajectory.limit is None
             for at in trajectory.rows:
+                # Columns have this order; `at.index` also counts rows behind `tokens` that are not trained.
                 place = len(samples)
                 samples.append(
                     TrainSample(

@@ -25,7 +25,7 @@ class GatherReport:
         reports = [self, *others]
         return replace(
             self,
-            gather_s=max(report.gather_s for report in reports),
+            gather_s=max(report.gather_s for report in reports),  # the ranks gather at the same time
             nbytes=sum(report.nbytes for report in reports),
             changed=changed_of_all([(report.changed, report.nbytes) for report in reports]),
         )
