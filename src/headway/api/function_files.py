@@ -167,5 +167,6 @@ def _source(function: Any) -> str:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         return ""
+    # Backslashes first: those that the second call puts before quotes must stay single.
     quoted = source[:MOST_OF_SOURCE].replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     return f" Its source was\n\n{textwrap.indent(quoted.rstrip(), '    ')}"

@@ -64,6 +64,7 @@ def ask(run: RunDirectory, versions: int, seconds: float) -> None:
     if run.profile_request.exists():
         raise UserError(f"{run.path}: this run has a profile under way; ask again when that is written")
     try:
+        # In one step: the run may read it at any moment.
         replace_file(run.profile_request, json.dumps({"versions": versions, "seconds": seconds}))
     except OSError as cause:
         raise UserError(f"{run.path} cannot be written ({cause.strerror or cause}); ask as the run's user") from cause
@@ -215,6 +216,7 @@ class ProfileWindow:
 
     async def _written(self, processes: Sequence[Profiled], folder: Path) -> list[str]:
         """Write the traces, one after another, since each may be large. Returns the names of those that are there."""
+        # The Unix time of the record's first event: traces and timeline begin at the same moment.
         origin = time.time() - self._since_first(now())
         files: list[str] = []
 

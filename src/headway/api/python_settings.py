@@ -102,7 +102,7 @@ def _plain(value: Any, key: str) -> Any:
             return str(value)
         case Mapping():
             return {name: _plain(inner, f"{key}.{name}") for name, inner in value.items()}
-        case Sequence():
+        case Sequence():  # text is one, too, and was taken above
             return [_plain(inner, key) for inner in value]
     if callable(value):
         return value

@@ -73,6 +73,7 @@ def carry_out_apart(job: Job, show: Callable[[str], None] | None) -> Any:
                 except KeyboardInterrupt:
                     if process.poll() is not None:
                         raise
+                    # It is in a group of its own, so the terminal has not sent it one.
                     process.send_signal(signal.SIGINT)
                     continue
                 if message is not None and message[0] == "page":
@@ -208,7 +209,7 @@ def _sendable(error: BaseException) -> BaseException:
         error.add_note("".join(traceback.format_exception(error)))
     if type(error).__module__.partition(".")[0] in ("headway", "builtins"):
         with suppress(Exception):
-            pickle.loads(pickle.dumps(error))
+            pickle.loads(pickle.dumps(error))  # an error whose constructor takes more may not come back
             return error
     sendable = RunError(said_by(error))
     for note in getattr(error, "__notes__", ()):

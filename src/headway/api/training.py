@@ -122,7 +122,7 @@ def _begin(path: Path | None, functions: Functions) -> Run:
 
 def _resume(run: Run, functions: Functions) -> Run:
     code = RunDirectory(run.path).code.absolute()
-    functions.move_away(code)
+    functions.move_away(code)  # before their names go into the settings
     before, loaded = load_resumed(run.path, layer(functions.settings(code)))
     written = functions.write(code) if functions else []
     try:
@@ -161,7 +161,7 @@ def _directory(given: Path | None, name: str, functions: Functions) -> Iterator[
                 functions.write(code)
         yield directory
     finally:
-        if not directory.config.exists():
+        if not directory.config.exists():  # a run that begins writes it first
             if functions:  # else what is there is the user's
                 shutil.rmtree(code, ignore_errors=True)
             if not there:

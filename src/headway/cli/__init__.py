@@ -107,5 +107,5 @@ def _open_what_is_closed() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in this order each gets its own number
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(descriptor, True)
+            os.set_inheritable(descriptor, True)  # Python opens files for this process alone
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))

@@ -94,7 +94,7 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except typer.Exit:
+    except typer.Exit:  # an Exception, too, and no failure
         raise
     except Exception as error:
         if is_of_stdout(error):
@@ -132,6 +132,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
 def is_of_stdout(error: BaseException) -> bool:
     """Tell whether standard output refused a write. What a command writes to files is reported by `writing`."""
     refused = (errno.EPIPE, errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
+    # A file that cannot be opened is named by the error; a stream that refuses a write is not.
     return type(error) in (OSError, BrokenPipeError) and error.filename is None and error.errno in refused  # type: ignore[attr-defined]
 
 

@@ -69,6 +69,7 @@ def _unknown(key: str) -> str:
 def _print_sections(console: Console, tables: Sequence[KeyTable]) -> None:
     top = [part for part in tables if not part.name]
     rows = [(key.name, _first_sentence(key.meaning)) for part in top for key in part.keys]
+    # Reversed: of several parts with one name the first one counts.
     sections = {part.name: _first_sentence(part.meaning) for part in reversed(tables) if part.name.count(".") == 0}
     rows += [(name, meaning) for name, meaning in reversed(sections.items()) if name]
     _print_table(console, rows)

@@ -74,6 +74,7 @@ def evaluate(
     if not math.isfinite(threshold):
         raise ConfigError(f"--threshold {threshold}: expected a finite number, like 1")
     given = list(overrides or [])
+    # DATA may be left out: the first setting is then in its place.
     if data is not None and "=" in data and not Path(data).exists():
         given, data = [data, *given], None
     job = settle(model, data, given, config_file=config, n=n, temperature=temperature)

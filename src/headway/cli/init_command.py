@@ -89,6 +89,7 @@ def init(
         f"Memory{of_llama}, at most: {', '.join(memory)}{takes}",
     ]
     text = render(choices, header)
+    # Before it is written: a recipe that would be refused leaves no file.
     _check(text, looked)
     with writing("--output", path):
         path.write_text(text, encoding="utf-8")

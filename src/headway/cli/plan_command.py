@@ -137,6 +137,7 @@ def _progress() -> Progress:
         nonlocal told
         text = f"simulated {row.setting}: {row.step_s:.3g} s a version; {still_open} to go"
         if console.is_terminal:
+            # Padded over the longer line before; a full last column would break the line on some terminals.
             console.print(text[: console.width - 1].ljust(console.width - 1), end="\r")
         elif time.monotonic() - told >= TOLD_EVERY_S:
             told = time.monotonic()

@@ -40,6 +40,7 @@ def keep_going(
     options = ["--debug"] if debug else []
     directory, restart = RunDirectory(run), 0
     written = _changed(directory.config)
+    # Before the first process: the workers of one that is killed become children of this one, which ends them.
     adopt_orphans()
     attended = _Attended()
     with handled(attended.pass_on, interrupting_signals()):

@@ -271,7 +271,7 @@ def sft(
     from headway.api.run.new_run import set_math_environment
     from headway.cluster.machine.worker_setup import importing
 
-    set_math_environment(loaded.config)
+    set_math_environment(loaded.config)  # before torch is imported
     with importing():
         from headway.api.sft.sft_run import check
         from headway.api.sft.sft_run import sft as run
@@ -309,6 +309,7 @@ def _train(
         from headway.reports.run_directory import free_names
 
         chosen = loaded.config.run
+        # Chosen here, and given to the process: this one has to know which directory to resume.
         place = chosen.dir or next(path for path in free_names(chosen.name) if not path.exists())
         arguments = ["train", str(config), *overrides, f"run.dir={spelled(str(place))}"]
         raise typer.Exit(keep_going(arguments, place, restarts, debug=debug))

@@ -108,7 +108,7 @@ def sync(run: Run, limit: Limit = 600.0) -> None:
             "is sent to it"
         )
     lock = RunLock(directory.lock)
-    lock.take()
+    lock.take()  # refused while the run trains, and sends its rows itself
     warnings: list[str] = []
     try:
         trackers = open_lacking(

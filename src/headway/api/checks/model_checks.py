@@ -180,7 +180,7 @@ def _checked_model(config: Config, model_config: Any) -> Any:
 
     if getattr(model_config.get_text_config(), "num_hidden_layers", 1) < 1:
         raise ModelError(f"{config.model.path}: config.json has no layers (num_hidden_layers); give a whole model")
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes alone: no memory, whatever the model's size
         model = AutoModelForCausalLM.from_config(model_config)
     check_output_layer(model, config.model.path or "")
     cp = config.actor.parallel.cp

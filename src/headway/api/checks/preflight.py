@@ -97,6 +97,7 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     """
     if config.rollout.name == "vllm" and config.cluster.address is None:  # workers will all be here
         check_vllm_installed()
+    # Before anything imports the libraries of the hub, which read this setting once.
     go_offline_without_a_hub(config)
     model_type = None if config.model.path is None else check_folder(config.model.path)
     check_numbers(config)
@@ -122,7 +123,7 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
         reward = one_reward_worker(config, spec)
         asyncio.run(_closed_after(load_reward(reward, spec), reward.close))
     else:
-        Scorer(spec)
+        Scorer(spec)  # made only to be checked
     return rows
 
 
@@ -197,6 +198,7 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
     from headway.engines.train.fsdp.objective import Objective
 
     _check_own_functions(config)
+    # Both are made only to be checked: they refuse names that do not exist.
     BatchAdvantages(config.algorithm)
     Objective(config)
     if config.cluster.address is not None:
@@ -239,6 +241,7 @@ def go_offline_without_a_hub(config: Config) -> None:
     """
     datasets = any(source.dataset is not None for source in config.data.train_sources + config.data.held_out_sources)
     model = config.model.path is not None and find_folder(config.model.path) is None
+    # Behind a proxy it is the proxy that resolves the hub's name.
     if not (datasets or model) or urllib.request.getproxies():
         return
     host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname

@@ -257,8 +257,8 @@ class _Unanswered:
             self.asked.set_result(len(calls[0].input_ids))
 
     async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
-        await asyncio.Event().wait()
-        yield ()
+        await asyncio.Event().wait()  # for ever: nothing is answered
+        yield ()  # never reached; makes this an asynchronous generator
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None: ...
 
@@ -299,6 +299,7 @@ def _try_algorithm(config: Config) -> None:
         )
         estimator = BatchAdvantages(algorithm)
         try:
+            # None where it has to look at tokens.
             if estimator.of_outcomes(outcomes) is None:
                 estimator(rows, outcomes)
         except RunError as cause:

@@ -170,6 +170,7 @@ def settle(
 def _model(model: str) -> tuple[str, Path | None]:
     """The model's folder (or its name on the hub), and the configuration of the run that it is of."""
     directory = RunDirectory(Path(model).expanduser())
+    # A folder with a config.json is a model's, whatever else it has.
     if not directory.config.is_file() or (directory.path / "config.json").is_file():
         return model, None
     if not directory.model.is_dir():

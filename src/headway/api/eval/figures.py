@@ -109,7 +109,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"expected 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
-    if n - c < k:
+    if n - c < k:  # any k of the answers include a correct one
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 

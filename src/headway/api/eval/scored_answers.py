@@ -81,6 +81,7 @@ def read_questions(job: EvaluationJob, limit: int | None) -> Questions:
         prompts, left_out = sources.val[:limit], sources.val_left_out.counts
     else:
         prompts = list(islice(iter(sources.train.next, None), limit))
+        # After the prompts are taken: it counts the rows that were met until now.
         left_out = sources.train.left_out.counts
     if not prompts:
         raise DataError(
@@ -184,6 +185,7 @@ async def _ask(
             told += 1
 
     making = local_episode_worker(engine, decode=decode, hosting=hosting)
+    # aclosing: a generator that an error leaves would else be closed by the garbage collector, at any time.
     async with making as worker, aclosing(worker.generate(requests)) as groups:
         async for finished in groups:
             tasks.start(score(finished))
@@ -206,6 +208,7 @@ async def _scored(reward: RewardWorkers | None, finished: Group) -> Solved:
         rewards, parts = scores.rewards.tolist(), scores.parts
     except ScoringFailed as failed:
         failure = str(failed)
+    # Scores are of the episodes that did not fail, so that k is not their place.
     place = {t.id: i for i, t in enumerate(made)}
 
     def answer(k: int, t: Trajectory) -> ScoredAnswer:

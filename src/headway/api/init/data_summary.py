@@ -304,6 +304,7 @@ class TextLengths:
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> TextLengths:
+        # higher: the length of one of the texts, not a number between two.
         median, p99, longest = np.percentile(tokens, [50, 99, 100], method="higher")
         return cls(int(median), int(p99), int(longest))
 
@@ -362,9 +363,11 @@ def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mappin
         if "data.answer_key" not in settings:
             settings["data.answer_key"] = _answer_key(rows, prompt, data, reward)
         records = read_rows(_config(settings)).train
+        # Every n-th row: a file that is sorted is seen in all its parts.
         sample = records[:: -(-len(records) // MOST_MEASURED)]
         chosen = chosen or _fitting(data, [] if settings["data.answer_key"] == prompt else sample)
         usual = {"data.prompt_key": "prompt", "data.answer_key": AUTO}
+        # What the loader assumes anyway needs no line in the recipe.
         settings = {key: value for key, value in settings.items() if usual.get(key) != value}
         answers_within = "data.answer_key" not in settings and ends_with_answers(rows, prompt)
         longest_rows = nlargest(LONGEST_MEASURED, records, key=lambda one: len(str(one.prompt)))

@@ -192,6 +192,7 @@ def _first(
     turns = [Split(gpus, 0)] if shared is not False else []
     if trains is not None:
         quarter, half, turns = [], [apart(trains)], []
+    # Generators: a layout is added up only where none before it fits.
     plainly = (fit for fit in fits(shape, quarter, context, device_bytes, BUDGETS) if _is_plain(fit))
     others = fits(shape, [*half, *turns], context, device_bytes, BUDGETS)
     found = (fit for fit in chain(plainly, others) if fit.answers and not any(_problems(model, fit)))
@@ -330,7 +331,7 @@ def within_memory(choices: Sequence[Choice], model: ModelFacts, machine: Machine
             if (excess := total(found) - most) <= 0:
                 return limited
             held = next((nbytes for one in found if (nbytes := _cache(one)) is not None), 0)
-            gib = math.floor((held - excess) / GIB * 100) / 100
+            gib = math.floor((held - excess) / GIB * 100) / 100  # rounded up it would not fit
             if gib * GIB < least or any(choice.key == CACHE and choice.reason == GIVEN for choice in limited):
                 break
             limit = Choice(CACHE, gib, "GiB of keys and values: what there is left for them")

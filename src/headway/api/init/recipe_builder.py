@@ -301,5 +301,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def scalar(value: Any) -> str:
     """Return a value as YAML on one line."""
+    # width: YAML breaks longer texts into lines.
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=2**31)
+    # YAML ends a document of one scalar with a line of dots.
     return text.removesuffix("\n").removesuffix("...").removesuffix("\n")

@@ -63,7 +63,7 @@ def train(loaded: LoadedConfig, console: Console | None = None) -> int:
     Returns the exit code, raises the errors of `headway.errors`.
     """
     config = loaded.config
-    set_math_environment(config)
+    set_math_environment(config)  # before torch is imported
     if config.run.dir is not None:
         RunDirectory(config.run.dir).check_free()  # the check of `create`, which comes after much that takes longer
     check_storage(config, config.run.dir)
@@ -179,7 +179,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         DataError: the data are not those of the checkpoint, or the record is damaged.
     """
     config = loaded.config
-    set_math_environment(config)
+    set_math_environment(config)  # before torch is imported
     directory = RunDirectory.existing(path)
     lock = RunLock(directory.lock)
     # Before anything is read: another process may be training, and removing checkpoints
@@ -215,6 +215,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         # Before the record is cut: data that differ are refused with the run as it was
         data.train.restore(cursor)
         _check_accepted(config, data)
+        # From here on the reports have the lock, and release it.
         reports = reopen_reports(config, directory, lock, version, balance(taken), console)
     except BaseException:
         lock.release()
@@ -323,6 +324,7 @@ def carry_out(
         return EXIT_INTERRUPTED
     except Exception as failure:
         logger.exception("the run failed")
+        # Before the uploader sends the record, which then says how the run ended.
         _fail(reports, failure)
         if uploader is not None:
             uploader.finish()

@@ -164,6 +164,7 @@ async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float,
             await asyncio.wait([ended], timeout=patience)
         ended.result()
     finally:
+        # Read by the thread at its next step or answer, which then raises.
         left = True
         if not (await asyncio.wait([ended], timeout=LEAVING_S))[0]:
             ended.cancel()  # nothing of it comes to the loop any more
@@ -202,6 +203,7 @@ class TrainingRun:
                 try:
                     return await self._open_and_run(stack, interrupts)
                 finally:
+                    # Before the stack closes: a signal must not interrupt the ending of workers.
                     interrupts.leave_undisturbed()
 
     async def _open_and_run(self, stack: AsyncExitStack, interrupts: Interrupts) -> Status:
@@ -295,6 +297,7 @@ class TrainingRun:
             told=lambda: reports.resumable,
             in_use=lambda: None if uploader is None else uploader.sending,
         )
+        # Entered after the workers, so that it is closed before them: they still have to send their traces.
         window = await stack.enter_async_context(self._profile_window(workers))
         others: list[Observer | None] = [journal, uploader]
         # Reports come first: retention and storage ask what the record tells of

@@ -84,6 +84,7 @@ def _answer_ids(
             f"the chat template writes an answer as {text[len(opening) :]!r}, without a token that ends it; let it end "
             "answers with {{ eos_token }}"
         )
+    # Without what a template writes behind it, such as a line break: a sampled answer ends with that token.
     return ids[: ends[0] + 1]
 
 
@@ -195,7 +196,7 @@ class SftExamples:
         return example
 
     def _leave_out(self, reason: Reason, where: str, why: str) -> None:
-        if where not in self._met:
+        if where not in self._met:  # each epoch reads the row again; it counts once
             self._met.add(where)
             self.left_out.add(LeftOut(reason, self._source, why))
 

@@ -114,7 +114,7 @@ class SftData:
         self.notes = list(self._notes(config, templated=chats is not None))
         """What is likely to be other than its user expects."""
         mixture = Mixture([SourceShare("", len(self.train))], seed=config.run.seed, shuffle=data.shuffle)
-        self._epoch = lru_cache(1)(mixture.epoch)
+        self._epoch = lru_cache(1)(mixture.epoch)  # all steps of an epoch ask for the same order
         self._reading = Lock()
         """Held while rows are read: the tokenizer is one for training and held-out rows, and is not to be shared."""
 
@@ -221,7 +221,7 @@ class SftReports:
         self.step, self._loss = step, math.nan
         self._val_loss: float | None = None
         if step:
-            _keep_rows(directory.metrics, step)
+            _keep_rows(directory.metrics, step)  # before the file is opened to append
         self._lines = JsonLines(directory.metrics, self.warn)
         say = TrackerMessages(warn=self.warn, note=self.note, phase=self.note)
         self._trackers: Trackers = open_trackers(config, directory, say, undone_from=step + 1 if step else None)
@@ -311,7 +311,7 @@ class _SftRun:
                     try:
                         return await self._train(steps)
                     finally:
-                        watching.cancel()
+                        watching.cancel()  # it never ends by itself, and `failing_as_one` waits for all tasks
 
                 status = await failing_as_one(train)
         for part, rows in (("training", data.train), ("held-out", data.val)):
@@ -384,7 +384,7 @@ class _SftRun:
         nats, tokens = 0.0, 0
         batches, number = self._data.held_out(), 0
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-            number -= 1
+            number -= 1  # optimizer steps have the numbers from 0 on
             work = steps.loss(number, batch)
             loss = await self._moving(steps, work, "the loss on held-out conversations")
             nats, tokens = nats + loss.nats, tokens + loss.tokens
@@ -394,6 +394,7 @@ class _SftRun:
         state = {"step": step, "data": self._data.digests, "order": self._data.order}
         await steps.engine.save(self._checkpoints.actor(step), state)
         keep = self._config.trainer.max_actor_ckpt_to_keep
+        # Without a limit [:0], which is no checkpoint: all stay.
         for old in self._checkpoints.complete(with_critic=False)[: -keep if keep else 0]:
             for path in self._checkpoints.set_aside(old):
                 await asyncio.to_thread(rmtree, path, ignore_errors=True)

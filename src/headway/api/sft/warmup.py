@@ -169,6 +169,7 @@ async def warm_up(
     try:
         while steps < warmup.max_steps:
             left = warmup.max_steps - steps
+            # The rate that one schedule over all steps has here: each new trainer begins one over those that are left.
             async with _trainer(path, config, lr * left / warmup.max_steps, left) as trainer:
                 above = False
                 while steps < warmup.max_steps and not above:

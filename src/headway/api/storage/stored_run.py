@@ -137,6 +137,7 @@ def claim(store: StorageClient, directory: RunDirectory, version: int | None) ->
     there = store.sizes("checkpoints")
     whole = [number for number in complete_versions(there) if version is not None and number <= version]
     store.remove(left_over(there, whole.__contains__))
+    # What earlier processes have sent stays in place until this one has sent its own.
     files: Files = {} if found is None else found["files"]
     store.put(RUN_FILE, own.manifest(files))
     return own

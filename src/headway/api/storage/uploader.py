@@ -184,7 +184,9 @@ class StorageUploader:
             self._own = claim(self._store, self._directory, self._start)
         elif not self._own.check(self._store):
             self._manifest = None
+        # Without its boundary in the record on the disk a checkpoint cannot be resumed from.
         saved = [v for v in self._checkpoints.complete(with_critic=self._critic) if v <= self._reports.resumable]
+        # Before the checkpoints: each must be told of by the record that is there.
         self._send_record(self._own)
         if saved:
             self._send_checkpoints(saved)
@@ -281,6 +283,7 @@ class StorageUploader:
             marks = {f"{below}/{file.name}": _mark(file) for file in files}
             if all(self._marks.get(name) == mark for name, mark in marks.items()):
                 return True
+            # Before the removal: where that fails the file still counts as one to send.
             self._marks.pop(f"{below}/{last}", None)
             # First: a reader takes a folder that has this file for whole
             self._store.remove([f"{below}/{last}"])
