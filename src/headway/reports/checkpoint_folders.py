@@ -83,6 +83,7 @@ class Retention:
     def on_event(self, event: Event) -> None:
         if self._keep is None or not isinstance(event, CheckpointSaved):
             return
+        # The newest one may be ahead of the record on the disk, and cannot be resumed from until that tells of it.
         resumable = self._checkpoints.newest(range(self._told() + 1), with_critic=False)
         for version in self._checkpoints.complete(with_critic=False)[: -self._keep]:
             if version in (resumable, self._in_use()):

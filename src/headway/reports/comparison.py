@@ -99,7 +99,7 @@ def _read(path: Path, name: str) -> RunRead:
     curves = CurveLog()
     metrics = metrics_of(path, curves)
     figures = summary(metrics)
-    metrics.close()
+    metrics.close()  # after the figures: it hands out rows of versions that are not over
     status = standing(metrics.started, metrics.finished, RunDirectory(path).lock).status
     return RunRead(name, _settings(path), curves, figures, status)
 
@@ -124,7 +124,7 @@ def compared(runs: Sequence[RunRead]) -> Comparison:
 
 def _differing(runs: Sequence[RunRead]) -> list[ComparisonRow]:
     """The settings that are not the same in all runs. One that a file lacks has its default there, shown as a dash."""
-    missing = object()
+    missing = object()  # None is a value that a setting may have
     keys = list(dict.fromkeys(key for run in runs for key in run.settings if key not in NOT_COMPARED))
     rows: list[ComparisonRow] = []
     for key in keys:

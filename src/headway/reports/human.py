@@ -58,7 +58,7 @@ def duration(seconds: float | None) -> str:
     """Write a duration in seconds: 0.42 → ``0.4s``, 42 → ``42s``, 92 → ``1m 32s``, 5400 → ``1h 30m``."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
-    if seconds < 9.95:
+    if seconds < 9.95:  # more would be written as 10.0s
         return f"{max(seconds, 0.0):.1f}s"
     whole = round(seconds)
     if whole < 60:

@@ -196,11 +196,11 @@ class Reports:
         """
         if self._closed:
             return
-        self._closed = True
+        self._closed = True  # first: what interrupts the closing may call it again
         try:
             with self._lock:
                 for observer in self._observers:
-                    if observer is not self._view:
+                    if observer is not self._view:  # closed last: others warn through it
                         observer.close()
                 self._states.close()
                 for sink in self._sinks:

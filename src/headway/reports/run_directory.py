@@ -111,7 +111,7 @@ def _lock(file: TextIO) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         time.sleep(0.03)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the last time, which may raise
 
 
 def signs_of_life(lock: Path) -> Path:

@@ -33,6 +33,7 @@ def print_fitting(
     looks = {"box": None, "header_style": "bold"} | looks
 
     def table_of(numbers: Sequence[int]) -> Table:
+        # Copies: a column of rich holds the cells of its table.
         table = Table(*(columns[number].copy() for number in numbers), pad_edge=False, **looks)
         for row, style in zip(rows, styles or [None] * len(rows), strict=True):
             table.add_row(*(row[number] for number in numbers), style=style)

@@ -62,6 +62,7 @@ class Cell(Console):
 
     def _send_if_new(self) -> None:
         with self._sending:
+            # clear=False: each page has all lines, so they stay in the recording.
             page = _PAGE.format(code=self._kept + _recorded(self, clear=False) + self._changing)
             if page != self._sent:
                 self._sent = page
@@ -150,6 +151,7 @@ class LiveView:
     def close(self) -> None:
         """End the drawing; the last state stays on the screen."""
         self._closing.set()
+        # Without the lock, which the thread needs to draw.
         self._thread.join(JOIN_TIMEOUT_S)
         with self._lock:
             self._end_phase()

@@ -124,6 +124,7 @@ class IntervalUnion:
         start, end = window
         if end <= start:
             return 0.0
+        # A window that begins in the time that was summed up has all of the sum.
         before = -self._summed if start < self._summed_until else self._until(start)
         return min(max(self._until(end) - before, 0.0), end - start)
 

@@ -170,6 +170,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(import_module(module), name) if module in MODULES or (module, name) in OTHERS else None
+        # Only the module's own classes: by the names that it imports a state could reach anything.
         if not isinstance(found, type) or found.__module__ != module:
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a state")
         return found

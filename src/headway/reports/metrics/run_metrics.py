@@ -208,6 +208,7 @@ class RunMetrics:
             self.occupancy.declare(event.slots)
         else:
             self.occupancy.restart(event.slots, event.time)
+            # Durations count from the first start, also in a run that was resumed.
             event = replace(event, time=self.started.time)
         self.started = event
         self.served = dict.fromkeys(event.slots, 0)

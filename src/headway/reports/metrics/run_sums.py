@@ -96,7 +96,7 @@ class UpdateSums:
 
     def stepped(self) -> None:
         """Note that an optimizer step ended."""
-        self.before_last_step = replace(self.stalls)
+        self.before_last_step = replace(self.stalls)  # a copy, to which later updates add nothing
 
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Series(Generic[T]):
         """``most``: of the items that are kept; 4 or more. Half as many are all kept."""
         self.count = 0
         """Number of items that came."""
-        self._most, self._length = most // 2 - 1, 1
+        self._most, self._length = most // 2 - 1, 1  # two items a stretch, and the two ends
         self._stretches: list[tuple[tuple[float, int, T], ...]] = []
         """Lowest and highest item of each stretch, as (value, place, item)."""
         self._ends: tuple[tuple[float, int, T], ...] = ()
@@ -131,6 +131,7 @@ class Series(Generic[T]):
         self._stretches.append(_extremes((*begun, last)))
         self.count += 1
         if len(self._stretches) > self._most:
+            # Of an odd number the last one is joined with nothing.
             pairs = zip(self._stretches[::2], [*self._stretches[1::2], ()], strict=False)
             self._stretches = [_extremes((*one, *other)) for one, other in pairs]
             self._length *= 2

@@ -47,7 +47,7 @@ class Mean:
     most: float = 0.0
 
     def add(self, value: float) -> None:
-        self.most = max(self.most, value) if self.count else value
+        self.most = max(self.most, value) if self.count else value  # all may be below 0.0
         self.total += value
         self.count += 1
 

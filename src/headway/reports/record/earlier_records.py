@@ -39,9 +39,9 @@ def upgrade(events: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             folder.rename(merged_folder)  # from here on the draft is whole, and the record is not merged a second time
-        if draft.is_file():
+        if draft.is_file():  # else a call that was killed has done this
             draft.replace(events)
-        shutil.rmtree(merged_folder)
+        shutil.rmtree(merged_folder)  # last: while it is there nothing is merged again
     except (OSError, ValueError, KeyError) as cause:
         raise DataError(
             f"{folder} has a part of the run's events, as earlier versions of Headway wrote. It could not be put into "

@@ -150,6 +150,7 @@ class JsonLines:
         self._report(f"cannot write {self._path}: {self._refused}; {self._given_up()}")
 
     def _close_file(self) -> None:
+        # Forgotten first: also where closing fails the number is free, and may become that of another file.
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -268,12 +269,13 @@ def _lines_at_once(path: Path, record: SurvivingRecord) -> Iterator[tuple[int, b
     """Yield the lines of `AT_ONCE` events, each with its offset, and count bytes in ``record``. Raises `OSError`."""
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
+            # To the end of a line: a prefix that lies in two chunks would not be found.
             chunk += file.readline()
             chunk = chunk[: chunk.rfind(b"\n") + 1]
             # Searched as a whole: a loop over all lines takes a minute for each two million.
             found = sorted(at for prefix in line_prefixes(AT_ONCE) for at in _places(prefix, chunk))
             yield from ((record.size + at, chunk[at : chunk.index(b"\n", at) + 1]) for at in found)
-            record.size += len(chunk)
+            record.size += len(chunk)  # after the lines: it is where the chunk begins
 
 
 def _places(prefix: bytes, chunk: bytes) -> Iterator[int]:

@@ -137,7 +137,7 @@ class SamplesFile:
                 self._report(f"cannot thin {self._path}: {cause}; it grows beyond {self._limit // 2**21} MiB")
             return False
         finally:
-            self._lines = JsonLines(self._path, self._report)
+            self._lines = JsonLines(self._path, self._report)  # also after a failure: it was closed above
 
 
 def later(sample: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _has(value: Mapping[str, Any], keys: frozenset[str]) -> None:
 def _survives(sample: Sample, version: int, boundary: float) -> bool:
     if "group" in sample:
         return bool(sample["version"] < version)
-    return bool(sample["validation"] < version and sample["time"] <= boundary + 1e-3)
+    return bool(sample["validation"] < version and sample["time"] <= boundary + 1e-3)  # times in samples are rounded
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:

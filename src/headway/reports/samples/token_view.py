@@ -162,7 +162,7 @@ def token_text(row: Row, color: Color, scale: Scale, *, colors: bool) -> Text:
     """Return a row's response as text in the colours of ``scale``; what was only read is dim."""
     text, before = Text(), _NOTHING
     values, mask = values_of(color, row), row["mask"]
-    gap_at = len(row["ids"]) // 2 if row["cut"] else None
+    gap_at = len(row["ids"]) // 2 if row["cut"] else None  # what was left out is from the middle
     for place, (piece, value) in enumerate(zip(row["pieces"], values, strict=True)):
         if place == gap_at:
             text.append(f" […{human.count(row['cut'])} tokens left out…] ", QUIET)
@@ -258,4 +258,4 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _number(value: float | None) -> str:
-    return human.UNKNOWN if value is None else f"{value:z.4f}"
+    return human.UNKNOWN if value is None else f"{value:z.4f}"  # z: no -0.0000

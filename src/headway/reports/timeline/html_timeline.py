@@ -55,6 +55,7 @@ def merged(lanes: Sequence[Lane], window: Span, most: int) -> tuple[tuple[Lane, 
     result = tuple(lanes)
     while sum(len(lane.spans) for lane in result) > most and resolution < wall / 100:
         resolution = max(4 * resolution, wall / 1e6)
+        # From the given lanes each time: spans that were merged have lost the order of what is in them.
         result = tuple(replace(lane, spans=tuple(merge_short(lane.spans, resolution))) for lane in lanes)
     return result, resolution
 
@@ -125,7 +126,7 @@ def page_data(timeline: Timeline, lanes: Sequence[Lane], resolution: float) -> d
             }
             for counter, kept in points
         ],
-        "strings": list(strings),
+        "strings": list(strings),  # last: the lanes and marks above fill it
     }
 
 

@@ -232,10 +232,12 @@ class Overlapping:
 
     def levels(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return times, ascending, and the number of spans from each of them until the next one."""
+        # Copied by `concatenate`: while a view of an array is alive nothing can be appended to that.
         times = np.concatenate([np.frombuffer(self._starts), np.frombuffer(self._ends)])
         steps = np.repeat([1.0, -1.0], [len(self._starts), len(self._ends)])
         order = np.argsort(times, kind="stable")
         times, levels = times[order], np.cumsum(steps[order])
+        # Of several steps at one time the level behind the last one counts.
         last = np.append(times[1:] != times[:-1], True) if len(times) else np.zeros(0, bool)
         return tuple(times[last].tolist()), tuple(levels[last].tolist())
 

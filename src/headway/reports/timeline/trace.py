@@ -24,6 +24,7 @@ GLOBAL_MARKS = frozenset({MarkKind.UPDATE, MarkKind.FINISHED})
 
 def write_trace(timeline: Timeline, path: Path) -> None:
     """Write ``timeline`` as JSON to ``path``, which is replaced."""
+    # At one time the longer span first: viewers nest the next one into it.
     events = [*_names(timeline), *sorted(_events(timeline), key=lambda event: (event["ts"], -event.get("dur", 0.0)))]
     figures = {name: value for name, value in timeline.summary.items() if isinstance(value, str | int | float)}
     with whole_file(path) as file:

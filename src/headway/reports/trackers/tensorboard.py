@@ -133,6 +133,7 @@ def _purge(directory: Path, step: int) -> None:
                     records.write(event)
         records.close()
         (kept,) = Path(aside).iterdir()
+        # Before the others are removed: a kill in between leaves points twice, and loses none.
         kept.rename(directory / kept.name)
     for file in earlier:
         file.unlink()

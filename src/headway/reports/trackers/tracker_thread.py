@@ -117,6 +117,7 @@ class TrackerThread:
         self._rows = _lines(run.metrics)
         """Number of rows of the run so far."""
         state = state or TrackerState()
+        # A resume may have undone rows that the entry has.
         self._entry, self._sent, self._whole = state.entry, min(state.rows, self._rows), False
         self._lost = {"rows": 0, "samples": 0}
         self._left = dict.fromkeys(["the settings"] * bool(setting.config) + ["the summary"])
@@ -149,7 +150,7 @@ class TrackerThread:
         """Note that ``metrics.jsonl`` has a further row."""
         self._rows += 1
         self._news.set()
-        asked_at = self._asked_at
+        asked_at = self._asked_at  # read once: the tracker's thread may set it to None meanwhile
         if asked_at is not None and (waited := self._clock() - asked_at) >= BEHIND_S:
             self._warn(f"has not answered for {waited:.0f} s{self._goes_on}")
 
@@ -227,6 +228,7 @@ class TrackerThread:
                 self._lost["samples"] += 1
         try:
             while lines := [line for _, line in self._tail.read()]:
+                # Rows that the entry has already are passed over.
                 known = min(self._passed, len(lines))
                 self._passed -= known
                 self._waiting.extend(_row_of(line) for line in lines[known:])

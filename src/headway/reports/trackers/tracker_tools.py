@@ -57,6 +57,7 @@ class WandbTracker(Tracker):
         self._run.config.update(config, allow_val_change=True)
 
     def on_row(self, row: dict[str, Any]) -> None:
+        # Without a step: W&B drops a row whose step is below the last one, as that of a late validation would be.
         self._run.log({**scalars(row), "version": row["version"]})
 
     def on_sample(self, sample: dict[str, Any]) -> None:
@@ -245,7 +246,7 @@ class PrometheusTracker(Tracker):
 
     def close(self, status: str) -> None:
         self._server.shutdown()
-        self._server.server_close()
+        self._server.server_close()  # `shutdown` alone keeps the port
 
     def _set(self, name: str, told: str, value: float) -> None:
         key = PREFIX + re.sub(r"\W", "_", name, flags=re.ASCII)

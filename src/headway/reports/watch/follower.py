@@ -180,7 +180,7 @@ class Follower:
                 self._begin_anew()
                 self._outdated = False
             went_on = self._read_samples()
-            went_on |= self._read_events()
+            went_on |= self._read_events()  # not `went_on or`, which would skip it
             if not went_on:  # up to date
                 self._show(self._stands())
             return went_on
@@ -228,6 +228,7 @@ class Follower:
         """Read a chunk of the record. Raises `Rewritten` where the run was resumed since it was looked through."""
         read = self._read
         before, resumed = read.events.offset, read.events.record.resumed
+        # The whole chunk first: where the run was resumed in it none of it is drawn.
         events = list(read.events.read_on())
         if any(isinstance(event, RunResumed) and event.times > resumed for event in events):
             raise Rewritten

@@ -90,6 +90,7 @@ class WatchServer:
             ) from cause
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
+        # Each stream waits in a thread; one more, so that samples do not wait for the streams.
         self._loop.set_default_executor(ThreadPoolExecutor(MOST_STREAMS + 1, thread_name_prefix="watch"))
         self._ending = asyncio.Event()
 
