@@ -95,6 +95,7 @@ class Actor:
         self._steps, self._skipped_in_row = state["steps"], state["skipped_in_row"]
 
     def _begin(self, batch: TrainBatch) -> None:
+        # Before any column is added: what is there now came with the groups, and these ranks cannot compute it again.
         batch.given = set(batch.groups[0].columns)
         if self.critic is not None and self.critic.own_ranks:  # it has yet to be trained on them, perhaps twice
             batch.given.add(ColumnName.RETURNS)
@@ -303,7 +304,7 @@ class Critic:
 
     def hand(self, batch: TrainBatch) -> None:
         """Announce that ``batch`` has its returns and will be trained on."""
-        self._handed = max(self._handed, batch.index + 1)
+        self._handed = max(self._handed, batch.index + 1)  # a batch that is redone was handed on before: no step back
 
     async def train(self, batch: TrainBatch) -> None:
         """Make optimizer steps towards the batch's ``returns``; those that were made before are not reported again.
@@ -318,6 +319,7 @@ class Critic:
             started = now()
             rows = samples_of(mini_batch, columns, mask_cut_off=self._config.algorithm.overlong_filtering)
             report = await self.engine.train_step(rows)
+            # Made before its ranks were lost: a second report would count the step twice.
             if redone or number < self._told:
                 continue
             self._emit(
@@ -350,6 +352,7 @@ class Critic:
         for batch in trained:
             await self._begin(batch)
             await self._train(batch)
+        # It may have its values, and is trained on next: the ranks have to hold its rows again.
         if self._begun is not None and self._begun.index >= self._trained:
             await self._begin(self._begun)
         return len(trained)
@@ -382,7 +385,7 @@ def samples_of(
 
 def add_column(groups: Sequence[Group], name: str, columns: Iterable[AnyColumn]) -> None:
     """Set the column ``name`` of every row of ``groups``, in order."""
-    following = iter(columns)
+    following = iter(columns)  # one for all groups: each takes its rows from where the group before has stopped
     for group in groups:
         group.columns[name] = tuple(islice(following, sum(len(trajectory.rows) for trajectory in group.trajectories)))
 

@@ -32,7 +32,7 @@ class Signal:
                 waiter.set_result(None)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
+        while not holds():  # again after each wake-up: another waiter may have changed what it saw
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter

@@ -73,6 +73,7 @@ class EpisodeWorkerClient(Remote):
         longest answer and the stall detector only.
         """
         await self.orders_done()
+        # Without open orders nothing has looked yet whether the worker is there.
         if self.why is not None:
             raise WorkerUnavailable(self, self.why)
         async with aclosing(self.worker.generate(requests, on=on)) as groups:
@@ -128,7 +129,7 @@ class EpisodeWorkers:
 
     def stop(self) -> None:
         """Carry out no more orders."""
-        self._tasks = None
+        self._tasks = None  # first: `go_on` and `lose` start no task from here on
         for task in self._started:
             task.cancel()
 
@@ -152,7 +153,7 @@ class EpisodeWorkers:
     def route(self, replicas: Iterable[str], *, halted: bool = False) -> None:
         """Order every worker to send new calls to ``replicas`` alone, where they wait if these are ``halted``."""
         names = list(replicas)
-        self._route = names, halted
+        self._route = names, halted  # for workers that join later
         self._order(f"call {', '.join(names)}", lambda worker: worker.route(names, halted))
 
     async def hold(self) -> None:
@@ -216,6 +217,7 @@ class EpisodeWorkers:
                 if on is not None and on not in self._replicas:  # a worker says so in the same words as of its own end
                     raise gone.why from gone
                 await self.lose(gone)
+                # `again`: the other worker looks into the journal for calls that the lost one has finished.
                 worker, left = None, {number: replace(request, again=True) for number, request in left.items()}
 
     # ------------------------------------------------------------------------------------- coming and going
@@ -261,6 +263,7 @@ class EpisodeWorkers:
         try:
             await client.orders_done()
             held = False
+            # Until they agree: a hold may begin or end while the worker answers.
             while held != bool(self._holds):
                 held = bool(self._holds)
                 await client.call(lambda worker: worker.hold() if held else worker.go_on())  # noqa: B023 - awaited here

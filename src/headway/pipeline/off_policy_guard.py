@@ -50,7 +50,7 @@ class Guard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned; a warning that was given before is given anew."""
-        if self._settings.action == "tighten":
+        if self._settings.action == "tighten":  # under another action nothing would widen the range again
             self.clip_scale = state["clip_scale"]
         self._version, self._was_low = state["version"], state["was_low"]
 
@@ -86,6 +86,7 @@ class Guard:
         low steps. That step is the nearest to its version's data, and says nothing about the others.
         """
         if version != self._version:
+            # In one assignment: `recovers` looks at the version before, which is overwritten here.
             recovers, self._version, self._was_low = self._version is not None and not self._was_low, version, False
             if recovers and not low and self._state.staleness.recover():
                 self._state.changed.changed()

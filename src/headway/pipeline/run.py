@@ -138,6 +138,7 @@ class Pipeline:
         downstream = tasks.start(concurrently(stage.run() for stage in wiring.downstream))
         cutting_off = tasks.start(self._cut_off(downstream))
 
+        # `wait` does not raise: a task that `_cut_off` has cancelled is no failure. `result` raises real ones.
         await asyncio.wait([downstream])
         if not downstream.cancelled():
             downstream.result()
@@ -152,14 +153,14 @@ class Pipeline:
                 await concurrently(self._interrupt(replica) for replica in wiring.pool.serving)
             for task in upstream:
                 task.cancel()
-        await asyncio.wait(upstream)
+        await asyncio.wait(upstream)  # does not raise for those that were cancelled
         if not downstream.cancelled():
             with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
                 await wiring.monitor.report()
         if not self.unfinished:
             await wiring.save(self._state.version)
         for restarts in wiring.restarts.values():
-            restarts.stop()
+            restarts.stop()  # only now: ranks that are lost while the last checkpoint is written are started again
         wiring.episode_workers.stop()
         for watcher in watchers:
             watcher.cancel()

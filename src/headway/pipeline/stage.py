@@ -147,6 +147,7 @@ class Stage(ABC, Generic[In, Out]):
         except BaseException:
             self._enter(State.FAILED)
             raise
+        # Not after a failure: the consumer would take what it has got for all there is.
         self.close_output()
 
     @property

@@ -72,7 +72,7 @@ class Remote:
 
     async def _ask(self, call: Coroutine[Any, Any, T], *, within_s: float | None = None, what: str = "") -> T:
         if self.why is not None:
-            call.close()
+            call.close()  # else Python warns of a coroutine that was never awaited
             raise WorkerUnavailable(self, self.why)
         task = asyncio.ensure_future(call)
         try:

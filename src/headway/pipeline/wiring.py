@@ -118,7 +118,7 @@ class Wiring:
 
     def __init__(self, config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> None:
         """Build the run. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
-        told = [*observers]
+        told = [*observers]  # its own list: the monitor is added below, once its parts are there
         emit = _fan_out(told)
         timeouts = parts.timeouts or Timeouts.of(config)
         self.state = state = _state(config, parts, emit)

@@ -137,9 +137,11 @@ class EpisodeTroubles:
         at most once in a half window.
         """
         texts = [text for episode in episodes for text in self._single(episode)]
+        # The run ends an aborted episode: it says nothing about limits or about the program.
         ended = [episode for episode in episodes if episode.finish_reason is not FinishReason.ABORTED]
         self._episodes += ended
         self._since_look += len(ended)
+        # A full window, at least half of which is new since the last look.
         if len(self._episodes) == self.window <= 2 * self._since_look:
             self._since_look = 0
             texts += filter(None, (self._failures(), self._limits(), self._selection(), self._forks()))

@@ -125,7 +125,7 @@ class Ledger:
         self._fates = Counter({Fate(fate): count for fate, count in state["fates"].items()})
         self._episode_fates = Counter({Fate(fate): count for fate, count in state["episode_fates"].items()})
         for number, size, failed in state["open_episodes"]:
-            if number in open_prompts:
+            if number in open_prompts:  # `balance` counts groups without their prompts, and gives none
                 self.open[number] = LedgerEntry(open_prompts[number], size, failed)
 
 

@@ -100,6 +100,7 @@ class MessageQueue:
             return all(number in self._finished for number in groups)
 
         def missing() -> bool:
+            # A number that is not admitted yet is not live either: that group may still come.
             ended = any(number < self._admitted and number not in self._live for number in groups)
             # Until the version is served, room may open: a full queue decides nothing before.
             full = self._is_full and self._staleness.served_version >= version
@@ -206,6 +207,7 @@ def takeable(finished: Collection[int], head: int, window: int | None) -> list[i
     """
     if window is None:
         return list(finished)
+    # Both ways give the same: one looks at the window alone, the other at all that is finished.
     if window < len(finished):
         return [number for number in range(head, head + window) if number in finished]
     return sorted(number for number in finished if number < head + window)
@@ -268,6 +270,7 @@ class TrainBatches:
             return None  # a stop was asked for meanwhile, and this batch, or the rest of the version, abandoned
         # With a number of groups as the run's length every batch is full; a short one means that the data gave out.
         self._ended = len(groups) < self._size
+        # At a boundary nothing is left to do; within a version an empty batch ends it (`is_last`).
         if not groups and state.taken % state.staleness.groups_per_version == 0:
             return None
         self.taken += 1

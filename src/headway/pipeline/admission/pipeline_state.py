@@ -148,6 +148,7 @@ class RunState:
         self.staleness.restore(
             version=state["version"],
             admitted=state["admitted"],
+            # Open groups that are not made again end below, in the ledger alone: here they are counted for admission.
             discarded=state["discarded"] + len(numbers) - len(reopened),
             eta_now=eta_now,
         )
@@ -241,7 +242,7 @@ class RunState:
             # Before it ends here: a process killed in between would else make the group again.
             self.journal.ended(number, group.prompt.group_id, fate, reason, group.failed)
         self._end_early(number, fate, reason)
-        self._scored |= fate is Fate.FILTERED
+        self._scored |= fate is Fate.FILTERED  # a filtered group has scores: the reward works
         self._discarded_in_row[fate, reason] += 1
         if self._discarded_in_row.total() >= DISCARDED_VERSIONS * self.staleness.groups_per_version:
             raise all_discarded(self._discarded_in_row)

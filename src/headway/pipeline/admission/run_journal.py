@@ -123,6 +123,7 @@ class RunJournal:
         """Return the scores that the group was given before, for the same answers, or else what ``score`` returns."""
         record, answers = self._scores.pop(group.number, None), _answers(group)
         if record is not None and record.values["answers"] == answers:
+            # A copy: an array over the record's bytes can only be read.
             return Scores(np.frombuffer(record.data, np.float32).copy(), record.values["parts"])
         scores = await score()
         values = {"kind": "scored", "at": group.number, "answers": answers, "parts": dict(scores.parts)}
@@ -196,6 +197,7 @@ def _files(values: Any) -> list[Path]:
 
 def _answers(group: Group) -> int:
     """Sum over what is scored: the answers, what programs said of them, and what the data have on the prompt."""
+    # Not `hash`, which differs from process to process for text: a resumed run compares these sums.
     digest = xxhash.xxh64(repr((group.prompt.answer, group.prompt.extra)).encode())
     for t in group.trajectories:
         digest.update(repr((t.id, t.text, t.conversation, t.reward, t.turn_rewards)).encode())

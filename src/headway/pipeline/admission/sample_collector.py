@@ -229,7 +229,7 @@ def _spelled(value: Any) -> Any:
 
 def rounded(values: NDArray[np.floating[Any]]) -> list[float]:
     """Return ``values`` [T] with `DIGITS` significant digits. What is not finite stays as it is."""
-    wide = values.astype(np.float64)
+    wide = values.astype(np.float64)  # a float32 would be spelled with its rounding error: 0.1 as 0.10000000149
     with np.errstate(divide="ignore", invalid="ignore"):
         size = np.floor(np.log10(np.abs(wide)))
         places = np.where(np.isfinite(size), DIGITS - 1 - size, 0.0)

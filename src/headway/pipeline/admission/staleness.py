@@ -107,6 +107,7 @@ class Staleness:
         due = 0
         for ahead in range(self.max_lag + 1):
             due += falling_due[ahead]
+            # These fill all room up to then: any other group would take the place of one of them.
             if due >= room + ahead * self.groups_per_version:
                 return version + ahead - self.max_lag
         return None

@@ -216,13 +216,14 @@ class CheckpointManager:
                     await critic.copy_state()
                     taken = {**taken, "critic": critic.state()}
                 await self.actor.trainer.copy_state()
-        except BaseException as failure:
+        except BaseException as failure:  # a cancellation, too: the lock must not stay held
             self.writing.release()
             self._failed(version, failure, snapshots)
             return
         state.emit(CheckpointCopied(time=now(), version=version, span=(asked, now())))
         assert self._tasks is not None, "start comes first"
         work = self._write(version, taken) if snapshots is None else self._keep(version, snapshots)
+        # Not a `finally` within the task: one that is cancelled before its first step runs no line of it.
         self._tasks.start(work).add_done_callback(lambda _: self.writing.release())
 
     async def _write(self, version: int, taken: Taken) -> None:
@@ -240,7 +241,7 @@ class CheckpointManager:
             self._failed(version, failure)
             return
         self.saved, self._took_s, self._failures = version, now() - started, []
-        self.actor.forget_before(version)
+        self.actor.forget_before(version)  # only now: until it is complete, lost ranks go further back and need these
         state.emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))
 
     async def _keep(self, version: int, snapshots: SnapshotStore) -> None:
@@ -255,6 +256,7 @@ class CheckpointManager:
         if self._kept is None and not outlives_machines:
             text = "snapshots of training ranks outlive processes, not a machine: no episode worker is on another one"
             state.note(text, "info")
+        # Batches since the checkpoint stay: where the snapshot is lost, ranks go back to the checkpoint.
         self._kept, self._keeps = version, True
         state.emit(SnapshotKept(time=now(), version=version, span=(started, now())))
 
@@ -289,7 +291,7 @@ class CheckpointManager:
             try:
                 await self.snapshots.load(kept)
                 return kept
-            except WorkerDied:
+            except WorkerDied:  # a `RunError`, too, but it is the ranks that are lost, not the snapshot
                 raise
             except RunError as failure:
                 instead = "the initial model" if self.saved is None else f"the checkpoint of version {self.saved}"

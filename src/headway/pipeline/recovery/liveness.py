@@ -56,6 +56,7 @@ def look_at(pid: int) -> ProcessLook | None:
     with suppress(OSError, ValueError):  # it has ended, or this is no Linux
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - numbers, not paths
             with suppress(OSError):  # the thread has ended
+                # Behind the last bracket, since a thread's name may have blanks: state, utime and stime of proc(5).
                 fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
                 letters, ticks = letters + fields[0], ticks + int(fields[11]) + int(fields[12])
     return ProcessLook(letters, ticks / os.sysconf("SC_CLK_TCK")) if letters else None
@@ -94,7 +95,7 @@ class Silence:
         asleep = (
             look is not None
             and self._cpu_s is not None
-            and set(look.threads) <= {"S", "T"}
+            and set(look.threads) <= {"S", "T"}  # a thread in R computes, and one in D waits for a disk
             and look.cpu_s - self._cpu_s <= SLEEPS * passed_s
         )
         self._asleep_s = self._asleep_s + passed_s if asleep else 0.0

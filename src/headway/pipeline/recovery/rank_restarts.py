@@ -131,13 +131,14 @@ class RankRestarts:
             return await work()
         while True:
             await self.until_there()
-            task = asyncio.ensure_future(work())
+            task = asyncio.ensure_future(work())  # its own task: `_recover` can cancel it without the caller
             self._works[task] = None
             self._changed.changed()
             try:
                 return await task
             except asyncio.CancelledError:
                 current = asyncio.current_task()
+                # Else `_recover` has cancelled the call alone: its caller was not asked to end, and calls again.
                 if self._lost is None or (current is not None and current.cancelling()):
                     raise
             except HeadwayError:
@@ -195,7 +196,7 @@ class RankRestarts:
         while redone is None:
             if not self.restarts.left:
                 raise type(loss)(f"{loss}. It is not started again: trainer.max_restarts is used up") from loss
-            self.restarts.begin()
+            self.restarts.begin()  # before it is tried: a start that fails counts, too
             try:
                 await ranks.restart()
                 redone = await failing_as_one(partial(self._back, ranks, self.bring_back)) if self.bring_back else 0

@@ -64,7 +64,7 @@ class RunMonitor:
 
     async def run(self) -> None:
         """Report and watch until cancelled. Raises `StallError` when nothing moved for `Timeouts.stall_s`."""
-        self._moved = now()
+        self._moved = now()  # not 0: a real loop's clock is the machine's uptime, and a stall would be found at once
         # Side by side: a replica that does not even answer `stats` must not keep the stall from being noticed.
         await concurrently([self._report_always(), self._end_when_stalled()])
 
@@ -80,6 +80,7 @@ class RunMonitor:
             deadline = max([self._moved, *starts_until]) + stall_s
             if now() >= deadline:
                 answers = await ask(self.workers(), within_s=min(HEARTBEAT_S, stall_s))
+                # `_moved` once more: an event may have come while the workers were asked.
                 deadline = max(deadline, self._moved + stall_s, answers.deadline(stall_s, file_stall_s))
                 if now() >= deadline:
                     said = f". Workers: {answers}" if answers.by_worker else ""
@@ -104,6 +105,7 @@ class RunMonitor:
     async def _fence_silent(self, replica: Replica, stats: EngineStats) -> None:
         """Give ``replica`` up where it computed no token of its open calls for too long."""
         work = self._work[replica.name]
+        # A replica that stands computes nothing since it was told so.
         calls = 0 if self.pool.pauses.stands(replica.name) else stats.running + stats.waiting
         moved = stats.generated_tokens + stats.prefilled_tokens > 0
         silent_s = work.silent_s(now(), is_open=calls > 0, moved=moved)

@@ -111,7 +111,7 @@ class TrainerLease:
                 halt = await pauses.halt(replica, "lease")
                 await replica.sleep(keep_weights=keep_weights)
                 return halt.validation_s
-        return 0.0
+        return 0.0  # reached where the replica was lost: `losing` has attended to that
 
     async def _give_back(self, replica: Replica, waiting_for: WaitingFor) -> None:
         async with self._pool.losing():
@@ -168,6 +168,7 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
         if not isinstance(item, PendingUpdate):
             consumed = self._state.consumed + len(item.groups)
             ends_version |= consumed % self._state.staleness.groups_per_version == 0
+        # Held across the `yield`, until the update is released: `serve_again` must not send meanwhile.
         async with self._lease.turn:
             # Only now, with a whole batch in hand: generation could not make the rest of one without its devices.
             take = partial(self._lease.to_train, self._waiting_within, new_weights=ends_version)
@@ -177,7 +178,7 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
             else:
                 if item.groups:
                     await self._train(item)
-                self._state.data_ended = item.is_last
+                self._state.data_ended = item.is_last  # before `version` is read, which counts a short last version
                 if self._state.at_boundary or item.is_last:
                     version = self._state.version
                     # Before the first wait: nothing that follows belongs to this boundary.

@@ -96,6 +96,7 @@ class LogProb(Stage[TrainBatch, TrainBatch]):
 
     async def _logprobs(self, batch: TrainBatch) -> Sequence[Column]:
         with self._waiting_within(f"version {batch.version} to be loaded"):
+            # Within `surviving`: ranks that are started again have the initial model, and need the version anew.
             await self._pool.others_have(batch.version)
         with self._waiting_within(f"log-probs under version {batch.version}, of the ranks of logp"):
             return await self._engine.proximal_logprobs(samples_of(batch.groups), batch.version)
@@ -124,4 +125,4 @@ class CriticTrain(Stage[TrainBatch, None]):
         with self._waiting_within("the critic's step"):
             await self._critic.train(batch)
         return
-        yield
+        yield  # never reached: makes this an asynchronous generator, as `Stage` expects

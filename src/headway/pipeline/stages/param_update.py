@@ -78,6 +78,7 @@ class Schedule(ABC):
 
 class Synchronous(Schedule):
     async def publish(self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]) -> Published:
+        # Before the look at who lacks it: a trainer that comes back sends it to some (`restored`).
         await self.restarts.until_there()
         to = self.lacking(receivers(), update.version)
         await self.loading.make_ready(to)
@@ -223,7 +224,7 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
             async with self._lease.turn:
                 version = state.version
                 if not pool.others_need(version):
-                    if pool.needs_version:
+                    if pool.needs_version:  # once more: an update may have served them before this turn came
                         await self._schedule.publish(PendingUpdate(version), lambda: pool.joining)
                 elif self._schedule.keeps_version or self._actor.stands_at(version):
                     await self._schedule.publish(PendingUpdate(version), lambda: pool.others)

@@ -190,7 +190,7 @@ class Reward(Stage[Group, Group]):
         if self._shaping is not None:
             shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
         own, compared, shaped = self._compared(group.trajectories, rewards, shaped)
-        n = sum(t.id.k < group.n for t in group.trajectories)
+        n = sum(t.id.k < group.n for t in group.trajectories)  # a baseline's score comes last, behind these
         if len(rewards) > n:
             group.baseline = float(shaped[n])
             rewards, own, compared = rewards[:n], own[:n], compared[:n]

@@ -143,7 +143,7 @@ class Validate(Stage[Validation, None]):
         """Newest version whose validation answers are complete; None before the first."""
         self._reported = asyncio.Event()
         """Event that is set once the most recent validation is reported."""
-        self._reported.set()
+        self._reported.set()  # nothing comes before the first validation
         self._open = 0
         """Number of validations that were received and have not been reported."""
         self._finished = Signal()
@@ -178,7 +178,7 @@ class Validate(Stage[Validation, None]):
             self._open -= 1
             self._finished.changed()
         return
-        yield
+        yield  # never reached: makes this an asynchronous generator, as `Stage` expects
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, due, first = now(), validation.version, validation.version == 0
@@ -278,7 +278,7 @@ class Validate(Stage[Validation, None]):
             if not made:
                 raise ScoringFailed(f"{EPISODE_FAILED}: {finished.trajectories[0].failure}")
             scores = await self._scoring.score(finished.prompt, made)
-        except ScoringAbandoned:
+        except ScoringAbandoned:  # a `ScoringFailed`, too, but the run ends: no failure of the reward
             raise
         except ScoringFailed as failure:
             scores = failure

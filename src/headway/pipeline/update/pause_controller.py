@@ -87,6 +87,7 @@ class PauseController:
     async def halt(self, replica: Replica, why: str) -> ReplicaPause:
         """Halt ``replica`` for the reason ``why``. Returns the halt when it decodes nothing any more. Raises
         `WorkerUnavailable`."""
+        # One at a time: a second reason joins the halt that is there, and the engine is paused once.
         async with self._turns.setdefault(replica.name, asyncio.Lock()):
             if (halted := self._halts.get(replica.name)) is not None:
                 halted.by.append(why)
@@ -119,8 +120,8 @@ class PauseController:
         halt.by.remove(why)
         if halt.by:
             return
-        del self._halts[replica.name]
-        self._still.add(replica.name)
+        del self._halts[replica.name]  # before it resumes: a halt that comes meanwhile is a new one
+        self._still.add(replica.name)  # else the monitor would take the time until it has resumed for silence
         try:
             await replica.resume()
             if replica.name in self._serving and replica.name not in self._halts:  # lost, or halted again, meanwhile
@@ -152,7 +153,7 @@ class PauseController:
         finally:
             holding.cancel()
         if holding.done():
-            await holding
+            await holding  # it is done: this raises its failure, if it has one
 
     def _let_go_on(self, replica: str) -> None:
         """Let episode workers start groups again, as far as ``replica`` is concerned, if it held them back."""

@@ -137,6 +137,7 @@ def judge(attempt: Attempt) -> RetryDecision:
 
 def _judge_silence(attempt: Attempt) -> RetryDecision:
     silent, audience = attempt.silent, attempt.audience
+    # They wait for each other: which one hangs shows only when they are tried apart.
     if len(silent) > 1 and not isinstance(attempt.sent, SendReport):
         return RetryDecision(again=_apart(audience), reason=_silence(attempt, silent))
     if len(audience.receivers) == 1 and isinstance(attempt.sent, UpdateFailed) and not audience.failures:
@@ -276,7 +277,7 @@ class VersionTransfer:
                 receiving = (self._receive(attempt, receiver, limit) for receiver in attempt.audience.receivers)
                 await concurrently([self._send(attempt, send(attempt.version, names)), *receiving])
         except TimeoutError:
-            if not limit.expired():
+            if not limit.expired():  # a time-out of some work's own, not of the attempt
                 raise
 
     async def _reach(self, attempt: Attempt, names: Sequence[str]) -> bool:
@@ -304,6 +305,7 @@ class VersionTransfer:
                 attempt.received[receiver.name] = failure
             except WorkerUnavailable as gone:
                 attempt.received[receiver.name] = gone
+                # The others may wait for it within the transfer: they get a moment to notice, not the whole limit.
                 end = now() + SETTLE_S
                 if not limit.expired() and (limit.when() or end) > end:
                     limit.reschedule(end)
