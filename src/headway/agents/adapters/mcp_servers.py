@@ -187,7 +187,7 @@ class _McpLink:
         """Ask for the name, description and parameters of each tool. Raises as `call` does."""
         found: list[dict[str, Any]] = []
         cursor: str | None = None
-        for _ in range(MOST_PAGES):
+        for _ in range(MOST_PAGES):  # a server may give further cursors for ever
             try:
                 page = await self._answer(lambda client, at=cursor: client.list_tools(cursor=at), "its list of tools")
             except _CallRefused as refused:
@@ -289,6 +289,7 @@ class _McpConnection:
         try:
             await asyncio.wait({self._ready, self.holder}, timeout=spec.timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # Now: once it is cancelled and done, a late connection would pass for one that has failed.
             late = not self.holder.done()
             if not self._ready.done():
                 self.holder.cancel()
@@ -323,7 +324,7 @@ class _McpConnection:
                     self._ready.set_result(None)
                 await self._ending.wait()
         except (Exception, asyncio.CancelledError) as cause:
-            self._cause = cause
+            self._cause = cause  # `open` tells of it: an exception of this task would reach no caller
 
 
 class _CallRefused(Exception):

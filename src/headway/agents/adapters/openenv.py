@@ -199,6 +199,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
     def _session(self) -> ClientSession:
         from aiohttp import ClientSession, ClientTimeout
 
+        # No limit on the whole: a session is as long as its episode, and `_asked` bounds each answer.
         return ClientSession(timeout=ClientTimeout(total=None, sock_connect=self._timeout_s))
 
     async def _connected(self, session: ClientSession) -> ClientWebSocketResponse:
@@ -218,6 +219,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
     async def _schema(self) -> Mapping[str, Any]:
         """The JSON schema of actions; empty where the server does not tell."""
         parts = urlsplit(self._url)
+        # [:-3]: without the /ws that `web_socket` has put there.
         url = urlunsplit(
             ("https" if parts.scheme == "wss" else "http", parts.netloc, f"{parts.path[:-3]}/schema", "", "")
         )

@@ -110,7 +110,7 @@ class LoadedProgram:
             ProgramFailed: the program failed; the message names the user's code, and standard error has the traceback.
         """
         tally = Tally()
-        if not self._program.is_async:
+        if not self._program.is_async:  # where episodes share a process, each would reset the generators of the others
             seed_generators(start.seed)
         try:
             with failing(self.shown):
@@ -301,6 +301,7 @@ def _form_of(kind: type, environment: Any, has_tools: bool) -> str | None:
 
     if not has("reset"):
         return None
+    # Before the others: a subclass of theirs is meant as one, though it may have get_reward() as well.
     if any(base.__module__.partition(".")[0] in _GYMS for base in kind.__mro__) and has("step"):
         return "gym"
     if has("get_reward") or (has("step") and _step_is_a_tool(environment)):

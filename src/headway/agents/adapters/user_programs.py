@@ -195,7 +195,7 @@ class AgentProgram:
             return
         import openai
 
-        self._tls = self._tls or ssl.create_default_context()
+        self._tls = self._tls or ssl.create_default_context()  # once for all episodes: it reads all certificates
         if self.is_async:
             async with aclosing(openai.DefaultAsyncHttpxClient(verify=self._tls)) as client:
                 yield client

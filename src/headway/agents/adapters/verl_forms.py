@@ -126,7 +126,7 @@ class VerlLoop:
             )
         if not inspect.isclass(found):
             with boundary(f"{who}: each episode has a copy of it, and none can be made; give its class", UserCodeError):
-                deepcopy(found)
+                deepcopy(found)  # tried now: an episode would fail by it much later
         self._tokenizer = None if model_path is None else _tokenizer(model_path)
 
     def describe(self) -> ProgramDescription:
@@ -403,7 +403,7 @@ def _class_of(name: str, path: Path, who: str) -> Any:
     module, _, of = name.rpartition(".")
     for folder in (path.parent.resolve(), Path.cwd()):
         if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+            sys.path.append(str(folder))  # at the end: a file there must not hide an installed package
     with boundary(f"{who} cannot be imported; install its package, or write file.py:Class", UserCodeError):
         return getattr(importlib.import_module(module), of)
 

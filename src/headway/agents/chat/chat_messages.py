@@ -160,5 +160,6 @@ def _calling(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
 def digest_of(text: str | bytes, before: bytes = b"") -> bytes:
     """The digest [16 bytes] of ``text``, behind what has the digest ``before``."""
     digest = xxhash.xxh3_128(before)
+    # Text of programs may have lone surrogates, which UTF-8 has no bytes for.
     digest.update(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
     return digest.digest()

@@ -283,4 +283,5 @@ def _refuse_constant(constant: str) -> None:
 _MOST_NESTED = 50
 _TOO_DEEP = f"it is nested more than {_MOST_NESTED} levels deep"
 _SPACE = re.compile(r"\s*")
+# Python's json reads NaN and Infinity, which are no JSON: other readers of the call would refuse it.
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -193,6 +193,7 @@ def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str,
     Raises:
         Misfit: they do not fit; says which, what was given, and what is expected.
     """
+    # Ours first: a schema that allows further properties keeps that.
     validator = _Validator({"additionalProperties": False, **schema}, registry=Registry())
     if (error := best_match(validator.iter_errors(arguments))) is not None:
         where = error.json_path.removeprefix("$").removeprefix(".")

@@ -186,6 +186,7 @@ def _choice(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
             "tokens": [one["token"] for one in tokens],
             "token_logprobs": [one["logprob"] for one in tokens],
             "top_logprobs": [{one["token"]: one["logprob"]} for one in tokens],
+            # An answer without tokens has no offset, and `accumulate` gives one all the same.
             "text_offset": list(accumulate((len(one["token"]) for one in tokens[:-1]), initial=0))[: len(tokens)],
         }
     if wanted.body.return_token_ids:

@@ -144,7 +144,7 @@ class Endpoint:
         except (OSError, UnicodeError) as cause:
             await self.close()
             raise cannot_listen(self._host, self._port, cause) from cause
-        self._port = self._runner.addresses[0][1]
+        self._port = self._runner.addresses[0][1]  # of port 0, the one that the system has chosen
 
     @property
     def base_url(self) -> str:

@@ -226,6 +226,7 @@ class EpisodeAttempt:
         self._time.end_step()
         self._waiting += 1
         self.rewards = request.rewards
+        # Before any wait: numbers follow the order in which turns were asked for, not in which they end.
         number, self.asked = self.asked, self.asked + 1
         try:
             return await self._made(request, number)
@@ -299,6 +300,7 @@ class EpisodeAttempt:
         except asyncio.CancelledError:  # the turn is given up
             self._taken.remove(prompted.key)
             raise
+        # Its conversation was too long, and a shorter one was answered: this limit did not end the episode.
         if self.limit == "tokens":
             self.limit = None
             self._time.forgive()

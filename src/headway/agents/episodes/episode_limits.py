@@ -194,6 +194,7 @@ class EpisodeTime:
         self._until = asyncio.get_running_loop().time()
         self.steps.append((self._began, self._until))
         if len(self.steps) > MOST_STEPS:
+            # The two spans with the shortest gap between them become one.
             at = min(range(1, len(self.steps)), key=lambda i: self.steps[i][0] - self.steps[i - 1][1])
             self.steps[at - 1 : at + 1] = [(self.steps[at - 1][0], self.steps[at][1])]
 

@@ -174,7 +174,7 @@ class EpisodeWorker:
         """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.hold`."""
         self._held = {} if self._held is None else self._held
         while self._held is not None and any(_trains(group) for group in self._groups):
-            self._changed.clear()
+            self._changed.clear()  # nothing was awaited since the look at the groups: no change is missed
             await self._changed.wait()
 
     async def go_on(self) -> None:
@@ -191,7 +191,7 @@ class EpisodeWorker:
     def end(self, error: HeadwayError) -> None:
         """Raise ``error`` from `generate` from now on, calls under way included."""
         self._ended = error
-        self._hand_on()
+        self._hand_on()  # before the error, behind which `generate` reads nothing
         groups = [*self._groups, *(self._held or ())]
         for inbox in dict.fromkeys(group.inbox for group in groups):
             inbox.put_nowait(error)
@@ -287,6 +287,7 @@ class EpisodeWorker:
             self._changed.set()
             self._whole[group] = None
             loop = asyncio.get_running_loop()
+            # Nothing else is on its way that could be handed on with it, or it was gathered for long enough.
             if not self._groups or loop.time() >= self._hands_on_at:
                 self._hand_on()
             elif self._handing_on is None:

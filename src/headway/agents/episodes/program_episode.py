@@ -238,6 +238,7 @@ class ProgramEpisode:
                 template_kwargs(self._hosting.template_kwargs, self._request.prompt.extra),
                 self._request.prompt.data_text,
             )
+            # Its own task: a limit ends the program, and not the episode, which is this task.
             one.running = asyncio.get_running_loop().create_task(
                 self._hosting.programs.run(start, answer, on_begin=begin)
             )

@@ -84,7 +84,7 @@ class ProgramWorkers:
         """Start the processes that the episodes of code need that was ``described`` so. Raises as `describe`."""
         if not described.is_async:
             return
-        await self.close()
+        await self.close()  # the process of `describe` takes one episode at a time; coroutines share theirs
         self._pool = self._made("user-code worker", self._agent.workers, stall_s=self._agent.stall_s)
         await self._pool.start()
 

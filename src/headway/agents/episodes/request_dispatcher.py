@@ -97,7 +97,7 @@ class ReplicaClient:
     async def _send(self) -> None:
         while True:
             await self._ordered.wait()
-            self._ordered.clear()
+            self._ordered.clear()  # before the lists are taken: what is ordered from here on sets it again
             calls, self._calls = self._calls, []
             aborted, self._aborted = self._aborted, []
             released, self._released = self._released, []

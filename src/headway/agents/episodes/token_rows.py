@@ -121,6 +121,7 @@ def call_key(
     Each further call with the same context has another one: the first, in an order that the context gives, that is none
     of ``taken``. ``ends``: limits and stops of this call's own (`TurnRequest.ends`).
     """
+    # Byte order and width are fixed: other processes and machines have to get the same key.
     whole = xxhash.xxh3_64(np.asarray(context, "<i4").tobytes())
     if ends:
         whole.update(repr(ends).encode(errors="surrogatepass"))

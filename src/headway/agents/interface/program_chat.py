@@ -148,7 +148,7 @@ class Chat:
             # Rewards so far travel with each request: where the process dies, they are not lost with it.
             answer = await self._ask(replace(request, rewards=tally.turn_rewards))
         except EpisodeOver as over:
-            tally.over = over
+            tally.over = over  # later turns are refused at once, without asking
             raise
         tally.turns.append(_PendingTurn(place, answer, tools))
         return answer

@@ -189,5 +189,5 @@ def path_of_commands() -> str:
 def seed_generators(seed: int) -> None:
     """Seed Python's global generator and, where it is imported, numpy's."""
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:  # not imported for this: that takes time
         numpy.random.seed(seed)

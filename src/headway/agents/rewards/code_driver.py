@@ -95,6 +95,8 @@ def prepare(names, tests):
     names["__name__"] = "__main__"
 """
 """Names for tests, which are there once the answer has run: `prepare` and `call_all`."""
+# The job is unlinked and output turned away before the answer runs: it must neither read the word nor print.
+# `write`, `leave` and `dumps` are kept under names of their own: the answer may replace them in their modules.
 DRIVER = f"""
 import builtins, json, os
 def main():

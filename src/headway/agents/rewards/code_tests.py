@@ -187,7 +187,7 @@ def _checked(tests: str, entry_point: Any, before: str = "") -> str:
 def _tree(text: str) -> ast.Module:
     try:
         return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:  # of NUL bytes and of deep nesting, too
         raise ScoringFailed(f"the tests in the answer {shown(text)} are no Python: {said_by(cause)}") from None
 
 

@@ -53,6 +53,7 @@ def equals(answer: Any, response: str, *, float_rounding: int = 6, strict: bool 
     if not gold:
         raise ScoringFailed(f"math_verify cannot read the answer {shown(answer)}; give LaTeX or a number")
     given = _parse(_with_list(final_answer(response), for_set=isinstance(gold[0], FiniteSet)))
+    # timeout_seconds=None, as in `_parse`: math-verify's own limit is an alarm.
     return bool(verify(gold, given, float_rounding=float_rounding, strict=strict, timeout_seconds=None))
 
 

@@ -211,6 +211,7 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
         case name if name in BUILT_IN:
             rule = make_rule(name, part.params, sandbox=spec.sandbox, within_s=spec.timeout_s)
             if name == "code":
+                # `os.cpu_count` counts cores that this process may not use, too.
                 cores = len(os.sched_getaffinity(0)) // spec.workers
                 return _side_by_side(rule, spec.limit_s(part), max(1, min(cores, MOST_CALLS)))
             limit_s = None if spec.compares(part) else spec.limit_s(part)

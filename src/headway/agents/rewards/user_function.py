@@ -187,7 +187,7 @@ class UserFunction:
         finally:  # the loop lives on: nothing of a group that failed may run in it
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)  # a cancelled call may still run its `finally`
 
     async def _call_async(self, arguments: Mapping[str, Any], timeout_s: float, of: str) -> Any:
         # Without an end of its own: `_expire` sets it, which leaves out the time for which others held the loop.
@@ -231,6 +231,7 @@ class UserFunction:
 
     def _headways_arguments(self, request: ScoreRequest) -> dict[str, Any]:
         return {
+            # The later ones count: no column or parameter may take the place of what Headway gives itself.
             **dict.fromkeys(self._answer_keys, request.answer),
             **request.extra,
             **self._params,
