@@ -47,6 +47,7 @@ def ratio_sums(
         "count": valid_NT.sum(),
         "ratio": ratio_NT.sum(),
         "ratio_squared": ratio_NT.square().sum(),
+        # expm1: e^x − 1 would lose its digits near 0, where most tokens are.
         "kl": (torch.expm1(log_ratio_NT) - log_ratio_NT).sum(),
         "ratio_max": ratio_NT.max() if ratio_NT.numel() else ratio_NT.new_zeros(()),
     }
@@ -148,6 +149,7 @@ def ratio_quantiles(histogram: Float[Tensor, " bins"], quantiles: Sequence[float
     """
     cumulative = histogram.double().cumsum(0)
     wanted = torch.tensor(quantiles, dtype=torch.float64, device=histogram.device) * cumulative[-1]
+    # At least half a token: a quantile of 0 would find the first bin, which may be empty.
     bins = torch.searchsorted(cumulative, wanted.clamp(min=0.5)).clamp(max=HISTOGRAM_BINS - 1)
     centres = torch.sinh((bins - _HALF).double() * _BIN_WIDTH) * HISTOGRAM_SCALE
     return [float(w) for w in centres.exp()]

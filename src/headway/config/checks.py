@@ -97,6 +97,7 @@ def facts(config: Config) -> dict[str, Any]:
 def _names_a_cluster(address: str | None) -> bool:
     """Tell whether ``address`` may be one of Ray's: none, ``auto``, or a host and its port."""
     host, _, port = (address or "auto").removeprefix("ray://").rpartition(":")
+    # isascii: ² is a digit, too, which int() refuses. Nine digits: it also refuses thousands of them.
     names_a_port = host and "/" not in host and port.isascii() and port.isdigit() and 0 < int(port[:9]) < 65536
     return address in (None, "auto") or bool(names_a_port)
 

@@ -54,7 +54,7 @@ def diagnose(loaded: LoadedConfig, *, supervised: bool = False) -> list[str]:
     for part in SFT_PARTS if supervised else tuple(part for part in PARTS if part != "conversations"):
         found += [*problems(part, known), *(problem for check in PARTS[part] for problem in check(loaded.config))]
     idle = idle_keys(known)
-    chosen = loaded.user_keys - loaded.usual_keys
+    chosen = loaded.user_keys - loaded.usual_keys  # a run's own file gives all keys: usual values were not chosen
     found += [
         f"{key} has no effect: {reason}" for key, reason in idle.items() if any(lies_in(one, key) for one in chosen)
     ]

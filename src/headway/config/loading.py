@@ -112,6 +112,7 @@ def load(
     # After validation, since B is made of settings of two sections.
     config = _of_whole_versions(config, notes)
     usual, resolved = _flat_values(mode_config(config.mode)), _flat_values(config)
+    # A reference and what it is here: `dump` writes the reference, since the value may be a secret.
     config._written |= {
         key: (flat[key], resolved[key])
         for key in _of_environment(flat)

@@ -28,6 +28,7 @@ USUAL: Values = {
     "param_update.transport": "auto",
 }
 """Values of all modes, where they say nothing else."""
+# Read-only: all configurations of a process share these.
 PRESETS: Mapping[str, Values] = MappingProxyType(
     {
         mode: MappingProxyType({**USUAL, **values})

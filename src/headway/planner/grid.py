@@ -90,7 +90,7 @@ def splits(profile: Profile, *, shared: bool = False) -> list[DeviceSplit]:
     devices, per_replica = profile.devices, profile.rollout.devices
     parallel = profile.train.parallel
     unit = parallel.least_ranks
-    least = -(-profile.train.min_devices // unit) * unit
+    least = -(-profile.train.min_devices // unit) * unit  # rounded up to whole meshes
     if shared:
         training = devices - devices % unit
         found = {_replicas(profile, 0, training): training} if training >= least else {}

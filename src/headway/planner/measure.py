@@ -194,6 +194,7 @@ def mean_of_times(times: Sequence[float], multiple: int = 1) -> tuple[float, flo
     count = len(times) // size
     recent = times[len(times) - count * size :]  # what is too little for another batch is left out
     means = [fmean(recent[i : i + size]) for i in range(0, len(recent), size)]
+    # `count` batches have one degree of freedom less, and the table begins with one.
     error = T_QUANTILES[count - 2] * stdev(means) / math.sqrt(count) if count > 1 else math.inf
     return fmean(times), error
 

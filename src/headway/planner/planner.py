@@ -93,6 +93,7 @@ def plan(
         if devices < 1:
             raise ConfigError(f"devices: got {devices}, expected at least 1")
         profile = profile.model_copy(update={"devices": devices})
+    # Beside `clock`: the budget is of processor time, so that other work on the machine takes none of it.
     began = time.monotonic()
     possible, step_s = grid.full(profile) if sweep else grid.own(profile), dict[PlanSetting, float]()
     if settings is not None:
@@ -179,6 +180,7 @@ def _climb(splits: Sequence[PlanSetting], place: int, step_s: Mapping[PlanSettin
         for at in sorted(near, key=lambda at: at != place):
             if splits[at] not in step_s:
                 yield splits[at]
+        # Of equals the present one: two splits of the same time would otherwise be climbed in turn for ever.
         before, place = place, min(near, key=lambda at: (step_s[splits[at]], at != place))
         if place == before:
             return

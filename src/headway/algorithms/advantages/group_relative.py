@@ -33,6 +33,7 @@ def above_mean(scores: Float[Tensor, " S"], groups: Groups, *, by_std: bool) -> 
     above_S = groups.centred(scores)
     if by_std:
         above_S = above_S / (groups.std(scores)[groups.index] + STD_EPS)
+    # By rounding, the mean of equal rewards may differ from them: such a group has to give exactly 0.
     return above_S.masked_fill(groups.all_equal(scores), 0.0)
 
 
@@ -90,7 +91,7 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
     """
     scores_S = inputs.scores()
     groups = Groups.of(inputs.groups)
-    factor_G = groups.sizes / (groups.sizes - 1).clamp(min=1)
+    factor_G = groups.sizes / (groups.sizes - 1).clamp(min=1)  # a group of one has no others: no division by 0
     advantages_S = factor_G[groups.index] * groups.centred(scores_S)
     return inputs.shared(advantages_S.masked_fill(groups.all_equal(scores_S), 0.0))
 
@@ -211,7 +212,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int = 4) -> Tensor:
     order_S, rank_S = groups.ascending(scores_S)
     group_S, sorted_S = groups.index[order_S], scores_S[order_S]
     n_S = groups.sizes[group_S]
-    k_S = n_S.clamp(max=k)
+    k_S = n_S.clamp(max=k)  # a group of fewer than k is drawn whole
 
     is_best_S = (_log_choose(rank_S, k_S - 1) - _log_choose(n_S, k_S)).exp()
     mean_G = scores_S.new_zeros(len(groups.sizes)).index_add_(0, group_S, is_best_S * sorted_S)
@@ -224,6 +225,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int = 4) -> Tensor:
     subsets_S = _log_choose(n_S - 1, k_S - 1)
     own_S = (_log_choose(rank_S, k_S - 1) - subsets_S).exp() * above_S
     other_S = (_log_choose(rank_S - 1, k_S - 2) - subsets_S).exp() * above_S
+    # One column more than there are ranks: above a group's best answer there is none, and its sum is 0.
     other_GN = other_S.new_zeros(len(groups.sizes), int(groups.sizes.max()) + 1 if len(n_S) else 1)
     other_GN[group_S, rank_S] = other_S
     higher_GN = other_GN.flip(1).cumsum(1).flip(1)
@@ -231,6 +233,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int = 4) -> Tensor:
 
     worst_best_G = torch.zeros_like(mean_G).index_add_(0, group_S, sorted_S * (rank_S == k_S - 1))
     top_G = torch.zeros_like(mean_G).index_add_(0, group_S, sorted_S * (rank_S == n_S - 1))
+    # The worst best answer of a subset is the group's best: R never varies, and rounding alone is left.
     advantages_S = advantages_S.masked_fill((worst_best_G == top_G)[group_S], 0.0)
     return inputs.shared(torch.zeros_like(scores_S).index_copy_(0, order_S, advantages_S))
 
@@ -240,6 +243,7 @@ def _log_choose(n: Tensor, k: Tensor) -> Tensor:
     n, k = n.double(), k.double()
     possible = (k >= 0) & (k <= n)
     value = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+    # `value` is infinite or NaN elsewhere: lgamma has poles at 0, −1 and below.
     return torch.where(possible, value, -torch.inf)
 
 
@@ -282,10 +286,11 @@ def gigpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True, step_weight
     of_group_SK = inputs.groups[:, None].expand(states_SK.shape)
     labels_N = torch.stack([of_group_SK[taken_SK], states_SK[taken_SK]]).unique(dim=1, return_inverse=True)[1]
     returns_N = _returns(rewards_SK, inputs.turn_discount)[taken_SK]
+    # With the further turn: what does not count gathers its 0.
     steps_SK = rewards_ST.new_zeros(len(counts_ST), turns + 1)
     steps_SK[:, :turns][taken_SK] = above_mean(returns_N, Groups.of(labels_N), by_std=normalize_by_std)
 
-    scores_S = replace(inputs, turn_discount=1.0).scores()
+    scores_S = replace(inputs, turn_discount=1.0).scores()  # undiscounted: the discount is for returns of turns alone
     episodes_S = above_mean(scores_S, Groups.of(inputs.groups), by_std=normalize_by_std)
     advantages_ST = episodes_S[:, None] + step_weight * steps_SK.gather(1, place_ST)
     return torch.where(counts_ST, advantages_ST, 0.0).to(inputs.rewards.dtype)

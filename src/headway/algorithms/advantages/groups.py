@@ -55,6 +55,7 @@ class Groups:
     def ascending(self, values: Float[Tensor, " S"]) -> tuple[Int[Tensor, " S"], Int[Tensor, " S"]]:
         """Trajectories in order of (group, value), and the rank within its group, from 0, of each in that order."""
         by_value_S = values.argsort(stable=True)
+        # Stable: within a group the order by value stays.
         order_S = by_value_S[self.index[by_value_S].argsort(stable=True)]
         size_G = self.sizes.long()
         start_G = size_G.cumsum(0) - size_G
@@ -74,6 +75,7 @@ class Closed:
 
     @classmethod
     def over(cls, counts: Bool[Tensor, "S T"]) -> Closed:
+        # Tokens that do not count share a slot with one that does: `close` adds zeros there.
         return cls(counts, (counts.cumsum(dim=1) - 1).clamp(min=0))
 
     def close(self, values: Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
@@ -116,9 +118,10 @@ def whiten(values: Float[Tensor, " *dims"], weights: Float[Tensor, " *dims"]) ->
     ``var`` is the unbiased one, Σ w·(x − mean)²/(Σw − 1). Values of weight 0 become 0. So do all where there is nothing
     to compare: where Σw < 2, or all values are equal.
     """
-    values = torch.where(weights > 0, values, 0.0)
+    values = torch.where(weights > 0, values, 0.0)  # a NaN at weight 0 would survive the products below
     total = weights.sum()
     counted = values[weights > 0]
+    # `total` first: `min` of no values raises. Equal values would be divided by what rounding leaves of their std.
     if total < 2 or counted.min() == counted.max():
         return torch.zeros_like(values)
     mean = (weights * values).sum() / total

@@ -121,6 +121,7 @@ class AdvantageInputs:
             return _of_tokens(self.token_rewards, counts_ST, "reward")
         _check_finite(self.rewards, "reward")
         written_S = counts_ST.sum(dim=1)
+        # `counts_ST &`: holes behind the last token that counts have the same sum.
         last_ST = counts_ST & (counts_ST.cumsum(dim=1) == written_S[:, None])
         return torch.where(last_ST, self.rewards.double()[:, None], 0.0)
 

@@ -55,6 +55,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
     """
     scores_S = inputs.scores()
     groups = Groups.of(inputs.groups)
+    # Before whitening, which could make advantages of size 1 out of the rounding of equal rewards.
     centred_S = groups.centred(scores_S).masked_fill(groups.all_equal(scores_S), 0.0)
     return inputs.shared(whiten(centred_S, inputs.written().double()))
 
@@ -115,6 +116,7 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whiten
         written_S = closed.counts.sum(dim=1)
         cut_S = (~inputs.finished & (written_S > 0)).nonzero().squeeze(1)
         last_S = written_S[cut_S] - 1
+        # An answer that was cut off has a future: its last value stands for the next. A finished one has none.
         next_ST[cut_S, last_S] = values_ST[cut_S, last_S]
     # Behind the last token rewards and values are 0, and so is what is summed there.
     errors_ST = rewards_ST + inputs.decay(closed, gamma) * next_ST - values_ST

@@ -174,6 +174,7 @@ def ratio_at(
     total_N1 = sequence_sum(log_ratio_NT, episodes)
     if level == "geometric":
         total_N1 = total_N1 / sequence_sum(mask, episodes).clamp(min=1)
+    # Clamped once more: a sum of clamped log-ratios may be far beyond what `exp` can hold.
     ratio_N1 = total_N1.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().to(log_ratio_NT.dtype)
     return ratio_N1.expand_as(log_ratio_NT)
 
@@ -295,6 +296,7 @@ def product(corrections: Sequence[tuple[Correction, CorrectionParams]]) -> Corre
         for correction, own in corrections[1:]:
             more_weights, more = correction(inputs, own)
             weights = weights * more_weights
+            # The larger one: a token that two corrections reject counts once.
             metrics = metrics | {n: torch.maximum(metrics[n], v) if n in metrics else v for n, v in more.items()}
         return weights, metrics | {"correction/weight": weights}
 
@@ -366,7 +368,7 @@ def log_linear_prox(
     """
     if version < prox_version:
         raise ValueError(f"the current version {version:g} is before that of π_prox, {prox_version:g}")
-    versions_NT = versions.double().masked_fill(~mask, prox_version)
+    versions_NT = versions.double().masked_fill(~mask, prox_version)  # a masked token may have any version
     distance_NT = version - versions_NT
     share_NT = (prox_version - versions_NT) / torch.where(distance_NT > 0, distance_NT, 1.0)
     alpha_NT = torch.where(distance_NT > 0, share_NT, 0.0).clamp(0.0, 1.0)

@@ -95,6 +95,7 @@ def log_ratio(
 
 def clean(values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
     """Return ``values`` in at least float32, 0 (also for NaN) where ``mask`` is False."""
+    # Filled, not multiplied: 0 · NaN is NaN, in the gradient, too.
     return values.masked_fill(~mask, 0.0).to(torch.promote_types(values.dtype, torch.float32))
 
 

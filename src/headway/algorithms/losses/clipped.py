@@ -228,6 +228,7 @@ def kl_cov(inputs: LossInputs, params: PolicyLossParams[KlCov]) -> tuple[Float[T
     """
     log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
     losses_NT = -log_ratio_NT.exp() * cleaned_advantages(inputs, log_ratio_NT)
+    # `_share_of` is 1 even where there is no token: a masked one would be chosen.
     count = min(_share_of(inputs.mask, params.own.kl_cov_ratio), int(inputs.mask.sum()))
     ranked_NT = _covariance(inputs).masked_fill(~inputs.mask, -torch.inf)
     chosen_NT = torch.zeros_like(inputs.mask)
@@ -255,7 +256,7 @@ def _draw(candidates_NT: Bool[Tensor, "N T"], count: int, *, seed_from: Float[Te
     """Draw ``count`` of the candidates uniformly, or all where there are no more: a mask, True at those drawn."""
     places_K = candidates_NT.flatten().nonzero().squeeze(1)
     if places_K.numel() > count:
-        bits = int(seed_from.sum().view(torch.int64))
+        bits = int(seed_from.sum().view(torch.int64))  # of float64: equal data draw equal tokens, whatever ran before
         # On the CPU, so that every device draws the same tokens.
         generator = torch.Generator().manual_seed(bits % 2**63)
         places_K = places_K[torch.randperm(places_K.numel(), generator=generator)[:count].to(places_K.device)]

@@ -113,7 +113,7 @@ class Section(BaseModel):
         frozen=True,
         use_attribute_docstrings=True,
         validate_default=True,
-        coerce_numbers_to_str=True,
+        coerce_numbers_to_str=True,  # YAML makes a number of a name like 7
         allow_inf_nan=False,
     )
 

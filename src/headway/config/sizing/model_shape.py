@@ -74,6 +74,7 @@ class ModelShape:
     def of(cls, config: Mapping[str, Any]) -> ModelShape | None:
         """Read the sizes off ``config``, a ``config.json``. None for a model whose memory is not known."""
         family = FAMILIES.get(str(config.get("model_type")))
+        # Layers of two kinds: the sums below take all for equal.
         if family is None or config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             return None
         experts = config.get("num_experts", config.get("num_local_experts")) or 0

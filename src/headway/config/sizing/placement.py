@@ -271,6 +271,7 @@ def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
     devices = {ACTOR: _devices(0, train), ROLLOUT: _devices(total - generate, generate)}
     disjoint = train + logp + ref + generate <= total
     if with_logp:
+        # Where shares overlap, logp and ref have the first of the trainer's devices.
         devices[LOGP] = _devices(train, logp) if logp and disjoint else devices[ACTOR][: logp or train]
     if with_ref:
         devices[REF] = _devices(train + logp, ref) if ref and disjoint else devices[ACTOR][: ref or train]

@@ -93,6 +93,7 @@ class Mesh:
 
     def share(self, shape: ModelShape) -> int:
         """Parameters that each rank holds of the model."""
+        # `copy`: number of ranks that hold one copy of the model together.
         parallel, copy = self.parallel, self.ranks // self.parallel.replicate
         dense = shape.layers * (up(shape.divided, parallel.tp) + shape.kept) + self.root(shape)
         return up(dense, copy // parallel.tp) + up(shape.layers * shape.of_experts, copy)
@@ -367,6 +368,7 @@ def _steps(
     inner.sort(key=lambda sizes: (sizes[0] * sizes[1], sizes[0]))
     experts = (within, 1) if shape.experts else (1,)
     copies = (ranks // PER_MACHINE, 1) if ranks > PER_MACHINE else (1,)
+    # `product` varies the last factor first: offloading, which costs most, comes after all without it.
     for offload, (tp, cp), recompute, replicate, ep in product((False, True), inner, (False, True), copies, experts):
         least = -(-context // cp)
         for budget in (*(budget for budget in budgets if budget > least), least):

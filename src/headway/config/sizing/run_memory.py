@@ -111,6 +111,7 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     if not placement.shared(ROLLOUT, ACTOR):
         others = counts[ACTOR] - senders
         name = "trainer rank that sends" if others else names[ACTOR]
+        # The first is the trainer's; it becomes two.
         found[:1] = [RunProcess(name, senders, run.trainer(senders=senders))]
         if others:
             found.insert(1, RunProcess("trainer rank that does not", others, roles[ACTOR]))
@@ -188,7 +189,7 @@ class _Run:
         actor = config.actor
         mesh, cp = Mesh(len(self.placement.devices[ACTOR]), actor.parallel), actor.parallel.cp
         groups = up(actor.ppo_mini_batch_size * actor.parallel.inner, mesh.ranks)  # of a mini-batch, on each data rank
-        budget = max(actor.ppo_max_token_len_per_gpu, up(self.context, cp))
+        budget = max(actor.ppo_max_token_len_per_gpu, up(self.context, cp))  # a row is divided over cp ranks alone
         self.step = TrainingStep(
             mesh=mesh,
             tokens=min(budget, up(groups * config.rollout.n * self.context, cp)),

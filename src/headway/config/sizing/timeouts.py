@@ -225,6 +225,7 @@ class Timeouts:
     @property
     def unanswered_s(self) -> float:
         """Seconds within which a worker answers a heartbeat, also in a step of an engine."""
+        # Before `trainer_quiet_s`: a rank that hangs is named by itself before all ranks are given up together.
         return min(max(2 * HEARTBEAT_S, self.answer_s), 0.75 * self.trainer_quiet_s)
 
     @property

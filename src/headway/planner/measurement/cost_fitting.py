@@ -105,6 +105,7 @@ def fit_decode(samples: Iterable[DecodeSample]) -> tuple[list[tuple[int, float]]
         return np.bincount(alike, steps * values) / weights
 
     of_cache, of_step = means(cached), means(seconds)
+    # A mean was taken out for each number of active sequences: so many degrees of freedom less.
     slope, error = _slope(cached - of_cache[alike], seconds - of_step[alike], steps, means_removed=len(counts))
     kv_token_s = slope if slope > SIGNIFICANT * error else 0.0
     if (of_step - kv_token_s * of_cache).min() <= 0:  # nothing would be left for the step itself: it is an accident
@@ -149,7 +150,8 @@ def fit_slowdown(measured: Iterable[OverlapSample]) -> float | None:
     shares, seconds, sizes, weights = np.array(usual, float).reshape(-1, 4).T
     if len(usual) < FEWEST_FOR_SLOWDOWN or shares.std() < LEAST_SPREAD_OF_SHARES:
         return None
-    weights = np.sqrt(weights)
+    weights = np.sqrt(weights)  # on both sides of equations whose squares are summed
+    # Equal sizes would be a column of zeros, which tells nothing and takes a degree of freedom.
     columns = np.column_stack([np.ones_like(shares), shares, sizes - sizes.mean()][: 3 if sizes.std() > 0 else 2])
     weighted = columns * weights[:, None]
     inverse = np.linalg.pinv(weighted.T @ weighted)

@@ -354,6 +354,7 @@ def _events_of(path: Path, newest: DrawnVersions) -> Iterator[Event]:
         match event:
             case GroupAdmitted():
                 admitted.add(event.number)
+            # Of a group that was admitted before, only a part would be seen.
             case TrajectoryFinished() | GroupRewarded() | GroupSettled() if event.number not in admitted:
                 continue
         yield event

@@ -128,6 +128,7 @@ class _Loader(SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+# To YAML 1.1 a number like 1e9 is a text: it wants a point, and a sign in the exponent.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*)?\.?\d+[eE][-+]?\d+$"), list("-+.0123456789")
 )

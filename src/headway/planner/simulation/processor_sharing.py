@@ -247,7 +247,7 @@ class ProcessorSharing:
     def _full_at(self) -> float:
         """Service at which the youngest run is evicted: after its last whole token before the cache is full."""
         assert self._limit is not None
-        if self.active < 2:
+        if self.active < 2:  # the last one stays, however full the cache is
             return math.inf
         youngest = self._youngest
         while youngest[0][3].segment != youngest[0][2]:

@@ -244,6 +244,7 @@ class SimulatedPrograms:
         """Ask for all turns, each followed by a step."""
 
         def uniform(what: str, *key: int) -> float:
+            # Not `hash`: that of text differs from process to process.
             return uniform_of(job.seed, zlib.crc32(what.encode()), *key)
 
         def drawn(number: NumberProfile, what: str, turn: int) -> float:

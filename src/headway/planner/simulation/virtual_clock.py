@@ -79,6 +79,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._turns += 1
+        # Without a timer a signal or a thread can still wake the loop: that is looked at before a deadlock is told.
         if (timeout is None or self._turns % POLL_EVERY == 0) and (ready := super().select(0)):
             return ready
         if timeout is None:
