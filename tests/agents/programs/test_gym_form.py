@@ -201,10 +201,12 @@ def test_a_forked_process_makes_environments_of_its_own(environment):
     loaded.describe()
     pool = loaded._program._instances
     assert len(pool._free) == 1
+    (made,) = pool._free
     if (child := os.fork()) == 0:
-        os._exit(len(pool._free))
-    assert os.waitpid(child, 0)[1] == 0, "the child has none of them"
-    assert len(pool._free) == 1
+        with pool.one() as one:
+            os._exit(one is made)
+    assert os.waitpid(child, 0)[1] == 0, "the child makes another"
+    assert pool._free == [made]
 
 
 async def test_the_traceback_goes_to_standard_error(environment, capsys):

@@ -33,9 +33,11 @@ LAYERS = 2
 class Kernel:
     """FlashAttention over sequences of different lengths, in float64, with the checks of torch's own."""
 
-    def __init__(self, *, from_the_top: bool = False) -> None:
-        """``from_the_top``: the first query attends to the first key alone, which is wrong where keys were there."""
-        self._from_the_top = from_the_top
+    def __init__(self, *, from_the_top: bool = False, has_windows: bool = True) -> None:
+        """``from_the_top``: the first query attends to the first key alone, which is wrong where keys were there.
+        Without ``has_windows`` each query attends to all that is before it.
+        """
+        self._from_the_top, self._has_windows = from_the_top, has_windows
         self.prefills: list[int] = []
         """Sequences of each call with several queries of one."""
         self.read: list[int] = []
@@ -78,7 +80,7 @@ class Kernel:
             ahead -= 0 if self._from_the_top else count - q.shape[1]
             right = 0 if causal else window_size_right
             hidden = (ahead > right) if right >= 0 else torch.zeros_like(ahead, dtype=torch.bool)
-            if window_size_left >= 0:
+            if window_size_left >= 0 and self._has_windows:
                 hidden = hidden | (ahead < -window_size_left)
             output[mine] = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1).to(output.dtype)
         if seqused_k is None:
@@ -190,24 +192,26 @@ def refused(*args: Any, **settings: Any) -> tuple[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "said"),
+    ("kernel", "family", "dtype", "said"),
     [
-        (refused, torch.bfloat16, "Ampere"),
-        (Kernel(from_the_top=True), torch.bfloat16, "differs from the module"),
-        (Kernel(), torch.float32, "torch.float32"),
+        (refused, "qwen3", torch.bfloat16, "Ampere"),
+        (Kernel(from_the_top=True), "qwen3", torch.bfloat16, "differs from the module"),
+        (Kernel(has_windows=False), "mistral", torch.bfloat16, "differs from the module"),
+        (Kernel(), "qwen3", torch.float32, "torch.float32"),
     ],
-    ids=["refused", "wrong", "dtype"],
+    ids=["refused", "wrong", "windows", "dtype"],
 )
 def test_without_a_kernel_that_works_a_line_says_so_and_the_other_path_runs(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     device: torch.device,
     kernel: Any,
+    family: str,
     dtype: torch.dtype,
     said: str,
 ) -> None:
     monkeypatch.setattr(varlen_attention, "_flash", kernel)
-    model = make_model(head_dim=16).to(dtype)
+    model = make_model(family, head_dim=16).to(dtype)
     with caplog.at_level(logging.WARNING):
         forward = best_forward(model, 64)
     assert isinstance(forward, FusedForward) and not forward.varlen

@@ -173,6 +173,13 @@ class Code:
         os.fork()
         return str(await ask("whom"))
 
+    async def forks_and_goes_on(self, ask: Any, notes: str) -> None:
+        waited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.1, waited.set_result, None)
+        os.fork()
+        await waited
+        os.write(os.open(notes, os.O_CREAT | os.O_APPEND | os.O_WRONLY), b"went on\n")
+
     async def closes_everything(self, ask: Any) -> None:
         os.closerange(0, 1000)
 

@@ -301,6 +301,20 @@ async def test_a_child_that_user_code_forks_ends_where_the_worker_goes_on(kind: 
                 await workers.run(("forks_and_raises",))
 
 
+async def test_a_child_that_user_code_forks_does_not_go_on_with_jobs_of_an_event_loop(tmp_path: Path) -> None:
+    async with workers_of("shared") as workers:
+        await workers.run(("forks_and_goes_on", str(tmp_path / "notes")))
+        await workers.run(("sleeps", 0.3))
+    assert (tmp_path / "notes").read_text() == "went on\n"
+
+
+async def test_a_child_that_user_code_forks_says_nothing_as_it_ends(tmp_path: Path) -> None:
+    async with workers_of("spawned", log_path=tmp_path / "log") as workers:
+        assert await workers.run(("forks",)) == "once"
+        assert await workers.run(("forks",)) == "once"
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 @each_kind
 @pytest.mark.parametrize(
     ("loading", "error", "text"),

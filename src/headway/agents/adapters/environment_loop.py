@@ -144,12 +144,15 @@ class EnvironmentPool:
     def __init__(self, make: Callable[[], Any], who: str) -> None:
         self._make, self._who = make, who
         self._free: list[Any] = []
-        # A forked process would share the connections of what was made before with its siblings: it makes its own.
-        os.register_at_fork(after_in_child=self._free.clear)
+        self._process = os.getpid()
 
     @contextmanager
     def one(self) -> Iterator[Any]:
         """Lend an environment for the time of an episode; makes one where none is free."""
+        # A forked process would share the connections of what was made before with its siblings: it makes its own. Not
+        # by a hook at the fork: in a child that never comes here, destructors would close what its parent uses.
+        if self._process != os.getpid():
+            self._process, self._free = os.getpid(), []
         if self._free:
             instance = self._free.pop()
         else:
@@ -171,7 +174,7 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """Close those that are not lent."""
-        while self._free:
+        while self._process == os.getpid() and self._free:
             await close(self._free.pop())
 
 

@@ -186,7 +186,7 @@ class VllmActivity(Counts):
         def record(scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
             self.step(scheduler_stats, iteration_stats)
 
-        def nothing(*_: Any) -> None: ...
+        def nothing(*_: Any, **__: Any) -> None: ...
 
         others = dict.fromkeys(("log", "log_engine_initialized", "record_sleep_state"), nothing)
         return SimpleNamespace(record=record, **others)

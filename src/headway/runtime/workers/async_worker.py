@@ -49,6 +49,7 @@ class TaskExited(Exception):
 class _Shared:
     def __init__(self, hosted: Hosted, redaction: Redaction, note: memoryview) -> None:
         self._hosted, self._redaction, self._note = hosted, redaction, note
+        self._pid = os.getpid()
         self._jobs: dict[int, asyncio.Task[Frame]] = {}
         self._asks: dict[tuple[int, int], asyncio.Future[Any]] = {}
         self._numbers = count(1)
@@ -142,7 +143,7 @@ class _Shared:
     @types.coroutine
     def _steps(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Generator[Any, Any, Any]:
         """Step through ``coroutine``; what it waits for is the task's to wait for."""
-        note = self._note
+        note, pid = self._note, self._pid
         value, error = None, None
         while True:
             # Set before each step, cleared after it: the host reads it once the loop stands still, or has ended.
@@ -156,6 +157,9 @@ class _Shared:
                 raise TaskExited(said_by(end)) from end
             finally:
                 note[0], error = NOBODY, None
+                # A child that user code has forked returns: it would make the steps of all other jobs, too.
+                if os.getpid() != pid:
+                    os._exit(0)
             value = None
             try:
                 value = yield awaited

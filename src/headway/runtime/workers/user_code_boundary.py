@@ -94,7 +94,7 @@ def print_traceback() -> None:
 def closed_in_children(sock: socket.socket) -> socket.socket:
     """Return ``sock``, the worker's connection, which is now closed in processes that user code forks as they begin.
 
-    One that user code lets return would answer the host a second time: now it ends over a connection that is closed.
+    One that user code lets return would answer the host a second time: it ends when it is about to.
     """
 
     def close() -> None:
@@ -157,6 +157,8 @@ class BlockingChannel:
 
     def send(self, frame: Frame) -> None:
         """Send ``frame``. Raises `OSError` where the connection is gone."""
+        if self.sock.fileno() < 0:  # by `closed_in_children`: this is a child that user code has forked and let return
+            os._exit(0)
         self.sock.sendall(frame.packed())
 
     def receive(self) -> Frame | None:

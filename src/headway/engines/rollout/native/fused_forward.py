@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -144,8 +144,10 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
     check_kind(config, max_context)
     windows = Windows.of(config, max_context)
     module = ModuleForward(model, max_context, windows)
+    # Shorter in the trial, whose contexts would fill no window of a model's own size.
+    tried = windows if windows.size is None else replace(windows, size=min(windows.size, 3))
     try:
-        expected = _brief_logits(module, model, windows, max_context)
+        expected = _brief_logits(ModuleForward(model, max_context, tried), model, tried, max_context)
     except torch.OutOfMemoryError:
         raise
     except Exception as cause:  # the model's own code, of any family
@@ -154,13 +156,14 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if config.model_type not in FAMILY or rope not in _FIXED_ROPE or config.hidden_act != "silu":
         return module
-    fused = FusedForward(model, max_context, windows)
+    fused = FusedForward(model, max_context, tried)
     for varlen in (True, False) if fused.varlen else (False,):
         fused.varlen = varlen
         try:
-            difference = float((expected - _brief_logits(fused, model, windows, max_context)).abs().max())
+            difference = float((expected - _brief_logits(fused, model, tried, max_context)).abs().max())
             largest = float(expected.abs().max())
             if difference <= _TOLERANCE.get(model.dtype, 2**-5) * max(1.0, largest):
+                fused.attend_within(windows, max_context)
                 return fused
             why = f"it differs from the module by {difference:.2g} in logits of up to {largest:.3g}"
         except RuntimeError as cause:
@@ -259,6 +262,11 @@ class FusedForward:
             for layer in self._layers:
                 self._projections += [layer.qkv, layer.out, layer.gate_up, layer.down]
             self._cos, self._sin = self._rotation(decoder.rotary_emb, max_context, model)
+
+    def attend_within(self, windows: Windows, max_context: int) -> None:
+        """Have layers attend within ``windows`` from now on, which are of the same layers as before."""
+        self.shape = replace(self.shape, windows=windows)
+        self._masks = block_masks(windows, max_context, self.shape.dtype, self._cos.device)
 
     def step(
         self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int
