@@ -6,7 +6,9 @@ undone after a while. Then the run has to make another optimizer step. After eac
 tokens that were trained with those that were sampled, as bytes (`benchmarks.evidence`); at the end that nothing is left
 on any machine. Machines start again when they were lost. Ray's head and the driver are on a machine that stays up.
 
-``--keep DIR`` leaves everything there. Given again, it goes on at the next fault. Needs root, ``tc`` and ``mkfs.ext4``.
+At the end a table tells how memory of each kind of process, and the run's files, grew (`benchmarks.growth`): a soak is
+``--life 60 --faults 30``. ``--keep DIR`` leaves everything there. Given again, it goes on at the next fault. Needs
+root, ``tc`` and ``mkfs.ext4``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks import evidence
+from benchmarks.growth import Growth
 from benchmarks.nodes.faults import FAULTS, Strike, aim, title
 from benchmarks.nodes.machines import RAY, REPOSITORY, Machines, first_child, machines, why_not
 from benchmarks.runner import DEMO, metrics_of, parser, say, summary_of
@@ -112,8 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with machines(directory, {"A": 0, "B": 1, "C": 1}, disk=disk) as made:
             chaos = Chaos(made, directory, chosen)
             problems = chaos.run()
+            chaos.growth.close()
             chaos.over.set()
-            print(markdown(table(chaos.rows)), chaos.proof, sep="\n")
+            print(markdown(table(chaos.rows)), chaos.proof, markdown(chaos.growth.table()), sep="\n")
             print("\n".join(problems) or "ledgers balance; nothing was lost, trained twice or left behind")
     sys.exit(bool(problems))
 
@@ -146,6 +150,9 @@ class Chaos:
             with suppress(OSError):  # the disk may be full
                 evidence.keep(self.directory_of_run, self.kept)
 
+    def pids(self) -> list[int]:
+        return [pid for machine in self.machines.by_name.values() for pid in machine.processes("")]
+
     def start(self) -> subprocess.Popen[bytes]:
         """Start the run, or go on with it."""
         recipe = self.machines.shared / "recipe.yaml"
@@ -167,6 +174,7 @@ class Chaos:
         """Return what went wrong, fault after fault and at the end."""
         self.wait(lambda: any(self.directory_of_run.glob("checkpoints/version_*")), "a checkpoint")
         self.next_step(self.size())
+        self.growth = Growth(self.pids, self.directory_of_run)  # not before: a start takes memory that stays
         while (number := len(self.rows)) < self.chosen.faults:
             row = self.one(number)
             self.rows.append(row)
