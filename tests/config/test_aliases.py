@@ -53,10 +53,21 @@ def test_generate_ahead_steps_is_eta_plus_one() -> None:
     assert loaded.user_keys == {"async_training.staleness_threshold"}
 
 
-def test_generate_ahead_steps_and_another_eta_in_one_file_are_refused(write: Write) -> None:
-    path = write("trainer: {generate_ahead_steps: 2}\nasync_training: {staleness_threshold: 0.5}\n")
-    with pytest.raises(ConfigError, match=r"staleness_threshold is given twice, as 1 and as 0\.5"):
-        load(path)
+ETA_1, STEPS_2 = "async_training: {staleness_threshold: 1}\n", "trainer: {generate_ahead_steps: 2}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("", ["trainer.generate_ahead_steps=2", "async_training.staleness_threshold=1"]),
+        (ETA_1 + STEPS_2, []),
+        (ETA_1, ["trainer.generate_ahead_steps=2"]),
+        (STEPS_2, ["async_training.staleness_threshold=1"]),
+    ],
+)
+def test_generate_ahead_steps_and_eta_together_are_refused(text: str, overrides: list[str], write: Write) -> None:
+    with pytest.raises(ConfigError, match="say the same thing"):
+        load(write(text), overrides)
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "1.5", "true", "two"])
@@ -270,8 +281,8 @@ def test_settings_and_sections_that_are_no_more_are_accepted_at_their_defaults_w
 def test_further_corrections_of_an_earlier_release_are_a_list_with_the_first(write: Write) -> None:
     also = "also: [{name: reject, bound: 1.5}]"
     path = write(f"algorithm: {{rollout_correction: {{name: truncate, bound: 2, {also}}}}}\n")
-    old = load(path)
-    new = load(None, ["algorithm.rollout_correction=[{name: truncate, bound: 2}, {name: reject, bound: 1.5}]"])
+    old = load(path, ["algorithm.rollout_correction.bound=3"])
+    new = load(None, ["algorithm.rollout_correction=[{name: truncate, bound: 3}, {name: reject, bound: 1.5}]"])
     assert old.config == new.config and [one.name for one in new.config.algorithm.corrections] == ["truncate", "reject"]
     assert "algorithm.rollout_correction.also is the rest of a list" in old.notes[0] and not new.notes
 

@@ -78,6 +78,7 @@ def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
             "agent.mcp.a.timeout_s=90 is more than a step may take, agent",
         ),
         (['agent.mcp={"a b": {command: [x]}}'], "agent.mcp: 'a b' is no name for a server; write letters, digits"),
+        (['agent.mcp={"": {command: [x]}}'], "agent.mcp: '' is no name for a server"),
         (
             ["agent.mcp.a={command: [x]}", "agent.program=a.py:run"],
             "agent.mcp and agent.program are given, and",

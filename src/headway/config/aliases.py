@@ -85,7 +85,6 @@ def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) 
             _add(result, *_respelled(key, value))
     if result.get(ALSO):
         renamed.append(f"{ALSO} is the rest of a list at {CORRECTION} now")
-    _join_corrections(result)
     if of_a_run:
         return result, [f"{where}: {setting} does not hold any more: {now}" for setting, _, now in lost]
     # After the loop, so that one message has all of them.
@@ -113,10 +112,6 @@ def _respelled(key: str, value: Any) -> tuple[str, Any]:
         if not isinstance(value, bool):
             raise ConfigError(f"{PIPELINE}: got {value!r}, expected true (mode=overlapped) or false")
         return "mode", "overlapped"
-    if key == AHEAD_STEPS and value is not None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{AHEAD_STEPS}: got {value!r}, expected a whole number of at least 1 (η + 1)")
-        return ETA, value - 1
     return (f"{SANDBOX}.kind", value) if key == SANDBOX and isinstance(value, str) else (key, value)
 
 
@@ -130,12 +125,32 @@ def _add(result: dict[str, Any], key: str, value: Any) -> None:
         result[key] = value
 
 
-def _join_corrections(result: dict[str, Any]) -> None:
-    """Put the corrections of ``also`` into one list with the first one, whose keys are in the same layer."""
-    further = result.pop(ALSO, None)
-    if further:
+def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all layers with ``trainer.generate_ahead_steps`` as the staleness threshold η.
+
+    Raises:
+        ConfigError: both are given, or the steps are not a whole number of at least 1.
+    """
+    result = dict(user)
+    steps = result.pop(AHEAD_STEPS, None)
+    if steps is None:
+        return result
+    if user.get(ETA) is not None:
+        raise ConfigError(
+            f"{AHEAD_STEPS}={steps} and {ETA}={user[ETA]} say the same thing (steps = η + 1); give one of them"
+        )
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ConfigError(f"{AHEAD_STEPS}: got {steps!r}, expected a whole number of at least 1 (η + 1)")
+    return result | {ETA: steps - 1}
+
+
+def join_corrections(user: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all layers with the corrections of ``also`` in one list with the first one."""
+    result = dict(user)
+    if further := result.pop(ALSO, None):
         first = [key for key in result if key.startswith(f"{CORRECTION}.")]
         result[CORRECTION] = [{key.rpartition(".")[2]: result.pop(key) for key in first}, *further]
+    return result
 
 
 def resolve_partial_rollout(user: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 
@@ -87,7 +88,8 @@ def _reward(config: Config) -> Iterator[str]:
 def _mcp(config: Config) -> Iterator[str]:
     for name, server in config.agent.mcp.items():
         values, key = server.model_dump(), f"agent.mcp.{name}"
-        spelled = {"name": name, "key": key} | {f"key.{field}": f"{key}.{field}" for field in values}
+        named = re.fullmatch(r"[\w-]+", name) is not None
+        spelled = {"name": repr(name), "named": named, "key": key} | {f"key.{field}": f"{key}.{field}" for field in values}
         yield from problems("mcp", values | spelled | {"step_timeout_s": config.agent.step_timeout_s})
 
 

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
-from headway.config.aliases import resolve_partial_rollout
+from headway.config.aliases import join_corrections, resolve_ahead_steps, resolve_partial_rollout
 from headway.config.checks import rules, without_effect
 from headway.config.conditions import with_texts
 from headway.config.layers import (
@@ -92,6 +92,8 @@ def load(
     user: dict[str, Any] = {}
     for layer in layers:
         user = overlay(user, layer.values)
+    # Of all layers together: the key and what it goes with may be in different ones.
+    user = join_corrections(resolve_ahead_steps(user))
     # Only now: the mode's values lie below all layers, whichever of them names it.
     mode = user.get("mode", Config.model_fields["mode"].default)
     beneath, kept = preset(mode), _without_cleared(resolve_partial_rollout(user), _flat_values(mode_config(mode)))
