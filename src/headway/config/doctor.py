@@ -89,7 +89,9 @@ def _mcp(config: Config) -> Iterator[str]:
     for name, server in config.agent.mcp.items():
         values, key = server.model_dump(), f"agent.mcp.{name}"
         named = re.fullmatch(r"[\w-]+", name) is not None
-        spelled = {"name": repr(name), "named": named, "key": key} | {f"key.{field}": f"{key}.{field}" for field in values}
+        spelled = {"name": repr(name), "named": named, "key": key} | {
+            f"key.{field}": f"{key}.{field}" for field in values
+        }
         yield from problems("mcp", values | spelled | {"step_timeout_s": config.agent.step_timeout_s})
 
 
