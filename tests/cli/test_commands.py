@@ -1,3 +1,4 @@
+import errno
 import io
 import os
 import resource
@@ -360,6 +361,17 @@ def test_an_output_that_cannot_be_written_is_one_message(recipe: str, command: l
     assert done.stderr == (
         "error: standard output cannot be written (No space left on device); send it to a place with room\n"
     )
+
+
+def test_a_file_or_socket_that_refuses_is_not_taken_for_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", (tmp_path / "out").open("w"))
+    for refused in (BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.ENOSPC, "No space left on device")):
+        with pytest.raises(typer.Exit), common.errors_as_messages(debug=False):
+            raise refused
+        assert refused.strerror in (said := capsys.readouterr().err)
+        assert "standard output" not in said
 
 
 @mostly_slow("closed", [(1,), (0, 1), (0, 1, 2)], quick=[(0, 1, 2)])

@@ -20,8 +20,8 @@ from tests.cli.test_commands import run
         (["MODEL"], "expected DATA"),
         (["/nonexist"], "MODEL: got /nonexist, which does not exist; expected a Hugging Face folder"),
         (["MODEL", "data.max_response_length=4"], "expected DATA"),
-        (["MODEL", "test.txt"], "test.txt: no such file; data.train and data.val name a .jsonl, .csv or .parquet file"),
-        (["MODEL", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["MODEL", "test.txt"], "DATA: got test.txt: no such file; expected a .jsonl, .csv or .parquet file"),
+        (["MODEL", "nowhere.jsonl"], "DATA: got nowhere.jsonl: no such file"),
         (["nowhere", "sort"], "nowhere: no such folder"),
         (["MODEL", "reasoning_gym/leg_countin"], "did you mean 'leg_counting'"),
         (["MODEL", "sort", "--n", "4"], "greedy answers (--temperature 0) are all equal"),
@@ -116,6 +116,11 @@ def test_a_model_that_does_not_load_leaves_the_answers_of_another_time(
     assert output.read_text() == "kept"
 
 
+def test_answers_take_the_place_of_no_task_s_code(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("def problems(): return []\n")
+    refused_over_an_input(tmp_path / "task.py", str(tiny), f"{tmp_path}/task.py:problems")
+
+
 def test_a_run_without_its_model_says_so(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "model")
     done = run("eval", str(run_dir))
@@ -126,7 +131,7 @@ def test_a_run_without_its_model_says_so(run_dir: Path) -> None:
 def test_a_data_file_that_is_not_there_is_named(tiny: Path) -> None:
     done = run("eval", str(tiny), "nowhere.parquet")
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: nowhere.parquet: no such file; data.train and data.val name a .jsonl")
+    assert done.stderr.startswith("error: DATA: got nowhere.parquet: no such file; expected a .jsonl")
 
 
 def test_default_lengths_that_do_not_fit_are_told_where_others_come_from(tiny: Path, tmp_path: Path) -> None:

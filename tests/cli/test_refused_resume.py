@@ -223,3 +223,9 @@ def test_data_and_a_model_of_another_directory_are_explained(
 def test_a_file_above_the_directory_is_explained_too(recipe: Path, tmp_path: Path) -> None:
     run = Stopped(recipe, tmp_path / "run", "reward.function=../nowhere/mine.py:score")
     assert EXPLAINED in refused(run, LONGER)
+
+
+def test_a_mistake_of_another_kind_is_not_put_down_to_the_directory(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    run = Stopped(recipe, tmp_path / "run", f"reward.function={tmp_path / 'mine.py'}:score")
+    assert "Relative paths" not in refused(run, LONGER)

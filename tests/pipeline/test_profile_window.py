@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -252,6 +253,7 @@ def test_one_window_is_open_at_a_time(tmp_path: Path):
 def test_a_request_that_a_killed_process_left_is_forgotten(tmp_path: Path):
     stage = Stage(tmp_path)
     stage.ask(versions=1)
+    os.utime(tmp_path / "profile.json", (0, 0))  # the process that resumes has taken the lock since
 
     async def main() -> None:
         async with stage.window:
@@ -259,6 +261,18 @@ def test_a_request_that_a_killed_process_left_is_forgotten(tmp_path: Path):
 
     run_virtual(main())
     assert stage.events == []
+
+
+def test_a_request_that_comes_while_the_run_starts_is_kept(tmp_path: Path):
+    stage = Stage(tmp_path)
+    stage.ask(versions=1)
+
+    async def main() -> None:
+        async with stage.window:
+            await stage.reach(1, 2)
+
+    run_virtual(main())
+    assert stage.taken().version == 1
 
 
 def test_a_request_that_is_damaged_is_warned_of(tmp_path: Path):

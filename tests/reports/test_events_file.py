@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from headway.events import (
     VersionReached,
 )
 from headway.reports.record.events_file import EventsFile, JsonLines, look_through, read_events
-from headway.reports.record.file_access import cut_off_half_line
+from headway.reports.record.file_access import CHUNK, cut_off_half_line
 from tests.reports.scripted_run import ScriptedRun
 
 EVENT_TYPES = [
@@ -443,6 +444,32 @@ def test_a_part_of_the_events_that_an_earlier_version_left_elsewhere_is_not_pass
     (tmp_path / "events" / "000000000001.parquet").touch()
     with pytest.raises(DataError, match=r"events/0+1\.parquet has a part of the run's events"):
         list(read_events(tmp_path / "events.jsonl"))
+
+
+def test_a_line_that_is_ended_while_the_file_is_looked_through_moves_no_boundary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, [reached(0), note("to come"), reached(1)])
+    whole = path.read_bytes()
+    first, half = whole.index(b"\n") + 1, whole.index(b"to come")
+
+    class Growing(io.BytesIO):
+        """A file of which the first look sees half a line, and a later one all."""
+
+        seen = half
+
+        def read(self, size: int | None = -1) -> bytes:
+            found = super().read(min(CHUNK if size is None else size, max(0, self.seen - self.tell())))
+            self.seen = len(whole)
+            return found
+
+        def readline(self, size: int | None = -1) -> bytes:
+            return b""
+
+    monkeypatch.setattr(Path, "open", lambda *_: Growing(whole))
+    record = look_through(path)
+    assert (record.boundaries, record.size) == ({0: first}, first)
 
 
 @pytest.mark.parametrize("kinds", [None, (EpisodeWorkerLost,)])

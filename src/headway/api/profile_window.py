@@ -105,7 +105,7 @@ class ProfileWindow:
             remark: what is not profiled.
         """
         self._processes = processes
-        self._request, self._folder = directory.profile_request, directory.profiles
+        self._request, self._folder, self._lock = directory.profile_request, directory.profiles, directory.lock
         self._emit = emit
         self._since_first = since_first
         self._version = version
@@ -135,7 +135,10 @@ class ProfileWindow:
         """Do nothing, as an observer: a window that is open ends with `__aexit__`."""
 
     async def __aenter__(self) -> ProfileWindow:
-        self._request.unlink(missing_ok=True)  # of a process that was killed before this one resumed the run
+        # One older than the lock was left by a process that was killed; a newer one came while this process started.
+        with suppress(FileNotFoundError):
+            if self._request.stat().st_mtime_ns < self._lock.stat().st_mtime_ns:
+                self._request.unlink()
         return self
 
     async def __aexit__(

@@ -132,8 +132,15 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
 def is_of_stdout(error: BaseException) -> bool:
     """Tell whether standard output refused a write. What a command writes to files is reported by `writing`."""
     refused = (errno.EPIPE, errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
-    # A file that cannot be opened is named by the error; a stream that refuses a write is not.
-    return type(error) in (OSError, BrokenPipeError) and error.filename is None and error.errno in refused  # type: ignore[attr-defined]
+    if not isinstance(error, OSError) or error.filename is not None or error.errno not in refused:
+        return False
+    # A file that cannot be opened is named by the error. One that refuses a write, or a socket, is not; but what stdout
+    # refused is still in its buffer, and is refused again.
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return bool(getattr(sys.stdout, "write_through", False))  # without a buffer nothing tells
 
 
 def give_up_stdout(error: BaseException) -> int:

@@ -99,7 +99,8 @@ def _inputs(job: EvaluationJob, model: str, recipe: Path | None) -> Iterator[Pat
     yield from files_of_run(run)
     config, agent = job.config, job.config.agent
     sources = [source.label for source in (*config.data.train_sources, *config.data.held_out_sources)]
-    code = [*(one.function for one in config.reward.all), *agent.tools, agent.environment, agent.program]
+    task = config.data.task.name if config.data.task is not None else None
+    code = [*(one.function for one in config.reward.all), task, *agent.tools, agent.environment, agent.program]
     files = [spec.rpartition(":")[0] for spec in code if spec and names_a_file(spec)]
     yield from (Path(path).expanduser() for path in (recipe, config.model.path, *sources, *files) if path)
 

@@ -204,7 +204,7 @@ class RunDirectory:
         for name in needed or (run.config.name, run.events.name):
             if not (path / name).is_file():
                 raise ConfigError(f"RUN: got {path}, which has no {name}; {wanted}{run.hint}")
-        if not is_trained(run.lock):
+        if is_trained(run.lock) is False:
             upgrade(run.events)
         return run
 

@@ -30,7 +30,7 @@ from headway.data.files import file_kind
 from headway.data.problems import REASONING_GYM
 from headway.data.rows import settings_named
 from headway.data.tasks import TASKS, is_task
-from headway.errors import ConfigError, ModelError, UserError
+from headway.errors import ConfigError, DataError, ModelError, UserError
 from headway.reports.checkpoint_folders import Checkpoints, version_of
 from headway.reports.run_directory import RunDirectory
 
@@ -199,7 +199,11 @@ def _meaning(data: str | None) -> list[str]:
     if key != "data.train":
         return [*nothing_else, f"{key}={json.dumps(source)}", "data.train=null"]
     if isinstance(source, str):
-        file_kind(source)
+        try:
+            file_kind(source)
+        except DataError as wrong:  # its own advice names settings, which an evaluation refuses
+            what = str(wrong).partition(";")[0]
+            raise ConfigError(f"DATA: got {what}; expected {DATA_FILES}, or a task: {_tasks()}") from wrong
     return [*nothing_else, f"{key}={json.dumps(source)}", "data.val_size=0"]
 
 

@@ -265,13 +265,14 @@ def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
 
 @contextmanager
 def _relative_paths_explained() -> Iterator[None]:
-    """Add a note to an error over what the settings name: relative to which directory paths are."""
+    """Add a note to an error over a missing file: relative to which directory the paths of the settings are."""
     try:
         yield
     except UserError as error:
-        error.add_note(
-            "Relative paths are those of the directory where the run was begun: give the command in that directory"
-        )
+        if "no such" in str(error) or "there is no" in str(error):
+            error.add_note(
+                "Relative paths are those of the directory where the run was begun: give the command in that directory"
+            )
         raise
 
 

@@ -7,10 +7,12 @@ events/… ─────┘
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -29,24 +31,39 @@ def upgrade(events: Path) -> None:
         events.with_name("events.old"),
         events.with_suffix(".new"),
     )
+    if not merged_folder.is_dir() and not any(folder.glob("*[0-9].[jp]*")):
+        return
     try:
-        if not merged_folder.is_dir():
-            segments = sorted({file.with_suffix("") for file in folder.glob("*[0-9].[jp]*")})
-            if not segments:
-                return
-            with draft.open("wb") as file:
-                file.writelines(_merged(events, segments))
-                file.flush()
-                os.fsync(file.fileno())
-            folder.rename(merged_folder)  # from here on the draft is whole, and the record is not merged a second time
-        if draft.is_file():  # else a call that was killed has done this
-            draft.replace(events)
-        shutil.rmtree(merged_folder)  # last: while it is there nothing is merged again
+        with _alone(events.parent):
+            if not merged_folder.is_dir():
+                segments = sorted({file.with_suffix("") for file in folder.glob("*[0-9].[jp]*")})
+                if not segments:
+                    return
+                with draft.open("wb") as file:
+                    file.writelines(_merged(events, segments))
+                    file.flush()
+                    os.fsync(file.fileno())
+                folder.rename(merged_folder)  # from here on the draft is whole: the record is not merged a second time
+            if draft.is_file():  # else a call that was killed has done this
+                draft.replace(events)
+            shutil.rmtree(merged_folder)  # last: while it is there nothing is merged again
     except (OSError, ValueError, KeyError) as cause:
         raise DataError(
             f"{folder} has a part of the run's events, as earlier versions of Headway wrote. It could not be put into "
             f"{events.name}: {cause}. Copy the run to where it can be written. {OTHER_VERSION}"
         ) from cause
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Have only one process in the block: two that open a run at the same time would write one draft."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _merged(events: Path, segments: list[Path]) -> Iterator[bytes]:

@@ -259,8 +259,10 @@ class GroupLog:
     def add_sampled(self, sample: Sample) -> None:
         """Add the line of a group whose sample is kept, where it is older than what was read."""
         number, version, reason, lag = (sample[name] for name in ("group", "version", "reason", "lag"))
-        means = mean_of(sample["episodes"], "reward"), mean_of(sample["episodes"], "length")
-        self._kept.setdefault(number, [number, version, sample["source"], sample["fate"], reason, *means, lag])
+        reward = mean_of(sample["episodes"], "reward")
+        length = round(fmean(episode["length"] for episode in sample["episodes"]), 1)
+        line = [number, version, sample["source"], sample["fate"], reason, reward and round(reward, 4), length, lag]
+        self._kept.setdefault(number, line)
 
     def lines(self) -> list[GroupLine]:
         """The lines of all groups that are kept, and of those under way."""

@@ -48,6 +48,8 @@ IDLE_S = 15.0
 """Seconds without a change after which a stream says that it is alive, and notices a page that was closed."""
 KEEP_S = 30.0
 """Seconds that a connection stays open without a request."""
+MOST_STRANGERS = 128
+"""Connections that are open at a time without having shown the token: anybody on this machine can make some."""
 FULL = b"retry: 5000\nevent: full\ndata: %d\n\n" % MOST_STREAMS
 """Stream of one page too many. A browser asks again after it, in so many milliseconds, and never after an error."""
 HEADERS = {
@@ -64,6 +66,23 @@ HEADERS = {
 class _Connection(RequestHandler):
     """Connection that answers bad HTTP as it answers everybody without the token."""
 
+    def __init__(self, answers: web.Server, strangers: dict[RequestHandler, None], **options: Any) -> None:
+        """``strangers``: connections that have not shown the token, the oldest first."""
+        super().__init__(answers, **options)
+        self._strangers = strangers
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._strangers[self] = None
+        if len(self._strangers) > MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._strangers.pop(self, None)
+        super().connection_lost(exc)
+
     def handle_error(self, *args: Any, **named: Any) -> web.StreamResponse:
         return _refused()
 
@@ -79,6 +98,7 @@ class WatchServer:
         self.token = secrets.token_urlsafe(32)
         self._follower = follower
         self._page = live_page(name).encode()
+        self._strangers: dict[RequestHandler, None] = {}
         self._streams = 0
         """Number of streams that are open."""
         try:
@@ -111,7 +131,8 @@ class WatchServer:
 
         def connection() -> _Connection:
             no_log: Any = None  # addresses hold the token
-            return _Connection(answers, loop=self._loop, access_log=no_log, keepalive_timeout=KEEP_S)
+            options = {"loop": self._loop, "access_log": no_log, "keepalive_timeout": KEEP_S}
+            return _Connection(answers, self._strangers, **options)
 
         listening = await self._loop.create_server(connection, sock=self._socket)
         await self._ending.wait()
@@ -144,6 +165,7 @@ class WatchServer:
         # Both as bytes: strings are compared only where they are ASCII.
         if not (hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode()) and slash):
             return None
+        self._strangers.pop(request.protocol, None)
         return where
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
