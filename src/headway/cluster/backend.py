@@ -49,7 +49,7 @@ async def start_backend(
     try:
         _, startup = _startup(config, undo, model_path, run_dir, total_optimizer_steps, tell)
         return await _up(startup, run_dir, startup.launch(), startup.run, warm)
-    except BaseException:
+    except BaseException:  # a start that is cancelled, too, has workers to end
         await undo.aclose()
         raise
 
@@ -128,6 +128,7 @@ async def _up(
     try:
         async with asyncio.timeout(start_s) as limit:
             await launching
+            # Before the limit is lifted below: `reschedule(None)` forgets when it was.
             left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
             left += startup.timeouts.start_s - start_s  # the device is known now, on which kernels are compiled
             if warm is not None:

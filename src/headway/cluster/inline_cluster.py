@@ -123,9 +123,9 @@ class InlineCluster:
         import torch.distributed as dist
 
         if InlineCluster._users == 0:
-            if dist.is_initialized():
+            if dist.is_initialized():  # the caller's own group: `stop` must not destroy it
                 return
-            store = dist.HashStore()
+            store = dist.HashStore()  # in memory: no port that another process could have taken
             dist.init_process_group(kind_of(self._device).process_groups, store=store, rank=0, world_size=1)
         self._uses_group = True
         InlineCluster._users += 1

@@ -105,14 +105,14 @@ class ProcessProfile:
             with tempfile.TemporaryDirectory(prefix="headway-profile-") as folder:
                 path = Path(folder) / "trace.json"
                 profiler.export_chrome_trace(str(path))
-                del profiler
+                del profiler  # frees the recorded events before the trace is read
                 with path.open("rb") as trace:
                     return compressed(trace, origin, name, _thread_names())
 
     @contextmanager
     def _alone(self, doing: str) -> Iterator[None]:
         """Use the profiler, exclusively. Raises `RunError` if it is busy or fails."""
-        if not self._turn.acquire(blocking=False):
+        if not self._turn.acquire(blocking=False):  # `start` runs on the event loop's thread, which must not wait
             raise RunError(f"the profiler of {self.name} cannot {doing}: it is still busy with what it did before")
         try:
             with boundary(f"the profiler of {self.name} cannot {doing}", RunError):
@@ -142,7 +142,7 @@ def compressed(trace: BinaryIO, origin: float, name: str, threads: dict[int, str
                 placed = PROCESS_NAMES.sub(lambda found: found[1] + process + found[2], placed)
                 placed = THREAD_NAMES.sub(lambda found: _named(found, threads), placed)
             out.write(placed)
-            end = placed.rstrip()[-1:] or end
+            end = placed.rstrip()[-1:] or end  # the last piece may be empty
     if end != b"}":
         raise RunError(f"the trace of {name} is cut off: the disk of {tempfile.gettempdir()} has no room for it")
     return packed.getvalue()

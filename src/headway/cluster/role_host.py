@@ -158,4 +158,4 @@ class RoleHost:
         try:
             await self.call("close")
         finally:
-            self._thread.shutdown(wait=False)
+            self._thread.shutdown(wait=False)  # waiting would block the event loop

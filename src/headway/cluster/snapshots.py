@@ -60,6 +60,7 @@ class RankSnapshot:
 
     async def send(self, rank: int, version: int, keeper: Peer) -> None:
         """Send the copy."""
+        # As bytes: a memoryview cannot be pickled, and a keeper in this process would see the next copy in it.
         await self._each(keeper, lambda i, chunk: keeper.call("snapshots.put", rank, version, i, bytes(chunk)))
 
     async def fetch(self, rank: int, version: int, keeper: Peer) -> None:
@@ -72,7 +73,7 @@ class RankSnapshot:
             chunk[:] = data
 
         for learner in self.learners:
-            await asyncio.to_thread(learner.copy_state)
+            await asyncio.to_thread(learner.copy_state)  # makes the memory that the chunks are written into
         await self._each(keeper, get)
 
     def restore(self) -> None:
@@ -145,7 +146,7 @@ class Snapshots:
                 return machine
 
         keepers = self._keepers()
-        answers = await asyncio.gather(*map(room, keepers), return_exceptions=True)
+        answers = await asyncio.gather(*map(room, keepers), return_exceptions=True)  # those that fail are passed over
         found = {keeper: answer for keeper, answer in zip(keepers, answers, strict=True) if isinstance(answer, str)}
         if not found:
             raise RunError("no episode worker answers")

@@ -122,7 +122,7 @@ class Startup:
         self._plan = plan = trainer_alone(plan) if trainer_only else plan
         await self._wait("devices to be free", self._cluster.reserve(plan))
         self._directory = self._weights_directory()  # made before the workers: it is removed when they have ended
-        self._undo.push_async_callback(self._workers.kill)
+        self._undo.push_async_callback(self._workers.kill)  # pushed after the cluster's `stop`: undone before it
         for spec in plan.workers:
             self._workers.launch(spec)
         up: list[str] = []
@@ -197,7 +197,7 @@ class Startup:
 
         async def start_with_ranks() -> None:
             hosted = [worker_of(rank, self._workers.by_name) for rank in plan.rollout]
-            rollouts[:] = await concurrently(start(worker) for worker in hosted)
+            rollouts[:] = await concurrently(start(worker) for worker in hosted)  # in place: `Workers` has this list
             await rounding.measure(rollouts)
 
         within = (start_with_ranks, lambda: rollouts) if plan.shared else None
@@ -382,7 +382,7 @@ class Startup:
         for role, group in self._groups.by_role.items():
             able = restarts_trainer if role in (ACTOR, CRITIC) else restarts_ranks  # the former redo batches
             if able(self._config):
-                ranks = partial(getattr, group, "workers")
+                ranks = partial(getattr, group, "workers")  # looked up at each call: a restart exchanges them
                 replicas = within[1] if within is not None and role == ACTOR else None
                 found[role] = RestartableRanks(ranks, partial(watch, group), partial(restart, role, group), replicas)
         return found

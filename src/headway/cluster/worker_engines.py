@@ -166,7 +166,7 @@ class RemoteEpisodeWorker:
             async for number, trajectories, tokens in finished:
                 if isinstance(tokens, TokenFile) and tokens.data is None:
                     copy = TokenFile(tokens.host, tokens.path)  # what is forgotten must not refer to itself
-                    finalize(tokens, self._forget, copy).atexit = False
+                    finalize(tokens, self._forget, copy).atexit = False  # the run's end removes the whole directory
                 yield replace(open_groups.pop(number), trajectories=trajectories, tokens=tokens)
 
     def _forget(self, file: TokenFile) -> None:

@@ -269,6 +269,7 @@ class WorkerGroup:
         return ", ".join(worker.name for worker in self.workers)
 
     def __getattr__(self, name: str) -> Callable[..., asyncio.Task[Any]]:
+        # By `__dict__`: before `__init__` has run, as in a copy, `self._methods` would call this again without end.
         registration = self.__dict__.get("_methods", {}).get(name)
         if registration is None:
             raise AttributeError(f"{name!r} is not a registered method of {self.__dict__.get('_role')}")
@@ -352,7 +353,7 @@ class WorkerGroup:
         parts = [by_group(of_rank) for of_rank in own]
         calls = (
             mesh[0].keep(method, of_parts, of_rank, *args)
-            for mesh, of_parts, of_rank in zip(self._meshes, parts, own, strict=False)
+            for mesh, of_parts, of_rank in zip(self._meshes, parts, own, strict=False)  # rank zero alone has one part
         )
         if self._methods[method].dispatch is Dispatch.SPLIT:
             kept, _ = await both(concurrently(calls), self._beside(method, own, *args))
@@ -418,7 +419,7 @@ async def while_ranks_move(
             if not task.done() and now() >= deadline:
                 answers = await ask(ranks)
                 deadline = answers.deadline(quiet_s, with_files_s)
-                if not task.done() and now() >= deadline:
+                if not task.done() and now() >= deadline:  # again: it may have ended while ranks were asked
                     raise StallError(stuck(answers))
         return task.result()
     finally:

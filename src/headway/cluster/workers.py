@@ -92,7 +92,7 @@ class StartWaits:
         """Return the ``answer``, for which the start waits meanwhile. ``what``: who has to do what."""
         self._pending[what] = None
         result = await answer
-        del self._pending[what]
+        del self._pending[what]  # not in a `finally`: what failed, or was cut off, is what a message names
         return result
 
 
@@ -164,7 +164,7 @@ class LaunchedWorkers:
                 f"the worker in the place of {lost} was not up within {self._timeouts.start_limit()}: the driver "
                 f"waited for {waits}"
             ) from None
-        current[:] = [*(one for one in current if one.name != lost), started]
+        current[:] = [*(one for one in current if one.name != lost), started]  # in place: `Workers` has this list
         return started
 
     async def kill(self) -> None:

@@ -62,7 +62,7 @@ class BatchCache:
             self._batch, self._rows, self._columns, self._borrowed = batch, {}, {}, {}
         rows, columns = self._rows, self._columns
         if once or batch is None:
-            rows, columns = dict(rows), dict(columns)
+            rows, columns = dict(rows), dict(columns)  # copies: what is fetched for this call is not held
         tokens: dict[Hashable, tuple[Handle[Any], dict[int, TrainSample]]] = {}
         handles: dict[Hashable, Handle[Any]] = {}
         for sample in samples:
@@ -76,6 +76,8 @@ class BatchCache:
             self._borrowed |= handles
         wanted = [_part(handle, tuple(missing)) for handle, missing in tokens.values()]
         fetched: Iterator[Any] = iter(self._fetch([*wanted, *handles.values()]) if wanted or handles else ())
+        # `fetched` stands second: when its first iterable is used up, `zip` draws nothing more of the second one,
+        # and the columns come next.
         for (key, (handle, missing)), group in zip(tokens.items(), fetched, strict=False):
             rows.update(((key, i), (handle, row_of(sample, group[i]))) for i, sample in missing.items())
         columns.update((key, (handle, next(fetched))) for key, handle in handles.items())

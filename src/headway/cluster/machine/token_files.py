@@ -72,6 +72,7 @@ def held_directory(path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
         held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(held, fcntl.LOCK_SH)
+        # `held` stays open on success: its lock lasts as long as the process.
         if path.is_dir() and os.path.samestat(os.fstat(held), path.stat()):
             return
         os.close(held)  # another run took it for abandoned before it was held
@@ -159,7 +160,7 @@ class TokenFiles:
             with open(path, "wb") as file:  # noqa: PTH123 - a Path takes as long to make as the file
                 file.writelines(parts)
         except OSError as error:
-            Path(path).unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)  # half a file would take the room that there is
             raise RunError(
                 f"the tokens of a group cannot be written to {path} ({size} bytes): {error.strerror}. They wait "
                 "there for the trainer: make room, or let fewer groups wait (async_training.staleness_threshold)"
@@ -227,7 +228,7 @@ def _laid_out(tokens: GroupTokens) -> list[bytes]:
     """Identity of a prompt's array → its number."""
     for row in tokens:
         prompt, length = row.prompt_ids, len(row.ids)
-        if id(prompt) not in numbers:
+        if id(prompt) not in numbers:  # by identity: rows of a group share the array itself
             numbers[id(prompt)] = len(prompts)
             prompts.append((offset, len(prompt)))
             blobs.append(prompt.astype(np.int32, copy=False).tobytes())

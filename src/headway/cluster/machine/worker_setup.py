@@ -95,7 +95,7 @@ def set_up_process(name: str, threads: int, log_file: Path) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     else:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # `signal.signal` raises outside the main thread
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def collecting_seldom() -> Iterator[None]:
     tenth of its time there, and looking at everything means tens of megabytes of modules, in caches that others need.
     """
     usual = gc.get_threshold()
-    gc.collect()
+    gc.collect()  # before freezing: garbage that is frozen is not freed
     gc.freeze()
     gc.set_threshold(20_000, *usual[1:])
     try:
@@ -131,12 +131,14 @@ def collecting_seldom() -> Iterator[None]:
 def redirect_output(log_file: Path) -> None:
     """Send everything that this process writes, native libraries included, to ``log_file`` from now on."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
+    # Before the descriptors change: what is buffered belongs to the output so far.
     sys.stdout.flush()
     sys.stderr.flush()
     target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # The descriptors, and not `sys.stdout`: native libraries write to these.
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True)  # a process that is killed would lose what a buffer holds

@@ -56,6 +56,7 @@ def card_of(host: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, card in socket.if_nameindex():
             try:
+                # A struct ifreq begins with the card's name, padded with zeros; the kernel answers in the same bytes.
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", card.encode()))
             except OSError:  # a card without an address
                 continue
@@ -91,6 +92,7 @@ async def check_listens(address: str, timeout_s: float) -> bool:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return False
+    # An IPv6 address stands in brackets before a port, and sockets take it without.
     if not await answers(host.removeprefix("[").removesuffix("]"), int(port), timeout_s):
         raise ConfigError(
             f"cluster.address={address}: nothing answers there within {timeout_s:g} s. Start Ray with `ray start "

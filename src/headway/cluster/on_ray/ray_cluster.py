@@ -69,7 +69,7 @@ class RayCluster:
                 timeout_s = ANSWERING_SHARE * self._config.cluster.start_timeout_s
                 await check_answers(self._config.cluster.address, timeout_s)
             # Not in a thread of a pool: Ray's processes die with the very thread that started them.
-            self._entered = True
+            self._entered = True  # before Ray starts: an interrupt in the middle of that has to be undone by `stop`
             self._messages.enter_context(messages_in(self._run_dir / "logs" / "ray.log"))
             with sigterm_kept(), sessions_of_their_own():
                 self._init()
@@ -147,7 +147,7 @@ class RayCluster:
             return
         with boundary("Ray does not start on this machine", RunError):
             context: Any = ray.init(
-                address="local",
+                address="local",  # without it Ray would join the cluster that RAY_ADDRESS names
                 num_cpus=available_cores(),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -202,7 +202,7 @@ async def check_answers(address: str, timeout_s: float) -> None:
             "(cluster.start_timeout_s). Give the address that `ray start --head` printed"
         ) from None
     finally:
-        if probe.returncode is None:
+        if probe.returncode is None:  # also where the start was cancelled
             probe.kill()
             await probe.wait()
     if probe.returncode:

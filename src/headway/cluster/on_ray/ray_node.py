@@ -237,7 +237,7 @@ class RayNode:
 
         Raises `RunError` when some of its processes are there ``killed_s`` after they were killed.
         """
-        if self.lost:
+        if self.lost:  # before the shutdown, which ends all of them
             self._keeps_logs = True
         for process in self._servers.values():
             process.close()
@@ -246,6 +246,7 @@ class RayNode:
             ray.shutdown()
         finally:
             if left := self._family.end(killed_s=killed_s):
+                # Their session's folder stays: these processes may still use it.
                 raise RunError(f"processes of Ray are still there after they were killed: {left}")
             if self._keeps_logs:
                 keep_ends(self._session / "logs", self._kept_logs)

@@ -94,7 +94,7 @@ class RayPeer:
             self._connection.close()
 
     async def _connected(self, doing: str) -> WorkerConnection:
-        async with self._connecting:
+        async with self._connecting:  # calls that come side by side share one connection
             if self._connection is None:
                 try:
                     self._connection = await connected(await self._actor.address.remote())
@@ -107,7 +107,7 @@ class RayPeer:
         if isinstance(error, CallFailed):
             return RunError(f"worker {self.name} failed in {doing!r}: {error}. Its log: {self._log}")
         try:
-            await self._actor.process.remote()
+            await self._actor.process.remote()  # Ray knows why an actor is gone; one that answers is only out of reach
         except RayError as why:
             return death(self.name, self._pid, self._log, doing, why)
         return WorkerDied(f"worker {self.name} is out of reach during {doing!r}: {error}. Its log: {self._log}")
@@ -183,7 +183,7 @@ class WorkerActor:
 
     async def process(self) -> tuple[int, str, str]:
         """Return the process id, the node, and the node's name for messages. An answer means that the worker is up."""
-        self._loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()  # `_fetch`, on the role's thread, awaits Ray's references on this loop
         return os.getpid(), _node(), self._place
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -220,6 +220,7 @@ class WorkerActor:
         references = [handle for handle in handles if handle not in objects]
         if elsewhere:
             _check_alive(elsewhere)
+        # A trace of a node's own resource pins the task to that machine, and takes nothing from others.
         references += [
             _read.options(resources={f"node:{host}": 0.001}).remote(parts) for host, parts in elsewhere.items()
         ]
@@ -239,7 +240,7 @@ class WorkerActor:
         except ObjectLostError as lost:
             raise _tokens_lost("columns of finished groups were on a machine that Ray has no more") from lost
         except TimeoutError:
-            fetching.cancel()
+            fetching.cancel()  # the time limit of `result` leaves the coroutine running
             _, missing = ray.wait(list(handles), num_returns=len(handles), timeout=0)
             which = ", ".join(handle.hex() for handle in missing[:3])
             raise StallError(
@@ -282,6 +283,7 @@ class RayWorker:
         """True once the worker's machine, another one, no longer answers."""
         # Ray calls a process by its actor's class, in ps and in the dashboard: each worker is of one that has its name.
         named = type(f"{spec.name} {log_file.parent.parent.name}", (WorkerActor,), {})
+        # No restarts by Ray: its new process would have no model, no place in a group and no connections.
         actor: Any = ray.remote(named).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
         self._actor: Any = actor.remote(spec, device, log_file, sharing)
 
@@ -303,7 +305,7 @@ class RayWorker:
             # With one result Ray returns its reference, not a list of one.
             returned = self._actor.keep.options(num_returns=1 + len(parts)).remote(method, parts, *args)
             done, *kept = returned if parts else [returned]
-            await done
+            await done  # the first one alone: to await the others would bring the arrays here
             return kept
 
     def peer(self) -> RayPeer:

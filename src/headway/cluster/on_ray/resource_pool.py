@@ -98,7 +98,7 @@ def _search(shares: Sequence[NodeShare], nodes: Sequence[Node], most: int) -> di
                 return True
             free[node] += len(shares[at].devices)
             found[node].pop()
-            if not found[node]:
+            if not found[node]:  # an empty entry would count as a node in use
                 del found[node]
         return False
 
@@ -236,7 +236,7 @@ class ResourcePool:
             if has_room and await self._answers(await asyncio.to_thread(described, node.id)):
                 group = await _reserved([node.id], [len(devices)], self._on_gpus)
                 if group is not None:
-                    self._give_up(devices)
+                    self._give_up(devices)  # before the new bundle is entered: it looks the old one up
                     self._places |= dict.fromkeys(devices, _WorkerBundle(group, 0, node.id, devices))
                     return True
         return False
@@ -299,7 +299,7 @@ def _nodes(on_gpus: bool) -> list[Node]:
 
 def _devices(resources: dict[str, float], on_gpus: bool) -> int:
     """Return how many devices these resources are: GPUs, or processes on the CPU."""
-    cpus = floor(resources.get("CPU", 0.0) / CPU_SHARE + 1e-6)
+    cpus = floor(resources.get("CPU", 0.0) / CPU_SHARE + 1e-6)  # in floats 0.29 / 0.01 is 28.999…
     return min(cpus, floor(resources.get("GPU", 0.0))) if on_gpus else cpus
 
 

@@ -106,7 +106,7 @@ class FrameSession:
 
     def send(self, frame: Frame, *, soon: bool = True) -> None:
         """Send ``frame``, now or over a later connection. ``soon``: see `FrameChannel.send_soon`."""
-        self._kept.append(frame)
+        self._kept.append(frame)  # also while there is a connection: it may break with the frame under way
         self._kept_nbytes += len(frame.payload) + HEADER.size
         if self._channel is not None:
             (self._channel.send_soon if soon else self._channel.send)(frame)
@@ -114,7 +114,7 @@ class FrameSession:
             self.has_room.clear()
 
     def _read(self, frame: Frame) -> None:
-        if frame.kind == CallFrameKind.RECEIVED:
+        if frame.kind == CallFrameKind.RECEIVED:  # not counted: it is never sent again, and has no number
             self._forget(frame.detail)
             return
         self.received += 1
@@ -299,6 +299,7 @@ class WorkerConnection(FrameSession):
             Failed: the method raised something else.
             ConnectionEnded: the worker is gone.
         """
+        # Closed at once: a cancelled call must tell the worker to stop, not when the generator is collected.
         async with aclosing(self._answers(CallFrameKind.CALL, method, args)) as answers:
             return await anext(answers)
 
@@ -324,6 +325,7 @@ class WorkerConnection(FrameSession):
         sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
+        # A number for each attempt: the worker refuses an earlier one that arrives late.
         greeting = GREETING.pack(address.key, self._id, next(self._connections), self.received)
         try:
             async with asyncio.timeout(GREETING_S):
@@ -332,7 +334,7 @@ class WorkerConnection(FrameSession):
                 _, kind, _, received = HEADER.unpack(await _exactly(sock, HEADER.size))
             if kind != CallFrameKind.RECEIVED:
                 raise ConnectionEnded(f"{_place(address)} does not know this caller: another process listens there")
-        except BaseException:
+        except BaseException:  # cancelled, too, as by the time limit of `_open_again`
             sock.close()
             raise
         _set_up(sock)
@@ -365,7 +367,7 @@ class WorkerConnection(FrameSession):
     ) -> AsyncGenerator[Any, None]:
         if self.ended:
             raise ConnectionEnded(self._why)
-        asked = pickle.dumps((method, args), pickle.HIGHEST_PROTOCOL)
+        asked = pickle.dumps((method, args), pickle.HIGHEST_PROTOCOL)  # before the call is entered: it may raise
         self._last += 1
         number = self._last
         frames = self._open[number] = asyncio.Queue()
@@ -462,7 +464,7 @@ def _told(error: BaseException) -> bytes:
     if isinstance(error, HeadwayError):
         with suppress(Exception):
             pickled = pickle.dumps(error)
-            pickle.loads(pickled)
+            pickle.loads(pickled)  # some errors can be pickled and not unpickled: `__init__` takes other arguments
             return pickled
     return pickle.dumps(said_by(error))
 

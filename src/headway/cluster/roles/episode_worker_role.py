@@ -109,6 +109,6 @@ class EpisodeWorkerRole(Role):
 
     async def close(self) -> None:  # type: ignore[override]
         """Leave all replicas."""
-        if hasattr(self, "worker"):
+        if hasattr(self, "worker"):  # else the start failed before `serve`
             await self.leave_all()
         self._process.close()

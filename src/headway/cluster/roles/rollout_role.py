@@ -98,6 +98,7 @@ async def start_native(replica: ReplicaSpec) -> Any:
         cache_bytes = room.cache_bytes
     dtype, remote = getattr(torch, replica.dtype), config.model.trust_remote_code
     load = partial(load_model, replica.model_path, dtype=dtype, trust_remote_code=remote)
+    # In a thread: heartbeats are answered while the model is read.
     model = (await asyncio.to_thread(load)).to(replica.device)
     return NativeEngine(
         model,
@@ -116,7 +117,7 @@ async def start_vllm(replica: ReplicaSpec) -> Any:
     options = config.rollout.engine_kwargs
     if config.cluster.placement == "shared" and (room := replica.room()) is not None and room.share > 0:
         # By default vLLM wants nearly all of the device, which after the first training step it finds taken.
-        options = {"gpu_memory_utilization": room.share, **options}
+        options = {"gpu_memory_utilization": room.share, **options}  # the user's own value comes last, and counts
     engine = VllmEngine(
         Path(replica.model_path),
         dtype=replica.dtype,

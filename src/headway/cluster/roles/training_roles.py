@@ -154,7 +154,7 @@ class ActorRole(WithCritic):
     @register(Dispatch.RANK_ZERO, Collect.COLUMNS)
     def returns(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
         """Return what `advantages` was called for last: the returns of each of its samples. There is a critic."""
-        returns, self._returns = self._returns, []
+        returns, self._returns = self._returns, []  # not held until the next batch's take their place
         return returns
 
     @register(Dispatch.SPLIT, Collect.JOINED)

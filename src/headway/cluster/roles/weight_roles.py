@@ -105,6 +105,7 @@ class WeightInbox:
             return
         with ThreadPoolExecutor(len(shares), thread_name_prefix=f"headway-receive-{self._name}") as threads:
             arrivals = [threads.submit(_receive, version, *share) for share in shares]
+        # After all threads have ended: none may write into the weights once this has raised.
         for arrival in arrivals:
             arrival.result()
 

@@ -58,7 +58,7 @@ class HostWeights:
     def begin(self, workers: Sequence[Worker]) -> None:
         """Prepare for a version that ``workers`` load, one of which takes over if the owner is not among them."""
         if self._arrival is not None:
-            self._arrival[1].cancel()
+            self._arrival[1].cancel()  # of the version before, if it has not ended
         self._parcels, self._arrival = asyncio.get_running_loop().create_future(), None
         if self.owner not in workers:
             self.owner = workers[0]
@@ -97,7 +97,7 @@ class HostWeights:
         try:
             left = () if self._streamed else await parcels
             report: ReceiveReport = await owner.call("stage_weights", version, left)
-        except BaseException:
+        except BaseException:  # cancelled, too: what the owner holds is not known then
             self.distrust(owner)
             raise
         self.holds = version
@@ -107,11 +107,13 @@ class HostWeights:
         self, worker: Worker, owner: Worker, version: int, arrival: asyncio.Task[ReceiveReport]
     ) -> ReceiveReport:
         """Let ``worker`` map what ``owner`` receives. Whatever happens to the owner is no fault of it."""
+        # `wait` and not `wait_for`, whose limit would cancel what the owner receives.
         await asyncio.wait([failure_ignored(arrival)], timeout=self._mapping_s)
         why: BaseException | str | None
         if not arrival.done():
             why = f"it did not receive that within {self._mapping_s:g} s"
         else:
+            # Asked first: `exception` of a cancelled task raises.
             why = "it was left out" if arrival.cancelled() else arrival.exception()
         if why is not None:
             raise UpdateMissed(f"{worker.name} was to map the copy of version {version} that {owner.name} has: {why}")

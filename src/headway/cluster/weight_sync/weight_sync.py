@@ -212,7 +212,7 @@ class WeightSync:
             concurrently(rank.call("outbox.connect", key, link) for rank, link in senders),
             self._open_owners(key, links, copies),
         )
-        connection.broken = False
+        connection.broken = False  # after both: a meeting that failed half-way is held again
 
     async def _open_owners(self, key: str, links: Sequence[Link], copies: Sequence[HostWeights]) -> None:
         await concurrently(self._open_owner(copy.owner, links) for copy in copies if copy.owner is not None)
@@ -263,7 +263,7 @@ class WeightSync:
     async def gather(self, version: int) -> GatherReport:
         """Gather a version into the ranks' copies, as `OverlappingTrainEngine.gather_weights` does."""
         report: GatherReport = await self._actor.gather_weights(version, self._config.param_update.verify)
-        self._published.clear()
+        self._published.clear()  # what is stored is an earlier version's
         return report
 
     async def send_gathered(self, version: int, names: Sequence[str]) -> SendReport:
@@ -317,7 +317,7 @@ class WeightSync:
 
     def _base(self, copies: Sequence[HostWeights]) -> int | None:
         """Return the version that all ``copies`` hold, where a delta may be sent to them; None otherwise."""
-        held = {copy.holds for copy in copies}
+        held = {copy.holds for copy in copies}  # {None} where none is known to hold anything
         return held.pop() if self._config.param_update.encoding == "delta" and len(held) == 1 else None
 
     @contextmanager
