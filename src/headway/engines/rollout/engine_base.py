@@ -121,7 +121,7 @@ class EngineBase(ABC):
         inbox = self._inbox(client)
         self._read.add(client)
         try:
-            await self.submit(client, ())
+            await self.submit(client, ())  # no calls: tells the core's thread of the inbox
             while True:
                 yield await inbox.next()
         finally:

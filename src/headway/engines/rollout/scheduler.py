@@ -227,7 +227,7 @@ class Scheduler:
             )
         if len(runs) < len(calls) or not opened.keys().isdisjoint(runs):
             raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
-        self._serial += len(calls)
+        self._serial += len(calls)  # after all were checked: a refused batch takes no numbers
         self._open.setdefault(client, opened).update(runs)
         if self.mode is Mode.DRAINING:
             self._held.extend(runs.values())
@@ -332,7 +332,7 @@ class Scheduler:
 
     def _change(self, mode: Mode) -> None:
         self.mode = mode
-        if mode is not Mode.DRAINING:
+        if mode is not Mode.DRAINING:  # also when paused: held calls then wait in the queue
             held, self._held = self._held, []
             self._enqueue(held)
 

@@ -92,7 +92,7 @@ def pack(
     All buckets lie in ``buffer`` ([bytes of the largest] uint8, on any device; default: one on the CPU), so each is
     valid only until the next one is drawn. Nothing else of their size is allocated.
     """
-    spans = list(spans)
+    spans = list(spans)  # read twice: for the largest one, and for the buckets
     here = {slot.name: sum(part.values.numel() for part in parts[slot.name]) for slot in manifest.slots}
     complete = all(here[slot.name] * slot.itemsize >= slot.nbytes for slot in manifest.slots)
     if buffer is None:

@@ -65,7 +65,7 @@ class SharedBytes:
 
     def __init__(self, file: FileIO, nbytes: int) -> None:
         """Map what was reserved for ``nbytes`` bytes. Raises `RuntimeError` when it cannot be mapped."""
-        self._file = file
+        self._file = file  # stays open: others map the memory by this descriptor
         size = _size(nbytes)
         mapped = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
         self.flat = mapped[:nbytes]
@@ -85,7 +85,7 @@ class SharedBytes:
                 f"no shared memory for {nbytes} bytes of weights: {cause}; those who serve them read new weights "
                 "from there. Give this machine (or container) more memory"
             ) from cause
-        made.stamp = NOTHING
+        made.stamp = NOTHING  # new memory is zeros, which would be the stamp of version 0
         return made
 
     @classmethod
@@ -396,7 +396,7 @@ class BackBuffer(Intake):
 
         ``device``: where the version arrives.
         """
-        with self._mapping:
+        with self._mapping:  # senders' threads come side by side, and need one memory
             if self._memory is None or not self._owns:
                 nbytes, there = self.manifest.nbytes, self._device
                 if there is not None and kind_of(device) is kind_of(there) is not CPU:
@@ -451,14 +451,14 @@ class InPlace(Intake):
         if header.base >= 0:
             raise share.wrong("came as a delta, which needs rollout.enable_dual_buffer on the replica")
         if share.bucket.numel() >= header.nbytes:
-            return share.bucket[: header.nbytes]
+            return share.bucket[: header.nbytes]  # used again: what was in it has been written
         if self._device is not None and kind_of(device) is kind_of(self._device):
             return torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
         return host_buffer(header.nbytes, pinned=self._pinned)
 
     def take(self, share: Arrival, header: Header) -> None:
         share.running.add(header.offset, share.bucket)
-        self.torn = True
+        self.torn = True  # before the first byte: writing may fail half-way
         for start, stop in buckets(header.nbytes, self._window):
             self._tensors.write(header.offset + start, share.bucket[start:stop])
 

@@ -53,7 +53,7 @@ class Stream:
             self.nbytes += data.numel()
             self.gather_s += time.perf_counter() - began
             yield Chunk(Header(index, offset, data.numel(), data.numel()), data)
-            began = time.perf_counter()
+            began = time.perf_counter()  # behind the yield, which sends
             advance(f"{self.nbytes / 1e6:,.0f} MB sent")
         self._digests.finished()  # raises here, where a sender can still tell the receivers
         self.gather_s += time.perf_counter() - began

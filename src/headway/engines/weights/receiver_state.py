@@ -70,6 +70,7 @@ class ReceiverState:
         """Note that ``version`` arrives from now on. Raises `UpdateFailed` while another one arrives or is loaded."""
         with self._lock:
             self._check_idle(f"receiving version {version}")
+            # Before anything changes: `fail` brings this back where nothing was written.
             self._before = (self.held, self.version, self.served, self.problem)
             self.held, self.version = Held.ARRIVING, version
             if self.in_place:

@@ -269,7 +269,7 @@ class WeightUpdates:
         self._state.begin_load(version, self._intake.version)
         try:
             if isinstance(self._intake, BackBuffer):
-                self._prepare(version)
+                self._prepare(version)  # before the weights are torn: it may raise
                 self._state.tear()  # until all of it is written
                 write = write or self._write
                 assert write is not None

@@ -151,4 +151,5 @@ def slots_in(slots: Sequence[TensorSlot], start: int, stop: int) -> Iterator[tup
 
 def combined(digests: Sequence[int]) -> int:
     """Combine the digests of all tensors, in order, into one number of 64 bits."""
+    # + 1: digests of empty tensors are 0, and those at the beginning would not count.
     return reduce(lambda all_before, digest: (all_before * 0x9E3779B97F4A7C15 + digest + 1) % 2**64, digests, 0)

@@ -151,6 +151,7 @@ class DecodeRows:
         """
         run = self.runs[row]
         end = int(self._written[row])
+        # Copies: the next call's tokens are written over the row.
         run.written = SampledTokens(
             self._ids[row, :end].copy(), self._logprobs[row, :end].copy(), self._versions[row, :end].copy()
         )
@@ -189,7 +190,7 @@ class DecodeRows:
         if len(stops) > self._stops.shape[1]:
             missing = np.full((self.slots, len(stops) - self._stops.shape[1]), -1, np.int64)
             self._stops = np.concatenate([self._stops, missing], axis=1)
-        self._stops[row] = -1
+        self._stops[row] = -1  # no token: an unused place stops nothing
         self._stops[row, : len(stops)] = stops
 
 
@@ -311,7 +312,7 @@ class DecodeBatch:
         ]
         tokens, positions, lengths = self._tokens, self._lengths, self.rows.lengths[:decoding]
         if admission.starting:
-            positions = positions[:decoding]
+            positions = positions[:decoding]  # a view: what is added below counts in `self._lengths`, too
         prompts = self._prompts.of(decoding) if self._runner.shares else ()
         decoded, prefilled = self._runner.step(tokens, positions, lengths, contexts, prompts)
         # After the step, which stores each row's token at the length from before it.
@@ -330,6 +331,7 @@ class DecodeBatch:
         self._tokens, logprobs = sample(joined, self._sampling, self._uniforms.popleft())
         if seen is not None:
             self._seen.record(self._penalised, self._tokens)
+        # A copy: rows may move before the step is read.
         self._launched, self._last = self._launched + 1, [*self.rows.runs]
         read = to_host([self._tokens, logprobs])
         self._unread.append(LaunchedStep(self._launched - 1, version, self._last, admission.starting, record, read))

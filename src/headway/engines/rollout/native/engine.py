@@ -119,7 +119,7 @@ class NativeEngine(EngineBase):
         with self._over:
             if not self._closing:
                 self._closing = True
-                self._commands.put(None)
+                self._commands.put(None)  # behind all commands that were posted before
                 if self._updates is not None:
                     self._updates.close()
         await asyncio.to_thread(self._thread.join, self._close_s)
@@ -165,7 +165,7 @@ class NativeEngine(EngineBase):
                 return True
             if command is None:
                 return False
-            block = False
+            block = False  # wait for the first one alone
             work, answer = command
             # Given behind all that is there: a client that asks again as soon as it has its answer would else keep
             # this loop from ending, and a run that asks for its statistics in a loop from decoding.
@@ -197,6 +197,7 @@ class NativeEngine(EngineBase):
         while not self._commands.empty():
             if (command := self._commands.get_nowait()) is not None:
                 unread.append(command[1])
+        # Not under the lock: an answer's callback may post another command, and would wait for it.
         for answer in unread:
             answer.set_exception(error())
         self._tell_clients(error())

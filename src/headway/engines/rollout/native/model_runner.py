@@ -199,7 +199,7 @@ class ModelRunner:
 
         def decode(rows: int) -> torch.Tensor:
             cache = SlotCache(self._geometry, slots=rows, context=context, dtype=self._dtype, device=self.device)
-            noise.manual_seed(0)
+            noise.manual_seed(0)  # the same keys and values for a row, however many rows there are
             for row in range(rows):
                 shape = (self._geometry.layers, 2 * self._geometry.kv_heads, int(lengths[row]), self._geometry.head_dim)
                 cache.fill(range(row, row + 1), torch.randn(shape, generator=noise).to(self._dtype))

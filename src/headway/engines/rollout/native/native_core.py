@@ -185,7 +185,7 @@ class EngineCore:
         self.weights.state.check_unwritten("sleep")
         if not self._asleep:
             self._park()
-            self._runner.release()
+            self._runner.release()  # after `_park`, which moves rows within the memory that this frees
             self._asleep = True
         self.weights.sleep(keep=keep_weights)
 
@@ -290,12 +290,13 @@ class EngineCore:
         """Abort calls, wherever they are; those that have ended meanwhile finish."""
         if runs:
             self._read(0)
-        wanted = frozenset(runs)
+        wanted = frozenset(runs)  # some may have ended while tokens were read: they are in no row now
         rows = [row for row, run in enumerate(self._batch.rows.runs) if run in wanted]
         waiting = self._scheduler.remove(wanted)
         for run in waiting:
             if run.started is None:
                 self._batch.contexts.drop_waiting(run)
+        # The last row first: rows behind a removed one move up, and the others keep their numbers.
         ended = [self._batch.remove(row) for row in reversed(rows)] + waiting
         now = self._clock()
         finished = [(run.client, self._scheduler.finish(run, FinishReason.ABORTED, now)) for run in ended]

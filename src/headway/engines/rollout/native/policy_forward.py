@@ -336,7 +336,7 @@ class DecodeGraphs:
             self._give_up(f"a step of {rows} rows could not be recorded: {said_by(cause.__context__ or cause)}")
             return expected
         difference = float((written - expected).abs().max() / expected.abs().max().clamp(min=1))
-        if not difference <= REPLAY_TOLERANCE:
+        if not difference <= REPLAY_TOLERANCE:  # holds also for NaN
             self._give_up(f"a replayed step of {rows} rows differs from the step by {difference:.2g}, relative")
             return expected
         self._recorded[shape] = tokens, lengths, replay

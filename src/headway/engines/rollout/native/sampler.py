@@ -95,7 +95,7 @@ class BatchSampling:
             numbers["greedy"] = np.array([p.temperature == 0 for p in rows])
         if any(p.logit_bias or p.min_tokens for p in kinds):
             entries = _bias(rows, written)
-            numbers["biased"] = np.array(list(entries), np.int64).reshape(-1, 2).T.copy()
+            numbers["biased"] = np.array(list(entries), np.int64).reshape(-1, 2).T.copy()  # reshaped: it may be empty
             numbers["bias"] = np.array(list(entries.values()), np.float32)
         return numbers
 
@@ -198,7 +198,7 @@ def has_kernel(device: torch.device) -> bool:
             "tokens are sampled by many operations on %s: one kernel cannot be had (%s)", device, said_by(cause)
         )
         return False
-    if not wrong <= 1e-3:
+    if not wrong <= 1e-3:  # holds also for NaN
         logger.warning(
             "tokens are sampled by many operations on %s: what one kernel gives differs by %.2g", device, wrong
         )
@@ -227,7 +227,7 @@ def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     The cumulative sum is taken in float64 and scaled by its own end, so that it cannot stop short of the uniform.
     """
     probs = logprobs.exp()
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)  # in float32 the tail of a large vocabulary is lost to rounding
     threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[1] - 1)
     return tokens.squeeze(1)

@@ -88,7 +88,7 @@ def _sample_rows(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    number = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)  # in 32 bits rows · stride overflows beyond 2³¹ logits
     row = all_logits + number * stride
     temperature = tl.full((), 1, tl.float32)
     if temperatures is not None:

@@ -123,6 +123,7 @@ class RowBlock:
         positions = torch.arange(first, first + span, device=lengths.device)
         zeros = torch.zeros(len(rows), span, dtype=dtype, device=lengths.device)
         mask = zeros.masked_fill_(positions > newest, -torch.inf)
+        # Not in place: full layers read `mask`.
         windowed = mask if window is None else mask.masked_fill(positions <= newest - window, -torch.inf)
         return cls(rows.start, rows.stop, span, mask[:, None, None], windowed[:, None, None], first)
 

@@ -99,7 +99,7 @@ class VarlenDecode(DecodeAttention):
         """[A + 1] where the keys of each row begin, and their number [A]: of full layers, of windowed ones."""
         if (size := shape.windows.size) is not None:
             before = (used - size).clamp_(min=0)
-            windowed = begins.clone()
+            windowed = begins.clone()  # a copy: full layers read `begins`
             windowed[:-1] += before
             self._keys.append((windowed, used - before))
 

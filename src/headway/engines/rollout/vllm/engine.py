@@ -249,7 +249,7 @@ class VllmEngine(EngineBase):
 
         Raises `ConfigError` for settings that vLLM refuses, and `WorkerDied` when its processes end.
         """
-        if self._thread.ident is None:
+        if self._thread.ident is None:  # a thread can be started once
             self._thread.start()
         await outcome(self._started)
 
@@ -289,7 +289,7 @@ class VllmEngine(EngineBase):
         try:
             return asyncio.run_coroutine_threadsafe(answering, self._loop)
         except RuntimeError as cause:
-            answering.close()
+            answering.close()  # or Python warns of a coroutine that was never awaited
             raise self._over() from cause
 
     async def _answer(self, work: Work, core: VllmCore) -> Any:

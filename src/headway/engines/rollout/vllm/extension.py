@@ -65,11 +65,11 @@ def score(worker: Any, context: Sequence[int], token: int, temperature: float) -
     try:
         output = worker.execute_model(_step(new=new, tokens={request: len(context)}))
         if output is None:
-            output = worker.sample_tokens(None)
+            output = worker.sample_tokens(None)  # it has only computed: it samples when it is told to
         if hasattr(output, "get_output"):
             output = output.get_output()
     finally:
-        worker.execute_model(_step(finished={request}))
+        worker.execute_model(_step(finished={request}))  # after an error, too: vLLM keeps the request until then
     if output is None or output.logprobs is None:
         return None
     row = output.req_id_to_index[request]

@@ -177,7 +177,7 @@ class VllmCore:
         self._settle()
         while self._scheduler.mode is Mode.DRAINING and self.state.over is None:
             await self._moved.wait()
-        self.state.check()
+        self.state.check()  # also if the engine ended while this waited
         async with self._alone():
             if self._scheduler.mode is not Mode.PAUSED:  # resumed meanwhile
                 return Paused()
@@ -284,7 +284,7 @@ class VllmCore:
     async def close(self, error: HeadwayError) -> None:
         """End everything; waiting callers get ``error``."""
         self.state.end(error)
-        tasks = list(self._following.values())
+        tasks = list(self._following.values())  # a copy: tasks that end leave the dictionary
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -342,7 +342,7 @@ class VllmCore:
         self._done.setdefault(run.client, []).append(self._scheduler.finish(run, reason, self._clock()))
 
     def _deliver(self) -> None:
-        done, self._done = self._done, {}
+        done, self._done = self._done, {}  # exchanged first: `_finish` schedules a delivery where it is empty
         for client, batch in done.items():
             self._hand_on(client, batch)
 
@@ -371,6 +371,7 @@ class VllmCore:
         """End a drain where nothing is left to run, and tell those who wait for that."""
         if self._scheduler.mode is Mode.DRAINING and not self._running and not self._scheduler.queued:
             self._scheduler.drained()
+        # Set for those that wait now; what they wait for next is another event.
         self._moved.set()
         self._moved = asyncio.Event()
 

@@ -87,7 +87,7 @@ class HostState:
         if key not in self._buffers:
             buffer = host_buffer(tensor.nbytes, pinned=self._pinned)
             self._buffers[key] = buffer.view(tensor.dtype).view(tensor.shape)
-        return self._buffers[key].copy_(tensor)
+        return self._buffers[key].copy_(tensor)  # into the same memory: pinned memory takes long to allocate
 
 
 def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any], group: ProcessGroup) -> None:

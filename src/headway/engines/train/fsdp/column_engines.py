@@ -113,6 +113,7 @@ class ProximalWeights:
 
     @torch.no_grad()
     def _snapshot(self) -> list[torch.Tensor]:
+        # With `copy`: on a CPU `to` would return the shard itself, which the next step changes.
         return [shard.to("cpu", copy=True) for shard in self._shards()]
 
     @torch.no_grad()

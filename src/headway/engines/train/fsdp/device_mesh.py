@@ -128,6 +128,7 @@ def _own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
         assert world is not None
         return world
     mine: ProcessGroup | None
+    # Every rank makes all groups, its own and the others: to make one is collective over all ranks.
     mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
     assert mine is not None
     return mine
@@ -158,7 +159,7 @@ def on_rank_zero(action: Callable[[], T], group: ProcessGroup | None = None) -> 
             result = action()
         except Exception as error:
             outcome = [error]
-    dist.broadcast_object_list(outcome, src=0, group=group)
+    dist.broadcast_object_list(outcome, src=0, group=group)  # also without an error: the others wait for it
     if outcome[0] is not None:
         raise outcome[0]
     return result

@@ -120,7 +120,7 @@ def export_windows(
     """
     with replaced_when_complete(path) as folder, progress_here().writing(folder):
         write_files(folder, manifest, windows)
-        config = copy.deepcopy(lm.config)
+        config = copy.deepcopy(lm.config)  # the model's own keeps its dtype
         config.dtype = dtype
         config.architectures = [type(lm).__name__]
         if lm.is_remote_code():

@@ -193,7 +193,7 @@ class Learner:
 
         Raises `RunError` while the checkpoint before is being written: the copy is still needed.
         """
-        if self._writing.locked():
+        if self._writing.locked():  # not waited for: training would stand still meanwhile
             raise RunError("the checkpoint before is still being written, from the memory that the next one would take")
         self._copied = self._host.copy({**self._state(), "steps": torch.tensor(self._steps)})
 
@@ -219,7 +219,7 @@ class Learner:
             self.copy_state()
         assert self._copied is not None
         with self._writing:
-            tensors, self._copied = self._copied, None
+            tensors, self._copied = self._copied, None  # written once; the next `save` copies anew
             steps = int(tensors.pop("steps"))
             save_checkpoint(tensors, path, {"optimizer_steps": steps, "extra": extra}, self._mesh.files)
 

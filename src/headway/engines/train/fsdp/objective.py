@@ -122,7 +122,7 @@ def collate_columns(
     """
     own_tokens = sum(len(row.loss_mask) for row in rows)
     rows = [*rows, *others.rows]
-    labels = np.empty(len(rows), np.int64)
+    labels = np.empty(len(rows), np.int64)  # without `lengths` these are never read
     tokens = np.array([row.loss_mask.sum() for row in rows])
     for label, own in enumerate(by_episode(rows) if lengths else ()):
         episode = rows[own[0]].episode

@@ -383,7 +383,7 @@ def _agreed(module: ShardedModule, lm: PreTrainedModel, try_out: Callable[[], st
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, own)
     reason = next((of for of in reasons if of is not None), None)
-    if own is None and reason is not None:
+    if own is None and reason is not None:  # this rank could pack rows, and another one cannot
         lm.set_attn_implementation(before)
     return reason
 

@@ -187,7 +187,7 @@ def gather(
     from the ranks of its own copy.
     """
     members = dist.get_process_group_ranks(mesh.copy)
-    if 0 not in members and not everywhere:
+    if 0 not in members and not everywhere:  # another copy of the model (HSDP): rank zero's sends for all
         return
     shares, place = ((manifest,), 0) if everywhere else (manifest.shares(), dist.get_rank(mesh.copy))
     largest = max(shares, key=lambda share: share.nbytes)
@@ -253,7 +253,7 @@ def _part(box: Part, file: FileTensor) -> Part | None:
             return None
         values = values.narrow(dim, low - box.start[dim], high - low)
         start.append(low - first)
-    for dim in reversed(range(len(file.start))):
+    for dim in reversed(range(len(file.start))):  # the last one first: `select` removes a dimension
         if dim not in file.dims:
             values = values.select(dim, 0)
     return Part(tuple(start[dim] for dim in file.dims), values)

@@ -103,6 +103,7 @@ class LocalExchange:
                 self._wait(lambda: name not in self._waiting, lambda: waits)
                 waits = f"receiver {name} waited for the sender of version {version}"
                 while not told.done():
+                    # `put` is bound now: the time limit begins anew with each bucket.
                     self._wait(lambda put=self._put: told.done() or self._put > put, lambda: waits)  # type: ignore[misc]
             except BaseException as cause:
                 self._tell({name: (version, sink, told)}, cause)

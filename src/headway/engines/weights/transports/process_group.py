@@ -215,6 +215,7 @@ class StoreGroup:
 
 def open_store(host: str, timeout_s: float) -> tuple[Any, int]:
     """Host a store on a free port of ``host``, for as long as the object lives: ``(store, port)``."""
+    # Without waiting for others: they are given its address only when this has returned.
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     return store, int(store.port)
 
