@@ -70,7 +70,7 @@ def use_quickest(module: nn.Module) -> None:
     """Have the linear layers of ``module``, whose weights are whole tensors when it computes, compute by `linear`."""
     if onednn_is_quicker():
         for layer in module.modules():
-            if type(layer) is nn.Linear:
+            if type(layer) is nn.Linear:  # not isinstance: a subclass may have a forward pass of its own
                 layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
 
 

@@ -164,9 +164,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden_MH, weight_VH, bias_V, targets_M, entropy_M, logsum_M = ctx.saved_tensors
         dtype = entropy_M.dtype
         grad_hidden_MH = torch.zeros_like(hidden_MH) if ctx.needs_input_grad[0] else None
+        # In float32 at least: sums over many chunks in bfloat16 would lose small addends.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
         compute = _of_chunks(_chunk_gradient, ctx.compiled)
+        # Of a small vocabulary a rank may have no row.
         for start in range(0, len(targets_M) if len(weight_VH) else 0, ctx.chunk):
             of = slice(start, start + ctx.chunk)
             grad_CV, of_bias_V = compute(
@@ -283,7 +285,7 @@ def _chunk_gradient(
     else:
         targets_C, own_C = part.places(targets_C, logits_CV.shape[1])
         logp_CV = logits_CV.sub_(logsum_C[:, None])
-    del logits_CV
+    del logits_CV  # or it would be held beside what is computed next
     p_CV = logp_CV.exp()
     if grad_entropy_C is None:
         grad_CV = p_CV

@@ -174,7 +174,7 @@ def _check_safetensors(file: Path) -> None:
         with file.open("rb") as opened:
             start = opened.read(8)
             length = int.from_bytes(start, "little")
-            header = opened.read(length) if 8 + length <= size else b""
+            header = opened.read(length) if 8 + length <= size else b""  # a damaged length may be any number
     except OSError as cause:
         raise ModelError(f"{file} cannot be read ({cause.strerror or cause})") from cause
     if LFS_POINTER.startswith(start) and size < 1024 and start:
@@ -192,7 +192,7 @@ def _check_safetensors(file: Path) -> None:
 def read_object(file: Path) -> dict[str, Any]:
     """Read the object that a JSON file holds."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))  # some editors write a byte-order mark
     except OSError as cause:
         raise ModelError(f"{file} cannot be read ({cause.strerror or cause})") from cause
     except (ValueError, RecursionError):
@@ -258,12 +258,13 @@ def compare(path: str, model: Any, expected: Mapping[str, list[int]], found: lis
             one by ``config.json``.
     """
     there = {_name_in_the_model(one.name, expected, model.base_model_prefix): one for one in found}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # tied ones under each of their names
     tied: dict[int, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
         tied[id(parameter)].append(name)
     copied = {name for names in tied.values() if any(name in there for name in names) for name in names}
     not_read = re.compile("|".join((*NOT_READ, *(model._keys_to_ignore_on_load_unexpected or ()))))
+    # "(?!)" matches nothing, and an empty pattern would match every name.
     optional = re.compile("|".join(model._keys_to_ignore_on_load_missing or ()) or "(?!)")
     problems = [
         f"{name} is {one.shape} in the file, and {expected[name]} by config.json"

@@ -117,7 +117,7 @@ class _States(BaseModelOutputWithPast):
     """A decoder's output with hidden states alone: anything else that a family asks for is None."""
 
     def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
+        if name.startswith("__"):  # copies look for methods by such names, and must not find None
             raise AttributeError(name)
 
 
@@ -136,5 +136,5 @@ def _replaced(lm: PreTrainedModel, head: nn.Linear, states: _States) -> Iterator
     try:
         yield calls
     finally:
-        del decoder.forward
+        del decoder.forward  # the instance's: its class's is in force again
         lm.set_output_embeddings(before)

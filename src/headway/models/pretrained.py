@@ -240,7 +240,7 @@ def replaced_when_complete(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
-    rmtree(temporary, ignore_errors=True)
+    rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     temporary.mkdir()
     try:
         yield temporary
@@ -253,7 +253,7 @@ def replaced_when_complete(path: Path) -> Iterator[Path]:
 def replace_folder(temporary: Path, path: Path) -> None:
     """Rename ``temporary`` to ``path`` in its parent; what was there before is moved aside first, then removed."""
     old = path.with_name(f".{path.name}.old")
-    rmtree(old, ignore_errors=True)
+    rmtree(old, ignore_errors=True)  # a folder cannot be renamed to one that has files
     if path.exists():
         path.rename(old)
     temporary.rename(path)

@@ -151,6 +151,7 @@ class TokenTexts:
         """Return a token behind which others are decoded, and its text; nothing where no token serves."""
         vocabulary = self._tokenizer.get_vocab()
         for text in ANCHORS:
+            # Twice: a space before it is left out at the beginning, and shows in the second one.
             if (id := vocabulary.get(text)) is not None and self._decode([id, id]) == 2 * text:
                 return [id], text
         return [], ""

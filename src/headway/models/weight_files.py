@@ -36,7 +36,7 @@ class FileTensor:
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor as a view of the whole ``parameter``."""
         view = parameter
-        for dim in reversed(range(parameter.ndim)):
+        for dim in reversed(range(parameter.ndim)):  # the last one first: `select` removes a dimension
             if dim in self.dims:
                 view = view.narrow(dim, self.start[dim], self.shape[self.dims.index(dim)])
             else:
@@ -60,6 +60,7 @@ def file_tensors(lm: PreTrainedModel, *, buffers: bool = False) -> list[FileTens
     """
     held = dict(lm.named_parameters()) | (persistent_buffers(lm) if buffers else {})
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    # On meta: the conversion is traced by storages and strides, and takes no memory.
     whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owner = {_storage(tensor): name for name, tensor in whole.items()}
     doing = f"{type(lm).__name__}: its parameters cannot be brought into the form of its files"
@@ -80,7 +81,7 @@ def file_tensors(lm: PreTrainedModel, *, buffers: bool = False) -> list[FileTens
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    storage: int = tensor.untyped_storage()._cdata
+    storage: int = tensor.untyped_storage()._cdata  # not `data_ptr`, which is 0 for all tensors on meta
     return storage
 
 

@@ -143,7 +143,7 @@ def _short_windows(lm: PreTrainedModel) -> Iterator[None]:
     for owner in (config, *lm.modules()):
         for name in _WINDOWS:
             value = vars(owner).get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:  # True is an int, too
                 owners.append((owner, name, value))
                 setattr(owner, name, WINDOW)
     try:

@@ -182,6 +182,7 @@ class _Flash(torch.autograd.Function):
     ) -> Float[Tensor, "L H D"]:
         tokens, heads, _ = q_LHD.shape
         out_LHD = torch.empty_like(q_LHD, memory_format=torch.contiguous_format)
+        # In float32 at least: parts are merged by differences of these, for which bfloat16 is too coarse.
         lse_LH = torch.empty(tokens, heads, dtype=torch.promote_types(q_LHD.dtype, torch.float32))
         for part in parts:
             out, lse = _flash(

@@ -47,6 +47,7 @@ PIECE = 256
 
 
 class AttentionKind(Enum):
+    # The order counts: `PackedLayout.parts` sorts by it, and subtrees are merged with what others have put.
     CAUSAL = auto()
     VIEW = auto()
     SUBTREE = auto()

@@ -70,9 +70,9 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, line: Tensor, scattered: int, gathered: int, group: ProcessGroup) -> Tensor:
-        ctx.args = gathered, scattered, group
+        ctx.args = gathered, scattered, group  # swapped: the backward pass exchanges back
         ranks = dist.get_world_size(group)
-        sent = torch.stack(line.chunk(ranks, dim=scattered))
+        sent = torch.stack(line.chunk(ranks, dim=scattered))  # contiguous, as the collective takes it
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         return torch.cat(received.unbind(), dim=gathered)
@@ -87,7 +87,7 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, places: Tensor, total: int, group: ProcessGroup) -> Tensor:
         ctx.save_for_backward(places)
         joined = values.new_zeros(total).index_copy_(0, places, values)
-        dist.all_reduce(joined, group=group)
+        dist.all_reduce(joined, group=group)  # each place has the value of one rank, and zeros of the others
         return joined
 
     @staticmethod
