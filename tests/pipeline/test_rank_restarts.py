@@ -20,6 +20,7 @@ from headway.events import (
     RanksRestarted,
     ReplicaLost,
     TrajectoryFinished,
+    ValidationFinished,
 )
 from headway.pipeline.recovery.liveness import ProcessLook
 from tests.pipeline.fake_policies import FakeReference
@@ -137,6 +138,16 @@ def test_on_shared_devices_each_batch_has_the_steps_of_a_run_that_nothing_happen
         assert trainer(run).weights == trainer(whole).weights
         versions = {event.number: event.version_spans for event in whole.of(TrajectoryFinished)}
         assert versions == {event.number: event.version_spans for event in run.of(TrajectoryFinished)}
+
+
+def test_a_validation_that_is_lost_with_its_replica_begins_anew_and_no_wave_starts_beside_it():
+    whole = on_shared_devices("colocate_sync", {}).run().assert_completed()
+    for start, end in [event.span for event in whole.of(ValidationFinished)][:-1]:
+        run = check_shared(on_shared_devices("colocate_sync", {}, (start + end) / 2).run())
+        for event in run.of(ValidationFinished):
+            # Scores come in while the next wave is decoded: 0.25 s of each validation.
+            began = [time for time in run.launches().values() if event.span[0] < time < event.span[1] - 0.25]
+            assert began == [], f"groups reached a replica that validated version {event.version}"
 
 
 @pytest.mark.parametrize("call", ["pause", "resume", "activate"])

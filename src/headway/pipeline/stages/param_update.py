@@ -245,6 +245,9 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
     async def _order_validation(self, replica: Replica, version: int) -> None:
         """Order the validation of ``version`` if it is due, before that version lets further groups in."""
         if not self._validators.is_due(version):
+            # One whose replicas were lost begins anew or goes on here: as ever, no wave may start beside it.
+            if self._validators.under_way and (self._validators.everywhere or replica is self._pool.validator):
+                self._validators.keep(replica)
             return
         if self._validators.everywhere:
             self._validators.keep(replica)  # the others have to load before it is ordered

@@ -109,7 +109,8 @@ class PromptLoader(Stage[list[Prompt], Share]):
             unrewarded=state.unrewarded,
             # Strictly on-policy, a wave also waits for its version's validation: what shares a batch with it must be
             # the same in every run. With η > 0 generation goes on beside validation.
-            validation_runs=state.staleness.eta == 0 and bool(state.validating),
+            # Without a replica one that was under way has yet to begin anew.
+            validation_runs=state.staleness.eta == 0 and bool(state.validating or not state.staleness.loaded),
             groups_per_version=state.staleness.groups_per_version,
         )
 

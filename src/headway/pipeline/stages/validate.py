@@ -67,6 +67,8 @@ class Validators:
         """True where all replicas answer."""
         self.newest = 0
         """Newest version whose validation was ordered as due."""
+        self.under_way: set[int] = set()
+        """Versions whose validations were ordered and have not all their answers."""
         self._state = state
         self.pool = pool
         self._test_freq = config.rollout.test_freq if prompts else -1
@@ -92,6 +94,7 @@ class Validators:
     def order(self, version: int) -> Validation:
         """Make the validation of ``version``, which all replicas have loaded that shall answer."""
         self.newest = max(self.newest, version)
+        self.under_way.add(version)
         if self.everywhere:
             for replica in self.pool.serving:
                 self.keep(replica)
@@ -107,8 +110,9 @@ class Validators:
 
     def let_go(self, validation: Validation) -> None:
         """Let replicas load again: nothing decodes for ``validation`` any more."""
-        names = [validation.replica.name] if validation.replica is not None else list(self._state.validating)
-        for name in names:
+        self.under_way.discard(validation.version)
+        # All: where replicas were lost meanwhile, more than one may have been kept for it.
+        for name in list(self._state.validating):
             self._state.validation(name, running=False)
 
 

@@ -105,7 +105,7 @@ def words(event: Event) -> tuple[str, str] | None:
             return "warning", f"{who} is lost, the groups that it had not handed on are made again: {why}"
         case events.RanksLost(role=role, reason=why):
             who = events.ranks_named(role)
-            return "warning", f"{who} is lost, its ranks are started again and replicas go on: {why}"
+            return "warning", f"{who} is lost, and its ranks are started again: {why}"
         case events.RanksRestarted(role=role):
             seconds = event.span[1] - event.span[0]
             back = f"{events.ranks_named(role)} is back at version {event.version} after {seconds:.1f} s"
