@@ -44,12 +44,23 @@ def test_a_value_is_what_the_script_says(expression: str, value: object) -> None
 
 
 @pytest.mark.parametrize(
-    "expression", ["load()", "unknown", "x.y.z", "1 / 0", "1 if x else 2", "[i for i in range(3)]", "10**10**10"]
+    "expression",
+    ["load()", "unknown", "x.y.z", "1 / 0", "1 if x else 2", "[i for i in range(3)]", "10**10**10", "5[0]"],
 )
 def test_what_only_running_would_tell_is_named(expression: str) -> None:
     value = settings(f"GRPOConfig(value={expression})")["value"]
     (name,) = missing(value)
     assert written({"a": [1, value]}) == f"{{'a': [1, '{name}']}}"
+
+
+def test_mappings_conversions_and_what_is_set_on_a_trainers_configuration_are_followed() -> None:
+    found = settings("""
+        MORE = {"beta": 0.1}
+        config = make(1)
+        config.seed = 3
+        GRPOTrainer("model", args=config, **MORE, lr=int("4"), kwargs=dict(a=1))
+    """)
+    assert found == {CONFIG: "GRPOConfig", "seed": 3, "model": "model", "beta": 0.1, "lr": 4, "kwargs": {"a": 1}}
 
 
 def test_a_data_set_is_followed_through_what_is_done_to_it() -> None:

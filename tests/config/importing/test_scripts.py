@@ -41,6 +41,8 @@ KNOWN = [
     ("n=8\nif [[ $n == 9 || $n == 8 ]]; then n=3; fi\n[[ $n == 3 ]] && m=1\nrun a.b=$n$m", ["run", "a.b=31"]),
     ('n=1\n[ "$n" -gt 1 ] && n=2\n[ "$n" -le 1 ] && m=3\nrun a.b=$n$m', ["run", "a.b=13"]),
     ("export A=4 B=2\nC=1 D=$C\nrun a.b=$A$B$C$D", ["run", "a.b=4211"]),
+    ("z=0\ncase $1 in a) case $2 in x) z=1;; esac;; b) z=2;; esac\nrun a.b=$z", ["run", "a.b=0"]),
+    ("x=/a/b\nrun a.b=${x##*/}", ["run", "a.b=b"]),
     ("g=(0 1 2)\nrun a.b=${#g[@]}", ["run", "a.b=3"]),
     ("for i in 1; do x=$i; done; x=2; run a.b=$x", ["run", "a.b=2"]),
     ("n=3 # it's not\nrun a.b=$n", ["run", "a.b=3"]),
@@ -136,3 +138,8 @@ def test_what_depends_on_something_unknown_is_remarked(text: str, command: list[
 def test_quotes_that_do_not_close_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="of the script is never closed; expected a shell script"):
         read_script(text)
+
+
+def test_a_case_that_is_never_closed_is_passed_over() -> None:
+    script = read_script("run a.b=1\ncase $1 in")
+    assert script.commands == [["run", "a.b=1"]] and script.remarks == ["`case $1 in`: no branch is taken"]

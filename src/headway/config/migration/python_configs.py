@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,12 @@ TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
 """Parameters of a trainer, in order."""
 _OPERATORS = {**OPERATORS, ast.Div: operator.truediv}
-_AS_IT_IS = ("map", "filter", "select", "shuffle", "rename_column", "remove_columns", "train_test_split", "take")
+_AS_IT_IS = (
+    *("map", "filter", "select", "shuffle", "rename_column", "rename_columns", "remove_columns", "with_format"),
+    *("cast_column", "train_test_split", "take", "skip", "flatten"),
+)
 """Methods of a data set after which it is still that data set, for what is asked here."""
+_CASTS: Mapping[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "Path": str}
 _MAIN = "__name__ == '__main__'"
 
 
@@ -53,7 +57,9 @@ def read_code(text: str, path: Path, options: Mapping[str, Any]) -> Code:
         # The longest: AsyncGRPOConfig ends in GRPOConfig, too.
         code.settings[CONFIG] = max((name for name in CONFIGS if _called(call).endswith(name)), key=len)
         code.settings |= names.arguments(call, ("output_dir",), code.remarks)
-    code.settings |= names.assigned_later(tree)
+    given = [one.value for call in trainers for one in call.keywords if one.arg == "args"]
+    given += [one for call in trainers for one in call.args[2:3]]
+    code.settings |= names.assigned_later(tree, given)
     for call in trainers:
         code.settings.setdefault(CONFIG, "RLOOConfig" if "RLOO" in _called(call) else "GRPOConfig")
         arguments = names.arguments(call, POSITIONS, code.remarks)
@@ -126,15 +132,19 @@ class _Names:
                 for i, part in enumerate(parts):
                     self._assign(part, ast.Subscript(value, ast.Constant(i), ast.Load()))
 
-    def assigned_later(self, tree: ast.AST) -> dict[str, Any]:
-        """Return what is assigned to attributes of a configuration, by name; the last one counts."""
+    def assigned_later(self, tree: ast.AST, given: Sequence[ast.expr]) -> dict[str, Any]:
+        """Return what is assigned to attributes of a configuration, by name; the last one counts.
+
+        ``given``: what trainers get as their configuration.
+        """
         found = {}
+        configurations = self._configurations | {one.id for one in given if isinstance(one, ast.Name)}
         for statement, conditional in _conditional(tree):
             match statement:
                 case (
                     ast.Assign(targets=[ast.Attribute(value=ast.Name(id=owner), attr=name)])
                     | ast.AugAssign(target=ast.Attribute(value=ast.Name(id=owner), attr=name))
-                ) if owner in self._configurations:
+                ) if owner in configurations:
                     known = isinstance(statement, ast.Assign) and not conditional
                     found[name] = self.value(statement.value) if known else unresolved(ast.unparse(statement))
         return found
@@ -142,19 +152,21 @@ class _Names:
     def arguments(self, call: ast.Call, positions: Sequence[str], remarks: list[str]) -> dict[str, Any]:
         """Return a call's arguments by name."""
         given = {name: self.value(one) for name, one in zip(positions, call.args, strict=False)}
-        given |= {one.arg: self.value(one.value) for one in call.keywords if one.arg}
-        remarks += [
-            f"line {call.lineno}: what **{ast.unparse(one.value)} gives is not known"
-            for one in call.keywords
-            if one.arg is None
-        ]
+        for one in call.keywords:
+            value = self.value(one.value)
+            if one.arg:
+                given[one.arg] = value
+            elif isinstance(value, dict):
+                given |= {str(name): part for name, part in value.items()}
+            else:
+                remarks.append(f"line {call.lineno}: what **{ast.unparse(one.value)} gives is not known")
         return given
 
     def value(self, node: ast.expr) -> Any:
         """Return what an expression is, as far as the script says it; the rest is `unresolved`."""
         try:
             return self._value(node)
-        except (TypeError, ValueError, ArithmeticError, RecursionError, LookupError):
+        except (TypeError, ValueError, ArithmeticError, RecursionError, LookupError, AttributeError):
             return unresolved(ast.unparse(node))
 
     def _value(self, node: ast.expr) -> Any:
@@ -209,7 +221,11 @@ class _Names:
             if called == "train_test_split" and "dataset" in found:
                 return found | {"split": found.get("split", "train")}  # its test part is held out of this one
             return found | {"dataset": found["dataset"]}
+        if called in _CASTS and len(node.args) == 1:
+            return _CASTS[called](self._value(node.args[0]))
         given = self.arguments(node, ("path", "name"), [])
+        if called == "dict" and not node.args:
+            return given
         if called == "load_dataset":
             parts = {"dataset": given["path"], "subset": given.get("name"), "split": given.get("split")}
             return {key: one for key, one in (parts | {"files": given.get("data_files")}).items() if one}

@@ -180,8 +180,12 @@ class _Reader:
 
     def _case(self, start: int, *, live: bool) -> None:
         """Pass over ``case … esac``, whose branches would set the same variables to different values."""
-        while self._take() not in ("esac", ""):
-            pass
+        end = self._take()
+        while end not in ("esac", ""):
+            while (end := self._take()) not in (")", "esac", ""):
+                pass
+            # Statement by statement: a branch may have a case of its own.
+            end = self.block(";;", "esac", live=False)[0] if end == ")" else end
         if live:
             statement = self._text[start : self._tokens[self._at - 1].end()]
             self._remark(statement, "no branch is taken", ": ")
@@ -191,7 +195,8 @@ class _Reader:
 
     def _take(self) -> str:
         word = self._peek()
-        self._at += 1
+        # Not behind the end: the last token is still the one before this place.
+        self._at = min(self._at + 1, len(self._tokens))
         return word
 
     def _remark(self, statement: str, what: str, colon: str = " ") -> None:
@@ -298,6 +303,8 @@ class _Reader:
             return [known or " ".join(self._words(default if '"' in default else f'"{default}"'))]
         if found := re.match(r":?[+?]", rest):
             return [] if "+" in found[0] else [known or unresolved(f"${{{key}}}")]
+        if rest.startswith("##*/") and known:
+            return [known.rpartition("/")[2]]
         if rest:
             return unknown
         return [unresolved(f"${key}") if known is None else known]
