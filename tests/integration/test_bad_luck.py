@@ -19,9 +19,9 @@ from typing import Any, cast
 import pytest
 import typer
 
+from headway.api.interrupts import Interrupts
 from headway.api.run import train
 from headway.api.run import training_run as app_run
-from headway.api.run.training_run import Interrupts
 from headway.cli.common import errors_as_messages
 from headway.cli.train_command import load_checked
 from headway.cluster.worker_engines import TrainGroup

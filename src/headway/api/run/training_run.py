@@ -1,18 +1,18 @@
 """A training run: wires data, reward, workers and pipeline together, and exports the trained model.
 
-`Interrupts` takes Ctrl-C, SIGTERM and SIGHUP for a run; outside of its event loop `headway.runtime.signals` does.
+`headway.api.interrupts` takes the signals of a run; outside of its event loop `headway.runtime.signals` does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from headway.agents.episodes.program_workers import variables
 from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec
+from headway.api.interrupts import Interrupts
 from headway.api.profile_window import ProfileWindow
 from headway.api.storage.uploader import StorageUploader
 from headway.config.schema import Config
@@ -37,7 +38,6 @@ from headway.pipeline.wiring import Parts
 from headway.reports.checkpoint_folders import Checkpoints, Retention, version_of, write_version
 from headway.reports.report_manager import Reports
 from headway.reports.run_directory import RunDirectory
-from headway.runtime.signals import signals_handled
 from headway.runtime.task_groups import end, failure_ignored, in_daemon_thread
 
 if TYPE_CHECKING:
@@ -48,59 +48,6 @@ if TYPE_CHECKING:
 
 def note(reports: Reports, text: str, level: str = "info") -> None:
     reports.emit(Note(time=time.monotonic(), level=level, text=text))
-
-
-class Interrupts:
-    """Handling of Ctrl-C, SIGTERM and SIGHUP, as long as there is anything to close.
-
-    In a block of `asking` the first signal asks for an end in order; any other leaves at once. What is open is then
-    closed, which takes a few seconds; nothing disturbs that, so that no process is left behind. A run in another thread
-    than the main one gets no signals: Python handles them in the main thread alone.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._stop: tuple[Callable[[], None], str] | None = None
-        """Function that asks for an end in order, and what is still finished; None where a signal leaves at once."""
-        self._task: asyncio.Task[Any] | None = None
-        """Task of the run; None once it leaves."""
-        self._told = False
-        """True once the user was informed that the workers are being ended; further signals print nothing."""
-        self._handled = signals_handled(self._on_signal)
-
-    def __enter__(self) -> Interrupts:
-        self._task = asyncio.current_task()
-        self._handled.__enter__()
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        self._handled.__exit__(*failure)
-
-    @contextmanager
-    def asking(self, stop: Callable[[], None], after: str) -> Iterator[None]:
-        """Have the first interrupt before the end of the block call ``stop``, for an end ``after`` what is named."""
-        self._stop = stop, after
-        try:
-            yield
-        finally:
-            self._stop = None
-
-    def leave_undisturbed(self) -> None:
-        self._task = None
-
-    def _on_signal(self) -> None:
-        if self._task is None:
-            if not self._told:
-                self._say("ending the workers, which takes a few seconds")
-            self._told = True
-        elif self._stop is not None:
-            stop, after = self._stop
-            self._say(f"stopping after {after}; press Ctrl-C again to leave at once")
-            stop()
-            self._stop = None
-        else:
-            self._task.cancel()
-            self._task = None
 
 
 STARTING = "starting workers"

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
-from headway.api.run.training_run import Interrupts
+from headway.api.interrupts import Interrupts
 from headway.api.sft.sft_data import Example, SftExamples
 from headway.api.sft.warmup import SftSteps, trainer_of
 from headway.cluster.worker_group import while_ranks_move

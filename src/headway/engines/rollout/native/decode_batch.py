@@ -366,10 +366,11 @@ class DecodeBatch:
             self._bars = any(p.min_tokens > of for p, of in zip(params, rows.sampled.tolist(), strict=False))
         return brought[len(arrays) :]
 
-    def read(self) -> tuple[DecodeStep, list[tuple[CallRun, FinishReason]]]:
+    def read(self) -> tuple[DecodeStep, float, list[tuple[CallRun, FinishReason]]]:
         """Wait for the tokens of the oldest step that was not read, and record those of rows that are still active.
 
-        Returns the step's record, and the calls that have ended, whose rows are free. Raises `NonFinite`.
+        Returns the step's record, when it was read, and the calls that have ended, whose rows are free.
+        Raises what `not_finite` returns.
         """
         step = self._unread[0]
         tokens, logprobs = step.read()
@@ -387,7 +388,7 @@ class DecodeBatch:
                 run.started, run.oldest_version = now, step.version
         step.record.active = len(rows)
         # `_ended` has the last row first: rows behind one that is taken out move up, and must not end later.
-        return step.record, [(self._take_out(row), reason) for row, reason in self._ended()]
+        return step.record, now, [(self._take_out(row), reason) for row, reason in self._ended()]
 
     def _ended(self) -> list[tuple[int, FinishReason]]:
         """Rows that just got their last token, and why; the last row first."""

@@ -263,8 +263,7 @@ class EngineCore:
         Where no row is left, nothing is ahead: what has been launched is of rows that had ended.
         """
         while self._batch.unread > (ahead if self._batch.active else 0):
-            record, ended = self._batch.read()
-            now = self._clock()
+            record, now, ended = self._batch.read()
             self._finished += [(run.client, self._scheduler.finish(run, reason, now)) for run, reason in ended]
             self._activity.end(record)
 

@@ -1,0 +1,63 @@
+"""Signals of a run: Ctrl-C, SIGTERM and SIGHUP end it in order, or at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from headway.runtime.signals import signals_handled
+
+
+class Interrupts:
+    """Handling of Ctrl-C, SIGTERM and SIGHUP, as long as there is anything to close.
+
+    In a block of `asking` the first signal asks for an end in order; any other leaves at once. What is open is then
+    closed, which takes a few seconds; nothing disturbs that, so that no process is left behind. A run in another thread
+    than the main one gets no signals: Python handles them in the main thread alone.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._stop: tuple[Callable[[], None], str] | None = None
+        """Function that asks for an end in order, and what is still finished; None where a signal leaves at once."""
+        self._task: asyncio.Task[Any] | None = None
+        """Task of the run; None once it leaves."""
+        self._told = False
+        """True once the user was informed that the workers are being ended; further signals print nothing."""
+        self._handled = signals_handled(self._on_signal)
+
+    def __enter__(self) -> Interrupts:
+        self._task = asyncio.current_task()
+        self._handled.__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._handled.__exit__(*failure)
+
+    @contextmanager
+    def asking(self, stop: Callable[[], None], after: str) -> Iterator[None]:
+        """Have the first interrupt before the end of the block call ``stop``, for an end ``after`` what is named."""
+        self._stop = stop, after
+        try:
+            yield
+        finally:
+            self._stop = None
+
+    def leave_undisturbed(self) -> None:
+        self._task = None
+
+    def _on_signal(self) -> None:
+        if self._task is None:
+            if not self._told:
+                self._say("ending the workers, which takes a few seconds")
+            self._told = True
+        elif self._stop is not None:
+            stop, after = self._stop
+            self._say(f"stopping after {after}; press Ctrl-C again to leave at once")
+            stop()
+            self._stop = None
+        else:
+            self._task.cancel()
+            self._task = None
