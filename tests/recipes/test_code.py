@@ -43,8 +43,8 @@ def test_only_one_function_fits_an_example_and_only_that_one_passes_both_tests(n
         tests = unit_tests_of(record.answer, {})
         assert len(tests) == 2
         for test in tests:
-            assert isinstance(test, CallTest) and test.function == "f" and tuple(test.arguments) != (x, y)
-            passing = [body for body, function in FUNCTIONS.items() if function(*test.arguments) == test.expected]
+            assert isinstance(test, CallTest) and test.function == "f" and tuple(test.given) != (x, y)
+            passing = [body for body, function in FUNCTIONS.items() if function(*test.given) == test.expected]
             assert passing == fitting
         counts[fitting[0]] += 1
     assert len(counts) == len(FUNCTIONS) and len(set(counts.values())) == 1

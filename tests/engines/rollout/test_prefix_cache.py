@@ -89,7 +89,7 @@ class Memory:
             assert node.block == block and node.ids.tolist() == self.tokens[block]
             assert node.parent is not None and (node.parent.block < 0 or cache._nodes[node.parent.block] is node.parent)
             assert len(node.parent.ids) in (0, BLOCK) and len(node.ids) <= BLOCK
-        pinned = [node for one in cache._episodes.values() for leaf in one.leaves for node in leaf.way()]
+        pinned = [node for one in cache.episodes.values() for leaf in one.leaves for node in leaf.way()]
         assert sum(node.pins for node in cache._nodes.values()) == len(pinned)
         places = {node: place for place, node in enumerate(cache._unpinned)}
         assert places.keys() == {node for node in cache._nodes.values() if not node.pins}
@@ -97,7 +97,7 @@ class Memory:
             assert place < places.get(node.parent, len(places)), "a block is to go after all that follow it"
         if not cache.lost:
             for trajectory, ids in self.kept.items():
-                if cache._episodes[trajectory].running:
+                if cache.episodes[trajectory].running:
                     continue
                 assert cache.find(np.array(ids, np.int32), trajectory).length == len(ids)
 
@@ -218,9 +218,9 @@ def test_an_episode_that_is_not_open_leaves_nothing() -> None:
     memory.turn(1, context(1, 2), [7])
     memory.turn(2, context(2, 2), [7])
     memory.cache.leave("somebody else")
-    assert memory.cache.is_open(episode(1))
+    assert episode(1) in memory.cache.episodes
     memory.cache.leave("me")
-    assert not memory.cache.is_open(episode(1))
+    assert episode(1) not in memory.cache.episodes
 
 
 @pytest.mark.parametrize("forked", [5, BLOCK + 5])

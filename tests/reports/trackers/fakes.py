@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.tracker import Tracker, TrackerSetting
+from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting
 from headway.reports.trackers.tracker_thread import TrackerMessages, TrackerState, TrackerThread
 
 SOON_S = 30.0
@@ -28,6 +28,7 @@ class Tool:
     """What is wrong with the next rows; None for a row that is taken."""
     refuses: dict[str, str] = field(default_factory=dict)
     """What is always wrong, by the call, or by the version of a row."""
+    loses_at: set[int] = field(default_factory=set)
     """Numbers of the calls, counted from 1, at which the tool finds that it has not kept what it took."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
     opened_with: list[TrackerSetting] = field(default_factory=list)
@@ -49,6 +50,8 @@ class Tool:
             if call == self.hangs_at:
                 self.hanging.set()
                 assert self.released.wait(SOON_S), "nobody released a tracker that hangs"
+            if self.asked + 1 in self.loses_at:
+                raise NotKept("it could not be persisted")
             if problem := self.refuses.get(f"row {value['version']}" if call == "on_row" else call):
                 raise ConnectionError(problem)
             if call == "on_row" and self.problems and (problem := self.problems.popleft()) is not None:

@@ -132,6 +132,33 @@ def test_what_a_tool_refuses_to_the_end_is_said_with_its_reason_and_its_remedy(t
     assert memory(tmp_path) == TrackerState("entry-1", rows=0, whole=False)
 
 
+def test_what_a_tool_took_and_did_not_keep_is_told_again(tmp_path: Path) -> None:
+    tool, told = Tool(loses_at={4}), Told()
+    tracker = threaded(tool, told, tmp_path)
+    tracker.start()
+    for version in range(3):
+        tracker.row({"version": version})
+        tool.wait_for(version + 2)
+    end(tracker)
+    assert [setting.entry for setting in tool.opened_with] == ["", "entry-1"]
+    assert tool.rows == [0, 1, 0, 1, 2]
+    assert tracker.missing("silent") == ""
+    assert memory(tmp_path) == TrackerState("entry-1", rows=3, whole=True)
+
+
+def test_what_a_tool_has_not_kept_at_its_end_is_not_counted_as_taken(tmp_path: Path) -> None:
+    tool, told = Tool(loses_at={4}), Told()
+    tracker = threaded(tool, told, tmp_path)
+    tracker.start()
+    tracker.row({"version": 0})
+    end(tracker)
+    assert tool.calls == [("on_row", {"version": 0}), ("on_summary", {"status": "completed"})]
+    assert tracker.missing("silent") == (
+        f"wandb did not get 1 of 1 rows, the summary (it could not be persisted){remedy(tmp_path)}"
+    )
+    assert memory(tmp_path) == TrackerState("entry-1", rows=0, whole=False)
+
+
 def test_settings_that_are_refused_cost_no_row_and_no_other_entry_and_are_said(tmp_path: Path) -> None:
     tool, told = Tool(refuses={"on_settings": "a parameter is too long"}), Told()
     tracker = threaded(tool, told, tmp_path, config={"run.seed": 7})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.errors import cut
+from headway.errors import RunError, cut
 
 LONGEST_TEXT = 4000
 """Most characters of a prompt or an answer in a sample that trackers are given."""
@@ -121,6 +121,10 @@ class TrackerSetting:
     prometheus_port: int = 0
 
 
+class NotKept(RunError):
+    """Error of a tracker that found that it lost what it had taken: it is made anew, and told all of it again."""
+
+
 class Tracker:
     """Writer of one run into one tool. By default each call does nothing.
 
@@ -134,6 +138,7 @@ class Tracker:
 
     Calls come from one thread, one after the other. Each may raise anything, and is then made again later, but for
     `on_sample`. Making a tracker raises nothing once a new entry is there: its id would be lost, and another one made.
+    One that raises `NotKept` has lost what it took since it was made.
     A call may take long: who must not wait keeps the tracker in a thread (`TrackerThread`).
     A row's version may be lower than that of the row before: a validation that ended late has a row of its own.
     """

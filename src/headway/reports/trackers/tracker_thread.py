@@ -19,7 +19,7 @@ from typing import Any
 from headway.errors import DataError, said_by
 from headway.reports.record.file_access import Tail, replace_file, whole_lines
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.tracker import Tracker, TrackerSetting
+from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting
 from headway.reports.trackers.tracker_tools import KEPT, make_tracker
 
 MOST_SAMPLES = 64
@@ -117,14 +117,13 @@ class TrackerThread:
         self._rows = _lines(run.metrics)
         """Number of rows of the run so far."""
         state = state or TrackerState()
-        # A resume may have undone rows that the entry has.
         self._entry, self._sent, self._whole = state.entry, min(state.rows, self._rows), False
+        self._opened_at = self._sent
+        """Number of rows that had been sent when the tracker was made."""
         self._lost = {"rows": 0, "samples": 0}
         self._left = dict.fromkeys(["the settings"] * bool(setting.config) + ["the summary"])
         """Parts beside rows that were not sent yet."""
-        self._tail, self._passed = Tail(run.metrics), self._sent
-        self._waiting: deque[dict[str, Any] | None] = deque()
-        """Rows to send; None for a line of the file that holds none."""
+        self._read_from_start()
         self._samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self._refusals = self._settings_tries = 0
         self._ending: tuple[dict[str, Any], Path | None] | None = None
@@ -135,7 +134,6 @@ class TrackerThread:
         self._given_up = False
         self._asked_at: float | None = None
         """Time of the call that has not returned yet; None where there is none."""
-        # A daemon: a library that hangs in a call must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name=f"tracker-{name}", daemon=True)
 
     # ------------------------------------------------------------------------------------------ the run's thread
@@ -150,7 +148,7 @@ class TrackerThread:
         """Note that ``metrics.jsonl`` has a further row."""
         self._rows += 1
         self._news.set()
-        asked_at = self._asked_at  # read once: the tracker's thread may set it to None meanwhile
+        asked_at = self._asked_at
         if asked_at is not None and (waited := self._clock() - asked_at) >= BEHIND_S:
             self._warn(f"has not answered for {waited:.0f} s{self._goes_on}")
 
@@ -205,7 +203,6 @@ class TrackerThread:
             self._send()  # at once: the user sees where the run is, and what is wrong, before the first version ends
             while self._ending is None and not self._given_up:
                 self._news.wait()
-                # Before sending: news that come meanwhile must wake it again.
                 self._news.clear()
                 self._send()
             for _ in range(MOST_REFUSALS):
@@ -228,7 +225,6 @@ class TrackerThread:
                 self._lost["samples"] += 1
         try:
             while lines := [line for _, line in self._tail.read()]:
-                # Rows that the entry has already are passed over.
                 known = min(self._passed, len(lines))
                 self._passed -= known
                 self._waiting.extend(_row_of(line) for line in lines[known:])
@@ -265,7 +261,6 @@ class TrackerThread:
         try:
             self._setting.folder.mkdir(exist_ok=True)
             self._tracker = tracker = self._make(self.name, replace(self._setting, entry=self._entry))
-        # SystemExit, too: a client that calls `sys.exit` must end neither the thread nor what it has to tell.
         except (Exception, SystemExit) as cause:
             self._fail(said_by(cause))
             return False
@@ -274,7 +269,7 @@ class TrackerThread:
         self._entry, self._remedy, self._problem = tracker.entry, tracker.remedy, ""
         if tracker.where and not self.where:
             self._say.note(f"{self.name}: {tracker.where}")
-        self.where = tracker.where
+        self.where, self._opened_at = tracker.where, self._sent
         self._remember()
         return True
 
@@ -290,6 +285,13 @@ class TrackerThread:
         self._asked_at = self._clock()
         try:
             getattr(tracker, call)(value)
+        except NotKept as cause:
+            self._tracker, self._sent = None, self._opened_at
+            self._left["the summary"] = None
+            self._read_from_start()
+            self._remember()
+            self._fail(str(cause))
+            return False
         except (Exception, SystemExit) as cause:
             self._fail(said_by(cause))
             return False
@@ -308,6 +310,11 @@ class TrackerThread:
         if "the settings" not in self._left:
             self._problem = ""
         self._remember()
+
+    def _read_from_start(self) -> None:
+        self._tail, self._passed = Tail(self._run.metrics), self._sent
+        self._waiting: deque[dict[str, Any] | None] = deque()
+        """Rows to send; None for a line of the file that holds none."""
 
     def _remember(self) -> None:
         path = memory_file(self._setting.folder, self.name)

@@ -11,14 +11,16 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from headway.errors import said_by
 from headway.reports.trackers.tensorboard import TensorBoardTracker
 from headway.reports.trackers.tracker import (
     COLUMNS,
+    NotKept,
     Tracker,
     TrackerSetting,
     flat,
@@ -57,7 +59,6 @@ class WandbTracker(Tracker):
         self._run.config.update(config, allow_val_change=True)
 
     def on_row(self, row: dict[str, Any]) -> None:
-        # Without a step: W&B drops a row whose step is below the last one, as that of a late validation would be.
         self._run.log({**scalars(row), "version": row["version"]})
 
     def on_sample(self, sample: dict[str, Any]) -> None:
@@ -166,24 +167,35 @@ def _batches(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
         yield some
 
 
+LOST = ("could not be persisted", "may be dropped")
+"""Words of the warnings with which trackio says that what it took is lost."""
+
+
 class TrackioTracker(Tracker):
     """Tracker for trackio: a run with a name that no other of its project has, by which it is found again. It takes the
-    settings when a run begins, and writes in a thread of its own.
+    settings when a run begins.
+
+    trackio writes in a thread, and only warns where that fails: the first of its run's warnings is raised by the next
+    call, as `NotKept` where it says that something is lost. They are taken where its run gives them: this process may
+    show no warnings at all.
     """
 
     def __init__(self, setting: TrackerSetting) -> None:
         import trackio
 
-        self._trackio = trackio
+        self._trackio, self._module = trackio, cast(Any, import_module("trackio.run"))
+        self._troubles: list[str] = []
         self.entry = setting.entry or _free_name(trackio, setting)
         resume = "allow" if setting.entry else "never"
         self._run = trackio.init(
             project=setting.project, name=self.entry, config=setting.config, resume=resume, embed=False
         )
+        self._run._warn_once = lambda key, message: self._troubles.append(message)
         self.where = f"trackio show --project {setting.project}"
         self._newest = 0
 
     def on_row(self, row: dict[str, Any]) -> None:
+        self._raise_trouble()
         self._newest = max(self._newest, row["version"])
         self._run.log(scalars(row), step=row["version"])
 
@@ -203,7 +215,17 @@ class TrackioTracker(Tracker):
         self._run.log_artifact(artifact)
 
     def close(self, status: str) -> None:
-        self._run.finish()
+        warn, self._module._emit_nonfatal_warning = self._module._emit_nonfatal_warning, self._troubles.append
+        try:
+            self._run.finish()
+        finally:
+            self._module._emit_nonfatal_warning = warn
+        self._raise_trouble()
+
+    def _raise_trouble(self) -> None:
+        if self._troubles:
+            trouble, self._troubles = self._troubles[0], []
+            raise NotKept(trouble) if any(words in trouble for words in LOST) else RuntimeError(trouble)
 
 
 def _free_name(trackio: Any, setting: TrackerSetting) -> str:
@@ -246,7 +268,7 @@ class PrometheusTracker(Tracker):
 
     def close(self, status: str) -> None:
         self._server.shutdown()
-        self._server.server_close()  # `shutdown` alone keeps the port
+        self._server.server_close()
 
     def _set(self, name: str, told: str, value: float) -> None:
         key = PREFIX + re.sub(r"\W", "_", name, flags=re.ASCII)
