@@ -15,15 +15,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from math import floor
-from typing import TYPE_CHECKING
 
 from headway.data.interfaces.episode_groups import Group
 from headway.errors import LedgerImbalance
 from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.channel import Signal
-
-if TYPE_CHECKING:
-    pass  # which has the queue
 
 
 class MessageQueue:
