@@ -180,8 +180,9 @@ class RunState:
         """Admit a group for ``prompt``, counted against the inequality. Returns its number, which one that was open at
         the checkpoint has; None where the journal says that it was not trained on: it is ended at once.
         """
-        number = self.reopened.pop(prompt.group_id)[0] if self.reopened else self._admit(prompt)
-        return None if self._ended_before(number, prompt) else number
+        known = self.reopened.pop(prompt.group_id, None)
+        number = self._admit(prompt) if known is None else known[0]
+        return None if self._ended_before(number, prompt.group_id) else number
 
     def _admit(self, prompt: Prompt) -> int:
         number = self.ledger.admit(prompt)
@@ -218,14 +219,14 @@ class RunState:
         self._unrewarded.discard(number)
         self._wake()
 
-    def _ended_before(self, number: int, prompt: Prompt) -> bool:
+    def _ended_before(self, number: int, group: tuple[int, int, int]) -> bool:
         """End a group at once which the journal says was not trained on; False where it does not say so. Those that
         were filtered are scored and filtered again.
         """
-        end = None if self.journal is None else self.journal.end(number)
-        if end is None or end["prompt"] != [*prompt.group_id]:
+        end = None if self.journal is None else self.journal.end(number, group)
+        if end is None:
             return False
-        fate, reason, failed = Fate(end["fate"]), end["reason"], end["failed"]
+        fate, reason, failed = end
         # The checkpoint's ledger may have some of them.
         self.ledger.episodes_failed(number, failed - self.ledger.open[number].failed)
         # Not `discard`: it says so already, and what once failed in a row must not end the resumed run, too.

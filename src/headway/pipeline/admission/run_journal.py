@@ -130,12 +130,13 @@ class RunJournal:
         self._writer.append(group.number, Record(values, scores.rewards.astype(np.float32).tobytes()))
         return scores
 
-    def end(self, number: int) -> Mapping[str, Any] | None:
-        """Return how the group ended that was admitted under this number before, as `ended` wrote it; None where it did
-        not end early. It may have been of another prompt.
-        """
+    def end(self, number: int, group: tuple[int, int, int]) -> tuple[Fate, str, int] | None:
+        """Return how the group ended of this identity that was admitted under this number, and its failed episodes;
+        None where it did not end early."""
         record = self._ends.pop(number, None)
-        return None if record is None else record.values
+        if record is None or record.values["prompt"] != [*group]:
+            return None
+        return Fate(record.values["fate"]), record.values["reason"], record.values["failed"]
 
     def ended(self, number: int, group: tuple[int, int, int], fate: Fate, reason: str, failed: int) -> None:
         values = {"kind": "ended", "at": number, "prompt": group, "fate": fate.value}

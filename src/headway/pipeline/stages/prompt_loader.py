@@ -54,7 +54,7 @@ class PromptLoader(Stage[list[Prompt], Share]):
         return "the end of the run, with all groups admitted" if waiting and self._state.all_admitted else waiting
 
     async def get_input_data(self) -> list[Prompt] | None:
-        # All of these before any other: while some are left, `RunState.admit` takes each prompt for one of them.
+        # Before any other: they keep their numbers and their places in the order of consumption.
         if self._state.reopened:
             await self._state.changed.until(lambda: self._ended or self._state.staleness.serves)
             return [prompt for _, prompt in self._state.reopened.values()]
