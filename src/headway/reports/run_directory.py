@@ -35,7 +35,7 @@ from headway.config.loading import dump
 from headway.config.schema import Config
 from headway.errors import ConfigError, UserError
 from headway.events import RunFinished, RunStarted
-from headway.reports.record.earlier_records import upgrade
+from headway.reports.record.earlier_records import is_earlier, upgrade
 from headway.reports.record.file_access import FULL, replace_file
 
 ROOM = 64 * 2**10
@@ -204,7 +204,7 @@ class RunDirectory:
         for name in needed or (run.config.name, run.events.name):
             if not (path / name).is_file():
                 raise ConfigError(f"RUN: got {path}, which has no {name}; {wanted}{run.hint}")
-        if is_trained(run.lock) is False:
+        if is_earlier(run.events) and is_trained(run.lock) is False:
             upgrade(run.events)
         return run
 

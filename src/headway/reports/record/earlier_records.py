@@ -13,6 +13,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from heapq import merge
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -21,26 +23,30 @@ from headway.reports.record.event_lines import OTHER_VERSION, event_types
 from headway.reports.record.file_access import whole_lines
 
 
+def files_beside(events: Path) -> list[Path]:
+    """Return the files of frequent events, in order. One that was being turned into columns is there in both forms."""
+    return sorted(events.with_name("events").glob("*[0-9].[jp]*"))
+
+
+def is_earlier(events: Path) -> bool:
+    """Tell whether the record is of an earlier version, or its upgrade was killed."""
+    return events.with_name("events.old").is_dir() or bool(files_beside(events))
+
+
 def upgrade(events: Path) -> None:
     """Merge the frequent events beside ``events.jsonl`` into it. A call that is killed is finished by the next one.
 
     No process may write the record. Raises `DataError` where a file is damaged, or nothing can be written.
     """
-    folder, merged_folder, draft = (
-        events.with_name("events"),
-        events.with_name("events.old"),
-        events.with_suffix(".new"),
-    )
-    if not merged_folder.is_dir() and not any(folder.glob("*[0-9].[jp]*")):
-        return
+    folder, merged_folder = events.with_name("events"), events.with_name("events.old")
+    draft = events.with_suffix(".new")
     try:
         with _alone(events.parent):
+            if not is_earlier(events):  # another process has upgraded it meanwhile
+                return
             if not merged_folder.is_dir():
-                segments = sorted({file.with_suffix("") for file in folder.glob("*[0-9].[jp]*")})
-                if not segments:
-                    return
                 with draft.open("wb") as file:
-                    file.writelines(_merged(events, segments))
+                    file.writelines(_merged(events))
                     file.flush()
                     os.fsync(file.fileno())
                 folder.rename(merged_folder)  # from here on the draft is whole: the record is not merged a second time
@@ -66,17 +72,11 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _merged(events: Path, segments: list[Path]) -> Iterator[bytes]:
-    dense = (row for segment in segments for row in _rows(segment))
-    waiting = next(dense, None)
-    for index, line in enumerate(whole_lines(events)):
-        while waiting is not None and waiting["line"] <= index:
-            yield _line(waiting)
-            waiting = next(dense, None)
-        yield line
-    while waiting is not None:
-        yield _line(waiting)
-        waiting = next(dense, None)
+def _merged(events: Path) -> Iterator[bytes]:
+    segments = dict.fromkeys(file.with_suffix("") for file in files_beside(events))
+    dense = ((row["line"], _line(row)) for segment in segments for row in _rows(segment))
+    # Of one place the frequent events come first: their number is that of the lines before them.
+    return (line for _, line in merge(dense, enumerate(whole_lines(events)), key=itemgetter(0)))
 
 
 def _line(row: dict[str, Any]) -> bytes:
