@@ -231,6 +231,7 @@ def test_a_slow_disk_costs_states_and_no_time_of_the_run(tmp_path: Path, monkeyp
         kept.append(version)
 
     monkeypatch.setattr("headway.reports.metrics.metrics_state.save", slow)
+    monkeypatch.setattr("headway.reports.metrics.metrics_state.MOST_WAITING", 1)
     reports, _ = _emitted(tmp_path / "run", simulated_events("async_partial", 5))
     may.set()
     reports.close()

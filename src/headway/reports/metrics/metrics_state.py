@@ -13,6 +13,7 @@ import io
 import json
 import pickle
 import zlib
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +32,8 @@ from headway.reports.run_directory import RunDirectory
 
 LARGE = 2**20
 """Bytes of a record from which on states are kept."""
+MOST_WAITING = 8
+"""Most states that wait for the disk."""
 SUFFIX = ".state"
 KEPT = 4
 """Number of newest states that are kept, beside those of versions that have a checkpoint."""
@@ -64,36 +67,37 @@ class MetricsState:
 class MetricsStates:
     """Keeper of the states of a run: each is copied at its boundary, and written in a thread.
 
-    None is kept while the one before is being written: the run never waits for a slow disk.
+    None is kept while `MOST_WAITING` others wait for a slow disk, which the run never does.
     """
 
     def __init__(self, run: RunDirectory, warn: Callable[[str], None]) -> None:
         self._run = run
         self._warn = warn
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics-state")
-        self._saving: Future[None] | None = None
+        self._saving: deque[Future[None]] = deque()
+        """Writing of each state, the oldest first."""
         self._failed = False
 
     def keep(self, metrics: RunMetrics, event: VersionReached, offset: int) -> None:
         """Keep ``metrics`` at the boundary ``event``, which ends at ``offset`` of the record."""
-        if self._saving is not None and not self._saving.done():
-            return
         self._look()
+        if len(self._saving) >= MOST_WAITING:
+            return
         try:
             state = pickled(metrics)
         except Exception as cause:  # no fault of the run's
             self._fail(cause)
             return
-        self._saving = self._thread.submit(save, self._run, state, event.version, offset, event.time)
+        self._saving.append(self._thread.submit(save, self._run, state, event.version, offset, event.time))
 
     def close(self) -> None:
         self._thread.shutdown()
         self._look()
 
     def _look(self) -> None:
-        if self._saving is not None and (cause := self._saving.exception()) is not None:
-            self._fail(cause)
-        self._saving = None
+        while self._saving and self._saving[0].done():
+            if (cause := self._saving.popleft().exception()) is not None:
+                self._fail(cause)
 
     def _fail(self, cause: BaseException) -> None:
         if not self._failed:
