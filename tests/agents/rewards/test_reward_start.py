@@ -35,19 +35,16 @@ async def test_a_file_that_ends_its_process_is_found_at_the_start(tmp_path: Path
             pass
 
 
-async def test_a_file_whose_import_never_ends_is_found_at_the_start(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(reward_workers, "START_TIMEOUT_S", 0.5)
+@pytest.mark.parametrize(
+    ("start_s", "call_s"), [(0.5, 0.25), (0.25, 0.5)], ids=["as long as a start may take", "or a call, if longer"]
+)
+async def test_a_file_whose_import_never_ends_is_found_at_the_start(
+    monkeypatch, tmp_path: Path, start_s: float, call_s: float
+) -> None:
+    monkeypatch.setattr(reward_workers, "START_TIMEOUT_S", start_s)
     (tmp_path / "mine.py").write_text("while True: pass")
     with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
-        async with reward_of(f"{tmp_path}/mine.py:score", timeout_s=0.25):
-            pass
-
-
-async def test_a_start_may_take_as_long_as_a_call_where_that_is_longer(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(reward_workers, "START_TIMEOUT_S", 0.25)
-    (tmp_path / "mine.py").write_text("while True: pass")
-    with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
-        async with reward_of(f"{tmp_path}/mine.py:score", timeout_s=0.5):
+        async with reward_of(f"{tmp_path}/mine.py:score", timeout_s=call_s):
             pass
 
 
