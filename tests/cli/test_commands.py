@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import headway
 from headway.cli import cli, common, main
-from headway.cli.train_command import device_range, summary
+from headway.cli.settings_summary import device_range, summary
 from headway.config.loading import LoadedConfig, load
 from headway.errors import ConfigError, HeadwayError, WorkerDied
 from tests.tiers import mostly_slow

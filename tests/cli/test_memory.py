@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headway.cli import cli, train_command
+from headway.cli import cli, settings_summary
 from headway.config.loading import load
 
 RECIPE = """
@@ -30,7 +30,7 @@ def recipe(tmp_path: Path) -> str:
 
 def test_the_table_has_eighty_columns_and_a_sum_for_each_kind_of_process(recipe: str) -> None:
     settings = ["trainer.n_gpus_per_node=4", "actor.use_kl_loss=true", "param_update.encoding=delta"]
-    lines = list(train_command.memory_lines(load(Path(recipe), settings).config))
+    lines = list(settings_summary.memory_lines(load(Path(recipe), settings).config))
     table = [line for line in lines if not line.startswith(("note", "  *"))]
     assert max(map(len, table)) <= 80
     assert [line for line in lines if " × " in line] == [
@@ -56,13 +56,13 @@ def test_the_doctor_has_the_table_and_a_dry_run_one_line(recipe: str) -> None:
 
 def test_nothing_is_said_of_a_model_whose_sizes_are_not_known(recipe: str, tmp_path: Path) -> None:
     config = load(Path(recipe), [f"model.path={tmp_path}/nowhere", "model.make=null", "model.warmup=null"]).config
-    assert list(train_command.memory_lines(config)) == []
-    assert train_command.memory_in_short(config) is None
+    assert list(settings_summary.memory_lines(config)) == []
+    assert settings_summary.memory_in_short(config) is None
 
 
 def test_what_does_not_fit_the_machine_is_said(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.devices.memory_listed_here", lambda *, on_cpu: 1_000_000)
-    *_, note = train_command.memory_lines(load(Path(recipe), []).config)
+    *_, note = settings_summary.memory_lines(load(Path(recipe), []).config)
     assert note.startswith("note: all processes together take up to ")
     assert note.endswith("this machine has 1.0 MB")
 
@@ -78,7 +78,7 @@ def seven_billion(tmp_path: Path, *settings: str) -> list[str]:
     model = [f"model.path={tmp_path}", "model.make=null", "model.warmup=null"]
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
-    return list(train_command.memory_lines(load(path, [*shared, *lengths, *model, *settings]).config))
+    return list(settings_summary.memory_lines(load(path, [*shared, *lengths, *model, *settings]).config))
 
 
 def test_the_doctor_says_what_vllm_takes_of_gpus_that_a_trainer_shares(
@@ -111,6 +111,6 @@ def test_the_doctor_does_not_say_that_there_is_none_below_a_problem(
 ) -> None:
     loaded = load(Path(recipe), [])
     for lines, said in ((["note: it is large"], True), (["problem: a replica takes more than there is"], False)):
-        monkeypatch.setattr(train_command, "memory_lines", lambda config, lines=lines: iter(lines))
-        train_command.print_summary(loaded)
+        monkeypatch.setattr(settings_summary, "memory_lines", lambda config, lines=lines: iter(lines))
+        settings_summary.print_summary(loaded)
         assert (lines[0] in (output := capsys.readouterr().out), "no problems found" in output) == (True, said)

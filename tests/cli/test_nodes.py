@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.cli.train_command import MOST_ROWS, nodes_drawn
+from headway.cli.settings_summary import MOST_ROWS, nodes_drawn
 from headway.config.schema import Config
 from headway.config.sizing.placement import resolve_placement
 

@@ -63,7 +63,7 @@ def init(
     from headway.api.init.device_layout import taken
     from headway.api.init.model_summary import look_at_model, look_here
     from headway.api.init.recipe_builder import choose, render
-    from headway.cli.train_command import size
+    from headway.cli.settings_summary import size
 
     machine = look_here(gpus, gpu_gb)
     with boundary(f"{model} cannot be read", ModelError):
