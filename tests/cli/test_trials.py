@@ -25,6 +25,7 @@ def advantages_of_nan(inputs): return inputs.rewards * float("nan")
 def advantages_of_one(inputs): return inputs.rewards[:1]
 def advantages(inputs): return inputs.rewards - inputs.rewards.mean()
 def reward_of_numbers_alone(response, answer): return int(response)
+def reward_of_one(response, answer): return 1.0
 def reward_of_text(response, answer): return "good"
 class Reset:
     def reset(self, seed=None): raise KeyError("board")
@@ -79,9 +80,9 @@ FAULTS = {
     "a reward that is text": ("reward.function=own.py:reward_of_text", "returned 'good' for response 0"),
     "an environment that raises": (
         "agent.environment=own.py:Reset",
-        "KeyError: 'board' (own.py:16, in reset)",
+        "KeyError: 'board' (own.py:17, in reset)",
     ),
-    "a program that raises": ("agent.program=own.py:program_raises", "(own.py:21, in program_raises)"),
+    "a program that raises": ("agent.program=own.py:program_raises", "(own.py:22, in program_raises)"),
     "a program without a turn": (
         "agent.program=own.py:program_without_a_turn",
         "(data.jsonl, line .*): the program made no turn: it ended without an answer",
@@ -136,6 +137,11 @@ def test_what_was_tried_is_told_and_what_was_not(dry_run: Callable[..., str]) ->
     assert "tried: the reward exact_match gives 1 for ground truths and 0 for empty answers (3 rows)" in output
     assert "tried: own.py:loss, own.py:advantages, forward and backward" in output
     assert "not tried: weights, devices" in output
+
+
+@pytest.mark.slow
+def test_a_reward_that_gives_everything_the_same_is_warned_of(dry_run: Callable[..., str]) -> None:
+    assert "WARNING: right and empty answers get the same reward" in dry_run("reward.function=own.py:reward_of_one")
 
 
 def test_a_task_of_the_users_is_not_run_by_a_static_dry_run(dry_run: Callable[..., str]) -> None:

@@ -107,6 +107,10 @@ def test_a_partial_rollout_that_is_no_truth_value_is_refused() -> None:
     assert "async_training.partial_rollout: got 'some'" in refusal("async_training.partial_rollout=some")
 
 
+def test_a_value_of_verls_is_told_as_what_it_is_here() -> None:
+    assert refusal("actor.kl_loss_type=low_var_kl").endswith("or 'abs+'; verl's low_var_kl is k3 here")
+
+
 def test_verls_parameters_of_a_reward_are_found_by_whatever_lies_in_them(minimal: Load) -> None:
     with pytest.raises(
         ConfigError, match=r"; verl's custom_reward_function\.reward_kwargs\.scale is reward\.params\.scale here"
@@ -121,6 +125,8 @@ def test_verls_parameters_of_a_reward_are_found_by_whatever_lies_in_them(minimal
         ("critic.lr", "critic.optim.lr"),
         ("batch_size", "actor.ppo_mini_batch_size"),
         ("model.batch_size", "model.warmup.batch_size"),
+        ("eta", "async_training.staleness_threshold"),
+        ("lag", "async_training.max_lag"),
         ("kl_coef", "actor.kl_loss_coef or algorithm.kl_ctrl.kl_coef"),
         ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef"),
     ],

@@ -194,7 +194,7 @@ class ProfileWindow:
                     reason=reason,
                 )
             )
-            self._note(f"profiled: {len(files)} traces in {folder.parent.name}/{folder.name}")
+            self._note(f"profiled: {len(files)} trace{'s' * (len(files) > 1)} in {folder.parent.name}/{folder.name}")
         await self._forgotten([process for process in asked if process not in kept])
         if not files:
             raise RunError("no process of the run could be profiled")

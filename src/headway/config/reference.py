@@ -63,12 +63,12 @@ on the command line over it: `headway train CONFIG rollout.n=4 'actor.optim.beta
 3. the files that a file names under `defaults:`, relative to it, and then the file;
 4. `a.b=c` on the command line, whose values are YAML. Of two for the same key the last counts.
 
-`null`, where it is among a key's values, takes a value back: the key counts as not given. For a section or a mapping
-`null` and `{}` take back what a file below has set in it, and leave what the mode sets. `${oc.env:NAME}` is a variable
-of the environment: a run's `config.yaml`, trackers and `--dry-run` have it as it is written, so that secrets stay such,
-and a resumed run reads it again. A section that is `null` by
-default is made with its own defaults by `{}` or by any key in it; `[]` after a section's name means that there is a
-list of such sections. An unknown key, a value out of range, settings that contradict each other and a setting that
+`null`, where it is among a key's values, means that the key was not given. For a section or a mapping, `null` and `{}`
+remove what an earlier file has set in it; what the mode sets stays. `${oc.env:NAME}` is a variable of the environment.
+It is written unresolved to a run's `config.yaml`, to trackers and by `--dry-run`, so that secrets stay secret, and a
+resumed run reads it again. A section that is `null` by default gets its own defaults by `{}`, or by any key in it. `[]`
+after a section's name: there is a list of such sections. An unknown key,
+a value out of range, settings that contradict each other and a setting that
 would have no effect are errors before anything starts, with exit code 2; `headway doctor CONFIG …` looks for them
 alone, and `headway train CONFIG … --dry-run` prints all values as they are resolved. *Integer*, *number* and *text*
 are YAML's; an *exact number* may also be a fraction like `3/10`."""

@@ -57,7 +57,7 @@ def explain(error: ValidationError, origins: dict[str, str], root: type[Section]
             key, value = f"{key}.{choice}", value.get(choice, _MISSING)
             expectation = _one_of(list(chain(*values)), value)
         else:
-            expectation = _expectation(detail)
+            expectation = _expectation(detail, key)
         expected.setdefault(key, []).append(expectation)
         given[key] = "nothing" if value is _MISSING else "null" if value is None else shown(value, 60)
     for key, expectations in expected.items():
@@ -117,7 +117,7 @@ _WANTED: Mapping[str, str] = {
 """Pydantic's error types → what was expected."""
 
 
-def _expectation(detail: ErrorDetails) -> str:
+def _expectation(detail: ErrorDetails, key: str) -> str:
     match detail["type"]:
         case "value_error":
             return str(detail["ctx"]["error"]).removeprefix("expected ")
@@ -126,7 +126,8 @@ def _expectation(detail: ErrorDetails) -> str:
         case "too_long":
             return f"at most {detail['ctx']['max_length']} values"
         case "literal_error":
-            return _one_of(re.findall(r"'([^']*)'", detail["ctx"]["expected"]), detail["input"])
+            values = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
+            return _of_another_projects(key, detail["input"], values) or _one_of(values, detail["input"])
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             return detail["msg"].replace("Input should be", "a number")
         case known:
@@ -198,6 +199,17 @@ def of_another_project(key: str, candidates: Sequence[str]) -> str:
     if _name(found[2].here) != _name(candidates[0]):
         return ""
     return f"{found[0]}'s {found[1]} is {' or '.join(candidates)} here"
+
+
+def _of_another_projects(key: str, given: Any, values: Sequence[str]) -> str:
+    """List the allowed ``values`` of ``key``, with what another project's value ``given`` is here; "" if it is none."""
+    from headway.config.migration_tables.projects import PROJECTS
+
+    for project in PROJECTS.values():
+        for case in (case for row in project.rows.values() if row.here == key for case in row.cases):
+            if case.get("value") == given and (here := case.get("values", {}).get(key)) in values:
+                return f"{_listed([repr(value) for value in values])}; {project.name}'s {given} is {here} here"
+    return ""
 
 
 def _one_of(values: Sequence[str], given: Any) -> str:

@@ -61,9 +61,10 @@ class Record(NamedTuple):
 
 
 def records(path: Path, at: int = 0, tell: Callable[[str], object] = log.warning) -> Iterator[Record]:
-    """Yield the whole records of a file from byte ``at`` on, up to the first one that is not; one is held at a time.
+    """Yield the whole records of a file from byte ``at`` on, up to the first torn one; one at a time is in memory.
 
-    ``tell`` gets what is left out behind that one, and why a file cannot be read. One that is gone has none.
+    ``tell`` is called with a line on what follows the torn one, and with one on a file that cannot be read. A file that
+    does not exist has no records.
     """
     try:
         with path.open("rb") as file:

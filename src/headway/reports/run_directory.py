@@ -241,8 +241,10 @@ class RunDirectory:
             except FileNotFoundError:
                 return
             if any(file.name in there for file in (self.config, self.events, self.metrics, self.summary)):
+                command = "train" if self.events.name in there else "sft"
                 raise Occupied(
-                    f"run.dir={self.path} already holds a run; give another run.dir, or remove that one first"
+                    f"run.dir={self.path} already holds a run; give another run.dir, or go on with that run: headway "
+                    f"{command} --resume {self.path}"
                 )
             others = sorted(
                 name

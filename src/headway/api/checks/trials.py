@@ -175,10 +175,13 @@ async def _try_reward(config: Config, rows: Rows, reward: RewardWorkers) -> str:
     firsts = [record for _, records in by_source(rows.train, rows.parts) for record in records[:ROWS_TRIED]]
     scores = [await _score(reward, record, names) for record in firsts]
     truths, empties = zip(*scores, strict=True)
-    return (
+    tried = (
         f"tried: the reward {names} gives {_range(truths)} for ground truths and {_range(empties)} for empty answers "
         f"({len(firsts)} rows)"
     )
+    if min(truths + empties) < max(truths + empties):
+        return tried
+    return f"{tried}. WARNING: right and empty answers get the same reward, from which a model learns nothing; check it"
 
 
 def _range(values: Sequence[float]) -> str:

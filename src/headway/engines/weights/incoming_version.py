@@ -271,7 +271,7 @@ class Intake(ABC):
         return self.state.staged
 
     def loaded(self) -> None:
-        """Unstage the version, which was loaded. Raises `UpdateFailed` when another one was received over it."""
+        """Note that the staged version was loaded. Raises `UpdateFailed` when another one was received meanwhile."""
         self.state.loaded()
 
     @abstractmethod

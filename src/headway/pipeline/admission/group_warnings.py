@@ -66,10 +66,10 @@ class EqualRewards:
         told = ", ".join(f"{times}× {what}" for what, times in found[:SHOWN])
         text = (
             f"in {count} of the last {self.window} groups ({count / self.window:.0%}) all answers got the same reward "
-            f"({told}): there is nothing to learn from them. Where that is the lowest reward, the task is too hard for "
-            "the model: take easier prompts, a larger rollout.n, or reward parts of it. Where it is the highest, it is "
-            "too easy. Check the reward on a few samples, as headway eval shows them. If the mean reward was higher "
-            "before, the model has collapsed: go back to a checkpoint from before that, with a lower actor.optim.lr"
+            f"({told}): there is nothing to learn from them. All at the lowest reward: the task is too hard (take "
+            "easier prompts, a larger rollout.n, or reward parts of it); at the highest: too easy, or the reward is "
+            "wrong (headway eval shows samples). If the mean reward was higher before, the model has collapsed: resume "
+            "an earlier checkpoint with a lower actor.optim.lr"
         )
         if self._within_groups and not self._filters and count < self.window:
             text += ". With algorithm.filter_groups.enable=true only the other groups are trained on"

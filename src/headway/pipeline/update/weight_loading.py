@@ -82,8 +82,9 @@ class WeightLoading:
         )
 
     async def load(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> LoadCost | None:
-        """Make ``receiver`` serve the staged ``version``. Returns the cost; None without lost decoding, or if it is
-        gone.
+        """Make ``receiver`` serve the staged ``version``.
+
+        Returns what the load cost in decoding; None if it cost none, or if the receiver is gone.
 
         Raises `UpdateFailed` when log-probs are not as ``expected``: ``receiver`` serves something else.
         """
