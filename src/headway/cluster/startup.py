@@ -10,7 +10,7 @@ Ranks in the places of lost ones start as the first ones did, and are then ready
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from headway.cluster.worker_engines import (
     reference_of,
 )
 from headway.cluster.worker_group import Worker, WorkerGroup, proxy
-from headway.cluster.worker_plan import make_groups, plan_cluster, trainer_alone, worker_of
+from headway.cluster.worker_plan import Rank, make_groups, plan_cluster, trainer_alone, worker_of
 from headway.cluster.workers import Cluster, LaunchedWorkers, StartWaits, Workers, any_dies
 from headway.config.schema import Config
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, concurrent, resolve_placement
@@ -63,6 +63,8 @@ from headway.pipeline.recovery.rank_restarts import RestartableRanks
 from headway.runtime.task_groups import both, concurrently
 
 T = TypeVar("T")
+ROOM_SHARE = 0.5
+"""Share of a start's time for which lost ranks wait for a machine with room, before others go on without them."""
 
 
 class Startup:
@@ -341,7 +343,7 @@ class Startup:
     def _restartable(
         self,
         paths: WeightPaths,
-        manifests: Mapping[str, Manifest],
+        manifests: dict[str, Manifest],
         computed: str,
         within: tuple[Callable[[], Awaitable[None]], Callable[[], Sequence[RolloutReplica]]] | None,
     ) -> dict[str, RestartableRanks]:
@@ -356,9 +358,9 @@ class Startup:
         async def watch(group: WorkerGroup) -> NoReturn:
             await any_dies(self._cluster, group.workers)
 
-        async def restart(role: str, group: WorkerGroup) -> None:
+        async def restart(role: str, group: WorkerGroup) -> str | None:
             """Start other ranks, with the initial model, and prepare them for updates, at the next of which they meet
-            their receivers or the trainer.
+            their receivers or the trainer. Returns a note where there are fewer than the settings ask for.
             """
             waits = StartWaits()
             try:
@@ -366,6 +368,8 @@ class Startup:
                     store = await self._restart(role, group, waits)
                     if role == ACTOR:
                         for dtype in manifests:
+                            # In place: `paths` has this mapping. As many ranks send as there are now.
+                            manifests[dtype] = await group.layout(dtype)
                             await waits.wait(f"{group.name} to prepare updates", group.open_route(dtype))
                         paths.trainer_restarted(store)
                         if within is not None:
@@ -373,6 +377,12 @@ class Startup:
                     elif role == LOGP:
                         await paths.add(LOGP, group.workers, computed)
                         await waits.wait(f"{group.name} to be ready", group.serve(manifests[computed]))
+                asked, there = len(self._plan.ranks(role)), len(group.workers)
+                return (
+                    None
+                    if there == asked
+                    else f"{role} goes on with {there} of {asked} ranks: no machine has room for more"
+                )
             except TimeoutError:
                 raise StallError(
                     f"{group.name}: not up again within {self.timeouts.start_limit()}: the driver waited for {waits}"
@@ -388,17 +398,35 @@ class Startup:
         return found
 
     async def _restart(self, role: str, group: WorkerGroup, waits: StartWaits) -> Address | None:
-        """End the ranks of ``group``, and let others in their places load the model. Returns the address of their
-        store.
+        """End the ranks of ``group``, and let others in their places load the model: fewer of them where there is no
+        room for all. Returns the address of their store.
         """
         await waits.wait(f"{group.name} to end", concurrently(worker.kill() for worker in group.workers))
-        ranks = self._plan.ranks(role)
-        for rank in ranks:
-            await self._workers.launch_again(rank.worker, waits)
+        ranks = await waits.wait(
+            f"machines that are alive to have room for the ranks of {role}, or some of them", self._with_places(role)
+        )
+        all_there = len(ranks) == len(self._plan.ranks(role))
+        for number, (rank, device) in enumerate(ranks.items()):
+            renumbered = {} if all_there else {"rank": number, "world_size": len(ranks)}
+            await self._workers.launch_again(rank.worker, device, waits, **renumbered)
         workers = [worker_of(rank, self._workers.by_name) for rank in ranks]
         group.consist_of(workers)
         await concurrently(waits.wait(f"{worker.name} to start", worker.up()) for worker in workers)
         return await _build(group, waits)
+
+    async def _with_places(self, role: str) -> dict[Rank, int]:
+        """Return the ranks of ``role`` that are started again, each with its device: all of them or, where some have no
+        place for `ROOM_SHARE` of the time, as many others as make a mesh. Waits until there are so many.
+        """
+        ranks, parallel = self._plan.ranks(role), self._config.actor.parallel
+        least = len(ranks) if self._plan.shared else parallel.least_ranks  # a replica cannot go on without its rank
+        while True:
+            names = [rank.worker for rank in ranks]
+            places = await self._workers.places(names, self.timeouts.start_s * ROOM_SHARE)
+            meshes = [ranks[first : first + parallel.inner] for first in range(0, len(ranks), parallel.inner)]
+            whole = [rank for mesh in meshes if all(rank.worker in places for rank in mesh) for rank in mesh]
+            if count := len(whole) // least * least:
+                return {rank: places[rank.worker] for rank in whole[:count]}
 
 
 async def _build(group: WorkerGroup, waits: StartWaits, *, meet: bool = True) -> Address | None:

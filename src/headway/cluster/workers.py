@@ -113,17 +113,34 @@ class LaunchedWorkers:
         self._specs[spec.name] = spec
         self.by_name[spec.name] = self._cluster.launch(spec)
 
-    async def launch_again(self, name: str, waits: StartWaits, others: Sequence[int] = ()) -> Worker:
-        """Begin to start a worker in the place of the one ``name``, on its device or, where that is on no machine that
-        answers, beside the first of ``others`` that is. One that was fenced off may still hold the device: it is ended.
+    async def places(self, names: Sequence[str], wait_s: float) -> dict[str, int]:
+        """Return a device for each worker to be started again, on a machine that answers: its own, or on another with
+        room. Workers that have none after ``wait_s`` are left out.
+        """
+        looks = {name: asyncio.ensure_future(self._cluster.find_place(self._specs[name])) for name in names}
+        try:
+            await asyncio.wait(looks.values(), timeout=wait_s)
+        finally:
+            found = {name: look for name, look in looks.items() if look.done()}
+            for look in looks.values():
+                look.cancel()
+        return {name: look.result() for name, look in found.items()}
+
+    async def launch_again(self, name: str, device: int, waits: StartWaits, **arguments: Any) -> Worker:
+        """Begin to start a worker on ``device``, in the place of the one ``name``, which may have been fenced off and
+        still hold it: that one is ended. ``arguments``: those of the role that differ from now on.
         """
         first = name.partition("+")[0]
-        self._launches[first] += 1
-        name = f"{first}+{self._launches[first]}"
-        where = f"the device of {name} to be on a machine that is alive; no other may have room for it"
-        device = await waits.wait(where, self._cluster.find_place(self._specs[first], others))
         await waits.wait(f"{first} to end", self.by_name[first].kill())
-        worker = self.by_name[first] = self._cluster.launch(replace(self._specs[first], name=name, device=device))
+        self._launches[first] += 1
+        spec = self._specs[first]
+        again = replace(
+            spec,
+            name=f"{first}+{self._launches[first]}",
+            device=device,
+            arguments=spec.arguments | arguments,
+        )
+        worker = self.by_name[first] = self._cluster.launch(again)
         return worker
 
     async def replace(
@@ -150,7 +167,9 @@ class LaunchedWorkers:
         waits = StartWaits()
         try:
             async with asyncio.timeout(self._timeouts.start_s) as limit:
-                worker = await self.launch_again(lost, waits, others)
+                where = f"a device for another {lost} on a machine that is alive; no other may have room for it"
+                device = await waits.wait(where, self._cluster.find_place(self._specs[lost.partition("+")[0]], others))
+                worker = await self.launch_again(lost, device, waits)
                 started = await waits.wait(f"{worker.name} to start", start(worker))
                 if measure is not None:
                     await waits.wait("it to compute the log-probs of the probe", measure([started]))

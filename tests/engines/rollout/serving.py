@@ -48,7 +48,7 @@ class Source:
         self.break_after: int | None = None
 
     def receive(self, version: int, incoming: IncomingWeights) -> None:
-        (sink,) = incoming.shares
+        (sink,) = incoming.expect([incoming.manifest])
         self.entered.set()
         assert self.go.wait(WAIT_S)
         weights = outgoing(self.model, self.manifest)

@@ -231,7 +231,7 @@ class Faulty(Source):
         self.faulty = True
 
     def receive(self, version: int, incoming: IncomingWeights) -> None:
-        (sink,) = incoming.shares
+        (sink,) = incoming.expect([incoming.manifest])
         weights = outgoing(self.model, self.manifest)
         for chunk in weights:
             if self.faulty and chunk.header.index == 2:

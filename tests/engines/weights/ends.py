@@ -68,7 +68,7 @@ def arrival(receiver: WeightReceiver, version: int, parcel: StoredVersion | None
     """Lets ``version`` come in, in one share."""
 
     def receive(incoming: IncomingWeights) -> None:
-        (sink,) = incoming.shares
+        (sink,) = incoming.expect([incoming.manifest])
         receiver.receive(version, sink, parcel)
 
     return receive

@@ -27,6 +27,7 @@ from tests.engines.weights.versions import (
     hand_over,
     lost,
     overtaken,
+    put,
     shifted,
     stream,
     twice,
@@ -115,8 +116,9 @@ def test_a_mismatch_counts_the_tensors_behind_the_one_it_names() -> None:
 
 def test_digests_for_another_number_of_tensors_are_refused() -> None:
     def receive(incoming: IncomingWeights) -> None:
-        hand_over(stream(1))(incoming)
-        incoming.shares[0].ended([1, 2])
+        (sink,) = incoming.expect([incoming.manifest])
+        put(stream(1), sink)
+        sink.ended([1, 2])
 
     with pytest.raises(UpdateFailed, match="came with 2 digests for 7 tensors"):
         BackBuffer(MANIFEST).fill(1, receive)

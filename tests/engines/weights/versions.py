@@ -65,7 +65,7 @@ def hand_over(*shares: OutgoingWeights) -> Receive:
     """Each sender's share, one after the other."""
 
     def receive(incoming: IncomingWeights) -> None:
-        for outgoing, sink in zip(shares, incoming.shares, strict=True):
+        for outgoing, sink in zip(shares, incoming.expect(incoming.manifest.shares()), strict=True):
             put(outgoing, sink)
 
     return receive
@@ -79,8 +79,11 @@ class Wrapped:
     wrap: Callable[[WeightSink], WeightSink]
 
     @property
-    def shares(self) -> Sequence[WeightSink]:
-        return [self.wrap(sink) for sink in self.inner.shares]
+    def manifest(self) -> Manifest:
+        return self.inner.manifest
+
+    def expect(self, shares: Sequence[Manifest]) -> Sequence[WeightSink]:
+        return [self.wrap(sink) for sink in self.inner.expect(shares)]
 
     def found(self, copy: HostCopy) -> None:
         self.inner.found(copy)

@@ -59,6 +59,8 @@ class WeightInbox:
         self._name, self._here = name, here
         self._receivers: list[WeightReceiver] = []
         """The end of each sender's link."""
+        self._shares: list[Manifest] = []
+        """What comes over each link."""
         self._openings = 0
         self._left: dict[int, Left] = {}
 
@@ -74,7 +76,7 @@ class WeightInbox:
                 opened.callback(receivers[-1].close)
             if opening == self._openings:  # else all met anew, while this one waited for somebody who never came
                 opened.pop_all()
-                self._receivers = receivers
+                self._receivers, self._shares = receivers, [link.meeting.manifest for link in links]
 
     async def connect(self, links: Sequence[Link]) -> None:
         """Open links as `open` does, on a new thread: one that never comes about must not hold up the next one."""
@@ -96,10 +98,10 @@ class WeightInbox:
             self.close()  # another worker receives now
             incoming.found(left)
             return
-        if len(self._receivers) != len(incoming.shares):
+        if not self._receivers:
             raise UpdateFailed(f"{self._name} was asked for version {version} before it was connected to the trainer")
-        parcels = left or (None,) * len(incoming.shares)
-        shares = list(zip(self._receivers, incoming.shares, parcels, strict=True))
+        parcels = left or (None,) * len(self._receivers)
+        shares = list(zip(self._receivers, incoming.expect(self._shares), parcels, strict=True))
         if len(shares) == 1:
             _receive(version, *shares[0])
             return

@@ -220,6 +220,9 @@ class Intake(ABC):
         self.manifest = manifest
         self.state = state
         self.shares: list[Arrival] = []
+        """Shares of the version that arrives, as they are expected."""
+        self._version = -1
+        """Version that arrives, or came last."""
         self.torn = False
         """True once a part of a version was written over the served weights, until all of it has come."""
         self._copy: HostCopy | None = None
@@ -250,7 +253,8 @@ class Intake(ABC):
         return report
 
     def _take_in(self, version: int, receive: Receive) -> ReceiveReport:
-        self._copy, self.shares = None, [Arrival(share, version, self) for share in self.manifest.shares()]
+        self._copy, self.shares = None, []
+        self._version = version
         started = time.perf_counter()
         receive(self)
         arrived = time.perf_counter()
@@ -260,6 +264,16 @@ class Intake(ABC):
             checksum = combined([digest for share in self.shares for digest in share.check()])
         nbytes = sum(share.nbytes for share in self.shares)
         return ReceiveReport(arrived - started, time.perf_counter() - arrived, nbytes, checksum)
+
+    def expect(self, shares: Sequence[Manifest]) -> Sequence[Arrival]:
+        """Expect ``shares``: there may be more or fewer senders than for the version before."""
+        if (slots := tuple(slot for share in shares for slot in share.slots)) != self.manifest.slots:
+            raise UpdateFailed(
+                f"version {self._version}: the senders have {len(slots)} tensors; expected all "
+                f"{len(self.manifest.slots)} of the layout, in its order"
+            )
+        self.shares = [Arrival(share, self._version, self) for share in shares]
+        return self.shares
 
     def found(self, copy: HostCopy) -> None:
         """Take the version from ``copy``."""

@@ -117,8 +117,13 @@ class IncomingWeights(Protocol):
     """A version that is being received: share by share, or found on this machine."""
 
     @property
-    def shares(self) -> Sequence[WeightSink]:
-        """Sinks for each sender's share, in order; each may be filled by another thread."""
+    def manifest(self) -> Manifest:
+        """Layout of the whole."""
+
+    def expect(self, shares: Sequence[Manifest]) -> Sequence[WeightSink]:
+        """Expect each sender's share, which together are the whole. Returns a sink for each, in order; each may be
+        filled by another thread.
+        """
 
     def found(self, copy: HostCopy) -> None:
         """Take the version from ``copy``, instead of all shares. Raises `UpdateFailed` when it is not there."""

@@ -50,9 +50,9 @@ class RestartableRanks:
     """Function that returns the present ranks."""
     watch: Callable[[], Coroutine[Any, Any, NoReturn]]
     """Coroutine function that raises `WorkerDied` when one of the present ranks ends, or is given up."""
-    restart: Callable[[], Coroutine[Any, Any, None]]
+    restart: Callable[[], Coroutine[Any, Any, str | None]]
     """Coroutine function that ends all ranks and starts others, with the initial model, within `Timeouts.start_s`.
-    Raises the errors of `headway.errors`."""
+    Returns what the user has to know of them, if anything. Raises the errors of `headway.errors`."""
     replicas: Callable[[], Sequence[RolloutEngine]] | None = None
     """Function that returns the replicas in the present ranks' processes, which end and start with them; None where
     replicas have processes of their own."""
@@ -198,7 +198,8 @@ class RankRestarts:
                 raise type(loss)(f"{loss}. It is not started again: trainer.max_restarts is used up") from loss
             self.restarts.begin()  # before it is tried: a start that fails counts, too
             try:
-                await ranks.restart()
+                if (told := await ranks.restart()) is not None:
+                    self.state.note(told)
                 redone = await failing_as_one(partial(self._back, ranks, self.bring_back)) if self.bring_back else 0
             except TokensLost as failure:  # another start would meet the same
                 raise TokensLost(f"{loss}. What it was trained on cannot be redone: {failure}") from failure
