@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +17,7 @@ from headway.cluster.on_ray.resource_pool import Node, ResourcePool
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.worker_group import Worker
-from headway.cluster.worker_plan import WorkerSpec
+from headway.cluster.worker_plan import Rank, WorkerSpec, in_meshes
 from headway.cluster.workers import LaunchedWorkers
 from headway.config.sizing.timeouts import Timeouts
 from headway.errors import ModelError, StallError
@@ -81,10 +82,42 @@ async def test_a_place_is_found_before_anything_is_started_there() -> None:
 async def test_where_no_machine_has_room_the_wait_is_bounded_and_says_so() -> None:
     place = Place(found=False)
     with pytest.raises(
-        StallError, match=r"in the place of rollout-1 was .* = 0.05 s: the driver waited for the device of rollout-1\+1"
+        StallError,
+        match=r"in the place of rollout-1 was .* = 0.05 s: the driver waited for a device for another rollout-1",
     ):
         await replace(place, timeout_s=0.05)
     assert place.log == ["find a place for rollout-1"]
+
+
+@pytest.mark.parametrize(
+    ("without_a_place", "inner", "least", "expected"),
+    [
+        ([], 1, 1, [0, 1, 2, 3, 4, 5]),
+        ([0, 4], 1, 1, [1, 2, 3, 5]),
+        ([0], 2, 2, [2, 3, 4, 5]),
+        ([0, 3], 2, 2, [4, 5]),
+        ([5], 1, 2, [0, 1, 2, 3]),
+        ([0], 2, 4, [2, 3, 4, 5]),
+        ([0, 5], 1, 6, []),
+    ],
+)
+def test_ranks_go_on_in_whole_meshes_where_others_have_no_place(
+    without_a_place: list[int], inner: int, least: int, expected: list[int]
+) -> None:
+    ranks = [Rank(f"actor-{rank}", f"actor-{rank}") for rank in range(6)]
+    workers = {rank.worker for number, rank in enumerate(ranks) if number not in without_a_place}
+    assert in_meshes(ranks, workers, inner=inner, least=least) == [ranks[number] for number in expected]
+
+
+async def test_only_workers_without_a_place_in_time_are_left_out() -> None:
+    class Half(Place):
+        async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
+            return 1 if spec.name == "rollout-1" else await super().find_place(spec, others)
+
+    workers = LaunchedWorkers(cast(Any, Half(found=False)), Timeouts(5, 5, 300))
+    for name in ("rollout-0", "rollout-1"):
+        workers.launch(dataclasses.replace(SPEC, name=name))
+    assert await workers.places(["rollout-0", "rollout-1"], 0.01) == {"rollout-1": 1}
 
 
 async def test_a_machine_without_the_model_gets_no_replica() -> None:

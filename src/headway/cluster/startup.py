@@ -42,7 +42,7 @@ from headway.cluster.worker_engines import (
     reference_of,
 )
 from headway.cluster.worker_group import Worker, WorkerGroup, proxy
-from headway.cluster.worker_plan import Rank, make_groups, plan_cluster, trainer_alone, worker_of
+from headway.cluster.worker_plan import Rank, in_meshes, make_groups, plan_cluster, trainer_alone, worker_of
 from headway.cluster.workers import Cluster, LaunchedWorkers, StartWaits, Workers, any_dies
 from headway.config.schema import Config
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, concurrent, resolve_placement
@@ -421,12 +421,9 @@ class Startup:
         ranks, parallel = self._plan.ranks(role), self._config.actor.parallel
         least = len(ranks) if self._plan.shared else parallel.least_ranks  # a replica cannot go on without its rank
         while True:
-            names = [rank.worker for rank in ranks]
-            places = await self._workers.places(names, self.timeouts.start_s * ROOM_SHARE)
-            meshes = [ranks[first : first + parallel.inner] for first in range(0, len(ranks), parallel.inner)]
-            whole = [rank for mesh in meshes if all(rank.worker in places for rank in mesh) for rank in mesh]
-            if count := len(whole) // least * least:
-                return {rank: places[rank.worker] for rank in whole[:count]}
+            places = await self._workers.places([rank.worker for rank in ranks], self.timeouts.start_s * ROOM_SHARE)
+            if found := in_meshes(ranks, places, inner=parallel.inner, least=least):
+                return {rank: places[rank.worker] for rank in found}
 
 
 async def _build(group: WorkerGroup, waits: StartWaits, *, meet: bool = True) -> Address | None:

@@ -5,7 +5,7 @@ A worker is a process and has one role, or, on a device that actor and rollout s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,15 @@ def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
     used = {device for spec in workers for device in spec.group.devices}
     shares = tuple(part for share in plan.shares if (part := share.only(used)).devices)
     return replace(plan, workers=workers, rollout=(), ref=(), logp=(), critic=(), shares=shares)
+
+
+def in_meshes(ranks: Sequence[Rank], workers: Collection[str], *, inner: int, least: int) -> list[Rank]:
+    """Return those of ``ranks`` that can go on where only ``workers`` have a place: whole inner meshes of ``inner``
+    neighbours, and a multiple of ``least`` ranks.
+    """
+    meshes = [ranks[first : first + inner] for first in range(0, len(ranks), inner)]
+    whole = [rank for mesh in meshes if all(rank.worker in workers for rank in mesh) for rank in mesh]
+    return whole[: len(whole) // least * least]
 
 
 @dataclass(frozen=True, slots=True)
