@@ -316,3 +316,27 @@ def test_a_batch_is_taken_again_as_it_was_or_not_at_all(end: str):
         return None if taken is None else [group.number for group in taken]
 
     assert run_virtual(main()) == {"came": [4, 5], "abandoned": []}.get(end)
+
+
+@pytest.mark.parametrize("end", ["a later version", "nothing else can come"])
+def test_groups_of_a_later_version_wait_for_it_unless_nothing_else_can_come(end: str):
+    async def main() -> tuple[list[int], list[int]]:
+        q = queue(window=2, eta=Fraction(1))
+        q.restore(200, 0, live={})
+        dropped: list[int] = []
+
+        def drop(group: Group) -> None:
+            dropped.append(group.number)
+            q.discard(group.number)
+
+        for number, version in ((0, 1), (1, 0)):
+            await q.send(finished_with(number, version))
+        taken = [group.number for group in await q.take(1, 0, drop)]
+        taking = asyncio.ensure_future(q.take(1, 1 if end == "a later version" else 0, drop))
+        await asyncio.sleep(1)
+        if end != "a later version":
+            assert not taking.done()
+            q.close()
+        return [*taken, *(group.number for group in await taking)], dropped
+
+    assert run_virtual(main()) == (([1, 0], []) if end == "a later version" else ([1], [0]))

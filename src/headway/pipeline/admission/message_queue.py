@@ -115,8 +115,9 @@ class MessageQueue:
     async def take(self, count: int, version: int, drop: Callable[[Group], None]) -> list[Group]:
         """Wait for the next ``count`` groups in the order of consumption that the trainer's ``version`` may train on.
 
-        ``drop`` is called with each group that is too old or too new for that version, and must `discard` it. Returns
-        fewer groups only when the producer closed and nothing is left, and none when the queue is abandoned meanwhile.
+        ``drop`` is called with each group that is too old for that version, and must `discard` it. Groups of a resumed
+        run that are too new wait for a later version; where no others can come, they are dropped, too. Returns fewer
+        groups only when the producer closed and nothing is left, and none when the queue is abandoned meanwhile.
         """
         taken: list[Group] = []
         while len(taken) < count:
@@ -160,9 +161,14 @@ class MessageQueue:
         self._signal.changed()
 
     def _unfit(self, version: int) -> list[Group]:
-        """Return the finished groups that ``version`` cannot be trained on."""
+        """Return the finished groups that ``version`` cannot be trained on, and no later one, or not in time."""
         if self._resumed:
-            return [group for group in self._finished.values() if not self._fits(group, version)]
+            waits = bool(self._next(version)) or not (self._closed or self._is_full)
+            return [
+                group
+                for group in self._finished.values()
+                if not self._fits(group, version) and not (waits and group.oldest_version > version)
+            ]
         if (oldest := self._staleness.oldest_trainable(version)) is None:
             return []
         return [group for number, group in self._finished.items() if self._live[number] < oldest]
@@ -176,12 +182,15 @@ class MessageQueue:
 
     def _next(self, version: int) -> list[int]:
         """Return the numbers of the groups that may be taken together, first choice first."""
+        finished: Collection[int] = self._finished
+        if self._resumed:
+            finished = {number: None for number, group in self._finished.items() if self._fits(group, version)}
         if self._staleness.max_lag is None:
-            return takeable(self._finished, self._head, self._staleness.window)
+            return takeable(finished, self._head, self._staleness.window)
         room = (version + 1) * self._staleness.groups_per_version - self._taken
         due = self._staleness.must_go_first(Counter(self._live.values()), version, room)
         # One at a time: each group that is taken leaves less room for those that are due.
-        return [number for number in self._finished if due is None or self._live[number] <= due][:1]
+        return [number for number in finished if due is None or self._live[number] <= due][:1]
 
     def _pass(self, number: int) -> None:
         del self._live[number]
