@@ -1,4 +1,4 @@
-"""What settings amount to, for people: the numbers that follow from them, who runs where, and memory by process.
+"""Summary of settings: the numbers that follow from them, the devices of each role, and memory by process.
 
 The doctor shows the memory of each kind of process; it and ``--dry-run`` show which ranks are on one machine.
 """

@@ -190,8 +190,8 @@ def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
 
 
 def in_meshes(ranks: Sequence[Rank], workers: Collection[str], *, inner: int, least: int) -> list[Rank]:
-    """Return those of ``ranks`` that can go on where only ``workers`` have a place: whole inner meshes of ``inner``
-    neighbours, and a multiple of ``least`` ranks.
+    """Return the ranks that go on when only ``workers`` have a place: whole inner meshes of ``inner`` neighbours, and a
+    multiple of ``least`` ranks.
     """
     meshes = [ranks[first : first + inner] for first in range(0, len(ranks), inner)]
     whole = [rank for mesh in meshes if all(rank.worker in workers for rank in mesh) for rank in mesh]
