@@ -101,7 +101,7 @@ def receive_from(weights: Mapping[str, torch.Tensor], bucket_bytes: int = 2**22)
     manifest = build_manifest((name, tuple(w.shape), w.dtype) for name, w in weights.items())
 
     def receive(version: int, incoming: IncomingWeights) -> None:
-        (sink,) = incoming.shares
+        (sink,) = incoming.expect([incoming.manifest])
         stream = Stream(manifest, windows(weights, manifest, bucket_bytes))
         for chunk in stream:
             sink.room(chunk.header).copy_(chunk.payload)

@@ -71,7 +71,7 @@ class Ends:
         """Returns when ``into`` has ``version``, complete and checked."""
 
         def receive(stored: StoredVersion | None, incoming: IncomingWeights) -> None:
-            (sink,) = incoming.shares
+            (sink,) = incoming.expect([incoming.manifest])
             self.receiver.receive(version, sink, stored)
 
         if self.streamed:
@@ -241,7 +241,7 @@ def _peer(link: TransportAddress, nbytes: int) -> str:
     answer = "the same bits"
 
     def receive(version: int, incoming: IncomingWeights) -> None:
-        (sink,) = incoming.shares
+        (sink,) = incoming.expect([incoming.manifest])
         receiver.receive(version, sink)
 
     for version in (1, 2):

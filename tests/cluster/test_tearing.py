@@ -90,7 +90,7 @@ class Trainer:
         if not self._streamed:
             sent = asyncio.run_coroutine_threadsafe(self._parcel(), self._loop).result(WAIT_S)
             parcel = sent.parcels[0] if sent else None
-        (sink,) = incoming.shares
+        (sink,) = incoming.expect([incoming.manifest])
         self._receiver.receive(version, sink, parcel)
 
     async def send(self, version: int) -> Sent | None:

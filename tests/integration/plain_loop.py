@@ -49,7 +49,7 @@ async def plain_loop(config_path: Path, out: Path) -> None:
     manifest = trainer.manifest(torch.float32)
 
     def receive(version: int, incoming: IncomingWeights) -> None:
-        (sink,) = incoming.shares
+        (sink,) = incoming.expect([incoming.manifest])
         weights = Stream(manifest, trainer.gather(manifest, 2**20))
         for chunk in weights:
             sink.room(chunk.header).copy_(chunk.payload)

@@ -48,7 +48,7 @@ class Link:
     held: threading.Event = field(default_factory=threading.Event)
 
     def receive(self, version: int, incoming: IncomingWeights) -> None:
-        (sink,) = incoming.shares
+        (sink,) = incoming.expect([incoming.manifest])
         weights = self.outgoing[version]
         self.nbytes = self.deltas = 0
         for chunk in weights:

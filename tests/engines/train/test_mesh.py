@@ -359,7 +359,7 @@ def update_a_copy(
         def receive(
             version: int, incoming: IncomingWeights, policy: FsdpEngine = policy, layout: Manifest = layout
         ) -> None:
-            (sink,) = incoming.shares
+            (sink,) = incoming.expect([incoming.manifest])
             stream = Stream(layout, policy.gather(layout, 1024, everywhere=True))
             for chunk in stream:
                 sink.room(chunk.header).copy_(chunk.payload)

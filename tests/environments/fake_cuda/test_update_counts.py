@@ -73,7 +73,7 @@ class Noted:
 
 
 def by_broadcast(weights: OutgoingWeights, incoming: IncomingWeights) -> None:
-    Group.sent, outgoing, (sink,) = [], Noted(weights), incoming.shares
+    Group.sent, outgoing, (sink,) = [], Noted(weights), incoming.expect([incoming.manifest])
     link = TransportAddress(MANIFEST, ("replica",), 1.0, address=("nowhere", 1), device="cuda:0")
     BroadcastSender(link).send(1, outgoing)
     due = iter([*outgoing.headers, outgoing.digests])
@@ -88,7 +88,7 @@ def by_broadcast(weights: OutgoingWeights, incoming: IncomingWeights) -> None:
 
 def by_local(outgoing: OutgoingWeights, incoming: IncomingWeights) -> None:
     """What both ends do, one after the other: what counts sees one thread alone."""
-    (sink,) = incoming.shares
+    (sink,) = incoming.expect([incoming.manifest])
     for chunk in outgoing:
         done_on(chunk.payload)
         take(sink, chunk)
