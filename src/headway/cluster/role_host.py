@@ -75,6 +75,7 @@ class RoleHost:
         self.name = name
         self._progress = Progress()
         """Progress of the role's thread, where a rank computes. An engine reports its own in `RolloutEngine.stats`."""
+        # `count_for` runs in the thread itself: a ContextVar that is set here is not seen there.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=count_for, initargs=(self._progress,))
         self._open: dict[Progress, tuple[str, float]] = {}
         """Open calls of coroutines: the method, and when it was called. Of those that work with files beside the role's

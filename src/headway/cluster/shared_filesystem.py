@@ -82,6 +82,7 @@ class SharedFilesystem:
         blind, why = await _blind(self._driver, path, writers)
         if why is not None:
             raise RunError(f"run.dir={path}: the driver cannot write there: {why}")
+        # The other way round, too: a rank may see the directory and not be able to write there.
         if not blind:
             seen = await concurrently(_blind(one, path, {"driver": self._driver}) for one in writers.values())
             blind = {name: writers[name] for name, one in zip(writers, seen, strict=True) if one != ({}, None)}

@@ -133,6 +133,7 @@ class Snapshots:
         at = enumerate(zip(self._ranks.workers, keepers, strict=True))
         calls = [rank.call(f"snapshot.{step}", index, version, keeper.peer()) for index, (rank, keeper) in at]
         failures = [failure for failure in await asyncio.gather(*calls, return_exceptions=True) if failure is not None]
+        # A death first: by it ranks are started again, and other failures may be its doing.
         for failure in sorted(failures, key=lambda failure: not isinstance(failure, WorkerDied)):
             raise failure
 

@@ -401,6 +401,7 @@ class Startup:
         """End the ranks of ``group``, and let others in their places load the model: fewer of them where there is no
         room for all. Returns the address of their store.
         """
+        # All of them, also those that live: a process group that has lost a rank serves no more.
         await waits.wait(f"{group.name} to end", concurrently(worker.kill() for worker in group.workers))
         ranks = await waits.wait(
             f"machines that are alive to have room for the ranks of {role}, or some of them", self._with_places(role)

@@ -97,6 +97,7 @@ class LogpReceiver:
         if not self._verify:
             return None
         served: NDArray[np.float32]
+        # On all ranks, though one answer is enough: the forward pass is collective.
         served, *_ = await concurrently(worker.call("probe") for worker in self._ranks.workers)
         return served
 

@@ -306,6 +306,7 @@ class WorkerGroup:
         except RunError as failure:
             if type(failure) is RunError and failure.__cause__ is not None:  # no error of Headway's own
                 with suppress(TimeoutError):
+                    # Where a process has ended, this raises that in place of the failure.
                     await asyncio.wait_for(concurrently(worker.died() for worker in self.workers), NOTICE_S)
             raise
 
@@ -363,6 +364,7 @@ class WorkerGroup:
         for share, of_parts, handles in zip(shares, parts, kept, strict=True):
             for part, handle in zip(of_parts, handles, strict=True):
                 columns.update((share[at], Column(handle, place)) for place, at in enumerate(part))
+        # In the order of the samples again, whichever rank computed them.
         return [columns[index] for index in range(len(samples))]
 
     async def _assigned(self, mini_batches: Sequence[Sequence[TrainSample]]) -> dict[TrajectoryId, int]:

@@ -107,6 +107,7 @@ def plan_cluster(
     train_threads, rollout_threads = config.trainer.threads, config.rollout.threads
     common = {"config": config, "model_path": model_path}
     generating = GENERATING if config.rollout.name == "native" else ()
+    # As many mini-batches as the policy has, each as often as the critic has epochs.
     critic_steps = total_optimizer_steps // config.actor.ppo_epochs * config.critic.ppo_epochs
 
     def actor(rank: int) -> dict[str, Any]:

@@ -124,6 +124,7 @@ class Actor:
         if batch.given is None:
             self._begin(batch)
         await self._prepare(batch, waiting_for, told=not batch.is_over)
+        # A batch that is redone is with the critic already: handed on again, it would be trained on twice.
         if on_prepared is not None and not batch.was_handed_on:
             batch.was_handed_on = True
             await on_prepared(batch)
@@ -178,7 +179,7 @@ class Actor:
                 # With the clip range of then; its rows were shown when it was made the first time.
                 await self.trainer.train_step(rows, replace(context, shown=frozenset()))
             else:
-                first = number < len(mini_batches)
+                first = number < len(mini_batches)  # a sample has its rows as the first epoch saw them
                 shown = {group.prompt.group_id: group.number for group in groups if first and group.shown}
                 skipped = await self._step(batch, groups, rows, shown, waiting_for)
             if not skipped:
@@ -314,6 +315,7 @@ class Critic:
         await self.surviving(partial(self._train, batch))
 
     async def _train(self, batch: TrainBatch) -> None:
+        # Without `_ranks`: what takes that lock has waited until the critic is trained on all earlier batches.
         redone, columns = batch.index < self._trained, (ColumnName.VALUES, ColumnName.RETURNS)
         for number, mini_batch in enumerate(_mini_batches(batch, self._config) * self._config.critic.ppo_epochs):
             started = now()
@@ -337,7 +339,7 @@ class Critic:
             self._steps += 1
             self._skipped_in_row = skipped_in_row(self._skipped_in_row, report.skipped, "critic.optim.lr")
         if self.own_ranks:
-            await self.engine.end_batch()
+            await self.engine.end_batch()  # on the trainer's ranks the actor ends it, after the policy's steps
         if not redone:
             self._told = 0
             self._trained += 1

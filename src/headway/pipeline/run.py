@@ -148,6 +148,7 @@ class Pipeline:
         serving_again.cancel()
         for supervision in wiring.supervisions:
             supervision.stop()
+        # Groups that are still open train nothing any more: their calls end now, not with their last token.
         if self._state.ledger.open:
             if not downstream.cancelled():
                 await concurrently(self._interrupt(replica) for replica in wiring.pool.serving)
@@ -179,6 +180,7 @@ class Pipeline:
             state.note(
                 f"the stop waits for the checkpoint that is being written; one takes {checkpoints.takes}", "info"
             )
+        # Held until training is cancelled: no checkpoint may begin in between, and be cut off.
         async with checkpoints.writing:
             state.give_up()
             state.note(f"the stop waits no longer (run.stop_timeout_s={limit_s:g}): {self._wiring.monitor.who_waits()}")

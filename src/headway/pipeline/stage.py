@@ -173,7 +173,7 @@ class Stage(ABC, Generic[In, Out]):
         self._enter(State.DRAINING)
 
     async def _get(self) -> In | None:
-        if self.active == 0:
+        if self.active == 0:  # else the items in processing decide the state
             self._enter(State.WAITING_INPUT)
         with self._attributed():
             item = await self.get_input_data()

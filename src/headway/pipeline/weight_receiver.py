@@ -93,6 +93,7 @@ class Remote:
             if not limit.expired():
                 raise
             why = f"{self.name} was told to {what} and did not answer within {self._limit(within_s or 0.0)}"
+            # `leave` ends open calls by their time limits, too: then its reason is the right one.
             raise WorkerUnavailable(self, self.why or UpdateFailed(why)) from None
         finally:
             self._open.pop(limit, None)

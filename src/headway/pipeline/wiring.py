@@ -213,6 +213,7 @@ class Wiring:
         redo = partial(redo_actor, self.state, self.actor, self.checkpoints, self.param_update.restored)
         if self._replicas_of_ranks is None:
             return await redo()
+        # Before the lease, which puts all replicas to sleep, those that join included.
         for engine in self._replicas_of_ranks():
             self.replica_supervision.join(engine)
         async with self.lease.of_new_ranks():

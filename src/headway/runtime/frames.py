@@ -66,7 +66,7 @@ class FrameChannel:
 
     def send_with(self, frame: Frame, descriptor: int) -> None:
         """Send a small ``frame`` together with a file descriptor. Raises `OSError` where it cannot be sent at once."""
-        self._send_gathered()
+        self._send_gathered()  # first: it was said before this frame
         socket.send_fds(self._sock, [frame.packed()], [descriptor])
 
     @property

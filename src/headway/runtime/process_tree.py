@@ -78,6 +78,7 @@ def end_children(but: Collection[int] = ()) -> None:
     ``but``: children that are spared, with their descendants.
     """
     until = time.monotonic() + END_S
+    # Again and again: what ends leaves its children to this process, which sees them only then.
     while time.monotonic() < until:
         below = _children()
         ending = [child for child in below.get(os.getpid(), ()) if child not in but]

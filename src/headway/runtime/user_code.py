@@ -175,6 +175,7 @@ def check_call(
 
 
 def _import_file(path: Path) -> ModuleType:
+    # With a sum of the whole path: files of one name in two folders are two modules.
     module_name = f"headway_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if module_name in sys.modules:
         return sys.modules[module_name]

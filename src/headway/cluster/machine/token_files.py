@@ -89,7 +89,7 @@ def remove_abandoned(parent: Path, *, but: Path | None = None) -> None:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except BlockingIOError:  # its run lives, and holds the lock
             continue
         else:
             rmtree(path, ignore_errors=True)
@@ -211,7 +211,7 @@ def read_rows(file: TokenFile, indices: Iterable[int] | None = None) -> dict[int
 
 
 def _bytes_of(file: io.FileIO, offset: int, size: int) -> bytearray:
-    data = bytearray(size)
+    data = bytearray(size)  # not bytes: arrays over these could not be written to
     left = memoryview(data)
     file.seek(offset)
     while left:
@@ -240,7 +240,7 @@ def _laid_out(tokens: GroupTokens) -> list[bytes]:
             row.versions.astype(np.int32, copy=False).tobytes(),
             row.loss_mask.astype(np.bool_, copy=False).tobytes(),
         )
-        offset += BYTES_PER_TOKEN * length
+        offset += BYTES_PER_TOKEN * length  # the four arrays above: `_rows` counts the same
     packed = pickle.dumps((prompts, rows), pickle.HIGHEST_PROTOCOL)
     return [len(packed).to_bytes(8, "little"), packed, *blobs]
 

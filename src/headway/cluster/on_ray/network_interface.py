@@ -21,6 +21,7 @@ from headway.errors import ConfigError
 INTERFACES_V6 = Path("/proc/net/if_inet6")
 _SIOCGIFADDR = 0x8915
 """Number of Linux's request for the IPv4 address of a network card."""
+# Behind the name (16 bytes), the family (2) and the port (2).
 _ADDRESS = slice(20, 24)
 """Slice of the address in the kernel's answer (struct ifreq)."""
 

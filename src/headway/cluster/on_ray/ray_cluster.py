@@ -99,6 +99,7 @@ class RayCluster:
         sharing = self._pool.sharing(spec.device)
         options = self._pool.options(spec.device, beside=spec.beside)
         worker = RayWorker(spec, self._device, log_file, sharing, options, self._node)
+        # `rollout-0+1` is in the place of `rollout-0`: of each place only the present worker counts.
         self._launched[spec.name.partition("+")[0]] = worker
         return worker
 

@@ -224,6 +224,7 @@ class WorkerActor:
         references += [
             _read.options(resources={f"node:{host}": 0.001}).remote(parts) for host, parts in elsewhere.items()
         ]
+        # In the order of `references`: single objects first, then one list for each machine.
         brought = iter(self._awaited(references) if references else ())
         objects |= {handle: next(brought) for handle in handles if handle not in objects}
         for parts in elsewhere.values():

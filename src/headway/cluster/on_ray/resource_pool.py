@@ -69,7 +69,7 @@ def _search(shares: Sequence[NodeShare], nodes: Sequence[Node], most: int) -> di
     node that is used, in the order in which nodes came into use.
     """
     free = {node.id: node.free for node in nodes}
-    if sum(sorted(free.values())[-most:]) < sum(len(share.devices) for share in shares):
+    if sum(sorted(free.values())[-most:]) < sum(len(share.devices) for share in shares):  # even the largest lack room
         return None
     found: dict[str, list[NodeShare]] = {}
     steps = count(1)
@@ -223,7 +223,7 @@ class ResourcePool:
                 if await self._answers(alive):
                     return one
                 if one == device:
-                    failed = ATTEMPTS if alive is None else failed + 1
+                    failed = ATTEMPTS if alive is None else failed + 1  # None: Ray knows by itself that it is gone
             if move and failed >= ATTEMPTS and await self._moved(device):
                 return device
             await asyncio.sleep(LOOK_AGAIN_S)
@@ -290,6 +290,7 @@ def _nodes(on_gpus: bool) -> list[Node]:
     """Return the living nodes and their devices, the driver's first."""
     free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
     here: str = ray.get_runtime_context().get_node_id()
+    # False sorts first: the driver's node.
     alive = sorted((node for node in _all_nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
     return [
         Node(node["NodeID"], _devices(node["Resources"], on_gpus), _devices(free.get(node["NodeID"], {}), on_gpus))

@@ -181,6 +181,7 @@ class CallServer:
         try:
             async with asyncio.timeout(GREETING_S):
                 told = await _exactly(sock, KEY_BYTES)
+                # In constant time: `==` would tell by its time how many bytes of a guess are right.
                 known = hmac.compare_digest(told, self.address.key)
                 if known:  # nothing else is read before: frames are unpickled, which runs what they say
                     told += await _exactly(sock, GREETING.size - KEY_BYTES)
@@ -386,7 +387,7 @@ class WorkerConnection(FrameSession):
                         error = _unpickled(frame.payload)
                         raise error if isinstance(error, HeadwayError) else CallFailed(error)
                 yield _unpickled(frame.payload)
-                if over:
+                if over:  # a RESULT is the only answer of its call
                     return
         finally:
             del self._open[number]

@@ -261,7 +261,7 @@ class WeightSendRole:
         total = GatherReport(0.0, 0)
         for route in self._routes.values():
             windows = gather(route.manifest, self._bucket_bytes)
-            if route.staged is None:
+            if route.staged is None:  # a rank without a share draws its windows, too: that is collective
                 deque(windows, maxlen=0)
                 continue
             try:
@@ -281,7 +281,7 @@ class WeightSendRole:
     def close(self) -> None:
         for sender in self._senders.values():
             sender.close()
-        self._beside_training.shutdown(wait=False)
+        self._beside_training.shutdown(wait=False)  # a send may be waiting for a receiver that is gone
 
     def _send_gathered(self, version: int, send: Send) -> Sent:
         route = self._routes[send.dtype]

@@ -95,6 +95,7 @@ class HostWeights:
         self, owner: Worker, parcels: asyncio.Future[tuple[StoredVersion | None, ...]], version: int
     ) -> ReceiveReport:
         try:
+            # With a stream both ends work at once: the sender's parcels come only when it has ended.
             left = () if self._streamed else await parcels
             report: ReceiveReport = await owner.call("stage_weights", version, left)
         except BaseException:  # cancelled, too: what the owner holds is not known then

@@ -163,6 +163,7 @@ class MessageQueue:
     def _unfit(self, version: int) -> list[Group]:
         """Return the finished groups that ``version`` cannot be trained on, and no later one, or not in time."""
         if self._resumed:
+            # While others can be taken or can come, groups of a later version wait: a batch composed anew dropped them.
             waits = bool(self._next(version)) or not (self._closed or self._is_full)
             return [
                 group
@@ -184,6 +185,7 @@ class MessageQueue:
         """Return the numbers of the groups that may be taken together, first choice first."""
         finished: Collection[int] = self._finished
         if self._resumed:
+            # A dict and not a set: without a window groups are taken in the order of their completion.
             finished = {number: None for number, group in self._finished.items() if self._fits(group, version)}
         if self._staleness.max_lag is None:
             return takeable(finished, self._head, self._staleness.window)

@@ -144,6 +144,7 @@ class RunState:
         reopened = dict(zip(numbers, open_prompts, strict=True)) if self._reopens(state) else {}
         self.consumed, self.data_ended = state["consumed"], state["data_ended"]
         self.ledger.restore(state["ledger"], dict(zip(numbers, open_prompts, strict=True)))
+        # Else 32 failures right after a resume would end a run whose reward has worked before.
         self._scored = any(self.ledger.counts()[fate] for fate in (Fate.TRAINED, Fate.FILTERED))
         self.staleness.restore(
             version=state["version"],

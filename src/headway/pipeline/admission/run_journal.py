@@ -146,6 +146,7 @@ class RunJournal:
         """Write that ``groups``, number → identity, are trained on together, after ``taken`` others."""
         self._batches.pop(taken, None)
         numbers = [[number, *of] for number, of in groups.items()]
+        # In the block of its oldest group, which is open until the batch is over: until then the block stays.
         self._writer.append(min(groups), Record({"kind": "batch", "at": taken, "groups": numbers}))
 
     # ------------------------------------------------------------------------------------- size

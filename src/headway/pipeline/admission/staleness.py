@@ -138,6 +138,7 @@ class Staleness:
 
     def recover(self) -> bool:
         """Undo one `lower`. Returns False where nothing is lowered."""
+        # At least one group: `lower` ends at zero, from which doubling alone would never come back.
         return self._admit_by(min(self.eta, max(2 * self.eta_now, Fraction(1, self.groups_per_version))))
 
     def restore(self, *, version: int, admitted: int, discarded: int, eta_now: Fraction) -> None:

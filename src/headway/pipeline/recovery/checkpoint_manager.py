@@ -123,9 +123,10 @@ class CheckpointManager:
         Raises `DataError` when the data are not those of the checkpoint.
         """
         state, actor = self.state, self.actor
-        self.source.restore(taken["source"])
+        self.source.restore(taken["source"])  # first: `_found` may take further prompts from it
         again = [self._found(*one) for one in taken["again"]]
         lost = [self._found(*one) for _, *one in taken["ledger"]["open"]]
+        # Under another action of the guard nothing would raise a lowered η again.
         eta_now = Fraction(taken["eta_now"]) if actor.guard.lowers_eta else state.staleness.eta
         state.restore(taken, again=again, open_prompts=lost, eta_now=eta_now)
         self.batches.taken = taken["fetches"]
@@ -264,6 +265,7 @@ class CheckpointManager:
         """Report a checkpoint that could not be saved, or the first of several snapshots that were not kept. Raises
         ``failure`` where that ends the run: it is the third checkpoint in a row, or no matter of its own.
         """
+        # A death is a `RunError`, too, but `RankRestarts.surviving` has to see it: the copy is made again on new ranks.
         if not isinstance(failure, RunError) or isinstance(failure, WorkerDied):
             raise failure
         if snapshots is not None:
@@ -300,6 +302,7 @@ class CheckpointManager:
         if self.saved is not None:
             if role == ACTOR:
                 await self.actor.trainer.load(self._path(self.saved))
+            # A critic that shares the trainer's ranks is loaded with these, another one with its own.
             if (critic := self.actor.critic) is not None and critic.own_ranks == (role == CRITIC):
                 await critic.engine.load(self._critic_path(self.saved))
         return self.saved or 0

@@ -177,6 +177,7 @@ class RankRestarts:
             await self._changed.until(lambda: bool(self._works))
             await asyncio.sleep(looks_s)
             answers = await ask(ranks.ranks(), looks_s)
+            # Ranks without work (`quiet_s` is infinite) do not hang: an open call may wait for something in the driver.
             works = any(beat is not None and isfinite(beat.quiet_s) for beat in answers.by_worker.values())
             if self._works and works and now() >= answers.deadline(quiet_s, file_stall_s):
                 raise StallError(f"the ranks of {self.role} do not move: {answers}")
@@ -234,13 +235,13 @@ async def redo_actor(
     """
     at = await checkpoints.load_newest(ACTOR)
     await on_version(at)
-    batches = [batch for batch in actor.since(at) if batch.is_over]
+    batches = [batch for batch in actor.since(at) if batch.is_over]  # `surviving` makes the open one again
     for batch in batches:
         if batch.version != at:
             await on_version(batch.version)
         at = batch.version
         await actor.learn(batch)
-    if state.version != at:
+    if state.version != at:  # at a boundary, no batch of the version has begun
         await on_version(state.version)
     return len(batches)
 

@@ -102,6 +102,7 @@ class Supervision:
             if self.replace is None:
                 self._go_on_without(lost, why, f"no {self.members.kind} can be started in its place")
             else:
+                # Counted before the task's first step: a loss that is handled meanwhile must not end the run.
                 self._replacing += 1
                 tasks.start(self._replace_one(lost, why, self.replace), among=self._started)
 
@@ -133,6 +134,7 @@ class Supervision:
 
     def _go_on_without(self, lost: str, reason: RunError, why: str) -> None:
         """Go on with members that are left or being started. Raises the error of the loss if there are none."""
+        # A loss that still waits in `lost` may get a replacement.
         if not (self.members.present or self._replacing or len(self.members.lost)):
             raise type(reason)(
                 f"{reason}. It was the last {self.members.kind}, without which no group is made, and {why}"

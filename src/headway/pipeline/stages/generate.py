@@ -67,6 +67,7 @@ class Generate(Stage[Share, Group]):
             return True
         group.trajectories = tuple(t for t in group.trajectories if t.failure is None)
         enough = sum(t.id.k < group.n for t in group.trajectories) >= self._min_episodes
+        # A baseline has k = n: an estimator that subtracts it has no advantages without it.
         if enough and all(t.id.k < group.n for t in failed):
             return True
         worst = next((t for t in failed if t.id.k >= group.n), failed[0])

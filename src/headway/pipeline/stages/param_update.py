@@ -221,6 +221,7 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         state, pool = self._state, self._pool
         while True:
             await state.changed.until(lambda: pool.needs_version)
+            # ActorTrain makes no step meanwhile: what is sent has to be the weights of one moment.
             async with self._lease.turn:
                 version = state.version
                 if not pool.others_need(version):
@@ -234,6 +235,7 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
     async def restored(self, version: int) -> None:
         """Note that a trainer that was started again holds ``version``, as `Schedule.restored` does."""
         late = self._pool.others if self._pool.others_need(version) else []
+        # Replicas in the ranks' processes came back with them, and have the initial model.
         if self._pool.lose_ranks is not None and version == self._state.version:
             late = [*late, *self._pool.joining]
         await self._schedule.restored(version, late)

@@ -57,7 +57,7 @@ class PromptLoader(Stage[list[Prompt], Share]):
         # Before any other: they keep their numbers and their places in the order of consumption.
         if self._state.reopened:
             await self._state.changed.until(lambda: self._ended or self._state.staleness.serves)
-            return [prompt for _, prompt in self._state.reopened.values()]
+            return [prompt for _, prompt in self._state.reopened.values()]  # `admit` takes each out of it
         while not self._ended:
             await self._state.changed.until(lambda: self._ended or self._room() > 0)
             if not self._ended and (prompts := self._next(self._room())):

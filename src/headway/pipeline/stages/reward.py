@@ -87,6 +87,7 @@ class Scoring:
             raise ScoringAbandoned(INTERRUPTED)
         reward = self._reward
         started = now()
+        # A stop's patience counts from here: before, no score could come.
         if not self._awaited:
             self._moved = started
         texts = [episode.text for episode in episodes]
@@ -126,6 +127,7 @@ class Scoring:
                 await asyncio.sleep(left)
                 continue
             self._misses += 1
+            # A reward that has never scored gets no second chance: there is no sign that it works.
             self.closed = self._misses >= MOST_MISSES or self._longest_s is None
             # Before they are cancelled: `score` tells by it what was given up from a stage that ends.
             self._given_up.update(self._awaited)

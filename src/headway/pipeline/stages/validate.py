@@ -157,7 +157,7 @@ class Validate(Stage[Validation, None]):
         if (validation := await super().get_input_data()) is not None:
             self._open += 1
             return validation
-        if self._input_ended_before:
+        if self._input_ended_before:  # the last version's validation was given out below
             return None
         self._input_ended_before = True
         with self._waiting_within("the validations before the last one"):

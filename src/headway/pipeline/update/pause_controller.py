@@ -91,7 +91,7 @@ class PauseController:
         async with self._turns.setdefault(replica.name, asyncio.Lock()):
             if (halted := self._halts.get(replica.name)) is not None:
                 halted.by.append(why)
-                return ReplicaPause([why], stopped=now())
+                return ReplicaPause([why], stopped=now())  # its own: it waited for nothing, and cut nothing
             asked = now()
             validated = partial(self._state.changed.until, lambda: replica.name not in self._state.validating)
             await validated()

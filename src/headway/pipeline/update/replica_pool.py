@@ -180,7 +180,7 @@ class ReplicaPool:
         joins = replica.name in self._joining and version >= self._state.staleness.served_version
         if joins:
             self._serving[replica.name] = self._joining.pop(replica.name)
-        elif not self.serves(replica):
+        elif not self.serves(replica):  # it was overtaken, or lost while it loaded
             return
         self._state.load(replica.name, version)
         if joins:
@@ -202,7 +202,7 @@ class ReplicaPool:
                 raise gone.why
             self.lose_others(gone.why)
             return
-        if replica.name in self._gone:
+        if replica.name in self._gone:  # another of its calls has told of the loss
             return
         if self.lose_ranks is not None:
             self.lose_ranks(gone.why)  # and it stays until they are: `left_with_ranks`

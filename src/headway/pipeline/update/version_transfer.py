@@ -140,6 +140,7 @@ def _judge_silence(attempt: Attempt) -> RetryDecision:
     # They wait for each other: which one hangs shows only when they are tried apart.
     if len(silent) > 1 and not isinstance(attempt.sent, SendReport):
         return RetryDecision(again=_apart(audience), reason=_silence(attempt, silent))
+    # The trainer's failure may be why the receiver is silent: one more try before it is given up.
     if len(audience.receivers) == 1 and isinstance(attempt.sent, UpdateFailed) and not audience.failures:
         return RetryDecision(again=[Audience(audience.receivers, failures=1)], reason=str(attempt.sent))
     return _go_on_without(
@@ -273,7 +274,7 @@ class VersionTransfer:
             async with asyncio.timeout(limit_s) as limit:
                 if not await self._reach(attempt, names):
                     return
-                attempt.began = now()
+                attempt.began = now()  # behind `reach`: this transfer's time sets the limits of later ones
                 receiving = (self._receive(attempt, receiver, limit) for receiver in attempt.audience.receivers)
                 await concurrently([self._send(attempt, send(attempt.version, names)), *receiving])
         except TimeoutError:

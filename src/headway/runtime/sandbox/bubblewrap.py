@@ -190,6 +190,7 @@ class Bubblewrap:
 def rlimits(limits: SandboxLimits, *, counts_processes: bool) -> Iterator[str]:
     """Arguments of prlimit(1) for each process of a call."""
     seconds = max(1, round(limits.cpu_s + 0.5))
+    # SIGXCPU at the first, which a program may ignore; SIGKILL at the second.
     yield f"--cpu={seconds}:{seconds + 1}"
     yield f"--as={limits.memory_mib << 20}"
     yield f"--fsize={limits.scratch_mib << 20}"
@@ -214,6 +215,7 @@ def own_uid() -> Iterator[int | None]:
         return
     with socket.socket(socket.AF_UNIX) as lock:
         for place in range(UIDS):
+            # Each process begins somewhere else: all from one place would first meet those that are taken.
             uid = FIRST_UID + (os.getpid() * 7 + place) % UIDS
             try:
                 lock.bind(f"\0headway-sandbox-{uid}")

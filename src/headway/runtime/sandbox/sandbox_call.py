@@ -120,8 +120,8 @@ def processes_in(proc: str) -> list[ProcEntry]:
 
 
 def _process(place: str) -> ProcEntry:
-    stat = _text(f"{place}/stat").rpartition(")")[2].split()
-    seconds = sum(map(int, stat[11:15])) / TICKS
+    stat = _text(f"{place}/stat").rpartition(")")[2].split()  # behind the name, which may hold brackets
+    seconds = sum(map(int, stat[11:15])) / TICKS  # utime, stime, cutime, cstime of proc(5)
     return ProcEntry(place, stat[0] == "Z", int(stat[3]), int(stat[17]), seconds, int(stat[21]) * PAGE)
 
 
@@ -203,7 +203,7 @@ def sealed(content: bytes, held: ExitStack) -> int:
     view = memoryview(content)
     while view:
         view = view[os.write(file, view) :]
-    os.lseek(file, 0, os.SEEK_SET)
+    os.lseek(file, 0, os.SEEK_SET)  # whoever inherits the descriptor reads from where it stands
     # Sealed last: a sealed file takes no more writing, from the call's processes either.
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
     return file
@@ -268,6 +268,7 @@ class SandboxCall:
             SandboxFailed: the surroundings could not be made.
         """
         with ExitStack() as held:
+            # A `stop` in another thread comes before this, or finds the descriptor.
             with self._lock:
                 if self._was_stopped:
                     return SandboxResult("", "", KILLED)

@@ -138,6 +138,7 @@ class _Shared:
         return asyncio.Task(self._noting(coroutine, number), loop=loop, context=context, **others)
 
     async def _noting(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Any:
+        # A coroutine around the generator: from Python 3.12 on asyncio makes no task of a generator.
         return await self._steps(coroutine, number)
 
     @types.coroutine

@@ -99,6 +99,7 @@ def closed_in_children(sock: socket.socket) -> socket.socket:
 
     def close() -> None:
         with suppress(OSError):  # the child of a child
+            # Not `sock.close()`, which closes nothing while the reader that `makefile` has made is open.
             os.close(sock.detach())
 
     os.register_at_fork(after_in_child=close)

@@ -232,13 +232,13 @@ class StepNote:
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("headway-worker")
-        os.truncate(self.descriptor, mmap.PAGESIZE)
+        os.truncate(self.descriptor, mmap.PAGESIZE)  # an empty file cannot be mapped
         self._memory = mmap.mmap(self.descriptor, mmap.PAGESIZE)
         self._view = memoryview(self._memory).cast("Q")
 
     def close(self) -> None:
         """Give the memory back. Nothing can be read any more."""
-        self._view.release()
+        self._view.release()  # first: memory that has a view refuses to be closed
         self._memory.close()
 
     @property

@@ -149,6 +149,7 @@ class WorkerPool:
         try:
             return await result
         finally:
+            # Behind a result this does nothing; when the wait was cancelled it ends the job.
             if waiting.worker is not None:
                 waiting.worker.leave(waiting)
             elif waiting in self._waiting:
@@ -169,6 +170,7 @@ class WorkerPool:
         for job in self._waiting:
             job.end(error=closed())
         self._waiting.clear()
+        # Before their jobs are taken from them: `load` counts these.
         busy = {worker.process for worker in self._workers if worker.load and self._alone}
         for worker in self._workers:
             worker.lose(closed)
@@ -246,7 +248,7 @@ class WorkerPool:
         if isinstance(error, RunnerLost):  # the next one may fare better
             if self._waiting:
                 self._waiting.popleft().end(error=error)
-        elif error is not None:
+        elif error is not None:  # user code that does not load will not load for the next job either
             while self._waiting:
                 self._waiting.popleft().end(error=error)
         if not self._closed:
