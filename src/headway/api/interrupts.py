@@ -57,7 +57,8 @@ class Interrupts:
             stop, after = self._stop
             self._say(f"stopping after {after}; press Ctrl-C again to leave at once")
             stop()
-            self._stop = None
+            self._stop = None  # the next signal leaves at once
         else:
+            # Once: a further cancellation would cut the ending of the workers short.
             self._task.cancel()
             self._task = None

@@ -93,7 +93,7 @@ class Run:
         """
         if (told := self.summary.get("status")) is not None:
             return str(told)
-        return "killed" if is_trained(self._directory.lock) is False else "running"
+        return "killed" if is_trained(self._directory.lock) is False else "running"  # None: the lock does not tell
 
     @property
     def summary(self) -> dict[str, Any]:

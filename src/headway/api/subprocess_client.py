@@ -137,6 +137,7 @@ def _end(process: subprocess.Popen[bytes], *, asked: bool) -> None:
         except KeyboardInterrupt:
             process.kill()
             raise
+    # `poll` ends nothing: the first turn only waits.
     for end in (process.poll, process.terminate, process.kill):
         end()
         with suppress(subprocess.TimeoutExpired):

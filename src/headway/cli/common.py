@@ -179,6 +179,7 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = (
         check_writable(option, path, among)
         if path is None or (path.exists() and not path.is_file()):
             continue
+        # By inode where the file is there: two names may lead to one file.
         other, same = taken.setdefault(_identity(path) or path.resolve(), (option, path))
         if other != option:
             raise ConfigError(f"{other} {same} and {option} {path} are one file; give two")

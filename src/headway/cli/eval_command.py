@@ -122,6 +122,7 @@ def _solve(job: EvaluationJob, limit: int | None, output: Path | None) -> tuple[
 
     from headway.api.eval.scored_answers import carry_out
 
+    # On stderr: in a pipe standard output has the figures alone.
     console = Console(stderr=True, markup=False, highlight=False)
     if output is None:
         return *carry_out(job, limit, console), True

@@ -82,6 +82,7 @@ def sft(
     from headway.config.loading import check_changes, dump
 
     given = list(overrides or [])
+    # CONFIG may be left out: the first setting is then in its place.
     if config is not None and ("=" in str(config) and not config.exists()):
         given, config = [str(config), *given], None
     if resume is not None:

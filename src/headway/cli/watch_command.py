@@ -48,7 +48,7 @@ def compare(
         raise ConfigError(f"expected two runs or more to compare, and got {runs[0]} alone")
     check_outputs({"--html": html}, [file for run in runs for file in files_of_run(run)])
     found = compared(read_runs(runs))
-    width = None if sys.stdout.isatty() else UNBOUNDED
+    width = None if sys.stdout.isatty() else UNBOUNDED  # in a pipe rich would cut names and paths at 80 columns
     print_comparison(found, Console(highlight=False, width=width))
     path = html or runs[0] / "compare.html"
     with writing("--html", path):

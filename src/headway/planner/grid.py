@@ -123,6 +123,7 @@ def _replicas(profile: Profile, first: int, last: int) -> int:
         return 0
     begun = min(-first % machine, last - first)  # what training leaves of its last machine
     machines, rest = divmod(last - first - begun, machine)
+    # Rounded down on each machine: no replica is on two of them.
     return begun // size + machines * (machine // size) + rest // size
 
 

@@ -43,7 +43,7 @@ class Checkpoints:
     def forget_above(self, version: int) -> None:
         """Remove checkpoints of versions after ``version``, and those that were left half written or half removed."""
         for folder in (self.path, self.path / "critic"):
-            for later, path in list(_versions(folder)):
+            for later, path in list(_versions(folder)):  # a list: the folder changes while it is gone through
                 if later > version:
                     rmtree(path)
             for pattern in (f".{PREFIX}*.partial", f".{PREFIX}*.old"):

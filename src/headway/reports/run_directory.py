@@ -204,6 +204,7 @@ class RunDirectory:
         for name in needed or (run.config.name, run.events.name):
             if not (path / name).is_file():
                 raise ConfigError(f"RUN: got {path}, which has no {name}; {wanted}{run.hint}")
+        # Only where it is certain that no process appends to the record, which `upgrade` replaces.
         if is_earlier(run.events) and is_trained(run.lock) is False:
             upgrade(run.events)
         return run

@@ -122,7 +122,7 @@ class LoadedProgram:
         except AskedTooOften as insisted:
             print(f"{start.name}: {insisted}; it was left there", file=sys.stderr)
             end = EpisodeEnd()
-        except ProgramFailed:
+        except ProgramFailed:  # a `HeadwayError`, too, which is raised as it is
             raise
         except HeadwayError as cause:
             raise ProgramFailed(str(cause)) from cause

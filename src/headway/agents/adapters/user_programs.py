@@ -121,6 +121,7 @@ def end_of(value: Any, who: str, expected: str = RETURNS) -> EpisodeEnd:
         episode, turns = None, episode
     elif isinstance(episode, tuple) and len(episode) == 2 and isinstance(episode[1], list | tuple):
         episode, turns = episode
+    # An empty list is refused, too: neither the episode nor a turn would have a reward.
     if turns == [] or isinstance(episode, str | bytes) or not (episode is None or hasattr(episode, "__float__")):
         raise ProgramFailed(f"{who} returned {shown(value)}, {expected}")
     what = f"{who}: the reward that it returned"

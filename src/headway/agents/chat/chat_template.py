@@ -225,6 +225,7 @@ class ChatRenderer:
 
     def behind(self, tail: NDArray[np.int32], answer: NDArray[np.int32]) -> NDArray[np.int32]:
         """The ids of a tail behind the sampled ids of ``answer``, which has the end of its turn, or was cut off."""
+        # The tail begins with the end of the turn, which the sampled ids have already.
         return tail[1:] if self._turn_end_id is not None and self.ended(answer) else tail
 
     def _find_turn_end(self) -> tuple[str, int | None]:

@@ -112,6 +112,7 @@ def _plain(message: dict[str, Any], where: str) -> list[Message]:
         at = f"{where}.content.{n}"
         if isinstance(block, dict) and block.get("type") == "tool_result":
             text = text_of(block.get("content"), f"{at}.content")
+            # Chat templates have no place for the flag: the text has to say it.
             if block.get("is_error") is True and not text.lower().startswith("error"):
                 text = f"Error: {text}"
             plain.append({**said("tool", text), "tool_call_id": name_of(block, "tool_use_id", at)})

@@ -86,6 +86,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
         where, kind = f"input.{n}", item.get("type") or "message"
         if kind == "message":
             role, text = role_of(item, where), text_of(item.get("content"), f"{where}.content")
+            # Thinking is an item before its answer's text: both are one message.
             if begun and role == "assistant" and not messages[-1]["content"] and "tool_calls" not in messages[-1]:
                 messages[-1]["content"] = text
             else:

@@ -336,6 +336,7 @@ class EpisodeAttempt:
         room = self._limits.max_length - len(prompted.ids)
         if room < 1:
             raise self._refused("tokens")
+        # Turns that were given up count: a client that hangs up each time would sample without end.
         if prompted.key not in self._turns and len(self._turns) >= self._limits.max_turns:
             raise self._refused("turns")
         self._turns.add(prompted.key)

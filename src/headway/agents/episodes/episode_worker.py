@@ -142,7 +142,7 @@ class EpisodeWorker:
                 missing -= 1
                 yield finished
         finally:
-            self._drop(groups)
+            self._drop(groups)  # for a consumer that leaves early: its calls would decode to their ends
 
     async def abort_older_than(self, version: int) -> None:
         """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.abort_older_than`."""

@@ -253,6 +253,7 @@ class ProgramEpisode:
         try:
             end = await running
         except asyncio.CancelledError:
+            # This task itself is cancelled; else only the program was, by a limit.
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             if one.limit is None:

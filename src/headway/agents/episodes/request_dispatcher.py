@@ -91,7 +91,7 @@ class ReplicaClient:
 
     async def close(self) -> None:
         """Leave the engine, which drops the unfinished calls."""
-        self._failed = True
+        self._failed = True  # first: what ends by this is no failure of the replica
         await end(self._tasks)
 
     async def _send(self) -> None:
@@ -280,7 +280,7 @@ class RequestDispatcher:
             del self._open[asked.number]
         for asked in lost:
             self.ask(asked)
-        await line.close()
+        await line.close()  # last: it waits for its tasks, and others have the calls by now
 
     def route(self, replicas: Sequence[str]) -> None:
         """Send new calls to ``replicas`` alone."""

@@ -82,6 +82,7 @@ class TokenRows:
             )
         ids = np.asarray(context, np.int32)
         begun = [row for row in self._rows if np.array_equal(row.ids, ids[: len(row.ids)])]
+        # Of rows that begin each other the longest: it leaves the fewest ids as context of this turn alone.
         row = max(begun, key=lambda row: len(row.ids), default=None)
         continues, known = row is not None, 0 if row is None else len(row.ids)
         if row is None:
@@ -129,7 +130,7 @@ def call_key(
 
 
 def _key(context: xxhash.xxh3_64, occurrence: int) -> int:
-    digest = context.copy()
+    digest = context.copy()  # a copy: the next occurrence begins from ``context``, too
     digest.update(occurrence.to_bytes(8, "little"))
     return digest.intdigest() or 1  # 0 is the first call's
 

@@ -65,6 +65,7 @@ def code(
 
     def passes(test: Test, answer: str, end: float) -> bool:
         left = min(timeout_s, end - time.monotonic())
+        # A test may compute all its time: the limit that it meets is that of the wall's clock.
         limits = replace(sandbox.limits, wall_s=left, cpu_s=max(sandbox.limits.cpu_s, left))
         return left > 0 and _passes(runs, test, answer, limits)
 
@@ -208,11 +209,11 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)  # True is an int, too
 
 
 def _close(value: float, expected: float) -> bool:
     try:
         return math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except OverflowError:
+    except OverflowError:  # an integer that no float can hold
         return False

@@ -21,6 +21,7 @@ from sympy import FiniteSet
 
 from headway.errors import ScoringFailed, shown
 
+# (?>…) gives no digit back: else 1,234 would pass for 1 where what follows 1,234 does not fit.
 _DIGITS = r"(?>[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)"
 _NUMBER = rf"[+-]?(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 NUMBER = re.compile(rf"{_NUMBER}\.?")

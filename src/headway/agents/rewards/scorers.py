@@ -203,6 +203,7 @@ class Scorer:
                     others[full] = told
         weighted = [(part.weight, values[part.name]) for part, _ in self._parts]
         rewards = [_sum(weighted, k) for k in range(len(request.responses))]
+        # The parts' values come last: no further number may take the place of a part.
         return Scores(np.array(rewards, np.float32), others | values)
 
 
@@ -280,11 +281,12 @@ def _attributed(name: str | None) -> Iterator[None]:
     try:
         yield
     except ScoringFailed as error:
+        # Of the same class: a `ScoringTimedOut` has to be counted as a time-out.
         raise type(error)(writable(f"{where}{error}")) from error
     except HeadwayError:
         raise
     except BaseException as error:  # an interrupt, too: workers ignore Ctrl-C, so that the function itself raised it
-        if isinstance(error, asyncio.CancelledError) and is_cancelled():
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():  # else the function itself has raised it
             raise
         with suppress(OSError):  # it may also have closed what this process prints to
             traceback.print_exc()

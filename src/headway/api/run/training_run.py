@@ -265,6 +265,7 @@ class TrainingRun:
                 await workers.train.export(reports.directory.model)
             except HeadwayError as cause:  # a worker that ended, or the user's folder, which was whole at the start
                 raise RunError(f"{exporting}: {cause}") from cause
+            # Within a version the model is that of no checkpoint, and the folder tells none.
             if not pipeline.unfinished:
                 for newest in checkpoints.complete(with_critic=needs_critic(config))[-1:]:
                     write_version(reports.directory.model, newest)

@@ -131,6 +131,7 @@ def claim(store: StorageClient, directory: RunDirectory, version: int | None) ->
     """
     found, mark = manifest_of(store), marked(directory)
     _check_ours(store, found, mark)
+    # Above both: a process may have ended between its mark here and its entry there.
     epoch = 1 + max(0 if found is None else found["epoch"], mark.get("epoch", 0))
     own = Ownership(mark.get("run") or uuid4().hex, epoch, uuid4().hex, str(directory.path.resolve()))
     write_mark(directory, own.run, epoch)  # first: a process that ends in between may still go on here
@@ -231,6 +232,7 @@ def brought_back(url: str, run_dir: Path | None, tell: Callable[[str], None]) ->
                 for piece, nbytes in files[name]:
                     file.write(store.read(piece, nbytes))
             if path == directory.events:
+                # Before the configuration, which comes last: a run without this mark would be refused as another one.
                 write_mark(directory, found["run"], found["epoch"])
         directory.tensorboard.mkdir(exist_ok=True)
         directory.logs.mkdir(exist_ok=True)

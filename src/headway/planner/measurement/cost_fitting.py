@@ -197,6 +197,7 @@ def few_knots(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def service_seconds(arrivals_and_ends: Iterable[tuple[float, float]], workers: int) -> list[float]:
     """Seconds that each item took at one of ``workers`` servers, which take items in order, without waiting."""
+    # In order of ends: a server is free for an item when the one ``workers`` places before it ends.
     items = sorted(arrivals_and_ends, key=lambda item: item[1])
     return [
         end - max(arrival, items[index - workers][1] if index >= workers else arrival)

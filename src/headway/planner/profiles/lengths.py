@@ -70,6 +70,7 @@ def _lognormal(profile: LognormalLengths, seed: int) -> LengthSampler:
         epoch, row, attempt, k = id
         key, location = of_group(epoch, row, attempt)
         logarithm = location + own * _inverse_normal(_uniform(key, k))
+        # Cut before `exp`, which raises for large numbers.
         return profile.max if logarithm >= log_max else round(math.exp(logarithm)) or 1
 
     return length

@@ -336,6 +336,7 @@ class DecodingReplica:
                 starting.append(run)
                 free -= 1
                 cached += run.context
+            # What has no room holds up the line behind it, too: training does not overtake validation.
             if line:
                 break
         if starting:

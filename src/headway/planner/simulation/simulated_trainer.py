@@ -168,7 +168,7 @@ class SimulatedTrainer:
 
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
         await self._compute("gather", self._gather_s)
-        with self._ranks("send"):
+        with self._ranks("send"):  # not `computes`: it may wait for a receiver that hangs
             send_s = await self._transport.send(version, receivers)
         return SendReport(self._gather_s, send_s, self._nbytes, checksum(version))
 

@@ -155,7 +155,7 @@ class LiveView:
         self._thread.join(JOIN_TIMEOUT_S)
         with self._lock:
             self._end_phase()
-        self._draw()
+        self._draw()  # once more, with what came since the thread drew last
         self._end()
 
     def _end_phase(self) -> None:

@@ -108,6 +108,7 @@ class SamplesFile:
         self._lines.write({**sample, "thinned": self.thinned}, at_once=True)
         # Once for each sample: what always stays, such as the first validation, may be more than the limit by itself.
         if self._lines.whole and self._lines.size > self._limit and self._thin():
+            # Else a file that stays nearly full would be rewritten at each of the next samples.
             while self._lines.size > self._limit * 3 // 4:
                 self._limit *= 2
 
@@ -361,6 +362,7 @@ def _fill(index: SampleIndex, keys: Sequence[Key], budget: int) -> tuple[list[di
             continue
         size = len(json.dumps(sample, ensure_ascii=False).encode())
         if size > budget:
+            # With less room than one may take, it is over; else this one alone was large.
             if budget < MOST_OF_ONE:
                 break
             continue

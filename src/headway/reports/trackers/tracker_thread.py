@@ -117,6 +117,7 @@ class TrackerThread:
         self._rows = _lines(run.metrics)
         """Number of rows of the run so far."""
         state = state or TrackerState()
+        # The record may have fewer rows than were sent: a resume cuts it.
         self._entry, self._sent, self._whole = state.entry, min(state.rows, self._rows), False
         self._opened_at = self._sent
         """Number of rows that had been sent when the tracker was made."""
@@ -148,12 +149,12 @@ class TrackerThread:
         """Note that ``metrics.jsonl`` has a further row."""
         self._rows += 1
         self._news.set()
-        asked_at = self._asked_at
+        asked_at = self._asked_at  # read once: the tracker's thread clears it meanwhile
         if asked_at is not None and (waited := self._clock() - asked_at) >= BEHIND_S:
             self._warn(f"has not answered for {waited:.0f} s{self._goes_on}")
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        self._lost["samples"] += len(self._samples) == MOST_SAMPLES
+        self._lost["samples"] += len(self._samples) == MOST_SAMPLES  # then the oldest one drops out
         self._samples.append(sample)
         self._news.set()
 
@@ -203,7 +204,7 @@ class TrackerThread:
             self._send()  # at once: the user sees where the run is, and what is wrong, before the first version ends
             while self._ending is None and not self._given_up:
                 self._news.wait()
-                self._news.clear()
+                self._news.clear()  # before it sends: what comes meanwhile sets it again
                 self._send()
             for _ in range(MOST_REFUSALS):
                 if self._send():
@@ -286,6 +287,7 @@ class TrackerThread:
         try:
             getattr(tracker, call)(value)
         except NotKept as cause:
+            # What it took since it was made is lost: rows are sent again from where it began.
             self._tracker, self._sent = None, self._opened_at
             self._left["the summary"] = None
             self._read_from_start()

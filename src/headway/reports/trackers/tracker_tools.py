@@ -215,6 +215,7 @@ class TrackioTracker(Tracker):
         self._run.log_artifact(artifact)
 
     def close(self, status: str) -> None:
+        # `finish` warns by a function of trackio's module, not by the run's method.
         warn, self._module._emit_nonfatal_warning = self._module._emit_nonfatal_warning, self._troubles.append
         try:
             self._run.finish()

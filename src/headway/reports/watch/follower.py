@@ -178,7 +178,7 @@ class Follower:
         try:
             if self._outdated:
                 self._begin_anew()
-                self._outdated = False
+                self._outdated = False  # only now: after a failure above it is read anew once more
             went_on = self._read_samples()
             went_on |= self._read_events()  # not `went_on or`, which would skip it
             if not went_on:  # up to date

@@ -165,7 +165,7 @@ class WatchServer:
         # Both as bytes: strings are compared only where they are ASCII.
         if not (hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode()) and slash):
             return None
-        self._strangers.pop(request.protocol, None)
+        self._strangers.pop(request.protocol, None)  # it has shown the token
         return where
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
