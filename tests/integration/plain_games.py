@@ -25,8 +25,8 @@ from headway.data.sources import build_sources
 from headway.data.types import Outcomes, Prompt, SampledTokens, TurnSpan
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.train.batch_advantages import BatchAdvantages
-from headway.engines.train.fsdp import FsdpEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.weights.outgoing_version import Stream
 from headway.engines.weights.protocols import IncomingWeights
 from headway.models.pretrained import load_model

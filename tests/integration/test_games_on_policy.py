@@ -12,7 +12,7 @@ from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.packing import CollatedRow
 from headway.data.types import Outcomes
 from headway.engines.train.batch_advantages import BatchAdvantages
-from headway.engines.train.fsdp import FsdpEngine
+from headway.engines.train.fsdp.engine import FsdpEngine
 from tests.integration.plain_games import run_plain_games
 from tests.integration.support import train
 from tests.integration.test_on_policy import weights

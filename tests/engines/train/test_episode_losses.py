@@ -21,8 +21,8 @@ from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.packing import CollatedRow, Pack, Packing
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.learner import as_metrics, count, merge
 from headway.engines.train.fsdp.objective import Objective, SplitEpisodes, collate_columns
+from headway.engines.train.fsdp.step_sums import as_metrics, count, merge
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, whole
 
 CPU = torch.device("cpu")

@@ -33,11 +33,12 @@ from headway.data.packing import CollatedRow, Tree
 from headway.engines.train.fsdp import objective
 from headway.engines.train.fsdp.column_engines import ProximalWeights
 from headway.engines.train.fsdp.device_mesh import TrainMesh, on_rank_zero, reduce_numbers
-from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
+from headway.engines.train.fsdp.learner import Learner
 from headway.engines.train.fsdp.micro_batches import collate, on_device
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective, SplitEpisodes
 from headway.engines.train.fsdp.sharded_module import forward_sharded, sharded_policy
 from headway.engines.train.fsdp.shards import gather, given_parts
+from headway.engines.train.fsdp.step_sums import BatchTotals, Sums
 from headway.engines.weights.buckets import Parts
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.transports.disk import write_files

@@ -35,8 +35,8 @@ from headway.config.sections.learning import ActorConfig, CorrectionConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, by_episode
 from headway.data.types import ColumnName, TrajectoryId
-from headway.engines.train.fsdp.learner import HEALTH, BatchTotals, Sums
 from headway.engines.train.fsdp.micro_batches import required_column, response_aligned
+from headway.engines.train.fsdp.step_sums import HEALTH, BatchTotals, Sums
 from headway.runtime.user_code import names_user_code
 
 
