@@ -86,7 +86,7 @@ class Tree:
     @property
     def pairs(self) -> int:
         """Number of (token, token that it sees), which is what attention costs."""
-        return int(self.positions.sum()) + len(self.positions)
+        return int(self.positions.sum()) + len(self.positions)  # at position p a token sees p before it, and itself
 
 
 def grow(rows: Sequence[Ids], prompt: int | None = None) -> Tree:

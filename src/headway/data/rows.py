@@ -154,6 +154,7 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
     train_rows, val_rows = split(len(records), data.val_size, seed)
     parts = _shares(parts, train_rows)
     train, val = ([records[i] for i in rows] for rows in (train_rows, val_rows))
+    # Numbers of the whole file: so training and held-out rows have none in common.
     return Rows(train, train_rows, val, val_rows, parts, digests([record.prompt for record in train]))
 
 
@@ -161,6 +162,7 @@ def split(rows: int, val_size: int, seed: int) -> tuple[list[int], list[int]]:
     """Choose ``val_size`` of ``rows`` by the seed. Returns the numbers of the training and of the held-out rows."""
     # A stream of its own: the held-out rows stay the same when shuffling changes
     order = generator(seed, SPLIT_KEY, 0).permutation(rows)
+    # Sorted: both keep the order of the file.
     return sorted(order[val_size:].tolist()), sorted(order[:val_size].tolist())
 
 
@@ -178,6 +180,7 @@ def _read_held_out(data: DataConfig, seed: int) -> tuple[list[Record], tuple[Sou
     records, parts = _read_all(data.held_out_sources, data, VAL_SPLIT)
     if data.val_max_samples is None or data.val_max_samples >= len(records):
         return records, parts
+    # Key 1: with 0, which `split` draws by, one seed would give both the same order.
     kept = sorted(generator(seed, SPLIT_KEY, 1).permutation(len(records))[: data.val_max_samples].tolist())
     return [records[i] for i in kept], _shares(parts, kept)
 
@@ -270,6 +273,7 @@ def settings_named(data: str, *splits: str) -> Mapping[str, Any]:
         with boundary(f"{data} cannot be read as a dataset", DataError):
             there = splits_of(path) if is_saved(path) else []
         return _dataset(data, next((one for one in splits if one in there), there[0] if len(there) == 1 else None))
+    # A file that is missing is told as one, by its ending, and not looked for on the hub.
     is_file = path.exists() or path.suffix.lower() in (*FILE_ENDINGS, *OTHER_ENDINGS)
     if is_file or data.startswith((".", "/", "~")) or data.count("/") > 1 or not data.strip():
         return {"data.train": data}

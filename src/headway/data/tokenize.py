@@ -193,7 +193,7 @@ def template_kwargs(run: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[st
     Raises:
         DataError: the row's are no mapping of names to values, or name what is no variable.
     """
-    of_row = column_value(extra.get(TEMPLATE_KWARGS)) or {}
+    of_row = column_value(extra.get(TEMPLATE_KWARGS)) or {}  # null where only other rows have any
     if not isinstance(of_row, Mapping) or NO_VARIABLES & of_row.keys():
         raise DataError(
             f"the column {TEMPLATE_KWARGS!r} has {shown(of_row)}; expected variables of the chat template, like "
@@ -219,6 +219,7 @@ def tools_of(row: Mapping[str, Any], named: str) -> list[dict[str, Any]] | None:
     given = row.get(TOOLS)
     if given is None or not (tools := column_value(given)):
         return None
+    # Each schema may be JSON text of its own, in a list of texts.
     tools = [column_value(tool) for tool in tools] if isinstance(tools, list) else [tools]
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None

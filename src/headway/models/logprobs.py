@@ -195,7 +195,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             dist.all_reduce(grad_hidden_MH, group=ctx.part.group)
         grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         grad_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_MH, grad_weight_VH, grad_bias_V, *(None,) * 6
+        return grad_hidden_MH, grad_weight_VH, grad_bias_V, *(None,) * 6  # as many as `forward` has arguments
 
 
 def _logprobs(
@@ -225,6 +225,7 @@ def _logprobs_of_part(
     # Of all ranks, before any exponential: with its own maximum each rank's sums would be in another scale.
     dist.all_reduce(highest_C, op=dist.ReduceOp.MAX, group=part.group)
     places_C, own_C = part.places(targets_C, z_CV.shape[1])
+    # Before the weighted sum, which fills the logits in place.
     of_targets_C = z_CV.gather(1, places_C[:, None]).squeeze(1) if z_CV.shape[1] else highest_C
     e_CV = (z_CV - highest_C[:, None]).exp_()
     weighted_C = (e_CV * z_CV.masked_fill_(e_CV == 0, 0.0)).sum(dim=1)  # −inf logits contribute nothing here, too
@@ -232,6 +233,7 @@ def _logprobs_of_part(
     dist.all_reduce(sums_3C, group=part.group)
     total_C, weighted_C, of_targets_C = sums_3C.unbind()
     logsum_C = highest_C + total_C.log()
+    # The entropy −Σ p·log p as log Z − Σ p·z.
     return of_targets_C - logsum_C, logsum_C - weighted_C / total_C, logsum_C
 
 
@@ -278,6 +280,7 @@ def _chunk_gradient(
     Of Σ grad_logp·log p_target + Σ grad_entropy·S, first with respect to the scaled logits.
     """
     logits_CV = _scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature)
+    # Before the logits of a part become log-probs in place.
     factor = _slope(logits_CV, rule, temperature)
     of_targets_C = torch.zeros_like(entropy_C) if grad_logp_C is None else grad_logp_C
     if part is None or logsum_C is None:

@@ -177,6 +177,7 @@ def _check_safetensors(file: Path) -> None:
             header = opened.read(length) if 8 + length <= size else b""  # a damaged length may be any number
     except OSError as cause:
         raise ModelError(f"{file} cannot be read ({cause.strerror or cause})") from cause
+    # An empty file is no pointer, though every text begins with no bytes.
     if LFS_POINTER.startswith(start) and size < 1024 and start:
         raise ModelError(f"{file} is a pointer of Git LFS, not the file itself; get it with: git lfs pull")
     try:
@@ -266,6 +267,7 @@ def compare(path: str, model: Any, expected: Mapping[str, list[int]], found: lis
     not_read = re.compile("|".join((*NOT_READ, *(model._keys_to_ignore_on_load_unexpected or ()))))
     # "(?!)" matches nothing, and an empty pattern would match every name.
     optional = re.compile("|".join(model._keys_to_ignore_on_load_missing or ()) or "(?!)")
+    # Each kind of problem only where those before it found nothing: one mistake would show as several.
     problems = [
         f"{name} is {one.shape} in the file, and {expected[name]} by config.json"
         for name, one in sorted(there.items())

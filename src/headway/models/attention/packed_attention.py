@@ -254,7 +254,7 @@ def _by_definition(
         keys = _gather(k_LGD, part.keys, part.items, heads)
         scores = (_gather(q_LHD, part.queries, part.items, heads) @ keys.transpose(-1, -2)).to(dtype) * scale
         if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+            scores = softcap * torch.tanh(scores / softcap)  # before the mask, whose -inf it would make -softcap
         if part.mask is not None:
             scores = scores + part.mask
         elif part.kind is AttentionKind.CAUSAL:
@@ -265,9 +265,11 @@ def _by_definition(
         own_MHE, own_MH = _kept(part, (scores - lse.unsqueeze(-1)).exp() @ values), _kept(part, lse)
         if part.kind is AttentionKind.SUBTREE:
             own_MHE, own_MH = _merged(out_LHE, lse_LH, part, own_MHE, own_MH)
+        # Not in place: autograd needs the values that later parts replace.
         out_LHE = _replaced(out_LHE, part.places, own_MHE)
         lse_LH = _replaced(lse_LH, part.places, own_MH)
     if sinks_H is not None:
+        # A sink adds exp(s) to the softmax's denominator alone: that scales the result by σ(lse − s).
         out_LHE = out_LHE * torch.sigmoid(lse_LH - sinks_H.to(dtype)).unsqueeze(-1)
     return out_LHE.to(q_LHD.dtype)
 
