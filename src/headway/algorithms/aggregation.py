@@ -102,6 +102,7 @@ def seq_mean_token_sum_norm(
             "actor.loss_agg_mode=seq-mean-token-sum-norm divides by a constant length: set actor.loss_scale_factor to "
             f"a positive number, such as data.max_response_length (got {loss_scale_factor})"
         )
+    # At least 1: without any sequence 0/0 would be NaN.
     return mask.float() / (max(total_sequences, 1.0) * loss_scale_factor)
 
 

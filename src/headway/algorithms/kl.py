@@ -82,7 +82,7 @@ def _value(d_NT: Float[Tensor, "N T"], kind: str) -> Float[Tensor, "N T"]:
         case "k2":
             return 0.5 * d_NT.square()
         case "k3" | "k3+":
-            return torch.expm1(-d_NT) + d_NT
+            return torch.expm1(-d_NT) + d_NT  # exp(−d) − 1 would lose its digits near 0
         case "abs" | "abs+":
             return d_NT.abs()
         case _:

@@ -80,6 +80,7 @@ def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) 
             gone.append(f"{where}: {plain} is no section any more; drop it")
         elif key in FIXED:
             _accept_fixed(key, value)
+        # `async_pipeline: false` asks for nothing, and must not set a mode.
         elif (key, value) != (PIPELINE, False):
             renamed += [f"{plain} is {key} now"] if key != plain else []
             _add(result, *_respelled(key, value))

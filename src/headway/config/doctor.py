@@ -141,6 +141,7 @@ def _devices(config: Config) -> Iterator[str]:
     try:
         placement = resolve_placement(config)
     except ConfigError as error:
+        # The mesh is not checked then: its devices are unknown.
         yield str(error)
         return
     yield from _mesh(config, placement)
@@ -200,6 +201,7 @@ def _notes(loaded: LoadedConfig, idle: Mapping[str, str]) -> Iterator[str]:
         yield TELLS
     of_mode, usual = preset(config.mode), without_effect(mode_config(config.mode))
     for key, reason in idle.items():
+        # What the mode alone leaves idle is no news: only the user's own settings can make a value of it so.
         if key not in loaded.user_keys and key not in usual and of_mode.get(key) is not None:
             yield f"{key}={of_mode[key]} of mode {config.mode} has no effect: {reason}"
 

@@ -182,7 +182,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
     if resolved in including:
         raise ConfigError(f"{path}: includes itself, by way of {' and '.join(map(str, including))}")
     content = _parse_file(path, including)
-    defaults = content.pop(DEFAULTS, [])
+    defaults = content.pop(DEFAULTS, [])  # a key of the file's own, and no setting
     if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
         raise ConfigError(f"{path}: {DEFAULTS}: got {defaults!r}, expected a list of YAML files, relative to this one")
     for name in defaults:

@@ -180,7 +180,7 @@ def _read_held_out(data: DataConfig, seed: int) -> tuple[list[Record], tuple[Sou
     records, parts = _read_all(data.held_out_sources, data, VAL_SPLIT)
     if data.val_max_samples is None or data.val_max_samples >= len(records):
         return records, parts
-    # Key 1: with 0, which `split` draws by, one seed would give both the same order.
+    # Key 1: `split` draws by 0, and one key would give both one stream.
     kept = sorted(generator(seed, SPLIT_KEY, 1).permutation(len(records))[: data.val_max_samples].tolist())
     return [records[i] for i in kept], _shares(parts, kept)
 

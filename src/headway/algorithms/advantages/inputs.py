@@ -105,6 +105,7 @@ class AdvantageInputs:
         if self.token_rewards is not None:
             rewards_ST = self.rewards_of_tokens()
             if self.turns is not None and self.turn_discount != 1.0:
+                # In float64 as the rewards: a power of integers would be float32.
                 rewards_ST = rewards_ST * self.turn_discount ** self.turns.double()
             return rewards_ST.sum(dim=1)
         _check_finite(self.rewards, "reward")
@@ -266,6 +267,7 @@ def per_token(
         # A user's own estimator may give more tokens than the mask has, or fewer.
         rows = torch.where(mask[:, :width], rows[:, :width], 0.0)
     if rows.ndim == 1:
+        # Views of one number each: not to be written to.
         return [row.expand(length) for row, length in zip(rows, lengths.tolist(), strict=True)]
     return [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
 

@@ -110,6 +110,7 @@ def _last_of_unfinished(inputs: LossInputs, count: int) -> Bool[Tensor, "N T"]:
     row_N = torch.arange(len(inputs.mask), device=inputs.mask.device)
     label_N = row_N if inputs.episodes is None else dense_labels(inputs.episodes)
     number_NT = inputs.mask.flatten().cumsum(0).view_as(inputs.mask)  # of valid tokens: holes take no place
+    # The last number of an episode, over all its rows: here each row may be a single token.
     last_N = torch.zeros_like(label_N).scatter_reduce(0, label_N, number_NT[:, -1], "amax")[label_N]
     return inputs.mask & (last_N[:, None] - number_NT < count) & ~inputs.finished[:, None]
 
@@ -178,7 +179,7 @@ def gmpo(inputs: LossInputs, params: PolicyLossParams[Gmpo]) -> tuple[Float[Tens
         advantages_NT > 0, log_ratio_NT.clamp(max=params.clip_high), log_ratio_NT.clamp(min=-params.clip_low)
     )
     ratio_NT = _shared(bounded_NT, sequence_mean(bounded_NT, inputs.mask, inputs.episodes)).exp()
-    clipped_NT = (bounded_NT != log_ratio_NT) & (advantages_NT != 0)
+    clipped_NT = (bounded_NT != log_ratio_NT) & (advantages_NT != 0)  # an advantage of 0 has no gradient to bound
     metrics = {"clip_fraction": clipped_NT.to(ratio_NT.dtype), "approx_kl": approx_kl(log_ratio_NT)}
     return -ratio_NT * advantages_NT, metrics
 

@@ -125,6 +125,7 @@ def _resolved(content: DictConfig) -> Iterator[tuple[str, Any]]:
 
     This machine's environment is not asked: ``${oc.env:NAME}`` stays, and a default that is no text takes its place.
     """
+    # Key by key: one reference that leads nowhere must not keep the others from being resolved.
     raw: Any = OmegaConf.to_container(content, resolve=False)
     for key, text in _flat(raw):
         try:

@@ -113,7 +113,7 @@ class Placement:
 
     @property
     def idle(self) -> tuple[int, ...]:
-        used = {device for devices in self.devices.values() for device in devices}
+        used = {device for devices in self.devices.values() for device in devices}  # a set: roles may share devices
         return tuple(device for device in range(self.total) if device not in used)
 
     def shared(self, one: str, other: str) -> bool:

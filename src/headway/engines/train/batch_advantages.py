@@ -50,7 +50,7 @@ class Episodes:
         Raises:
             ValueError: they are not one index for each row, ascending without gaps.
         """
-        steps = np.diff(episode_of, prepend=-1)
+        steps = np.diff(episode_of, prepend=-1)  # -1: the first episode has to be 0
         if len(episode_of) != len(rows) or not ((steps == 0) | (steps == 1)).all() or (steps[:1] == 0).any():
             raise ValueError(f"{len(rows)} rows are of the episodes {episode_of}; expected 0, 1, … in order, one each")
         starts = np.flatnonzero(steps)
@@ -80,7 +80,7 @@ class Episodes:
                 result.append(array)
                 continue
             trained = np.empty_like(array)
-            trained[order] = array
+            trained[order] = array  # what `join` read by the same order
             rows = self.rows[place.start : place.stop]
             ends = np.cumsum([row.loss_mask.sum() for row in rows])[:-1]
             for row, values in zip(rows, np.split(trained, ends), strict=True):
@@ -245,6 +245,7 @@ def _rewards_of_turns(
         trained = np.flatnonzero(mask_L)
         if len(trained) and of_turns:
             last = np.searchsorted(turns_L[trained], np.arange(len(of_turns)), side="right") - 1
+            # Several turns may have one token: `+=` with an index would add one of their rewards alone.
             np.add.at(result_L, trained[last.clip(min=0)], np.asarray(of_turns, np.float64))
         placed.append(result_L)
     return placed

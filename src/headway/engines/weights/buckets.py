@@ -94,6 +94,7 @@ def pack(
     """
     spans = list(spans)  # read twice: for the largest one, and for the buckets
     here = {slot.name: sum(part.values.numel() for part in parts[slot.name]) for slot in manifest.slots}
+    # Parts that cover all tensors write each byte of a bucket: it needs no zeros first.
     complete = all(here[slot.name] * slot.itemsize >= slot.nbytes for slot in manifest.slots)
     if buffer is None:
         buffer = torch.empty(max((stop - start for start, stop in spans), default=0), dtype=torch.uint8)
@@ -137,6 +138,7 @@ def _overlaps(
             yield room[first - low : stop - low], values.view(-1)[first - begin : stop - begin]
         return
     high, rows = low + room.numel(), values.shape[0]
+    # A part without elements has no rows to visit, and `row` may be 0.
     index = max(start[0], low // row) if values.numel() else start[0] + rows
     while index < start[0] + rows and index * row < high:
         block = min((high - index * row) // row, start[0] + rows - index) if index * row >= low else 0

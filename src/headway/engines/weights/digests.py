@@ -94,6 +94,7 @@ class RunningDigests:
             raise UpdateFailed(f"the weights ended after {came} of {self._manifest.nbytes} bytes")
         if self._finished is None:
             self._mix()
+            # One transfer for all tensors: each would wait for the device.
             mixed = iter(torch.cat(self._mixed).tolist() if self._mixed else ())
             sizes = [slot.nbytes for slot in self._manifest.slots]
             self._finished = tuple((next(mixed) + LENGTH * size) % 2**64 if size else 0 for size in sizes)
@@ -133,7 +134,7 @@ class RunningDigests:
         row, column = divmod(at, COLUMNS)
         if column:  # the end of a row, perhaps without its own
             end, words = words[: COLUMNS - column], words[COLUMNS - column :]
-            sums[column : column + end.numel()].addcmul_(end, self._weights[row])
+            sums[column : column + end.numel()].addcmul_(end, self._weights[row])  # int64 wraps around: modulo 2⁶⁴
             row += 1
         rows = words.numel() // COLUMNS
         if rows:

@@ -166,8 +166,9 @@ class StoredSender(ABC):
         headers: list[Header] = []
         contents: list[Any] = []
         for chunk in weights:
-            contents.append(self._put(version, chunk))
+            contents.append(self._put(version, chunk))  # at once: the next chunk may use the payload's memory
             headers.append(chunk.header)
+        # The digests last: they are known when all chunks were drawn.
         return StoredVersion(version, tuple(headers), tuple(contents), weights.digests)
 
     def close(self) -> None:  # noqa: B027  # most leave what was stored where it is

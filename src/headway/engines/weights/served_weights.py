@@ -155,6 +155,7 @@ class WeightMemory:
     def move_out(self) -> None:
         """Keep the values in (page-locked) host memory, and give the device's back. Nothing if that is done already."""
         if self.there:
+            # All copies before any memory is given back: one that fails leaves the weights where they are.
             self._kept = [_to_host(storage) for storage in self._storages]
             self._release()
 

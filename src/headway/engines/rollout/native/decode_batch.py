@@ -360,6 +360,7 @@ class DecodeBatch:
         numbers = dict(zip(arrays, brought, strict=False))
         self._uniforms = deque(numbers.pop("uniforms"))
         if changed:
+            # Rows that start have no place in it: their first token is sampled from their prefill.
             self._tokens = self._tokens.index_select(0, numbers.pop("places"))
             self._lengths, self._penalised = numbers.pop("lengths"), numbers.pop("penalised")
             self._sampling = BatchSampling(**numbers)

@@ -50,6 +50,7 @@ def least_invariant_rows(decode: Callable[[int], torch.Tensor]) -> int | None:
     """
     together = decode(TOGETHER)
     least = None
+    # From the most rows down: a number is safe only if all above it are.
     for rows in reversed(ALONE):
         if not torch.equal(decode(rows), together[:rows]):
             break
@@ -144,6 +145,7 @@ class ModelRunner:
         # Before the cache is made, to whose rows it adds. On a CPU that was tried, the last bits of a row depended on
         # how many were beside it wherever there were fewer than four, and so did what was sampled.
         self._least_rows = least_rows or self._fixed_rows(slots)
+        # Prefills beside decoding rows change how many rows a product has.
         self._mixes = self.invariant or self.device.type != "cpu"
         if not forward.recordable:
             recorder = None

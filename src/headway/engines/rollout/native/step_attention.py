@@ -349,7 +349,7 @@ class PrefillAttention:
         self.count = int(ends[-1])
         before = ends - self._lengths - [context.start for context in ordered]
         self.positions = torch.from_numpy(np.arange(self.count) - np.repeat(before, self._lengths)).to(device)
-        self._places = np.argsort(self._order)
+        self._places = np.argsort(self._order)  # the inverse: results go back to the order given
         self.last = torch.from_numpy(ends[self._places] - 1).to(device)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:

@@ -106,6 +106,7 @@ class VllmState:
     def end(self, error: HeadwayError) -> None:
         """End the engine with ``error``, which every waiting and every later caller gets."""
         if self.over is None:
+            # Before anything is told: callers that wake up by it ask for the error.
             self.over = error
             self._ended.set()
             self._on_end(error)
@@ -176,6 +177,7 @@ class VllmState:
             await self._llm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
             await self._llm.finish_weight_update(str(version))
 
+        # The version behind it: a load that fails leaves the old one, so that no token is stamped with a torn version.
         await self.tell(f"load version {version}", load(), UpdateFailed)
         self.version = version
 

@@ -117,7 +117,7 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
                 f"could not write the checkpoint {path}: {wrong} where rank zero looks, though every rank has written "
                 "its part. With training ranks on several machines, run.dir must be on a file system that they share"
             )
-        written = {**state, "files": files_of(temporary)}
+        written = {**state, "files": files_of(temporary)}  # the others: state.json itself is not there yet
         with (temporary / STATE_FILE).open("w", encoding="utf-8") as file:
             file.write(json.dumps(written, indent=2) + "\n")
             file.flush()

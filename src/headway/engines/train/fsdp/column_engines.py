@@ -110,7 +110,7 @@ class ProximalWeights:
         try:
             yield
         finally:
-            self._write(now)
+            self._write(now)  # also after an error: the next step would train the old weights
 
     @torch.no_grad()
     def _snapshot(self) -> list[torch.Tensor]:
@@ -269,11 +269,13 @@ class FsdpCritic:
                 **per_token,
                 "vpred_mean": values_M1,
                 "returns_mean": returns_M1,
+                # In float64 before squaring: the variance is a small difference of large sums.
                 "returns_square": returns_M1.double().square(),
                 "error_mean": (old_M1 - returns_M1).double(),
                 "error_square": (old_M1 - returns_M1).double().square(),
             }
             sums = {"loss": loss.detach().double(), "vf_loss": loss.detach().double()}
             for name, values in means.items():
+                # Filled and not multiplied by the mask: 0 · NaN would not be 0.
                 sums[name] = values.double().masked_fill(~mask_M1, 0.0).sum() / max(totals.tokens, 1.0)
         return loss, sums

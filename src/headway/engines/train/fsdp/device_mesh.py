@@ -80,6 +80,7 @@ class TrainMesh:
         rows, inner, sequence = _groups(parallel, ranks)
         files = dist.new_group(backend="gloo")
         if timeout is not None:
+            # Afterwards: `init_device_mesh` takes no time limit, and gives its groups torch's own.
             made = [copy, rows, inner, None if sequence is None else sequence.group, files]
             for group in (*dense.get_all_groups(), *experts.get_all_groups(), *made):
                 if group is not None:
@@ -141,6 +142,7 @@ def reduce_numbers(
     group: dist.ProcessGroup | None = None,
 ) -> list[float]:
     """All-reduce ``values`` element by element in float64; every rank of ``group`` gets the same. Collective."""
+    # In float32 numbers of tokens above 2²⁴ would be rounded.
     reduced = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(reduced, op=op, group=group)
     return reduced.tolist()

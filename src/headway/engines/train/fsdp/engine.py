@@ -72,7 +72,7 @@ class SampledRows:
     def look(self, rows: Sequence[CollatedRow], logprobs: Float[Tensor, " M"], entropy: Float[Tensor, " M"]) -> None:
         """Take what is shown of one micro-batch: its rows, and what the forward pass says of their tokens."""
         if any(id(row) in self._wanted for row in rows):
-            self._seen.append((rows, logprobs.detach(), entropy.detach()))
+            self._seen.append((rows, logprobs.detach(), entropy.detach()))  # detached: the graph would stay in memory
 
     def rows(self) -> tuple[TrainedRow, ...]:
         """Return what was seen, in the order of the step's rows."""
@@ -94,6 +94,7 @@ def _trained(row: CollatedRow, logprobs_T: NDArray[np.float32], entropy_T: NDArr
     assert row.episode is not None
     return TrainedRow(
         episode=row.episode,
+        # A copy, as the indexing by `kept` makes them, too: a view would keep the whole row in memory.
         prompt_ids=row.input_ids[: row.prompt_length].copy(),
         ids=row.input_ids[row.prompt_length :][kept],
         mask=row.loss_mask[kept],
@@ -282,6 +283,7 @@ class FsdpEngine:
         """
         dtype, lm = compute_dtype(self._config, self._device), self._policy.lm
         buffers, files = persistent_buffers(lm), file_tensors(lm, buffers=True)
+        # Buffers, such as biases of routers, keep their own dtype.
         of = {file.name: buffers[file.parameter].dtype for file in files if file.parameter in buffers}
         manifest = build_manifest((file.name, file.shape, of.get(file.name, dtype)) for file in files)
         parts = given_parts(dict(lm.named_parameters()) | buffers, files)
@@ -295,6 +297,7 @@ class FsdpEngine:
             finally:
                 deque(windows, maxlen=0)  # also after an error: the other ranks gather to the end
 
+        # Before they wait for rank zero: each window is a collective, in which it needs them.
         if dist.get_rank() != 0:
             deque(windows, maxlen=0)
         on_rank_zero(write)

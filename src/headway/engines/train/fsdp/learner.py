@@ -114,6 +114,7 @@ class Learner:
         try:
             metrics = self._backward(rows, part, whole_episodes=whole_episodes)
             metrics["lr"] = learning_rate(self._optim, self._steps, self._total_steps)
+            # Of numbers that were reduced over all ranks: they all skip the step, or none does.
             finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
             if finite:
                 self._update(metrics["grad_norm"], metrics["lr"])
@@ -129,6 +130,7 @@ class Learner:
         """
         if self._writing.locked():  # not waited for: training would stand still meanwhile
             raise RunError("the checkpoint before is still being written, from the memory that the next one would take")
+        # The steps as a tensor: `restore_copy` finds them among the copies.
         self._copied = self._host.copy({**self._state(), "steps": torch.tensor(self._steps)})
 
     @contextmanager
@@ -154,7 +156,7 @@ class Learner:
         assert self._copied is not None
         with self._writing:
             tensors, self._copied = self._copied, None  # written once; the next `save` copies anew
-            steps = int(tensors.pop("steps"))
+            steps = int(tensors.pop("steps"))  # they stand in state.json, not among the tensors
             save_checkpoint(tensors, path, {"optimizer_steps": steps, "extra": extra}, self._mesh.files)
 
     def load(self, path: Path) -> dict[str, Any]:
@@ -177,6 +179,7 @@ class Learner:
             of = name.removeprefix(self._prefix)
             weights[of] = Pieces(parameter)
             moments[of] = {
+                # `step` has no dimensions, and is the same on all ranks. Moments lie as their parameter does.
                 key: value if value.ndim == 0 and parameter.ndim else Pieces(parameter, value)
                 for key, value in self._optimizer.state[self._shards[name]].items()
             }
@@ -218,6 +221,7 @@ class Learner:
         squares = torch.stack(torch._foreach_norm(list(grads.values()))).double().square()
         there = torch.tensor([copies(self._parameters[name]) for name in grads], device=squares.device)
         grad_square = (squares / there).sum().to(self._mesh.device)
+        # Over neighbours here, over ranks with rows of their own in `reduce_sums`: together each rank counts once.
         if self._mesh.inner is not None:
             dist.all_reduce(grad_square, group=self._mesh.inner)
         sums = reduce_sums({**merge(parts), "grad_square": grad_square}, self._mesh.rows)
@@ -230,6 +234,7 @@ class Learner:
         self._meet_shards()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        # After `_meet_shards`: torch refuses a gradient on another device than its parameter.
         for name, grad in self._local_grads().items():
             self._shards[name].grad = grad
         self._optimizer.step()

@@ -82,7 +82,7 @@ def collate(rows: Sequence[CollatedRow], trees: Sequence[Tree] = (), ranks: Sequ
     if trees and ranks is not None:
         ids, predictors = arrays["input_ids"], arrays["predictors"]
         if missing := -ids.shape[1] % ranks.size:
-            trees = [*trees, grow([np.zeros(missing, dtype=np.int32)])]
+            trees = [*trees, grow([np.zeros(missing, dtype=np.int32)])]  # a line of its own: no other token sees it
             ids = np.pad(ids, ((0, 0), (0, missing)))
         part = ranks.part(ids.shape[1])
         places = np.flatnonzero((predictors >= part.start) & (predictors < part.stop))
@@ -131,6 +131,7 @@ def _packed(rows: Sequence[CollatedRow], trees: Sequence[Tree]) -> Arrays:
     for tree in trees:
         for places in tree.places:
             prompt = next(left).prompt_length
+            # The place before in the row: in a line with shared prefixes it may lie far from the token's own.
             predictors.append(places[prompt - 1 : -1] + before)
             tokens.append(places[prompt:] + before)
         before += len(tree.ids)

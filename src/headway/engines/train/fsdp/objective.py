@@ -206,6 +206,7 @@ class Objective:
             # A copy: corrections still look at the tokens of the other rows, by `columns.mask`.
             mask_M1 = mask_M1.clone()
             mask_M1[len(logprobs) :] = False
+            # Behind the micro-batch's own, as in `columns`, and without a gradient.
             logprobs = torch.cat([logprobs, beside.to(logprobs.dtype)])
             entropy = torch.cat([entropy, entropy.new_zeros(len(beside))])
         logprobs_M1, entropy_M1 = logprobs[:, None], entropy[:, None]
@@ -249,7 +250,7 @@ class Objective:
             )
             terms["kl_loss"] = (weights_M1 * kl_M1).sum()
             loss = loss + self._actor.kl_loss_coef * terms["kl_loss"]
-        if self._actor.entropy_coeff > 0:
+        if self._actor.entropy_coeff > 0:  # an entropy that is not used costs no backward pass
             loss = loss - self._actor.entropy_coeff * (weights_M1 * entropy_M1).sum()
         sums = {name: value.detach().double() for name, value in {"loss": loss, **terms}.items()}
         return loss, sums | self._sums(per_token, inputs, mask_M1, columns, totals, context)

@@ -331,6 +331,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
         ModelError: on every rank, when the model cannot be opened, has a head that this engine does not support, or
             cannot be divided over the mesh.
     """
+    # Filled by `divide`, in the middle of loading: `from_pretrained` returns the model without what wraps it.
     wrapped: list[M] = []
 
     def divide(lm: PreTrainedModel) -> None:
@@ -369,6 +370,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
     module.packing = replace(packing, packed=packing.packed and module.padded is None)
     if mesh.sequence is not None and module.padded is not None:
         raise undivided(model_path, mesh.parallel.cp, module.padded)
+    # In this order: what recomputes a layer wraps its compiled forward pass.
     if config.model.compile:
         module.compile_parts()
     if config.model.enable_gradient_checkpointing:

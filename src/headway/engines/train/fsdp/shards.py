@@ -112,6 +112,7 @@ def _chunk(indices: NDArray[np.int64], count: int, index: int) -> NDArray[np.int
 
 def _runs(indices: NDArray[np.int64]) -> list[tuple[int, int, int]]:
     """Neighbours among ``indices``: the first of them, its place, and their number."""
+    # -2: the first index begins a run, also if it is 0.
     starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1).tolist()
     return [(int(indices[a]), a, b - a) for a, b in zip(starts, [*starts[1:], len(indices)], strict=False)]
 
@@ -193,6 +194,7 @@ def gather(
     largest = max(shares, key=lambda share: share.nbytes)
     nbytes = min(largest.nbytes, bucket_bytes)
     own = torch.zeros(nbytes + -nbytes % ALIGNMENT, dtype=torch.uint8, device=mesh.device)
+    # A rank with a share needs two: its own bucket has to last until the others' of the round were summed.
     others = torch.empty_like(own) if len(shares) > 1 and place < len(shares) else own
     streams = [
         pack(share, parts, _padded(share, bucket_bytes), own if index == place else others)
@@ -212,11 +214,12 @@ def gather(
                     dist.all_reduce(bucket.view(_WORD), group=mesh.copy)
                 else:
                     dist.reduce(bucket.view(_WORD), dst=members[index], group=mesh.copy)
-            data = bucket[: share.stop - start]
+            data = bucket[: share.stop - start]  # without the zeros that fill the last word
             if index == place:
                 mine = start, data
             gathered += data.numel()
             advance(f"{gathered / 1e6:,.0f} of {manifest.nbytes / 1e6:,.0f} MB gathered")
+        # After the round's collectives: the other ranks would wait in them while this one sends.
         if mine is not None:
             yield mine
 

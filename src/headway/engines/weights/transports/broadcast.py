@@ -115,7 +115,7 @@ class BroadcastSender(_Member):
         except BaseException:
             try:
                 self._header(version, _MessageKind.GIVE_UP, index)
-            except RuntimeError:
+            except RuntimeError:  # then receivers learn it by the broken connection
                 self._group.close()
             raise
 
@@ -144,12 +144,14 @@ class BroadcastReceiver(_Member):
             while isinstance(what := self._next(version, index), Header):
                 room = sink.room(what, self._device)
                 with self._waiting(version, index):
+                    # The note comes behind the payload: members without it are those that `behind` calls late.
                     self._payload(room)
                     self._group.note(f"{version}:{index}")
                 sink.filled(what)
                 index += 1
             sink.ended(what)
         except _SenderGaveUp as told:
+            # All members have read that header: they are in step, and the group serves the next update.
             raise UpdateFailed(str(told)) from None
         except BaseException:
             # A bucket that nobody takes would keep the others waiting: leaving tells them.
@@ -184,6 +186,7 @@ class BroadcastReceiver(_Member):
         if room.device.type == self._device:
             self._group.broadcast(room)
         else:
+            # The group's backend takes tensors of its own kind of device alone.
             arrived = torch.empty_like(room, device=self._device)
             self._group.broadcast(arrived)
             room.copy_(arrived)

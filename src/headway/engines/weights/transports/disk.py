@@ -135,6 +135,7 @@ def write_files(folder: Path, manifest: Manifest, windows: Iterable[Window], mos
     if len(shards) == 1:
         names = [SINGLE]
     files = iter([*zip(names, shards, strict=True)])
+    # After an error it stays as it is: the caller's folder is removed as a whole.
     file: SafetensorsFile | None = None
     end = 0
     for start, window in windows:
@@ -200,6 +201,7 @@ class DiskSender(StoredSender):
         except BaseException:
             file.discard()
             raise
+        # A version that is sent again is the newest, in its old file's place.
         self._written = [*(p for p in self._written if p != path), path]
         for old in self._written[:-KEPT]:
             with suppress(OSError):  # the new version is there: an old file that stays costs only space

@@ -86,7 +86,7 @@ class LocalExchange:
             who = f"receiver {at}" if at else "the sender"
             stopped = UpdateFailed(f"version {version} stopped at bucket {index}: {who} gave up: {cause}")
             if at:
-                self._tell({at: came.pop(at)}, cause)
+                self._tell({at: came.pop(at)}, cause)  # its own error; the others are told that the version stopped
             self._tell(came, stopped)
             if at:
                 raise stopped from cause
@@ -109,7 +109,7 @@ class LocalExchange:
                 self._tell({name: (version, sink, told)}, cause)
                 raise
             finally:
-                self._waiting.pop(name, None)
+                self._waiting.pop(name, None)  # a later sender must not write to one that has given up
         told.result()
 
     def close(self) -> None:
@@ -141,6 +141,7 @@ class LocalExchange:
                 self._tell(self._waiting, cause)
                 raise
             finally:
+                # Receivers see by this that the sender has begun, or failed.
                 came, self._waiting = self._waiting, {}
                 self._changed.notify_all()
         return came
@@ -155,6 +156,7 @@ class LocalExchange:
 
     def _wait(self, condition: Callable[[], bool], who: Callable[[], str]) -> None:
         self._changed.wait_for(lambda: self._closed or condition(), timeout=self._timeout_s)
+        # The condition first: what was complete before the exchange was closed counts.
         if not condition():
             self._check_open(who())
             raise UpdateFailed(f"{who()} for longer than {self._timeout_s:g} s")

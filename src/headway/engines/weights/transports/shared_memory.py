@@ -55,6 +55,7 @@ class SharedMemoryReceiver(StoredReceiver):
         self._mapped = None
 
     def _get(self, version: int, header: Header, content: str, room: torch.Tensor) -> None:
+        # Compared by the file and not by its path: a descriptor's number is used again after it was closed.
         if self._mapped is None or not self._mapped.is_at(content):
             self._mapped = SharedBytes.at(content, self._meeting.manifest.nbytes)
         room.copy_(self._mapped.flat[header.offset :][: header.payload_nbytes])
