@@ -243,6 +243,7 @@ class SequenceTask:
         alphabet = self._params.alphabet
         length = self._length(rng.random())
         sequence = "".join(rng.sample(alphabet, length) if self._params.distinct else rng.choices(alphabet, k=length))
+        # Not by `format`: a prompt may have other braces.
         return Problem(self._prompt_format.replace("{sequence}", sequence), self._solve(sequence), {"length": length})
 
     def score(self, response: str, answer: str, extra: Mapping[str, Any]) -> float:

@@ -152,6 +152,7 @@ def _weighted(
     clipped: Bool[Tensor, "N T"],
 ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     advantages_NT = cleaned_advantages(inputs, weights_NT)
+    # The one factor with a gradient is log π_θ: a weight that had one would count the token twice.
     losses_NT = -weights_NT * advantages_NT * clean(inputs.logprobs, inputs.mask)
     clipped_NT = (clipped & inputs.mask).to(weights_NT.dtype)
     return losses_NT, {"clip_fraction": clipped_NT, "approx_kl": approx_kl(log_ratio_NT)}

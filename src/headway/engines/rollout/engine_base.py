@@ -132,7 +132,7 @@ class EngineBase(ABC):
 
     async def drop(self, client: str) -> None:
         """Drop all calls of a client that is gone, and end its `finished`. Should it come back, it is refused."""
-        self._dropped.add(client)
+        self._dropped.add(client)  # first: what it asks for meanwhile is refused
         if (inbox := self._inboxes.pop(client, None)) is not None:
             inbox.batches.put_nowait(ClientGone(f"rollout engine {self.name}: {client!r} is gone"))
             await self._ask(partial(self._leave, inbox))

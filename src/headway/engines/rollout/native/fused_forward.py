@@ -148,7 +148,7 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
     tried = windows if windows.size is None else replace(windows, size=min(windows.size, 3))
     try:
         expected = _brief_logits(ModuleForward(model, max_context, tried), model, tried, max_context)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # says nothing about the model's code
         raise
     except Exception as cause:  # the model's own code, of any family
         said = str(cause) if isinstance(cause, ModelError) else said_by(cause)
@@ -163,7 +163,7 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
             difference = float((expected - _brief_logits(fused, model, tried, max_context)).abs().max())
             largest = float(expected.abs().max())
             if difference <= _TOLERANCE.get(model.dtype, 2**-5) * max(1.0, largest):
-                fused.attend_within(windows, max_context)
+                fused.attend_within(windows, max_context)  # with its own windows: the trial's were shorter
                 return fused
             why = f"it differs from the module by {difference:.2g} in logits of up to {largest:.3g}"
         except RuntimeError as cause:

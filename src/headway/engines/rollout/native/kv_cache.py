@@ -75,6 +75,7 @@ class SlotCache:
 
     def release(self) -> None:
         """Give the memory back; every row and block is lost. `allocate` brings it back."""
+        # All views with it: one that is left would hold the memory.
         del self._kv, self._rows, self._layers, self._flat, self._places, self._blocks, self.bounds
 
     def scratch(self, slots: int, context: int) -> SlotCache:
@@ -187,6 +188,7 @@ class SlotCache:
         """Copy blocks to other places: (from, to), no place twice."""
         if moves:
             sources, targets = zip(*moves, strict=True)
+            # Indexing by a tensor copies: a target may be a source, too.
             self._blocks[:, self._at(targets)] = self._blocks[:, self._at(sources)]
 
     @property

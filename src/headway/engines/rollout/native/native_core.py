@@ -118,8 +118,10 @@ class EngineCore:
 
     def pause(self, policy: OnUpdate) -> Paused:
         """Start to drain, or stop now; `draining` says whether the former is still under way."""
+        # A drain of what is paused already drains nothing: what the pause before it has kept stays kept.
         if policy is not OnUpdate.DRAIN or self._scheduler.mode is not Mode.PAUSED:
             self._in_place = policy is OnUpdate.KEEP
+        # Before rows are parked: tokens that were launched belong to their calls.
         if policy is not OnUpdate.DRAIN:
             self._read(0)
         self._scheduler.pause(policy)
@@ -165,6 +167,7 @@ class EngineCore:
     def abort_older_than(self, version: int) -> list[Finished]:
         """End the unfinished training calls with a token of an older version."""
         self._read(0)
+        # After the reading: a call's oldest version is set when its first token is read.
         return self._end(self._scheduler.older_than(version))
 
     def forget(self, client: str) -> None:
@@ -307,6 +310,7 @@ class EngineCore:
 
         Returns how many there were.
         """
+        # The last row first: no other one moves.
         parked = [self._batch.remove(row) for row in reversed(range(self._batch.active))]
         self._scheduler.put_back(parked)
         self._batch.contexts.clear()

@@ -140,6 +140,7 @@ class ModuleForward:
                 store.at(max(start - block.start, 0)),
                 torch.tensor(wanted, device=device),
             )
+        # Not strict: contexts that only fill the call up have rows, too.
         ends = [row[wanted.index(last - blocks[-1].start)] for row, last in zip(logits, lasts, strict=False)]
         return ends, torch.stack(store.stored).unbind(1)
 
@@ -291,6 +292,7 @@ class DecodeGraphs:
         if not self._forward.varlen:
             span = min(-(-positions // RECORDED_SPAN_STEP) * RECORDED_SPAN_STEP, span)
         shape = (rows, span, self._cache.room)
+        # Copies: a graph reads what it was recorded with at each replay, and the caller changes its own in place.
         tokens, lengths = _filled(tokens, rows), _filled(lengths, rows)
         if shape not in self._recorded:
             return self._record(shape, tokens, lengths)[:wanted]

@@ -240,7 +240,7 @@ class PrefixCache:
             return []
         moves = []
         self._free = [block for block in self._free if block < limit]
-        heapq.heapify(self._free)
+        heapq.heapify(self._free)  # what is left of a heap need not be one
         for block in sorted(block for block in self._nodes if block >= limit):
             target = heapq.heappop(self._free)
             node = self._nodes[target] = self._nodes.pop(block)

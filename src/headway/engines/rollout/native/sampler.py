@@ -106,6 +106,7 @@ def _bias(rows: Sequence[SamplingParams], written: NDArray[np.int64] | None) -> 
     for row, params in enumerate(rows):
         for token, bias in params.logit_bias:
             entries[row, token] = entries.get((row, token), 0.0) + bias
+        # Behind the biases: none of them may lift a stop token that is barred.
         if params.min_tokens > (0 if written is None else written[row]):
             entries.update({(row, token): -math.inf for token in params.stop_token_ids})
     return entries
@@ -229,6 +230,7 @@ def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     probs = logprobs.exp()
     cumulative = probs.cumsum(-1, dtype=torch.float64)  # in float32 the tail of a large vocabulary is lost to rounding
     threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
+    # From the right: a uniform of 0 would else draw a first token of probability 0.
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[1] - 1)
     return tokens.squeeze(1)
 

@@ -118,7 +118,7 @@ class KeptContexts:
             return
         if key not in self._waiting or key in self._prefills:
             return
-        self._prefills[key] = share.prefilled.copy()
+        self._prefills[key] = share.prefilled.copy()  # of its own memory: a view would keep the whole step's
         while len(self._prefills) > 1 and sum(kept.length for kept in self._prefills.values()) > self._most:
             del self._prefills[next(iter(self._prefills))]
 
@@ -206,6 +206,7 @@ class StepAdmission:
             kept = self._contexts.prefill_of(run) if found.shared == found.length else None
             share = Share(run.context, found, kept)
         tokens = self._prefilled + (0 if joins else share.missing)
+        # The first one starts whatever its length: a context above the budget would wait for ever.
         if self.starting and tokens > self._budget:
             return False
         positions = max(self.positions, len(share.ids) + 1)

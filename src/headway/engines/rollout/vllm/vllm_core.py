@@ -232,7 +232,7 @@ class VllmCore:
     async def forget(self, client: str) -> None:
         """Stop and drop everything that ``client`` submitted."""
         if self.state.over is None:
-            runs = self._scheduler.of(client)
+            runs = self._scheduler.of(client)  # before they are forgotten: then they are not found
             self._scheduler.forget(client)
             self._done.pop(client, None)
             await self._abort(runs)

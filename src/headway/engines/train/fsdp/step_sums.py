@@ -66,6 +66,7 @@ def as_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 def reduce_sums(sums: Sums, group: dist.ProcessGroup) -> Sums:
     """Reduce the sums of ``group``'s ranks to one, on the host, in two collectives and one transfer."""
+    # Sorted: ranks add up by place, so all of them need one order of names.
     maxima = sorted(name for name in sums if name in MAXIMA)
     added = sorted(name for name in sums if name not in MAXIMA)
     names = [*maxima, *added]
