@@ -29,6 +29,7 @@ def episode_scores(
         turn_rewards: rewards of each episode's turns, by number; empty where it has none.
         turns: number of turns of each episode.
     """
+    # An episode that failed has no turn: at least 1, or its reward would be divided by the discount.
     scores = np.asarray(rewards, np.float64) * turn_discount ** (np.maximum(turns, 1) - 1.0)
     for k, of_turns in enumerate(turn_rewards):
         scores[k] += np.dot(turn_discount ** np.arange(len(of_turns)), of_turns)

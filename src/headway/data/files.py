@@ -206,7 +206,7 @@ def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str |
                 break
             value = value[step]
         else:
-            return key, value
+            return key, value  # no step of the key was missing
     if columns.answer == "auto" and (last := answer_within(row[columns.prompt])) is not None:
         return None, last
     raise _missing(map(repr, columns.answers), [*row, *_within(row, columns.answers)], where)

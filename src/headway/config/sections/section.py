@@ -110,7 +110,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid",
-        frozen=True,
+        frozen=True,  # a field's default is one section, which all configurations share
         use_attribute_docstrings=True,
         validate_default=True,
         coerce_numbers_to_str=True,  # YAML makes a number of a name like 7

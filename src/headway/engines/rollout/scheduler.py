@@ -60,7 +60,7 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX2)
     z ^= z >> np.uint64(31)
-    bits: NDArray[np.uint64] = z >> np.uint64(11)
+    bits: NDArray[np.uint64] = z >> np.uint64(11)  # 53 bits: with more a float64 could round up to 1
     return np.ldexp(bits.astype(np.float64), -53)
 
 
@@ -252,6 +252,7 @@ class Scheduler:
     def find(self, client: str, numbers: Iterable[int]) -> list[CallRun]:
         """Calls of ``client`` with one of ``numbers``; unknown numbers are ignored."""
         opened = self._open.get(client, {})
+        # Each number once: a call that is named twice would be ended twice.
         return [opened[number] for number in dict.fromkeys(numbers) if number in opened]
 
     def of(self, client: str) -> list[CallRun]:

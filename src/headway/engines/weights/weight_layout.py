@@ -97,6 +97,7 @@ def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) 
     """
     slots: list[TensorSlot] = []
     offset = 0
+    # Stable: tensors of one width stay in the order given.
     for name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
         nbytes = prod(shape) * dtype.itemsize
         slots.append(TensorSlot(name, tuple(shape), str(dtype).removeprefix("torch."), offset, nbytes))

@@ -78,7 +78,7 @@ class DecodeRows:
         row, written = self.active, len(run.written.ids)
         self.runs.append(run)
         self.steady = 0
-        self.tokens[row] = -2
+        self.tokens[row] = -2  # not -1, which stands in the unused places of `_stops`
         self.lengths[row] = len(run.call.input_ids) + written
         self._written[row] = self.sampled[row] = written
         self._limits[row] = run.limit

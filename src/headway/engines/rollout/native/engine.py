@@ -145,7 +145,7 @@ class NativeEngine(EngineBase):
         try:
             with torch.inference_mode():
                 while self._obey():
-                    _answer(self._unanswered)
+                    _answer(self._unanswered)  # before the step, for which callers need not wait
                     if self._core.has_work:
                         self._collect(self._core.step())
                     if not self._core.draining:

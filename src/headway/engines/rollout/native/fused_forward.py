@@ -332,7 +332,7 @@ class FusedForward:
         """The module's own cosines and sines, [max_context, 1, D]; the sine signed for the swapped halves."""
         like = torch.empty(1, dtype=model.dtype, device=model.device)
         cos, sin = rotary(like, torch.arange(max_context, device=model.device).unsqueeze(0))
-        cos, sin = (table[0].unsqueeze(1).clone() for table in (cos, sin))
+        cos, sin = (table[0].unsqueeze(1).clone() for table in (cos, sin))  # copies: the sine is changed in place
         sin[:, :, : self.shape.head_dim // 2].neg_()
         return cos, sin
 

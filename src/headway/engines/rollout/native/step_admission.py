@@ -159,7 +159,7 @@ class KeptContexts:
             self._cache.lent = 0
 
     def _limit(self, blocks: int) -> None:
-        self._cache.shift(self.tree.resize(blocks))
+        self._cache.shift(self.tree.resize(blocks))  # before rows take the memory that blocks leave
         self._cache.lent = self.tree.top
 
 

@@ -79,7 +79,7 @@ def prepare_model(model: PreTrainedModel, max_context: int) -> None:
         # Memory of a weights file that is mapped is not this process's own: an engine that sleeps could not resize it.
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.detach().clone()
-    if model.config._attn_implementation not in ("sdpa", "eager"):
+    if model.config._attn_implementation not in ("sdpa", "eager"):  # others may take no mask, as rows need it
         model.set_attn_implementation("sdpa")
 
 

@@ -93,7 +93,7 @@ class VarlenDecode(DecodeAttention):
         bounds = self._cache.bounds[: self.count + 1]
         self._each = bounds
         """[A + 1] where the query of each row begins."""
-        used = decoding.lengths.int() + 1
+        used = decoding.lengths.int() + 1  # with the new token, which is stored before rows attend
         begins = bounds * self._cache.row_stride
         self._keys = [(begins, used)]
         """[A + 1] where the keys of each row begin, and their number [A]: of full layers, of windowed ones."""

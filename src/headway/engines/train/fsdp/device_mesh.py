@@ -180,6 +180,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
         failure.__cause__ = error
     failures: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
+    # Its own first: others' have come without their tracebacks.
     first = failure or next((error for error in failures if error is not None), None)
     if first is not None:
         raise first

@@ -165,6 +165,7 @@ class FsdpEngine:
             prefix="lm.",
             whole_copies=config.trainer.snapshot is not None,
         )
+        # With one train batch a version all ask for its start before its first step, where the policy still is.
         keeps = config.async_training.trigger_parameter_sync_step > 1
         self._at_version = ProximalWeights(self._policy, keeps_copy=keeps)
 

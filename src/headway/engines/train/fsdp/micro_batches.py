@@ -166,7 +166,7 @@ def filler_row() -> CollatedRow:
     """A row of weight zero, for a rank with fewer micro-batches than another: FSDP's collectives need every rank."""
     nothing = np.zeros(1, dtype=np.float32)
     return CollatedRow(
-        input_ids=np.zeros(2, dtype=np.int32),
+        input_ids=np.zeros(2, dtype=np.int32),  # a token, and one in front that predicts it
         prompt_length=1,
         logprobs=nothing,
         versions=np.zeros(1, dtype=np.int32),

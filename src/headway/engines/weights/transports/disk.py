@@ -81,7 +81,7 @@ def header(slots: Sequence[TensorSlot], metadata: Mapping[str, str]) -> bytes:
         for slot in slots
     }
     text = json.dumps({"__metadata__": {"format": "pt", **metadata}, **tensors}).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # readers map the tensors, which begin at a multiple of 8 then
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
