@@ -92,7 +92,7 @@ def torch_hidden() -> Iterator[None]:
     try:
         yield
     finally:
-        del sys.modules["torch"]
+        del sys.modules["torch"]  # or nothing could import it later
         if said is None:
             del os.environ[NO_ADVICE]
         else:
@@ -144,6 +144,7 @@ class TokenTexts:
         return _bytes_spelled(str(self._tokenizer.convert_ids_to_tokens(id) or piece))
 
     def _decode(self, ids: Sequence[int]) -> str:
+        # Without the clean-up, which takes spaces between tokens away: pieces would not add up to the text.
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 

@@ -327,7 +327,7 @@ class VllmEngine(EngineBase):
                 slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in self._manifest.slots]
                 await core.state.connect(self._manifest.nbytes, slots)
             self._loop, self._stop, self._core = asyncio.get_running_loop(), asyncio.Event(), core
-            self._started.set_result(None)
+            self._started.set_result(None)  # last: callers rely on all that was set above
             await self._stop.wait()
             await core.close(self._over())
             if self._answering:  # who was told what the engine ended with is to say so

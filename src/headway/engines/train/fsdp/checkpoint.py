@@ -174,6 +174,7 @@ def incomplete_part(folder: Path) -> str | None:
     """
     needed: dict[str, int] = {}
     for part in (FileSystemReader(folder).read_metadata().storage_data or {}).values():
+        # A file has parts of many tensors: it has to reach as far as the last of them.
         needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
     for name, size in sorted(needed.items()):
         try:

@@ -128,6 +128,7 @@ class BroadcastSender(_Member):
 
     def _header(self, version: int, kind: _MessageKind, *values: int) -> None:
         numbers = [version, int(kind), *values]
+        # Always of one length, which receivers have to know before it comes.
         self._group.broadcast(_signed(numbers + [0] * (HEADER - len(numbers))).to(self._device))
 
 
@@ -193,7 +194,7 @@ class BroadcastReceiver(_Member):
 
     def _numbers(self, count: int) -> list[int]:
         numbers = torch.empty(count, dtype=torch.int64, device=self._device)
-        if count:
+        if count:  # the sender broadcasts no empty tensor, either
             self._group.broadcast(numbers)
         received: list[int] = numbers.tolist()
         return received
