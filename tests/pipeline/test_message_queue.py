@@ -318,25 +318,49 @@ def test_a_batch_is_taken_again_as_it_was_or_not_at_all(end: str):
     assert run_virtual(main()) == {"came": [4, 5], "abandoned": []}.get(end)
 
 
-@pytest.mark.parametrize("end", ["a later version", "nothing else can come"])
-def test_groups_of_a_later_version_wait_for_it_unless_nothing_else_can_come(end: str):
-    async def main() -> tuple[list[int], list[int]]:
-        q = queue(window=2, eta=Fraction(1))
+@pytest.mark.parametrize("window", [1, 2, None])
+def test_groups_of_a_later_version_wait_for_it_and_others_go_before_them(window: int | None):
+    async def main() -> list[list[int]]:
+        q = queue(window=window, eta=Fraction(1))
         q.restore(200, 0, live={})
+        for number, version in ((0, 0), (1, 1), (3, 1)):
+            await q.send(finished_with(number, version))
+        taking = asyncio.ensure_future(q.take(2, 0, never))
+        await asyncio.sleep(1)
+        assert not taking.done(), "group 2 is made"
+        await q.send(finished_with(2, version=0))
+        return [[group.number for group in await taken] for taken in (taking, q.take(2, 1, never))]
+
+    assert run_virtual(main()) == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("end", ["full", "full before the version is served", "closed"])
+def test_groups_of_a_later_version_are_dropped_where_nothing_else_can_come(end: str):
+    async def main() -> list[int]:
+        q = queue(b=2, eta=Fraction(1))
+        q._staleness.admitted = 200
+        q._staleness.load("rollout-0", 1 if end == "full" else 0)
+        q.restore(200, 0, live={})
+        for number in range(4, 200):
+            q.discard(number)
+        q._staleness.discarded = 194  # two were trained on
         dropped: list[int] = []
 
         def drop(group: Group) -> None:
             dropped.append(group.number)
             q.discard(group.number)
+            q._staleness.discarded += 1
 
-        for number, version in ((0, 1), (1, 0)):
-            await q.send(finished_with(number, version))
-        taken = [group.number for group in await q.take(1, 0, drop)]
-        taking = asyncio.ensure_future(q.take(1, 1 if end == "a later version" else 0, drop))
+        for number in range(4):
+            await q.send(finished_with(number, version=2))
+        taking = asyncio.ensure_future(q.take(1, 1, drop))
         await asyncio.sleep(1)
-        if end != "a later version":
-            assert not taking.done()
-            q.close()
-        return [*taken, *(group.number for group in await taking)], dropped
+        if end == "full":
+            assert dropped == [3], "there may be room now"
+        else:
+            assert not dropped
+        q.close()
+        assert await taking == []
+        return dropped
 
-    assert run_virtual(main()) == (([1, 0], []) if end == "a later version" else ([1], [0]))
+    assert sorted(run_virtual(main())) == [0, 1, 2, 3]

@@ -65,7 +65,7 @@ SEARCHES = {
         {"tried again": 1000, "dropped tokens": 1000},
     ),
     "drained by turns": Search(
-        episode_cases(on_update="drain", drain="turn", troubles=SOME), 150, {"several versions": 20}
+        episode_cases(on_update="drain", drain="turn", troubles=SOME), 200, {"several versions": 20}
     ),
     "drained by episodes": Search(
         episode_cases(on_update="drain", drain="episode", troubles=SOME), 150, {"tried again": 200}

@@ -163,13 +163,17 @@ class MessageQueue:
     def _unfit(self, version: int) -> list[Group]:
         """Return the finished groups that ``version`` cannot be trained on, and no later one, or not in time."""
         if self._resumed:
-            # While others can be taken or can come, groups of a later version wait: a batch composed anew dropped them.
-            waits = bool(self._next(version)) or not (self._closed or self._is_full)
-            return [
-                group
-                for group in self._finished.values()
-                if not self._fits(group, version) and not (waits and group.oldest_version > version)
-            ]
+            too_new = self._too_new(version)
+            unfit = [group for group in self._finished.values() if not self._fits(group, version)]
+            unfit = [group for group in unfit if group.number not in too_new]
+            if unfit or not too_new or self._next(version):
+                return unfit
+            if self._closed:
+                return [self._finished[number] for number in too_new]
+            # A full queue decides nothing before replicas serve the version: then there may be room for others.
+            full = self._is_full and self._staleness.served_version >= version
+            # The youngest alone: one group's room may be enough for those that are missing.
+            return [self._finished[max(too_new)]] if full else []
         if (oldest := self._staleness.oldest_trainable(version)) is None:
             return []
         return [group for number, group in self._finished.items() if self._live[number] < oldest]
@@ -181,14 +185,20 @@ class MessageQueue:
         lag, bound = version - group.oldest_version, self._staleness.bound
         return lag >= 0 and (bound is None or lag <= bound)
 
+    def _too_new(self, version: int) -> set[int]:
+        """Return the numbers of the finished groups whose tokens are of later versions than ``version``."""
+        return {number for number, group in self._finished.items() if group.oldest_version > version}
+
     def _next(self, version: int) -> list[int]:
         """Return the numbers of the groups that may be taken together, first choice first."""
-        finished: Collection[int] = self._finished
+        finished, head = self._finished, self._head
         if self._resumed:
-            # A dict and not a set: without a window groups are taken in the order of their completion.
-            finished = {number: None for number, group in self._finished.items() if self._fits(group, version)}
+            # Groups of a later version wait for it, and others go before them: none is dropped for being the head.
+            too_new = self._too_new(version)
+            finished = {number: group for number, group in finished.items() if self._fits(group, version)}
+            head = min((number for number in self._live if number not in too_new), default=head)
         if self._staleness.max_lag is None:
-            return takeable(finished, self._head, self._staleness.window)
+            return takeable(finished, head, self._staleness.window)
         room = (version + 1) * self._staleness.groups_per_version - self._taken
         due = self._staleness.must_go_first(Counter(self._live.values()), version, room)
         # One at a time: each group that is taken leaves less room for those that are due.
