@@ -324,6 +324,10 @@ class RanksRestarted(Event):
     batches: int
     """Number of batches since the newest checkpoint that they were trained on again."""
     span: Span
+    ranks: int = 0
+    """Number of ranks that there are now; 0 in records that do not say."""
+    of: int = 0
+    """Number of ranks at the start: fewer go on where no machine has room for all."""
 
 
 @event("lease.changed", "asked")

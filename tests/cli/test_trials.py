@@ -140,8 +140,8 @@ def test_what_was_tried_is_told_and_what_was_not(dry_run: Callable[..., str]) ->
 
 
 @pytest.mark.slow
-def test_a_reward_that_gives_everything_the_same_is_warned_of(dry_run: Callable[..., str]) -> None:
-    assert "WARNING: right and empty answers get the same reward" in dry_run("reward.function=own.py:reward_of_one")
+def test_a_reward_that_gives_everything_the_same_is_noted(dry_run: Callable[..., str]) -> None:
+    assert "It does not tell them apart" in dry_run("reward.function=own.py:reward_of_one")
 
 
 def test_a_task_of_the_users_is_not_run_by_a_static_dry_run(dry_run: Callable[..., str]) -> None:

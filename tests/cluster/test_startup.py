@@ -13,6 +13,7 @@ import pytest
 from headway.cluster import backend, startup
 from headway.cluster.backend import start_backend
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
+from headway.cluster.workers import StartWaits
 from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, ModelError, StallError, WorkerDied
@@ -192,6 +193,42 @@ async def test_a_start_says_who_is_up(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "rollout-0 is up, 2 of 3",
         "episode-worker-0 is up, 3 of 3",
     ]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "lost", "left", "copies"),
+    [({}, 1, 3, 1), ({"tp": 2}, 0, 2, 1), ({"replicate": 2}, 3, 2, 1)],
+)
+def test_ranks_without_a_place_are_left_out_and_looked_for_again(
+    parallel: dict[str, int], lost: int, left: int, copies: int, tmp_path: Path
+) -> None:
+    async def restarted_twice() -> list[list[WorkerSpec]]:
+        cluster, nowhere = PlannedCluster(), [f"actor-{lost}"]
+
+        async def find_place(spec: WorkerSpec, others: Sequence[int] = ()) -> int:
+            return await asyncio.Event().wait() if spec.name in nowhere else spec.device
+
+        cluster.find_place = find_place
+        config = tiny_config("ray", trainer={"n_gpus_per_node": 4}, actor={"parallel": parallel})
+        found = []
+        async with AsyncExitStack() as stack:
+            begun = startup.Startup(config, cluster, stack, model_path="m", total_optimizer_steps=1, run_dir=tmp_path)
+            await begun.launch()
+            for _ in range(2):
+                cluster.launched.clear()
+                await begun._restart("actor", begun._groups.actor, StartWaits())
+                assert len(begun._groups.actor.workers) == len(cluster.launched)
+                found.append([*cluster.launched])
+                nowhere.clear()  # a machine has come
+        return found
+
+    fewer, all_again = run_virtual(restarted_twice())
+    for specs, count, of_model in ((fewer, left, copies), (all_again, 4, parallel.get("replicate", 1))):
+        assert [(spec.arguments["rank"], spec.arguments["world_size"]) for spec in specs] == [
+            (rank, count) for rank in range(count)
+        ]
+        assert {spec.arguments["config"].actor.parallel.replicate for spec in specs} == {of_model}
+    assert f"actor-{lost}" not in {spec.name.partition("+")[0] for spec in fewer}
 
 
 async def test_the_first_worker_that_fails_ends_the_start_and_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_without_the_keeper_the_checkpoint_is_loaded_and_that_is_told_once():
 
     run = check(scenario("on_policy", beside=beside, save_freq=3).run())
     (text,) = warnings(run)
-    lost = "is lost, and the checkpoint of version 3 is loaded: episode-worker-0 is gone"
+    lost = "cannot be loaded, and the checkpoint of version 3 is: episode-worker-0 is gone"
     assert text.startswith("the snapshot of version ") and text.endswith(lost)
     assert run.of(RanksRestarted)[0].batches >= 1
 

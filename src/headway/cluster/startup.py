@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from headway.cluster.machine.token_files import (
     SHARED_MEMORY,
@@ -63,7 +63,9 @@ from headway.pipeline.recovery.rank_restarts import RestartableRanks
 from headway.runtime.task_groups import both, concurrently
 
 T = TypeVar("T")
-ROOM_SHARE = 0.5
+LOOK_S = 10.0
+"""Seconds for a look at whether machines answer, and at where there is room."""
+ROOM_SHARE = 0.25
 """Share of a start's time for which lost ranks wait for a machine with room, before others go on without them."""
 
 
@@ -358,9 +360,9 @@ class Startup:
         async def watch(group: WorkerGroup) -> NoReturn:
             await any_dies(self._cluster, group.workers)
 
-        async def restart(role: str, group: WorkerGroup) -> str | None:
+        async def restart(role: str, group: WorkerGroup) -> None:
             """Start other ranks, with the initial model, and prepare them for updates, at the next of which they meet
-            their receivers or the trainer. Returns a note where there are fewer than the settings ask for.
+            their receivers or the trainer.
             """
             waits = StartWaits()
             try:
@@ -369,7 +371,8 @@ class Startup:
                     if role == ACTOR:
                         for dtype in manifests:
                             # In place: `paths` has this mapping. As many ranks send as there are now.
-                            manifests[dtype] = await group.layout(dtype)
+                            layout = waits.wait(f"{group.name} to lay weights out", group.layout(dtype))
+                            manifests[dtype] = await layout
                             await waits.wait(f"{group.name} to prepare updates", group.open_route(dtype))
                         paths.trainer_restarted(store)
                         if within is not None:
@@ -377,12 +380,6 @@ class Startup:
                     elif role == LOGP:
                         await paths.add(LOGP, group.workers, computed)
                         await waits.wait(f"{group.name} to be ready", group.serve(manifests[computed]))
-                asked, there = len(self._plan.ranks(role)), len(group.workers)
-                return (
-                    None
-                    if there == asked
-                    else f"{role} goes on with {there} of {asked} ranks: no machine has room for more"
-                )
             except TimeoutError:
                 raise StallError(
                     f"{group.name}: not up again within {self.timeouts.start_limit()}: the driver waited for {waits}"
@@ -404,27 +401,48 @@ class Startup:
         # All of them, also those that live: a process group that has lost a rank serves no more.
         await waits.wait(f"{group.name} to end", concurrently(worker.kill() for worker in group.workers))
         ranks = await waits.wait(
-            f"machines that are alive to have room for the ranks of {role}, or some of them", self._with_places(role)
+            f"machines that are alive to have room for the ranks of {role}, or some of them",
+            self._with_places(role, group),
         )
-        all_there = len(ranks) == len(self._plan.ranks(role))
+        asked = len(self._plan.ranks(role))
         for number, (rank, device) in enumerate(ranks.items()):
-            renumbered = {} if all_there else {"rank": number, "world_size": len(ranks)}
-            await self._workers.launch_again(rank.worker, device, waits, **renumbered)
+            fewer = {} if len(ranks) == asked else self._of_fewer(number, len(ranks), asked)
+            await self._workers.launch_again(rank.worker, device, waits, **fewer)
         workers = [worker_of(rank, self._workers.by_name) for rank in ranks]
         group.consist_of(workers)
         await concurrently(waits.wait(f"{worker.name} to start", worker.up()) for worker in workers)
         return await _build(group, waits)
 
-    async def _with_places(self, role: str) -> dict[Rank, int]:
-        """Return the ranks of ``role`` that are started again, each with its device: all of them or, where some have no
-        place for `ROOM_SHARE` of the time, as many others as make a mesh. Waits until there are so many.
+    async def _with_places(self, role: str, group: WorkerGroup) -> dict[Rank, int]:
+        """Return the ranks of ``role`` that are started again, each with its device: all of them or, where some of
+        ``group`` have no place for `ROOM_SHARE` of the time, as many others as make a mesh. Waits until there are so
+        many.
         """
         ranks, parallel = self._plan.ranks(role), self._config.actor.parallel
-        least = len(ranks) if self._plan.shared else parallel.least_ranks  # a replica cannot go on without its rank
+        inner, least = parallel.inner, parallel.least_ranks
+        if self._plan.shared and role == ACTOR:  # a replica cannot go on without its rank
+            least = len(ranks)
+        elif parallel.replicate > 1:  # whole copies of the model: each of those that are left stays as it is
+            inner = least = len(ranks) // parallel.replicate
+        # Ranks that went on without others do not wait for these again.
+        present = {worker.name.partition("+")[0] for worker in group.workers}
+        here = [rank.worker for rank in ranks if rank.worker in present]
+        others = [rank.worker for rank in ranks if rank.worker not in present]
         while True:
-            places = await self._workers.places([rank.worker for rank in ranks], self.timeouts.start_s * ROOM_SHARE)
-            if found := in_meshes(ranks, places, inner=parallel.inner, least=least):
+            places = await self._workers.places(here, self.timeouts.start_s * ROOM_SHARE)
+            places |= await self._workers.places(others, LOOK_S)
+            if len(places) < len(ranks):  # time has passed: what was found first may be gone, too
+                places = await self._workers.places([*places], LOOK_S)
+            if found := in_meshes(ranks, places, inner=inner, least=least):
                 return {rank: places[rank.worker] for rank in found}
+
+    def _of_fewer(self, number: int, count: int, asked: int) -> dict[str, Any]:
+        """Return the arguments of rank ``number`` where a role has ``count`` ranks, fewer than ``asked``."""
+        config = self._config
+        if (copies := config.actor.parallel.replicate) > 1:
+            parallel = config.actor.parallel.model_copy(update={"replicate": count * copies // asked})
+            config = config.model_copy(update={"actor": config.actor.model_copy(update={"parallel": parallel})})
+        return {"config": config, "rank": number, "world_size": count}
 
 
 async def _build(group: WorkerGroup, waits: StartWaits, *, meet: bool = True) -> Address | None:

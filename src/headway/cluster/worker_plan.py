@@ -191,8 +191,9 @@ def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
 
 
 def in_meshes(ranks: Sequence[Rank], workers: Collection[str], *, inner: int, least: int) -> list[Rank]:
-    """Return the ranks that go on when only ``workers`` have a place: whole inner meshes of ``inner`` neighbours, and a
-    multiple of ``least`` ranks.
+    """Return the ranks of whole inner meshes whose ``workers`` have a place: a multiple of ``least``.
+
+    ``inner``: number of neighbours that make an inner mesh.
     """
     meshes = [ranks[first : first + inner] for first in range(0, len(ranks), inner)]
     whole = [rank for mesh in meshes if all(rank.worker in workers for rank in mesh) for rank in mesh]

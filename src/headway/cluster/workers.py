@@ -118,6 +118,8 @@ class LaunchedWorkers:
         room. Workers that have none after ``wait_s`` are left out.
         """
         looks = {name: asyncio.ensure_future(self._cluster.find_place(self._specs[name])) for name in names}
+        if not looks:
+            return {}
         try:
             await asyncio.wait(looks.values(), timeout=wait_s)
         finally:

@@ -244,8 +244,8 @@ class RunDirectory:
             if any(file.name in there for file in (self.config, self.events, self.metrics, self.summary)):
                 command = "train" if self.events.name in there else "sft"
                 raise Occupied(
-                    f"run.dir={self.path} already holds a run; give another run.dir, or go on with that run: headway "
-                    f"{command} --resume {self.path}"
+                    f"run.dir={self.path} already holds a run; give another run.dir, or go on with that run from its "
+                    f"checkpoint: headway {command} --resume {self.path}"
                 )
             others = sorted(
                 name

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from headway.engines.weights.buckets import Tensors, whole
-from headway.engines.weights.incoming_version import BackBuffer, InPlace
-from headway.engines.weights.outgoing_version import Staged
+from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
+from headway.engines.weights.outgoing_version import Staged, Stream
 from headway.engines.weights.protocols import Chunk, IncomingWeights, OutgoingWeights
 from headway.errors import UpdateFailed
 from tests.engines.weights.versions import (
@@ -122,6 +122,26 @@ def test_digests_for_another_number_of_tensors_are_refused() -> None:
 
     with pytest.raises(UpdateFailed, match="came with 2 digests for 7 tensors"):
         BackBuffer(MANIFEST).fill(1, receive)
+
+
+def test_versions_come_from_other_numbers_of_senders_and_are_refused_unless_whole() -> None:
+    back = BackBuffer(MANIFEST)
+
+    def sent_by(senders: int, *, left_out: int = 0) -> Receive:
+        shares = replace(MANIFEST, senders=senders).shares()[left_out:]
+
+        def receive(incoming: IncomingWeights) -> None:
+            for share, sink in zip(shares, incoming.expect(shares), strict=True):
+                put(Stream(share, windows(weights(senders), share)), sink)
+
+        return receive
+
+    for senders in (3, 2, 1, 3):
+        report = back.fill(senders, sent_by(senders))
+        assert report.nbytes == MANIFEST.nbytes
+        assert_same(contents(back), weights(senders))
+    with pytest.raises(UpdateFailed, match=r"version 4: the senders have \d tensors; expected all 7 of the layout"):
+        back.fill(4, sent_by(3, left_out=1))
 
 
 def test_an_error_of_the_transport_passes_through_and_leaves_nothing_staged() -> None:

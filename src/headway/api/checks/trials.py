@@ -181,7 +181,9 @@ async def _try_reward(config: Config, rows: Rows, reward: RewardWorkers) -> str:
     )
     if min(truths + empties) < max(truths + empties):
         return tried
-    return f"{tried}. WARNING: right and empty answers get the same reward, from which a model learns nothing; check it"
+    return (
+        f"{tried}. It does not tell them apart: fine where a truth is no whole answer, else nothing is learned from it"
+    )
 
 
 def _range(values: Sequence[float]) -> str:

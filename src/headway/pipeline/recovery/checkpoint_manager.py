@@ -298,7 +298,7 @@ class CheckpointManager:
             except RunError as failure:
                 instead = "the initial model" if self.saved is None else f"the checkpoint of version {self.saved}"
                 self._kept = None
-                self.state.note(f"the snapshot of version {kept} is lost, and {instead} is loaded: {failure}")
+                self.state.note(f"the snapshot of version {kept} cannot be loaded, and {instead} is: {failure}")
         if self.saved is not None:
             if role == ACTOR:
                 await self.actor.trainer.load(self._path(self.saved))

@@ -50,9 +50,9 @@ class RestartableRanks:
     """Function that returns the present ranks."""
     watch: Callable[[], Coroutine[Any, Any, NoReturn]]
     """Coroutine function that raises `WorkerDied` when one of the present ranks ends, or is given up."""
-    restart: Callable[[], Coroutine[Any, Any, str | None]]
-    """Coroutine function that ends all ranks and starts others, with the initial model, within `Timeouts.start_s`.
-    Returns what the user has to know of them, if anything. Raises the errors of `headway.errors`."""
+    restart: Callable[[], Coroutine[Any, Any, None]]
+    """Coroutine function that ends all ranks and starts others, with the initial model, within `Timeouts.start_s`:
+    as many, or fewer. Raises the errors of `headway.errors`."""
     replicas: Callable[[], Sequence[RolloutEngine]] | None = None
     """Function that returns the replicas in the present ranks' processes, which end and start with them; None where
     replicas have processes of their own."""
@@ -97,10 +97,13 @@ class RankRestarts:
     _works: dict[asyncio.Task[Any], None] = field(default_factory=dict, init=False)
     _changed: Signal = field(default_factory=Signal, init=False)
     _watching: asyncio.Task[None] | None = field(default=None, init=False)
+    _asked: int = field(default=0, init=False)
+    """Number of ranks at the start."""
 
     def start(self, tasks: Tasks) -> None:
         """Watch the ranks, and start them again where they are lost, until `stop`."""
         if self.ranks is not None:
+            self._asked = len(self.ranks.ranks())
             self._watching = tasks.start(self._attend(self.ranks))
 
     def stop(self) -> None:
@@ -199,8 +202,7 @@ class RankRestarts:
                 raise type(loss)(f"{loss}. It is not started again: trainer.max_restarts is used up") from loss
             self.restarts.begin()  # before it is tried: a start that fails counts, too
             try:
-                if (told := await ranks.restart()) is not None:
-                    self.state.note(told)
+                await ranks.restart()
                 redone = await failing_as_one(partial(self._back, ranks, self.bring_back)) if self.bring_back else 0
             except TokensLost as failure:  # another start would meet the same
                 raise TokensLost(f"{loss}. What it was trained on cannot be redone: {failure}") from failure
@@ -210,9 +212,16 @@ class RankRestarts:
                 self.on_lost(loss)  # what came back with those ranks is lost with them
         self._lost = None
         self._changed.changed()
-        version = self.state.version
         self.state.emit(
-            RanksRestarted(time=now(), role=self.role, version=version, batches=redone, span=(began, now()))
+            RanksRestarted(
+                time=now(),
+                role=self.role,
+                version=self.state.version,
+                batches=redone,
+                span=(began, now()),
+                ranks=len(ranks.ranks()),
+                of=self._asked,
+            )
         )
 
     async def _back(

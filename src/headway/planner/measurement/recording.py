@@ -40,6 +40,7 @@ from headway.events import (
     GroupSettled,
     LeaseChanged,
     OptimizerStepped,
+    RanksRestarted,
     ReplicaActivity,
     ReplicaHalted,
     RunStarted,
@@ -309,6 +310,8 @@ class Recording:
     def __init__(self, mini_batch: int, ranks: int) -> None:
         self.workers: list[WorkerDescribed] = []
         self.started: RunStarted | None = None
+        self.lost_ranks = False
+        """True where a role went on with fewer ranks: its times are of two numbers of ranks."""
         self.groups: defaultdict[int, RecordedGroup] = defaultdict(RecordedGroup)
         self.activity: list[ReplicaActivity] = []
         self.validations: list[ValidationFinished] = []
@@ -326,6 +329,8 @@ class Recording:
         match event:
             case WorkerDescribed():
                 self.workers.append(event)
+            case RanksRestarted():
+                self.lost_ranks |= event.ranks < event.of
             case RunStarted():
                 self.started = event
             case GroupAdmitted():

@@ -399,6 +399,11 @@ def check_enough(run: Path, recording: Recording) -> None:
             f"{run} ended after {recording.updates.versions} parameter update(s); a profile needs a run with at least "
             f"{MIN_VERSIONS} versions; train for longer, or give another run"
         )
+    if recording.lost_ranks:
+        raise ConfigError(
+            f"{run} lost a machine, and went on with fewer ranks (event ranks.restarted): its times are of two numbers "
+            "of ranks; give a run that kept all of them"
+        )
     if not recording.warm_activity("decode_steps"):
         raise ConfigError(
             f"{run} does not say how long its decode steps took, so there is no decode curve; give a run of a rollout "

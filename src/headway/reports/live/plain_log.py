@@ -109,7 +109,8 @@ def words(event: Event) -> tuple[str, str] | None:
         case events.RanksRestarted(role=role):
             seconds = event.span[1] - event.span[0]
             back = f"{events.ranks_named(role)} is back at version {event.version} after {seconds:.1f} s"
-            return "info", f"{back}, {event.batches} batches done again"
+            fewer = f", with {event.ranks} of {event.of} ranks" if event.ranks < event.of else ""
+            return "warning" if fewer else "info", f"{back}{fewer}, {event.batches} batches done again"
         case events.CheckpointFailed(version=version, reason=why):
             return "warning", f"the checkpoint of version {version} was not saved, and training goes on: {why}"
         case events.RunFinished(status="failed"):

@@ -117,7 +117,7 @@ def collate_columns(
 ) -> LossColumns:
     """Collate the loss's tensors for a micro-batch's ``rows``: the columns that it always reads, and those asked for.
 
-    They are in host memory. ``lengths``: see `learner.BatchTotals`; without any, each row is an episode. ``others``:
+    They are in host memory. ``lengths``: see `step_sums.BatchTotals`; without any, each row is an episode. ``others``:
     rows that stand behind, and count elsewhere. Raises `ValueError` for a row that lacks a column.
     """
     own_tokens = sum(len(row.loss_mask) for row in rows)
