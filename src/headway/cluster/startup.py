@@ -404,10 +404,9 @@ class Startup:
             f"machines that are alive to have room for the ranks of {role}, or some of them",
             self._with_places(role, group),
         )
-        asked = len(self._plan.ranks(role))
+        fewer = self._of_fewer(len(ranks), len(self._plan.ranks(role)))
         for number, (rank, device) in enumerate(ranks.items()):
-            fewer = {} if len(ranks) == asked else self._of_fewer(number, len(ranks), asked)
-            await self._workers.launch_again(rank.worker, device, waits, **fewer)
+            await self._workers.launch_again(rank.worker, device, waits, **(fewer and fewer | {"rank": number}))
         workers = [worker_of(rank, self._workers.by_name) for rank in ranks]
         group.consist_of(workers)
         await concurrently(waits.wait(f"{worker.name} to start", worker.up()) for worker in workers)
@@ -436,13 +435,15 @@ class Startup:
             if found := in_meshes(ranks, places, inner=inner, least=least):
                 return {rank: places[rank.worker] for rank in found}
 
-    def _of_fewer(self, number: int, count: int, asked: int) -> dict[str, Any]:
-        """Return the arguments of rank ``number`` where a role has ``count`` ranks, fewer than ``asked``."""
+    def _of_fewer(self, count: int, asked: int) -> dict[str, Any]:
+        """Return what differs for a role's ranks where there are ``count``, fewer than ``asked``; nothing for all."""
+        if count == asked:
+            return {}
         config = self._config
         if (copies := config.actor.parallel.replicate) > 1:
             parallel = config.actor.parallel.model_copy(update={"replicate": count * copies // asked})
             config = config.model_copy(update={"actor": config.actor.model_copy(update={"parallel": parallel})})
-        return {"config": config, "rank": number, "world_size": count}
+        return {"config": config, "world_size": count}
 
 
 async def _build(group: WorkerGroup, waits: StartWaits, *, meet: bool = True) -> Address | None:

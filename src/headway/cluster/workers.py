@@ -136,12 +136,8 @@ class LaunchedWorkers:
         await waits.wait(f"{first} to end", self.by_name[first].kill())
         self._launches[first] += 1
         spec = self._specs[first]
-        again = replace(
-            spec,
-            name=f"{first}+{self._launches[first]}",
-            device=device,
-            arguments=spec.arguments | arguments,
-        )
+        name = f"{first}+{self._launches[first]}"
+        again = replace(spec, name=name, device=device, arguments=spec.arguments | arguments)
         worker = self.by_name[first] = self._cluster.launch(again)
         return worker
 

@@ -67,11 +67,10 @@ on the command line over it: `headway train CONFIG rollout.n=4 'actor.optim.beta
 remove what an earlier file has set in it; what the mode sets stays. `${oc.env:NAME}` is a variable of the environment.
 It is written unresolved to a run's `config.yaml`, to trackers and by `--dry-run`, so that secrets stay secret, and a
 resumed run reads it again. A section that is `null` by default gets its own defaults by `{}`, or by any key in it. `[]`
-after a section's name: there is a list of such sections. An unknown key,
-a value out of range, settings that contradict each other and a setting that
-would have no effect are errors before anything starts, with exit code 2; `headway doctor CONFIG …` looks for them
-alone, and `headway train CONFIG … --dry-run` prints all values as they are resolved. *Integer*, *number* and *text*
-are YAML's; an *exact number* may also be a fraction like `3/10`."""
+after a section's name: there is a list of such sections. An unknown key, a value out of range, settings that
+contradict each other and a setting that would have no effect are errors before anything starts, with exit code 2;
+`headway doctor CONFIG …` looks for them alone, and `headway train CONFIG … --dry-run` prints all values as they are
+resolved. *Integer*, *number* and *text* are YAML's; an *exact number* may also be a fraction like `3/10`."""
 
 MODES = """\
 ## What each mode sets

@@ -127,7 +127,7 @@ def _expectation(detail: ErrorDetails, key: str) -> str:
             return f"at most {detail['ctx']['max_length']} values"
         case "literal_error":
             values = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
-            return _of_another_projects(key, detail["input"], values) or _one_of(values, detail["input"])
+            return _one_of(values, detail["input"], _elsewhere(key, detail["input"], values))
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             return detail["msg"].replace("Input should be", "a number")
         case known:
@@ -201,22 +201,23 @@ def of_another_project(key: str, candidates: Sequence[str]) -> str:
     return f"{found[0]}'s {found[1]} is {' or '.join(candidates)} here"
 
 
-def _of_another_projects(key: str, given: Any, values: Sequence[str]) -> str:
-    """List the allowed ``values`` of ``key``, with what another project's value ``given`` is here; "" if it is none."""
+def _elsewhere(key: str, given: Any, values: Sequence[str]) -> str:
+    """Say which of ``values`` another project's value ``given`` of ``key`` is here; "" if it is none."""
     from headway.config.migration_tables.projects import PROJECTS
 
     for project in PROJECTS.values():
         for case in (case for row in project.rows.values() if row.here == key for case in row.cases):
             if case.get("value") == given and (here := case.get("values", {}).get(key)) in values:
-                return f"{_listed([repr(value) for value in values])}; {project.name}'s {given} is {here} here"
+                return f"{project.name}'s {given} is {here} here"
     return ""
 
 
-def _one_of(values: Sequence[str], given: Any) -> str:
-    """List the allowed ``values`` for a message, with the one that ``given`` was probably meant to be."""
+def _one_of(values: Sequence[str], given: Any, hint: str = "") -> str:
+    """List the allowed ``values`` for a message, with a ``hint`` or the one that ``given`` was probably meant to be."""
     # difflib takes texts alone.
-    close = difflib.get_close_matches(given, values, n=1) if isinstance(given, str) else []
-    return _listed([repr(value) for value in values]) + (f"; did you mean {close[0]!r}?" if close else "")
+    if not hint and isinstance(given, str) and (close := difflib.get_close_matches(given, values, n=1)):
+        hint = f"did you mean {close[0]!r}?"
+    return _listed([repr(value) for value in values]) + (f"; {hint}" if hint else "")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -221,8 +221,6 @@ class Intake(ABC):
         self.state = state
         self.shares: list[Arrival] = []
         """Shares of the version that arrives, as they are expected."""
-        self._version = -1
-        """Version that arrives, or came last."""
         self.torn = False
         """True once a part of a version was written over the served weights, until all of it has come."""
         self._copy: HostCopy | None = None
@@ -254,7 +252,6 @@ class Intake(ABC):
 
     def _take_in(self, version: int, receive: Receive) -> ReceiveReport:
         self._copy, self.shares = None, []
-        self._version = version
         started = time.perf_counter()
         receive(self)
         arrived = time.perf_counter()
@@ -269,10 +266,10 @@ class Intake(ABC):
         """Expect ``shares``: there may be more or fewer senders than for the version before."""
         if (slots := tuple(slot for share in shares for slot in share.slots)) != self.manifest.slots:
             raise UpdateFailed(
-                f"version {self._version}: the senders have {len(slots)} tensors; expected all "
+                f"version {self.state.version}: the senders have {len(slots)} tensors; expected all "
                 f"{len(self.manifest.slots)} of the layout, in its order"
             )
-        self.shares = [Arrival(share, self._version, self) for share in shares]
+        self.shares = [Arrival(share, self.state.version, self) for share in shares]
         return self.shares
 
     def found(self, copy: HostCopy) -> None:

@@ -164,8 +164,8 @@ class MessageQueue:
         """Return the finished groups that ``version`` cannot be trained on, and no later one, or not in time."""
         if self._resumed:
             too_new = self._too_new(version)
-            unfit = [group for group in self._finished.values() if not self._fits(group, version)]
-            unfit = [group for group in unfit if group.number not in too_new]
+            waiting = self._finished.items()
+            unfit = [group for number, group in waiting if number not in too_new and not self._fits(group, version)]
             if unfit or not too_new or self._next(version):
                 return unfit
             if self._closed:
