@@ -343,7 +343,7 @@ def test_a_training_rank_that_dies_goes_back_to_its_snapshot_bit_for_bit(
     assert (
         said[0] == "snapshots of training ranks outlive processes, not a machine: no episode worker is on another one"
     )
-    told_lost = [text for text in said if " is lost, and the initial model is loaded: " in text]
+    told_lost = [text for text in said if "cannot be loaded, and the initial model is: " in text]
     assert len(told_lost) == (keeper == "lost")  # a snapshot that was on its way as the keeper died is told beside it
 
 
