@@ -84,6 +84,21 @@ async def test_of_a_worker_that_somebody_else_kills_or_stops_no_job_is_to_blame(
         assert [(text in str(end), end.culprit) for end in lost] == [(True, None)] * 3
 
 
+@pytest.mark.parametrize("guard", ["too", "not"])
+@pytest.mark.parametrize("kind", ["spawned", "forked"])
+async def test_a_worker_without_a_loop_that_somebody_stops_is_replaced(kind: str, guard: str) -> None:
+    """Waits for the two seconds that a process may be stopped."""
+    async with workers_of(kind) as workers:
+        before = await workers.run(("pid",))
+        job = asyncio.create_task(workers.run(("holds_the_loop", 600)))
+        await asyncio.sleep(0)
+        for pid in {before, workers._workers[0].process.pid} if guard == "too" else {before}:
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RunnerLost, match=r"ended with SIGKILL, after it was stopped for 2 s .SIGSTOP."):
+            await job
+        assert await workers.run(("pid",)) != before
+
+
 async def test_the_log_shows_where_a_loop_was_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the worker may take longer to write than it is given."""
     monkeypatch.setattr(process, "SHOWN_S", 600.0)

@@ -132,7 +132,7 @@ class TokenPlace:
     """Place of a run's token files: one path, the same on each machine."""
 
     host: str
-    """Address of the driver's machine, which has made the directory, and removes it."""
+    """Address of the driver's machine. The driver removes the directory on all machines at the end."""
     directory: Path
 
 
@@ -143,7 +143,6 @@ class TokenFiles:
         """Use the directory of this machine, which has the address ``host``. ``worker``: its name in this run."""
         self._host = host
         self._beside_driver = host == place.host
-        self._directory = place.directory
         if not self._beside_driver:
             held_directory(place.directory)
         self._prefix = f"{place.directory}/{worker}-"
@@ -171,11 +170,6 @@ class TokenFiles:
         """Remove files that are no longer needed."""
         for file in files:
             Path(file.path).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Remove the directory, unless that is the driver's to do."""
-        if not self._beside_driver:
-            rmtree(self._directory, ignore_errors=True)
 
 
 def carried(tokens: GroupTokens, name: str) -> TokenFile:

@@ -24,6 +24,7 @@ from headway.config.sizing.timeouts import KILLED_S
 from headway.data.types import ColumnName
 from headway.devices import chosen, kind_of
 from headway.errors import ConfigError, RunError, boundary
+from headway.runtime.task_groups import concurrently
 
 WORKER_BYTES = 128 * 2**20
 """Minimum number of bytes that a process takes for torch and Ray, whatever its model."""
@@ -51,6 +52,8 @@ class RayCluster:
         """Ray node that this run started; None where the run joined a cluster."""
         self._launched: dict[str, RayWorker] = {}
         """Workers by their first names: those of now."""
+        self._writers: dict[RayWorker, Path] = {}
+        """Workers, those of before included, that leave tokens in a directory of their machine."""
         self._deadline: float | None = None
         """Time on the event loop's clock by which the whole start has to be over."""
         self._pool: ResourcePool | None = None
@@ -101,6 +104,8 @@ class RayCluster:
         worker = RayWorker(spec, self._device, log_file, sharing, options, self._node)
         # `rollout-0+1` is in the place of `rollout-0`: of each place only the present worker counts.
         self._launched[spec.name.partition("+")[0]] = worker
+        if (tokens := spec.arguments.get("tokens")) is not None:
+            self._writers[worker] = tokens.directory
         return worker
 
     async def died(self) -> NoReturn:
@@ -113,6 +118,8 @@ class RayCluster:
     async def stop(self) -> None:
         """Release the devices and disconnect from Ray. A Ray that this run started ends then."""
         if self._pool is not None:
+            # Not left to the workers: one that was given up removes nothing.
+            await concurrently(writer.remove(directory) for writer, directory in self._writers.items())
             if self._node is None or self._node.lost is None:  # otherwise no Ray is there to take the devices
                 self._pool.release()
             self._pool = None

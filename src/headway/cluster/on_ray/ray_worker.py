@@ -26,6 +26,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, NoReturn
 
 import ray
@@ -51,7 +52,8 @@ from headway.cluster.worker_plan import WorkerSpec
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle, RowTokens
 from headway.errors import HeadwayError, RunError, StallError, TokensLost, WorkerDied
-from headway.pipeline.recovery.liveness import ProcessLook, given_up, look_at
+from headway.pipeline.recovery.liveness import given_up
+from headway.runtime.process_tree import ProcessLook, look_at
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import concurrently
 
@@ -220,10 +222,7 @@ class WorkerActor:
         references = [handle for handle in handles if handle not in objects]
         if elsewhere:
             _check_alive(elsewhere)
-        # A trace of a node's own resource pins the task to that machine, and takes nothing from others.
-        references += [
-            _read.options(resources={f"node:{host}": 0.001}).remote(parts) for host, parts in elsewhere.items()
-        ]
+        references += [_read.options(resources=_only_on(host)).remote(parts) for host, parts in elsewhere.items()]
         # In the order of `references`: single objects first, then one list for each machine.
         brought = iter(self._awaited(references) if references else ())
         objects |= {handle: next(brought) for handle in handles if handle not in objects}
@@ -339,7 +338,7 @@ class RayWorker:
             return None if self.pid is None else look_at(self.pid)
         with suppress(RayError, TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                there = {f"node:{self._node['NodeManagerAddress']}": 0.001}
+                there = _only_on(self._node["NodeManagerAddress"])
                 seen: ProcessLook | None = await _look_there.options(resources=there).remote(self.pid)
                 return seen
         return None
@@ -367,6 +366,14 @@ class RayWorker:
                     await self._process.ended()  # Ray reports some ends early
         except TimeoutError:
             raise RunError(f"worker {self.name} was killed and is still there after {self.killed_s:.0f} s") from None
+
+    async def remove(self, directory: Path) -> None:
+        """Remove ``directory`` from the worker's machine, where that is another one and answers."""
+        if self._node is not None:
+            there = _only_on(self._node["NodeManagerAddress"])
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(self.killed_s):
+                    await _remove_there.options(resources=there).remote(directory)
 
     @property
     def _log(self) -> str:
@@ -419,6 +426,16 @@ def _read(parts: Sequence[TokenPart]) -> list[Mapping[int, RowTokens]]:
 @ray.remote(num_cpus=0)
 def _look_there(pid: int) -> ProcessLook | None:
     return look_at(pid)
+
+
+@ray.remote(num_cpus=0)
+def _remove_there(directory: Path) -> None:
+    rmtree(directory, ignore_errors=True)
+
+
+def _only_on(host: str) -> dict[str, float]:
+    """Return the resources of a task for the machine ``host``: a trace of its own, which takes nothing from others."""
+    return {f"node:{host}": 0.001}
 
 
 def _node() -> str:

@@ -104,8 +104,6 @@ class EpisodeWorkerRole(Role):
     async def leave_all(self) -> None:
         """Have the episode worker leave all replicas: the run is over."""
         await self.worker.close()
-        if self._files is not None:
-            self._files.close()
 
     async def close(self) -> None:  # type: ignore[override]
         """Leave all replicas."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from headway.errors import HeadwayError, RunError, RunnerLost
 from headway.runtime.frames import Frame, FrameChannel
-from headway.runtime.process_tree import END_S, python_command
+from headway.runtime.process_tree import END_S, STOPPED_S, look_at, python_command
 from headway.runtime.workers.user_code_boundary import FrameKind, raised, unpickled
 from headway.runtime.workers.worker_main import BOOT, HELD_BACK, SHOWS_WHERE, WorkerStart
 
@@ -55,7 +55,8 @@ class WorkerProcess:
         ``guarded``: it is the process's guard (`headway.runtime.process_tree`).
         """
         loop = asyncio.get_running_loop()
-        self.pid = pid
+        self.pid = self._runs_in = pid
+        """The second: id of the process that runs the user's code, which is not its guard's."""
         self.loaded: asyncio.Future[Any] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._on_frame = on_frame
@@ -66,11 +67,17 @@ class WorkerProcess:
         self._ends_by = signal.SIGTERM if guarded else signal.SIGKILL
         loop.add_reader(self._pidfd, self._on_gone)
 
+    @property
+    def stopped(self) -> bool:
+        """True where a signal has stopped the process."""
+        return (look := look_at(self._runs_in)) is not None and look.stopped
+
     def kill(self, *, shown_first: bool = False) -> None:
         """Kill the process. ``shown_first``: a moment after it has printed where it stands."""
         if self._ending is None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, SHOWS_WHERE if shown_first else self._ends_by)
+                signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)  # a guard that is stopped would end nothing
             if shown_first:
                 asyncio.get_running_loop().call_later(SHOWN_S, self.kill)
 
@@ -83,6 +90,7 @@ class WorkerProcess:
     def _receive(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.LOADED:
+                self._runs_in = frame.detail
                 try:
                     self.loaded.set_result(unpickled(frame.payload, "what the user's code describes itself as"))
                 except Exception as error:
@@ -320,6 +328,7 @@ class UserCodeWorker:
         self._heard = False
         self._silent = 0
         """Ticks in a row without a sign of life."""
+        self._stopped_s = 0.0
         self._steps = 0
 
     @property
@@ -428,10 +437,15 @@ class UserCodeWorker:
         """Fail what it had when its process has ended."""
         # Read before the note is closed, and before the jobs are taken.
         whose = self._note.whose if self._note is not None else 0
+        was_stopped = self._stopped_s >= STOPPED_S
+        stopped = f", after it was stopped for {self._stopped_s:.0f} s (SIGSTOP)" if was_stopped else ""
 
         def error_of(number: int) -> RunnerLost:
-            culprit = end != WITH_FORK_SERVER if self._alone else number == whose if whose else None
-            text = f"its {self._name} {'was lost: it ' if culprit is False else ''}ended with {end}"
+            if self._alone:
+                culprit = None if was_stopped else end != WITH_FORK_SERVER
+            else:
+                culprit = number == whose if whose else None
+            text = f"its {self._name} {'was lost: it ' if culprit is False else ''}ended with {end}{stopped}"
             timed_out = culprit is True and end == signal.SIGALRM.name
             return RunnerLost(text, end=end, culprit=culprit, timed_out=timed_out)
 
@@ -439,13 +453,20 @@ class UserCodeWorker:
         if self._note is not None:
             self._note.close()
 
-    def tick(self, stall_s: float) -> None:
-        """Look for a sign of life. After `TICKS` looks in a row without one, end the process.
+    def tick(self, passed_s: float, stall_s: float | None) -> None:
+        """Look whether the process is stopped, and, unless ``stall_s`` is None, for a sign of life. After `STOPPED_S`,
+        or `TICKS` looks in a row without a sign, end the process. ``passed_s``: seconds since the last look.
 
         Signs are anything that it says, an answer to a ping among them, and steps that its loop makes: one with a
         thousand jobs to step through answers late. Looks are counted rather than seconds, and whatever has arrived is
         read between them: a host that stands still itself has looked once, and finds the signs that came meanwhile.
         """
+        if not self.dying:
+            self._stopped_s = self._stopped_s + passed_s if self.load and self.process.stopped else 0.0
+            if self._stopped_s >= STOPPED_S:
+                self.kill()
+        if stall_s is None:
+            return
         steps = self._note.steps if self._note is not None else 0
         if self.dying or not self.load or self._heard or steps != self._steps:
             self._heard, self._silent, self._steps = False, 0, steps

@@ -108,7 +108,7 @@ def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) 
         spec: HostedSpec = pickle.loads(start.spec)
         # What is described is pickled inside the try: it may hold what does not pickle.
         hosted = spec.load()
-        told = Frame(FrameKind.LOADED, payload=pickle.dumps(hosted.describe()))
+        told = Frame(FrameKind.LOADED, detail=os.getpid(), payload=pickle.dumps(hosted.describe()))
     except HeadwayError as error:
         hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
     except BaseException as error:

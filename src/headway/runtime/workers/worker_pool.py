@@ -38,6 +38,8 @@ from headway.runtime.workers.worker_main import WorkerStart
 
 START_TIMEOUT_S = 120.0
 """Seconds for a process to start and to load the user's code, which holds no model of the run's."""
+LOOK_S = 1.0
+"""Seconds between two looks at workers without an event loop."""
 STOP_TIMEOUT_S = 2 * END_S + 10.0
 """Seconds for processes that are killed to be gone: later than a fork server, and then its guard, give up."""
 
@@ -208,7 +210,7 @@ class WorkerPool:
         # Not one launch for each job: those under way will take some.
         while len(self._waiting) > len(self._launches) and self._size < self._processes:
             self._begin_launch()
-        if self._stall_s is not None and self._ticking is None:
+        if self._ticking is None:
             self._tick()
 
     def _free(self) -> UserCodeWorker | None:
@@ -222,14 +224,13 @@ class WorkerPool:
         self._give_room()
 
     def _tick(self) -> None:
-        """Look after the event loops of workers that have jobs, a while from now, and again while there are any."""
-        if self._stall_s is None:
-            return
+        """Look after the workers that have jobs, a while from now, and again while there are any."""
         self._ticking = None
+        every_s = LOOK_S if self._stall_s is None else self._stall_s / TICKS
         for worker in self._workers:
-            worker.tick(self._stall_s)
+            worker.tick(every_s, self._stall_s)
         if any(worker.load for worker in self._workers):
-            self._ticking = asyncio.get_running_loop().call_later(self._stall_s / TICKS, self._tick)
+            self._ticking = asyncio.get_running_loop().call_later(every_s, self._tick)
 
     # ------------------------------------------------------------------------------------------ processes
 
