@@ -114,6 +114,10 @@ def run_here(*arguments: str) -> Done:
     return Done(done.exit_code, done.stdout, done.stderr)
 
 
+ONE_CORE = ("cluster.backend=inline", "trainer.threads=1", "rollout.threads=1")
+"""Settings of a run in this process beside which others compute: two threads on a core that is shared wait longer."""
+
+
 def train(recipe: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
     """``headway train`` to its end, in a process of its own where it starts Ray; returns the summary."""
     arguments = ("train", str(recipe), *overrides, f"run.dir={run_dir}")

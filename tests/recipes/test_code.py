@@ -17,7 +17,7 @@ from headway.agents.rewards.scorers import RewardSpec, Scorer
 from headway.config.loading import load
 from headway.data.files import Columns, Record, read_records
 from headway.runtime.user_code import load_object
-from tests.integration.support import train
+from tests.integration.support import ONE_CORE, train
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "agents"
 FILE, RECIPE = FOLDER / "expressions.py", FOLDER / "code.yaml"
@@ -94,11 +94,11 @@ def test_the_sandbox_tells_the_right_function_from_the_others() -> None:
 
 
 @needs_bwrap
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_the_model_learns_to_write_the_function_that_fits(tmp_path: Path) -> None:
-    """Half of the recipe's run, in one process: two minutes of warm-up, and two of the sandbox."""
-    settings = ["cluster.backend=inline", "model.warmup.max_steps=1000", "rollout.total_rollout_steps=192"]
+    """Half of the recipe's run, in one process: minutes of one core, half of them the warm-up."""
+    settings = [*ONE_CORE, "model.warmup.max_steps=1000", "rollout.total_rollout_steps=192"]
     result = train(RECIPE, tmp_path / "run", *settings, "rollout.test_freq=-1")
     before, after = result["eval"][0], result["eval"][-1]
     assert (before["version"], after["version"], result["balanced"]) == (0, 3, True)
