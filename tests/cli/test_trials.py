@@ -154,5 +154,6 @@ def test_a_task_of_the_users_is_not_run_by_a_static_dry_run(dry_run: Callable[..
 @pytest.mark.slow
 @pytest.mark.parametrize("given", ["environment=own.py:Game", "agent=own.py:agent"])
 def test_the_first_turn_of_an_environment_or_an_agent_is_rendered(dry_run: Callable[..., str], given: str) -> None:
+    """Starts a process, which loads the program."""
     output = dry_run(f"rollout.{given}")
     assert f"{given.replace('=', ' ')} begins an episode, and its first turn has " in output

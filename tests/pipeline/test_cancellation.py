@@ -58,6 +58,7 @@ def test_a_run_that_is_cancelled_at_any_event_is_over_at_once(mode: str, share: 
 @a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
 def test_a_second_cancellation_while_the_first_is_under_way_changes_nothing(mode: str, share: float):
+    """Runs a job once for each of many moments."""
     events = len(small(mode).run().assert_completed().events)
     for k in range(7, events, max(1, events // ceil(share * 15))):
         check_cancelled(cancelled_after(small(mode), k, k + 1, k + 3))

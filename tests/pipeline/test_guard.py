@@ -280,6 +280,7 @@ def random_sizes(case: Case) -> Scenario:
 
 @a_share_and_all
 def test_the_bound_holds_and_the_run_ends_whatever_the_sizes(share: float):
+    """Runs hundreds of random jobs."""
     turns = zeros = 0
 
     def check(case: Case) -> None:

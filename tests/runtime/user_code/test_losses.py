@@ -63,6 +63,7 @@ async def test_a_loop_that_nothing_of_python_can_interrupt_is_replaced(job: str)
     ("number", "text"), [(signal.SIGKILL, "ended with SIGKILL"), (signal.SIGSTOP, "event loop was held")]
 )
 async def test_of_a_worker_that_somebody_else_kills_or_stops_no_job_is_to_blame(number: int, text: str) -> None:
+    """Starts four processes of user code, and waits for three limits."""
     asked: list[int] = []
     all_asked = asyncio.Event()
 
