@@ -331,6 +331,7 @@ def test_a_full_queue_changes_when_the_first_batch_is_taken_and_lets_lag_come_to
 @a_share_and_all
 def test_everything_holds_in_every_run_that_fills_its_queue(share: float):
     """Runs hundreds of random jobs."""
+
     def check(case: Case) -> None:
         scenario = case.scenario()
         scenario.async_training["fill_queue"] = True
