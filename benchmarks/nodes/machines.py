@@ -151,6 +151,8 @@ class Machines:
                 stderr=subprocess.STDOUT,
             )
         self.by_name[name] = machine = Machine(name, process, first_child(process), self.python)
+        with suppress(subprocess.CalledProcessError):  # of a machine that was killed a moment ago
+            self._ip("link", "delete", f"to{name}")
         self._ip("link", "add", f"to{name}", "type", "veth", "peer", "name", "eth0", "netns", str(machine.pid))
         self._ip("link", "set", f"to{name}", "master", "br0", "up")
         return machine
