@@ -151,7 +151,7 @@ class Machines:
                 stderr=subprocess.STDOUT,
             )
         self.by_name[name] = machine = Machine(name, process, first_child(process), self.python)
-        with suppress(subprocess.CalledProcessError):  # of a machine that was killed a moment ago
+        with suppress(subprocess.CalledProcessError):  # it is there only where the machine was killed a moment ago
             self._ip("link", "delete", f"to{name}")
         self._ip("link", "add", f"to{name}", "type", "veth", "peer", "name", "eth0", "netns", str(machine.pid))
         self._ip("link", "set", f"to{name}", "master", "br0", "up")

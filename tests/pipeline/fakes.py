@@ -25,11 +25,10 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import Prompt, TrajectoryId
 from headway.errors import HeadwayError, RunError, ScoringFailed, UpdateFailed, WorkerDied
 from headway.events import Event
-from headway.pipeline.recovery.liveness import given_up
+from headway.pipeline.recovery.liveness import ProcessLook, given_up
 from headway.planner.profiles.job_profile import PhaseProfile, RolloutProfile, UpdateProfile
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.simulated_trainer import SimulatedTransport
-from headway.runtime.process_tree import ProcessLook
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import concurrently
 

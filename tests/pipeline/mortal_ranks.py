@@ -11,10 +11,9 @@ from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import GatherReport, SendReport
 from headway.data.types import Column, Outcomes, TrainSample
 from headway.errors import RunError, StallError, WorkerDied
-from headway.pipeline.recovery.liveness import given_up
+from headway.pipeline.recovery.liveness import ProcessLook, given_up
 from headway.pipeline.recovery.rank_restarts import RestartableRanks
 from headway.planner.simulation.simulated_trainer import SimulatedTransport
-from headway.runtime.process_tree import ProcessLook
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import concurrently
 from tests.pipeline.fake_policies import FakeCritic, FakeLogProb, FakeReceiver, FakeReference, FakeTrainer

@@ -14,9 +14,8 @@ from itertools import count
 import pytest
 
 from headway.errors import WorkerDied
-from headway.pipeline.recovery.liveness import ASK_AGAIN_S, LEAST_S, SLOWER, given_up
+from headway.pipeline.recovery.liveness import ASK_AGAIN_S, LEAST_S, SLOWER, ProcessLook, given_up, look_at
 from headway.planner.simulation.virtual_clock import run_virtual
-from headway.runtime.process_tree import ProcessLook, look_at
 from headway.runtime.progress import Heartbeat
 
 UNANSWERED_S = 60.0

@@ -22,7 +22,7 @@ from headway.events import (
     TrajectoryFinished,
     ValidationFinished,
 )
-from headway.runtime.process_tree import ProcessLook
+from headway.pipeline.recovery.liveness import ProcessLook
 from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.mortal_ranks import MortalCritic, MortalReference, MortalTrainer
 from tests.pipeline.scenario import Run, Scenario

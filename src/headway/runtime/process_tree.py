@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -33,32 +32,6 @@ MOST_FILES = 65536
 STOPPED_S = 2.0
 """Seconds for which a process may be stopped: a debugger or a job scheduler that continues it at once changes nothing.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessLook:
-    """State of a process, by its machine's system."""
-
-    threads: str
-    """State of each thread, as the letters of ``/proc``."""
-    cpu_s: float
-    """Seconds that it has computed so far."""
-
-    @property
-    def stopped(self) -> bool:
-        return set(self.threads) == {"T"}
-
-
-def look_at(pid: int) -> ProcessLook | None:
-    """Return the state of a process of this machine; None where the system does not tell."""
-    letters, ticks = "", 0
-    with suppress(OSError, ValueError):  # it has ended, or this is no Linux
-        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - numbers, not paths
-            with suppress(OSError):  # the thread has ended
-                # Behind the last bracket, since a thread's name may have blanks: state, utime and stime of proc(5).
-                fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
-                letters, ticks = letters + fields[0], ticks + int(fields[11]) + int(fields[12])
-    return ProcessLook(letters, ticks / os.sysconf("SC_CLK_TCK")) if letters else None
 
 
 def run_guarded(owner: int, grace_s: float = 0.0) -> None:
@@ -139,6 +112,14 @@ def children() -> list[int]:
 def descendants(*pids: int) -> list[int]:
     """Return the ids of the descendants of ``pids`` that /proc lists now."""
     return _below(pids, _children())
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a signal has stopped a process; False where the system does not tell."""
+    with suppress(OSError):
+        # Behind the last bracket, since a program's name may have blanks: the state of proc(5).
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    return False
 
 
 def _guarded(child: int, owner: int, grace_s: float) -> int:

@@ -16,7 +16,7 @@ import ray
 from headway.cluster.machine.worker_setup import available_cores
 from headway.cluster.on_ray.network_interface import check_listens
 from headway.cluster.on_ray.ray_node import RayNode, sessions_of_their_own, sigterm_kept
-from headway.cluster.on_ray.ray_worker import RayWorker, messages_in
+from headway.cluster.on_ray.ray_worker import RayWorker, messages_in, remove_there
 from headway.cluster.on_ray.resource_pool import ResourcePool
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.schema import Config
@@ -24,7 +24,6 @@ from headway.config.sizing.timeouts import KILLED_S
 from headway.data.types import ColumnName
 from headway.devices import chosen, kind_of
 from headway.errors import ConfigError, RunError, boundary
-from headway.runtime.task_groups import concurrently
 
 WORKER_BYTES = 128 * 2**20
 """Minimum number of bytes that a process takes for torch and Ray, whatever its model."""
@@ -52,8 +51,9 @@ class RayCluster:
         """Ray node that this run started; None where the run joined a cluster."""
         self._launched: dict[str, RayWorker] = {}
         """Workers by their first names: those of now."""
-        self._writers: dict[RayWorker, Path] = {}
-        """Workers, those of before included, that leave tokens in a directory of their machine."""
+        self._writers: list[RayWorker] = []
+        """Workers, those of before included, that leave tokens in `_tokens` of their machine."""
+        self._tokens: Path | None = None
         self._deadline: float | None = None
         """Time on the event loop's clock by which the whole start has to be over."""
         self._pool: ResourcePool | None = None
@@ -105,7 +105,8 @@ class RayCluster:
         # `rollout-0+1` is in the place of `rollout-0`: of each place only the present worker counts.
         self._launched[spec.name.partition("+")[0]] = worker
         if (tokens := spec.arguments.get("tokens")) is not None:
-            self._writers[worker] = tokens.directory
+            self._writers.append(worker)
+            self._tokens = tokens.directory
         return worker
 
     async def died(self) -> NoReturn:
@@ -116,17 +117,23 @@ class RayCluster:
         raise AssertionError("unreachable")
 
     async def stop(self) -> None:
-        """Release the devices and disconnect from Ray. A Ray that this run started ends then."""
+        """Release the devices, remove tokens from other machines and disconnect from Ray. A Ray that this run started
+        ends then.
+        """
         if self._pool is not None:
-            # Not left to the workers: one that was given up removes nothing.
-            await concurrently(writer.remove(directory) for writer, directory in self._writers.items())
             if self._node is None or self._node.lost is None:  # otherwise no Ray is there to take the devices
                 self._pool.release()
             self._pool = None
         if self._entered:
             self._entered = False
-            # One call of one thread: a cancellation meanwhile cuts nothing short.
-            await asyncio.to_thread(self._leave)
+            try:
+                # Not left to the workers: one that was given up removes nothing.
+                hosts = {host for writer in self._writers if (host := writer.elsewhere) is not None}
+                if hosts and self._tokens is not None:
+                    await remove_there(hosts, self._tokens)
+            finally:
+                # One call of one thread: a cancellation meanwhile cuts nothing short.
+                await asyncio.to_thread(self._leave)
 
     def _leave(self) -> None:
         """Leave Ray. When it was started here, returns when nothing of it is left."""

@@ -22,7 +22,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -49,11 +49,10 @@ from headway.cluster.on_ray.worker_connections import (
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.role import place
 from headway.cluster.worker_plan import WorkerSpec
-from headway.config.sizing.timeouts import Timeouts, model_nbytes
+from headway.config.sizing.timeouts import KILLED_S, Timeouts, model_nbytes
 from headway.data.types import Handle, RowTokens
 from headway.errors import HeadwayError, RunError, StallError, TokensLost, WorkerDied
-from headway.pipeline.recovery.liveness import given_up
-from headway.runtime.process_tree import ProcessLook, look_at
+from headway.pipeline.recovery.liveness import ProcessLook, given_up, look_at
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import concurrently
 
@@ -367,13 +366,10 @@ class RayWorker:
         except TimeoutError:
             raise RunError(f"worker {self.name} was killed and is still there after {self.killed_s:.0f} s") from None
 
-    async def remove(self, directory: Path) -> None:
-        """Remove ``directory`` from the worker's machine, where that is another one and answers."""
-        if self._node is not None:
-            there = _only_on(self._node["NodeManagerAddress"])
-            with suppress(RayError, TimeoutError):
-                async with asyncio.timeout(self.killed_s):
-                    await _remove_there.options(resources=there).remote(directory)
+    @property
+    def elsewhere(self) -> str | None:
+        """Address of the worker's machine, where that is another one than the driver's."""
+        return None if self._node is None else self._node["NodeManagerAddress"]
 
     @property
     def _log(self) -> str:
@@ -402,8 +398,7 @@ class RayWorker:
 
 def _check_alive(elsewhere: Mapping[str, Sequence[TokenPart]]) -> None:
     """Raise `TokensLost` if tokens are on a machine that Ray has lost."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+    alive = _alive()
     for host, parts in elsewhere.items():
         if host not in alive:
             raise _tokens_lost(f"the tokens of {len(parts)} groups were on {host}, a machine that Ray has no more")
@@ -428,9 +423,23 @@ def _look_there(pid: int) -> ProcessLook | None:
     return look_at(pid)
 
 
+async def remove_there(hosts: Collection[str], directory: Path) -> None:
+    """Remove ``directory`` from those of the machines ``hosts`` that Ray has and that answer within `KILLED_S`."""
+    with suppress(RayError, TimeoutError):
+        async with asyncio.timeout(KILLED_S):
+            there = [host for host in await asyncio.to_thread(_alive) if host in hosts]
+            await asyncio.gather(*(_remove.options(resources=_only_on(host)).remote(directory) for host in there))
+
+
 @ray.remote(num_cpus=0)
-def _remove_there(directory: Path) -> None:
+def _remove(directory: Path) -> None:
     rmtree(directory, ignore_errors=True)
+
+
+def _alive() -> set[str]:
+    """Return the addresses of Ray's machines."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
 
 
 def _only_on(host: str) -> dict[str, float]:

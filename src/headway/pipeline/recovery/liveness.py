@@ -13,14 +13,16 @@ Time passes for a worker only while the driver looks: one that stood still itsel
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from headway.config.sizing.timeouts import HEARTBEAT_S
 from headway.errors import HeadwayError, WorkerDied
 from headway.pipeline.admission.pipeline_state import now
-from headway.runtime.process_tree import STOPPED_S, ProcessLook
+from headway.runtime.process_tree import STOPPED_S
 from headway.runtime.progress import Heartbeat, Living
 from headway.runtime.task_groups import concurrently
 
@@ -34,6 +36,28 @@ LEAST_S = 10.0
 """Least seconds of silence after which a process that sleeps is given up."""
 SLEEPS = 0.1
 """Share of a core up to which a process sleeps: Ray's own threads wake up many times a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLook:
+    """State of a process, by its machine's system."""
+
+    threads: str
+    """State of each thread, as the letters of ``/proc``."""
+    cpu_s: float
+    """Seconds that it has computed so far."""
+
+
+def look_at(pid: int) -> ProcessLook | None:
+    """Return the state of a process of this machine; None where the system does not tell."""
+    letters, ticks = "", 0
+    with suppress(OSError, ValueError):  # it has ended, or this is no Linux
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - numbers, not paths
+            with suppress(OSError):  # the thread has ended
+                # Behind the last bracket, since a thread's name may have blanks: state, utime and stime of proc(5).
+                fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
+                letters, ticks = letters + fields[0], ticks + int(fields[11]) + int(fields[12])
+    return ProcessLook(letters, ticks / os.sysconf("SC_CLK_TCK")) if letters else None
 
 
 class Silence:
@@ -64,7 +88,7 @@ class Silence:
     def verdict(self, passed_s: float, look: ProcessLook | None) -> str | None:
         """Return why the process is given up, or None. ``passed_s``: seconds without an answer since the last look."""
         self._silent_s += passed_s
-        stopped = look is not None and look.stopped
+        stopped = look is not None and set(look.threads) == {"T"}
         self._stopped_s = self._stopped_s + passed_s if stopped else 0.0
         asleep = (
             look is not None

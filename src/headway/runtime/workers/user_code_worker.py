@@ -1,7 +1,7 @@
 """One worker, as its host sees it: its process, started, connected and watched until it is gone, and its jobs.
 
 ready ── begin ─▶ has jobs ── result, error ─▶ ready            a job that is left: cancelled, or the process killed
-                      └── the process ends, or its loop stands still ─▶ every job fails with `RunnerLost`
+                      └── the process ends, is stopped, or its loop stands still ─▶ every job fails with `RunnerLost`
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import Any
 
 from headway.errors import HeadwayError, RunError, RunnerLost
 from headway.runtime.frames import Frame, FrameChannel
-from headway.runtime.process_tree import END_S, STOPPED_S, look_at, python_command
+from headway.runtime.process_tree import END_S, STOPPED_S, is_stopped, python_command
 from headway.runtime.workers.user_code_boundary import FrameKind, raised, unpickled
 from headway.runtime.workers.worker_main import BOOT, HELD_BACK, SHOWS_WHERE, WorkerStart
 
 SHOWN_S = 0.2
 """Seconds for a process to print where its threads stand."""
+LOOK_S = 1.0
+"""Seconds between two looks at whether a process is stopped."""
 CUT_S = 1.0
 """Seconds that a process may outlive its connection."""
 TOLD_S = END_S + 10.0
@@ -55,8 +57,11 @@ class WorkerProcess:
         ``guarded``: it is the process's guard (`headway.runtime.process_tree`).
         """
         loop = asyncio.get_running_loop()
-        self.pid = self._runs_in = pid
-        """The second: id of the process that runs the user's code, which is not its guard's."""
+        self.pid = pid
+        self._works_as = pid
+        """Id of the process that runs the user's code: below the guard, where there is one."""
+        self._stopped = 0
+        """Looks in a row that found it stopped."""
         self.loaded: asyncio.Future[Any] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._on_frame = on_frame
@@ -68,9 +73,20 @@ class WorkerProcess:
         loop.add_reader(self._pidfd, self._on_gone)
 
     @property
-    def stopped(self) -> bool:
-        """True where a signal has stopped the process."""
-        return (look := look_at(self._runs_in)) is not None and look.stopped
+    def was_stopped(self) -> bool:
+        """True once the process has been killed because it was stopped."""
+        return self._stopped * LOOK_S > STOPPED_S
+
+    def look(self) -> bool:
+        """Kill the process where it has been stopped for `STOPPED_S`. Returns whether it was. Call it each `LOOK_S`.
+
+        Looks are counted, not seconds: a host that stood still itself has looked once.
+        """
+        if not self.was_stopped:
+            self._stopped = self._stopped + 1 if is_stopped(self._works_as) else 0
+            if self.was_stopped:
+                self.kill()
+        return self.was_stopped
 
     def kill(self, *, shown_first: bool = False) -> None:
         """Kill the process. ``shown_first``: a moment after it has printed where it stands."""
@@ -90,7 +106,7 @@ class WorkerProcess:
     def _receive(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.LOADED:
-                self._runs_in = frame.detail
+                self._works_as = frame.detail
                 try:
                     self.loaded.set_result(unpickled(frame.payload, "what the user's code describes itself as"))
                 except Exception as error:
@@ -328,7 +344,6 @@ class UserCodeWorker:
         self._heard = False
         self._silent = 0
         """Ticks in a row without a sign of life."""
-        self._stopped_s = 0.0
         self._steps = 0
 
     @property
@@ -437,15 +452,12 @@ class UserCodeWorker:
         """Fail what it had when its process has ended."""
         # Read before the note is closed, and before the jobs are taken.
         whose = self._note.whose if self._note is not None else 0
-        was_stopped = self._stopped_s >= STOPPED_S
-        stopped = f", after it was stopped for {self._stopped_s:.0f} s (SIGSTOP)" if was_stopped else ""
 
         def error_of(number: int) -> RunnerLost:
-            if self._alone:
-                culprit = None if was_stopped else end != WITH_FORK_SERVER
-            else:
-                culprit = number == whose if whose else None
-            text = f"its {self._name} {'was lost: it ' if culprit is False else ''}ended with {end}{stopped}"
+            culprit = end != WITH_FORK_SERVER if self._alone else number == whose if whose else None
+            text = f"its {self._name} {'was lost: it ' if culprit is False else ''}ended with {end}"
+            if self.process.was_stopped:
+                text = f"{text}, after it was stopped for {STOPPED_S:g} s (SIGSTOP)"
             timed_out = culprit is True and end == signal.SIGALRM.name
             return RunnerLost(text, end=end, culprit=culprit, timed_out=timed_out)
 
@@ -453,20 +465,17 @@ class UserCodeWorker:
         if self._note is not None:
             self._note.close()
 
-    def tick(self, passed_s: float, stall_s: float | None) -> None:
-        """Look whether the process is stopped, and, unless ``stall_s`` is None, for a sign of life. After `STOPPED_S`,
-        or `TICKS` looks in a row without a sign, end the process. ``passed_s``: seconds since the last look.
+    def look(self) -> None:
+        """End the process where it has been stopped, and has jobs."""
+        self.dying |= bool(self.load) and self.process.look()
+
+    def tick(self, stall_s: float) -> None:
+        """Look for a sign of life. After `TICKS` looks in a row without one, end the process.
 
         Signs are anything that it says, an answer to a ping among them, and steps that its loop makes: one with a
         thousand jobs to step through answers late. Looks are counted rather than seconds, and whatever has arrived is
         read between them: a host that stands still itself has looked once, and finds the signs that came meanwhile.
         """
-        if not self.dying:
-            self._stopped_s = self._stopped_s + passed_s if self.load and self.process.stopped else 0.0
-            if self._stopped_s >= STOPPED_S:
-                self.kill()
-        if stall_s is None:
-            return
         steps = self._note.steps if self._note is not None else 0
         if self.dying or not self.load or self._heard or steps != self._steps:
             self._heard, self._silent, self._steps = False, 0, steps

@@ -25,6 +25,7 @@ from headway.runtime.process_tree import END_S
 from headway.runtime.workers.redaction import RedactedLog, Redaction, passed_on, secrets_of
 from headway.runtime.workers.user_code_boundary import HostedSpec
 from headway.runtime.workers.user_code_worker import (
+    LOOK_S,
     TICKS,
     ForkServer,
     OnAsk,
@@ -38,8 +39,6 @@ from headway.runtime.workers.worker_main import WorkerStart
 
 START_TIMEOUT_S = 120.0
 """Seconds for a process to start and to load the user's code, which holds no model of the run's."""
-LOOK_S = 1.0
-"""Seconds between two looks at workers without an event loop."""
 STOP_TIMEOUT_S = 2 * END_S + 10.0
 """Seconds for processes that are killed to be gone: later than a fork server, and then its guard, give up."""
 
@@ -94,6 +93,7 @@ class WorkerPool:
         self._launches: set[asyncio.Task[Any]] = set()
         self._waiting: deque[WorkerJob] = deque()
         self._ticking: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
         self._numbers = count(1)
         self._closed = False
 
@@ -176,8 +176,8 @@ class WorkerPool:
         busy = {worker.process for worker in self._workers if worker.load and self._alone}
         for worker in self._workers:
             worker.lose(closed)
-        if self._ticking is not None:
-            self._ticking.cancel()
+        for timer in filter(None, (self._ticking, self._looking)):
+            timer.cancel()
         forking = self._fork_server.process if self._fork_server is not None else None
         within_s = self._close_s + STOP_TIMEOUT_S
         deadline = asyncio.get_running_loop().time() + within_s
@@ -210,8 +210,10 @@ class WorkerPool:
         # Not one launch for each job: those under way will take some.
         while len(self._waiting) > len(self._launches) and self._size < self._processes:
             self._begin_launch()
-        if self._ticking is None:
+        if self._stall_s is not None and self._ticking is None:
             self._tick()
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _free(self) -> UserCodeWorker | None:
         """Return the worker with the fewest jobs, if it has room for another one."""
@@ -224,13 +226,24 @@ class WorkerPool:
         self._give_room()
 
     def _tick(self) -> None:
-        """Look after the workers that have jobs, a while from now, and again while there are any."""
+        """Look after the event loops of workers that have jobs, a while from now, and again while there are any."""
+        if self._stall_s is None:
+            return
         self._ticking = None
-        every_s = LOOK_S if self._stall_s is None else self._stall_s / TICKS
         for worker in self._workers:
-            worker.tick(every_s, self._stall_s)
+            worker.tick(self._stall_s)
         if any(worker.load for worker in self._workers):
-            self._ticking = asyncio.get_running_loop().call_later(every_s, self._tick)
+            self._ticking = asyncio.get_running_loop().call_later(self._stall_s / TICKS, self._tick)
+
+    def _look(self) -> None:
+        """Look for processes that are stopped, and again as long as there are jobs."""
+        self._looking = None
+        if self._fork_server is not None:
+            self._fork_server.process.look()
+        for worker in self._workers:
+            worker.look()
+        if self._waiting or any(worker.load for worker in self._workers):
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     # ------------------------------------------------------------------------------------------ processes
 
