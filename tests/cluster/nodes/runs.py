@@ -78,9 +78,13 @@ def make_experts(like: MakeModelConfig, folder: Path) -> None:
 
 
 def train(three: Machines, run: str, *settings: str) -> Path:
-    """Run ``headway train`` on A to its end, which must be a good one; returns its directory, seen from outside."""
+    """Run ``headway train`` on A to its end, which must be a good one and leave no tokens on a machine; returns its
+    directory, seen from outside.
+    """
     ran = three["A"].run("headway", "train", RECIPE, f"run.dir=/tmp/shared/{run}", *settings, timeout_s=RUN_S)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    for machine in three.by_name.values():
+        assert "headway-run-" not in machine.run("ls", "/dev/shm").stdout
     return three.shared / run
 
 
