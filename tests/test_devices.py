@@ -58,6 +58,7 @@ def accelerators_named(tree: ast.AST) -> Iterator[str]:
 
 
 def test_only_the_module_of_devices_names_an_accelerator() -> None:
+    """Parses all source files."""
     naming = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")

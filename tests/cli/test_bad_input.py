@@ -148,6 +148,7 @@ def test_the_input_that_the_cases_spoil_is_good(here: Path) -> None:
 
 @mostly_slow("name", CASES, quick=[name for name in CASES if name not in IN_A_PROCESS])
 def test_a_wrong_input_ends_in_one_message_before_anything_starts(name: str, here: Path) -> None:
+    """Some of the commands load a tokenizer and data, or wait for a server."""
     case, row = CASES[name], BEFORE_THE_RUN[name]
     case.prepare(here)
     before = {path: path.is_dir() for path in here.rglob("*") if "__pycache__" not in path.parts}

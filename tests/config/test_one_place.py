@@ -30,6 +30,7 @@ def names_asked_for(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_file_asks_for_a_transport_or_a_loss_by_its_name() -> None:
+    """Parses all source files."""
     asked = {
         (path.relative_to(SOURCE), name)
         for path in SOURCE.rglob("*.py")

@@ -39,6 +39,7 @@ def test_a_prompt_format_of_ones_own() -> None:
 
 @pytest.mark.parametrize("name", ["sort", "reverse", "reasoning_gym/countdown"])
 def test_a_problem_depends_on_seed_and_index_alone(name: str) -> None:
+    """Imports a package of tasks, with what it needs."""
     one, two = (make_task(name, {}, seed=5, problems=20) for _ in range(2))
     forwards = [one.problem(i) for i in range(20)]
     backwards = [two.problem(i) for i in reversed(range(20))][::-1]

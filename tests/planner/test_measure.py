@@ -206,6 +206,7 @@ def test_on_shared_devices_changing_hands_costs_its_time():
 
 
 def test_the_same_seed_measures_the_same():
+    """Simulates three runs."""
     profile = profile_of(response={"kind": "lognormal", "mean": 50, "sigma": 1, "max": 500})
     assert measure(profile, setting("async_partial")) == measure(profile, setting("async_partial"))
     assert measure(profile, setting("async_partial")) != measure(profile, setting("async_partial"), seed=1)

@@ -232,6 +232,7 @@ def test_even_answers_and_cheap_generation_are_told_that_asynchrony_does_not_hel
 
 
 def test_a_long_tail_is_told_that_asynchrony_helps():
+    """Simulates a dozen runs."""
     found = small_plan(
         response={"kind": "lognormal", "mean": 100, "sigma": 1.2, "max": 2000},
         train={"points": [{"devices": 8, "token_s": 0.002}]},
@@ -244,5 +245,6 @@ def test_a_long_tail_is_told_that_asynchrony_helps():
 
 
 def test_the_same_profile_gives_the_same_rows():
+    """Simulates a dozen runs, twice."""
     job = {"response": {"kind": "lognormal", "mean": 30, "sigma": 1, "max": 200}}
     assert small_plan(**job).rows == small_plan(**job).rows

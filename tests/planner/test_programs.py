@@ -205,6 +205,7 @@ def steps_s(job: Profile) -> dict[int, float]:
 
 
 def test_more_replicas_help_where_generation_is_the_bottleneck_and_not_where_environments_are():
+    """Simulates several runs."""
     quick = {**THREE_TURNS, "step_s": {"kind": "constant", "value": 0.01}}
     slow = {**THREE_TURNS, "step_s": {"kind": "lognormal", "mean": 20, "sigma": 1.0, "max": 200}, "environments": 8}
     costs = {"decode": [[1, 0.1], [16, 1.6]]}  # a step costs as much for each sequence

@@ -48,6 +48,7 @@ def test_an_example_is_short_enough_to_read(path: Path) -> None:
 
 
 def test_short_answers_gain_nothing_from_running_ahead_and_the_plan_says_so() -> None:
+    """Simulates the runs of a plan."""
     found = planned(SHORT, train_devices=3)
     assert found.advice.helps is False
     assert found.advice.recommended is not None and found.advice.recommended.setting.synchronous

@@ -402,6 +402,8 @@ def test_a_pause_is_not_busy_time():
 
 
 def test_the_memory_of_finished_calls_is_freed_without_the_garbage_collector():
+    """Looks at all objects of the process, several times."""
+
     def held() -> int:
         return sum(isinstance(thing, SimulatedCall | SharedContext) for thing in gc.get_objects())
 

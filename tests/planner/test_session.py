@@ -277,6 +277,7 @@ def test_a_wrong_checksum_ends_the_run(mode: str) -> None:
 
 
 def test_a_run_that_cannot_go_on_says_who_waits_for_whom() -> None:
+    """Simulates a run up to its stall limit."""
     job = profile()
     simulation = Simulation(job, config(job, "on_policy"))
 
@@ -318,6 +319,7 @@ jobs = st.builds(
 def test_whatever_the_job_the_trained_groups_are_those_that_were_asked_for(
     job: Profile, mode: str, replicas: int, seed: int, eta: Any
 ) -> None:
+    """Simulates many random runs."""
     eta = eta if PRESETS[mode]["async_training.staleness_threshold"] else None
     run = simulated(job, mode, seed=seed, replicas=replicas, versions=3, eta=eta, trigger=1)
     groups = run.of(RunFinished)[-1].groups

@@ -364,6 +364,8 @@ def test_a_connection_that_speaks_no_http_ends_nothing(episodes, data, opened):
 @FUZZ
 @given(turns=st.lists(st.tuples(WHICH, st.sampled_from(PATHS), st.booleans()), min_size=2, max_size=6))
 def test_conversations_of_two_episodes_at_once_do_not_meet(episodes, turns):
+    """Plays many random conversations."""
+
     async def both() -> list[tuple[int, bytes]]:
         asked = []
         for which, path, stream in turns:
