@@ -128,7 +128,7 @@ class RayCluster:
             self._entered = False
             try:
                 # Not left to the workers: one that was given up removes nothing.
-                hosts = {host for writer in self._writers if (host := writer.elsewhere) is not None}
+                hosts = {host for writer in self._writers if (host := writer.other_host) is not None}
                 if hosts and self._tokens is not None:
                     await remove_there(hosts, self._tokens)
             finally:

@@ -367,7 +367,7 @@ class RayWorker:
             raise RunError(f"worker {self.name} was killed and is still there after {self.killed_s:.0f} s") from None
 
     @property
-    def elsewhere(self) -> str | None:
+    def other_host(self) -> str | None:
         """Address of the worker's machine, where that is another one than the driver's."""
         return None if self._node is None else self._node["NodeManagerAddress"]
 
@@ -443,7 +443,9 @@ def _alive() -> set[str]:
 
 
 def _only_on(host: str) -> dict[str, float]:
-    """Return the resources of a task for the machine ``host``: a trace of its own, which takes nothing from others."""
+    """Return the resources that pin a task to the machine ``host``: so little of the machine's own resource that it
+    takes nothing from other tasks.
+    """
     return {f"node:{host}": 0.001}
 
 
