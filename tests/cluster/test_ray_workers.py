@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ray.exceptions import (
 from ray.util import placement_group_table
 
 from headway.cluster.backend import start_backend
-from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace
+from headway.cluster.machine.token_files import SMALL, TokenFiles, TokenPart, TokenPlace
 from headway.cluster.on_ray import ray_worker, resource_pool
 from headway.cluster.on_ray.ray_cluster import RayCluster
 from headway.cluster.on_ray.ray_node import ChildProcesses
@@ -38,6 +39,7 @@ from headway.cluster.on_ray.worker_connections import ConnectionEnded
 from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.placement import node_shares
+from headway.data.journal import CompletionJournal, JournalWriter
 from headway.data.types import TrainSample
 from headway.errors import ConfigError, ModelError, RunError, StallError, TokensLost, UpdateFailed, WorkerDied
 from tests.cluster.fakes import EchoRole, echo_plan, echo_specs, group_tokens, sample
@@ -167,12 +169,29 @@ async def test_tokens_in_files_are_read_by_the_rank_that_needs_them_wherever_the
     samples = [sample(files.write(group_tokens(n, float(n))), n, n) for n in (3, 9)]
     columns = await ranks(workers).logprobs_plus(samples, 100.0)
     assert [float(ray.get(column.handle)[column.index][0]) for column in columns] == [103.0, 109.0]
-    reading = ray_worker._read.options(resources={f"node:{here}": 0.001})
+    reading = ray_worker._read.options(scheduling_strategy=ray_worker._on(ray_worker._alive()[here]))
     elsewhere = ray.get(reading.remote([TokenPart(s.tokens, (0,)) for s in samples]))
     assert [len(tokens[0].ids) for tokens in elsewhere] == [3, 9]
     files.remove([samples[0].tokens])
-    with pytest.raises(TokensLost, match=r"the tokens of 1 groups are no longer on .*--resume RUN` makes groups again"):
+    with pytest.raises(TokensLost, match=r"the tokens of 1 groups were on .*--resume RUN` makes groups again"):
         await ranks(workers).lengths_fetched([samples[0]])
+
+
+@pytest.mark.parametrize("where", ["on a machine that Ray has no more", "removed from a machine that Ray has"])
+async def test_large_groups_of_a_lost_machine_are_read_in_the_journal(
+    workers: list[RayWorker], tmp_path: Path, where: str
+) -> None:
+    here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    host = here if where.startswith("removed") else "10.0.0.2"
+    files = TokenFiles("episode-worker-1", TokenPlace("10.0.0.1", tmp_path / "headway-run-1"), host)
+    journal = CompletionJournal(JournalWriter(tmp_path, "episode-worker-1", groups_per_block=4, sync_s=None))
+    samples = [sample(files.write(group_tokens(n, 0.0), partial(journal.keep, n)), n, n) for n in (SMALL, SMALL + 1)]
+    files.remove([one.tokens for one in samples])
+    assert await workers[0].call("lengths_fetched", samples) == [SMALL, SMALL + 1]
+    ((path, _), _) = (one.tokens.copy for one in samples)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TokensLost, match=f"the tokens of 1 groups were on {host}.*the journal lacks them"):
+        await workers[0].call("lengths_fetched", samples)
 
 
 async def test_a_roles_own_error_arrives_as_it_was_raised_though_the_other_rank_hangs(workers: list[RayWorker]) -> None:

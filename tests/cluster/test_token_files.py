@@ -210,6 +210,7 @@ async def test_only_groups_that_are_trained_leave_files(tmp_path: Path) -> None:
                 yield replace(one, tokens=group_tokens(3, 1.0))
 
     role = object.__new__(EpisodeWorkerRole)
+    role._completed = None
     role._files = TokenFiles("episode-worker-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
     role.worker = FakeWorker()  # type: ignore[assignment]
     requests = [replace(request(number), priority=priority) for number, priority in enumerate(Priority)]

@@ -158,16 +158,15 @@ class JournalWriter:
         self._unsynced: set[int] = set()
         self._told = False
 
-    def append(self, number: int, record: Record) -> None:
-        """Append a record of group ``number``. A disk that does not take it is warned of once: it is missing then, and
-        is made again where it would be needed.
+    def append(self, number: int, record: Record) -> tuple[Path, int] | None:
+        """Append a record of group ``number``. Returns its file and its place there. A disk that does not take it is
+        warned of once: it is missing then, and is made again where it would be needed.
         """
         block = number // self.groups_per_block
         try:
             file, length = self._file(block)
-            data = record.packed()
-            if not length:
-                data = Record({"run": settings_in(self.directory).get("run")}).packed() + data
+            first = b"" if length else Record({"run": settings_in(self.directory).get("run")}).packed()
+            data = first + record.packed()
             # Without a buffer: what was appended is not lost with this process.
             if (written := os.write(file, data)) < len(data):
                 os.ftruncate(file, length)  # a half record would hide those behind it
@@ -176,12 +175,13 @@ class JournalWriter:
             if not self._told:
                 log.warning("the journal %s cannot be written: %s. A resumed run repeats more", self.directory, cause)
             self._told = True
-            return
+            return None
         self._files[block] = file, length + len(data)
         if self._sync_s is not None:
             if not self._unsynced:  # else a timer is set already
                 asyncio.get_running_loop().call_later(self._sync_s, self._sync)
             self._unsynced.add(file)
+        return self._path(block), length + len(first)
 
     def owns(self, path: Path) -> bool:
         """Tell whether this writer, in this life, writes the file."""
@@ -196,11 +196,13 @@ class JournalWriter:
         if block not in self._files:
             if len(self._files) >= OPEN_BLOCKS:
                 self._close(min(self._files))  # the oldest groups have the fewest records still to come
-            path = self.directory / f"{self._name}.{block}.{self._life}"
             # Appended by the system: a life that was given up may still write its own file, and never this one's place
-            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            file = os.open(self._path(block), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             self._files[block] = file, os.fstat(file).st_size
         return self._files[block]
+
+    def _path(self, block: int) -> Path:
+        return self.directory / f"{self._name}.{block}.{self._life}"
 
     def _close(self, block: int) -> None:
         file, _ = self._files.pop(block)
@@ -255,6 +257,12 @@ class CompletionJournal:
         }
         data = b"".join(array.tobytes() for array in (tokens.ids, tokens.logprobs, tokens.versions))
         self._writer.append(number, Record(values, data))
+
+    def keep(self, number: int, tokens: bytes) -> tuple[Path, int] | None:
+        """Write the tokens of the finished group ``number``. Returns the record's file and its place there, where the
+        disk took it.
+        """
+        return self._writer.append(number, Record({"kind": "tokens", "group": number}, tokens))
 
     def reread(self, number: int) -> None:
         """Look again for what others wrote of group ``number``: its episode worker was lost."""

@@ -7,9 +7,9 @@ size of the index │ index │ each prompt: ids │ each row: ids, log-probs, v
 
 The index says where everything is, so that a rank reads the rows that it trains on and nothing else.
 
-A file outlives the episode worker that wrote it, so that an episode worker's death costs no finished group. Few tokens
-travel with their handle where the episode worker is on another machine than the driver, so that the loss of that
-machine costs nothing either.
+A file outlives the episode worker that wrote it, so that an episode worker's death costs no finished group. Where the
+episode worker is on another machine than the driver, the loss of that machine costs nothing either: few tokens travel
+with their handle, of others the journal has a copy, which is read when their machine is gone.
 
 The directory in memory is one run's, and must not outlive the run: its files take memory until they are removed.
 
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from headway.config.schema import Config
 from headway.config.sizing.run_memory import BYTES_PER_TOKEN, token_bytes
+from headway.data.journal import records
 from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
 from headway.records import pickled_by_fields
@@ -111,6 +112,8 @@ class TokenFile:
     path: str
     data: bytes | None = field(default=None, compare=False)
     """What the file would have, where that travels with the handle; there is no file then."""
+    copy: tuple[Path, int] | None = field(default=None, compare=False)
+    """The journal's file that has the same, and the record's place there; None where none has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +151,11 @@ class TokenFiles:
         self._prefix = f"{place.directory}/{worker}-"
         self._numbers = count()
 
-    def write(self, tokens: GroupTokens) -> TokenFile:
-        """Keep ``tokens``, in a new file unless they are few. Raises `RunError` where there is no room."""
+    def write(self, tokens: GroupTokens, copy: Callable[[bytes], tuple[Path, int] | None] | None = None) -> TokenFile:
+        """Keep ``tokens``, in a new file unless they are few. Raises `RunError` where there is no room.
+
+        ``copy``: function that appends them to the journal, too, and returns where they are.
+        """
         path = f"{self._prefix}{next(self._numbers)}"
         parts = _laid_out(tokens)
         size = sum(len(part) for part in parts)
@@ -164,7 +170,8 @@ class TokenFiles:
                 f"the tokens of a group cannot be written to {path} ({size} bytes): {error.strerror}. They wait "
                 "there for the trainer: make room, or let fewer groups wait (async_training.staleness_threshold)"
             ) from error
-        return TokenFile(self._host, path)
+        copied = None if self._beside_driver or copy is None else copy(b"".join(parts))
+        return TokenFile(self._host, path, copy=copied)
 
     def remove(self, files: Iterable[TokenFile]) -> None:
         """Remove files that are no longer needed."""
@@ -195,13 +202,23 @@ def read_rows(file: TokenFile, indices: Iterable[int] | None = None) -> dict[int
     Rows with one prompt share its array. Returns None where this machine does not have the file.
     """
     if (data := file.data) is not None:
-        return _rows(lambda offset, size: bytearray(data[offset : offset + size]), indices)
+        return _rows_in(data, indices)
     try:
         # Without a buffer, which would read ahead: what a rank reads is what it asked for.
         with Path(file.path).open("rb", buffering=0) as opened:
             return _rows(partial(_bytes_of, opened), indices)
     except FileNotFoundError:
         return None
+
+
+def read_copy(file: TokenFile, indices: Iterable[int]) -> dict[int, RowTokens] | None:
+    """Return what `read_rows` does, from the journal's copy; None where that is missing or not whole."""
+    record = None if file.copy is None else next(records(*file.copy), None)
+    return None if record is None else _rows_in(record.data, indices)
+
+
+def _rows_in(data: bytes, indices: Iterable[int] | None) -> dict[int, RowTokens]:
+    return _rows(lambda offset, size: bytearray(data[offset : offset + size]), indices)
 
 
 def _bytes_of(file: io.FileIO, offset: int, size: int) -> bytearray:

@@ -32,8 +32,9 @@ from typing import Any, NoReturn
 import ray
 import ray._private.worker as printing
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from headway.cluster.machine.token_files import TokenPart, read_rows
+from headway.cluster.machine.token_files import TokenPart, read_copy, read_rows
 from headway.cluster.machine.worker_setup import importing, set_up_process, threads_of
 from headway.cluster.on_ray.network_interface import ANSWER_S, ATTEMPTS, network_environment, stops_answering
 from headway.cluster.on_ray.ray_node import RayNode, Watched, replaced
@@ -209,7 +210,8 @@ class WorkerActor:
         await asyncio.Event().wait()
 
     def _fetch(self, handles: Sequence[Handle[Any]]) -> list[Any]:
-        """Fetch all objects side by side: those in files of this machine are read, all others come by Ray.
+        """Fetch all objects side by side: those in files of this machine are read, all others come by Ray. Tokens of a
+        machine that is lost are read in the journal. Raises `TokensLost` where there are none.
 
         Called on the role's thread, so that the event loop is free for it.
         """
@@ -219,19 +221,19 @@ class WorkerActor:
             if tokens is None:
                 elsewhere[part.file.host].append(part)
         references = [handle for handle in handles if handle not in objects]
-        if elsewhere:
-            _check_alive(elsewhere)
-        references += [_read.options(resources=_only_on(host)).remote(parts) for host, parts in elsewhere.items()]
-        # In the order of `references`: single objects first, then one list for each machine.
-        brought = iter(self._awaited(references) if references else ())
+        # Single objects first, then one list for each machine.
+        brought = iter(self._awaited(references, elsewhere) if references or elsewhere else ())
         objects |= {handle: next(brought) for handle in handles if handle not in objects}
         for parts in elsewhere.values():
             objects |= zip(parts, next(brought), strict=True)
         return [objects[handle] for handle in handles]
 
-    def _awaited(self, handles: Sequence[Handle[Any]]) -> list[Any]:
+    def _awaited(self, handles: Sequence[Handle[Any]], elsewhere: Mapping[str, Sequence[TokenPart]]) -> list[Any]:
+        nodes = _alive() if elsewhere else {}
+
         async def fetch() -> list[Any]:
-            return await asyncio.gather(*handles)
+            there = (_brought(host, nodes, parts, self._objects_s) for host, parts in elsewhere.items())
+            return await asyncio.gather(*handles, *there)
 
         fetching = asyncio.run_coroutine_threadsafe(fetch(), self._loop)
         try:
@@ -240,11 +242,11 @@ class WorkerActor:
             raise _tokens_lost("columns of finished groups were on a machine that Ray has no more") from lost
         except TimeoutError:
             fetching.cancel()  # the time limit of `result` leaves the coroutine running
-            _, missing = ray.wait(list(handles), num_returns=len(handles), timeout=0)
-            which = ", ".join(handle.hex() for handle in missing[:3])
+            missing = ray.wait(list(handles), num_returns=len(handles), timeout=0)[1] if handles else []
+            which = ", ".join([*(handle.hex() for handle in missing[:3]), *(f"tokens on {host}" for host in elsewhere)])
             raise StallError(
                 f"{len(missing)} of {len(handles)} objects did not come from Ray's object store within "
-                f"{self._objects_s:g} s ({which})"
+                f"{self._objects_s:g} s, or tokens from other machines ({which})"
             ) from None
 
 
@@ -304,7 +306,9 @@ class RayWorker:
             # With one result Ray returns its reference, not a list of one.
             returned = self._actor.keep.options(num_returns=1 + len(parts)).remote(method, parts, *args)
             done, *kept = returned if parts else [returned]
-            await done  # the first one alone: to await the others would bring the arrays here
+            await done  # the first one alone: to await the others would unpickle the arrays here
+            if kept and self._node is not None:  # a copy comes here, as their machine may be lost
+                ray.wait(kept, num_returns=len(kept), timeout=0, fetch_local=True)
             return kept
 
     def peer(self) -> RayPeer:
@@ -337,8 +341,8 @@ class RayWorker:
             return None if self.pid is None else look_at(self.pid)
         with suppress(RayError, TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                there = _only_on(self._node["NodeManagerAddress"])
-                seen: ProcessLook | None = await _look_there.options(resources=there).remote(self.pid)
+                there = _look_there.options(scheduling_strategy=_on(self._node["NodeID"]))
+                seen: ProcessLook | None = await there.remote(self.pid)
                 return seen
         return None
 
@@ -396,12 +400,26 @@ class RayWorker:
         return failure(self.name, self.pid, self._log, doing, error)
 
 
-def _check_alive(elsewhere: Mapping[str, Sequence[TokenPart]]) -> None:
-    """Raise `TokensLost` if tokens are on a machine that Ray has lost."""
-    alive = _alive()
-    for host, parts in elsewhere.items():
-        if host not in alive:
-            raise _tokens_lost(f"the tokens of {len(parts)} groups were on {host}, a machine that Ray has no more")
+async def _brought(
+    host: str, nodes: Mapping[str, str], parts: Sequence[TokenPart], within_s: float
+) -> list[Mapping[int, RowTokens]]:
+    """Return rows that are on the machine ``host``: from there, or from the journal where that machine is gone or does
+    not answer in half of the time. ``nodes``: the machines that Ray has, as `_alive` returns them.
+    """
+    read: list[Mapping[int, RowTokens] | None] = [None for _ in parts]
+    if host in nodes:
+        in_journal = all(part.file.copy is not None for part in parts)
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(within_s / 2 if in_journal else None):
+                read = await _read.options(scheduling_strategy=_on(nodes[host])).remote(parts)
+    missing = [at for at, rows in enumerate(read) if rows is None]
+    for at in missing:
+        read[at] = await asyncio.to_thread(read_copy, parts[at].file, parts[at].rows)
+    if lost := sum(rows is None for rows in read):
+        raise _tokens_lost(
+            f"the tokens of {lost} groups were on {host}, which has them no more or is gone, and the journal lacks them"
+        )
+    return [rows for rows in read if rows is not None]
 
 
 def _tokens_lost(what: str) -> TokensLost:
@@ -409,13 +427,8 @@ def _tokens_lost(what: str) -> TokensLost:
 
 
 @ray.remote(num_cpus=0)
-def _read(parts: Sequence[TokenPart]) -> list[Mapping[int, RowTokens]]:
-    read = [read_rows(part.file, part.rows) for part in parts]
-    missing = [part.file for part, rows in zip(parts, read, strict=True) if rows is None]
-    if missing:
-        where = f"{missing[0].host} ({missing[0].path})"
-        raise _tokens_lost(f"the tokens of {len(missing)} groups are no longer on {where}")
-    return [rows for rows in read if rows is not None]
+def _read(parts: Sequence[TokenPart]) -> list[Mapping[int, RowTokens] | None]:
+    return [read_rows(part.file, part.rows) for part in parts]
 
 
 @ray.remote(num_cpus=0)
@@ -427,8 +440,8 @@ async def remove_there(hosts: Collection[str], directory: Path) -> None:
     """Remove ``directory`` from those of the machines ``hosts`` that Ray has and that answer within `KILLED_S`."""
     with suppress(RayError, TimeoutError):
         async with asyncio.timeout(KILLED_S):
-            there = [host for host in await asyncio.to_thread(_alive) if host in hosts]
-            await asyncio.gather(*(_remove.options(resources=_only_on(host)).remote(directory) for host in there))
+            there = [node for host, node in (await asyncio.to_thread(_alive)).items() if host in hosts]
+            await asyncio.gather(*(_remove.options(scheduling_strategy=_on(node)).remote(directory) for node in there))
 
 
 @ray.remote(num_cpus=0)
@@ -436,17 +449,15 @@ def _remove(directory: Path) -> None:
     rmtree(directory, ignore_errors=True)
 
 
-def _alive() -> set[str]:
-    """Return the addresses of Ray's machines."""
+def _alive() -> dict[str, str]:
+    """Return Ray's machines: address → id of the node."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+    return {node["NodeManagerAddress"]: node["NodeID"] for node in nodes if node["Alive"]}
 
 
-def _only_on(host: str) -> dict[str, float]:
-    """Return the resources that pin a task to the machine ``host``: so little of the machine's own resource that it
-    takes nothing from other tasks.
-    """
-    return {f"node:{host}": 0.001}
+def _on(node: str) -> NodeAffinitySchedulingStrategy:
+    """Return what pins a task to a machine. The task fails once Ray knows that the machine is lost."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def _node() -> str:

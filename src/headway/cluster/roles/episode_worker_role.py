@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class EpisodeWorkerRole(Role):
         self.snapshots = SnapshotMemory()
         self._process = ExitStack()
         """Settings of the process, where it is the episode worker's own."""
+        self._completed: CompletionJournal | None = None
         self._files = None if tokens is None else TokenFiles(self.name, tokens, self._host)
 
     @register(Dispatch.RANK_ZERO)
@@ -71,11 +73,12 @@ class EpisodeWorkerRole(Role):
             await hosting.start()
         with torch_hidden():
             decode = answer_decoder(self._tokenizer, skip_special_tokens=self._config.rollout.skip_special_tokens)
+        self._completed = self._completions()
         if self._files is None:  # the process is the driver's, which nobody has to wake up
-            self.worker = EpisodeWorker(self.name, decode, hosting, journal=self._completions())
+            self.worker = EpisodeWorker(self.name, decode, hosting, journal=self._completed)
         else:
             self._process.enter_context(collecting_seldom())
-            self.worker = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S, journal=self._completions())
+            self.worker = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S, journal=self._completed)
 
     def _completions(self) -> CompletionJournal | None:
         block, sync_s = self._config.groups_per_version, self._config.run.journal_sync_s
@@ -90,7 +93,7 @@ class EpisodeWorkerRole(Role):
         """Yield each group's number and episodes, and its tokens behind a handle: none where they are not for training.
         ``forgotten``: handles that nobody has any more.
         """
-        files = self._files
+        files, journal = self._files, self._completed
         if files is not None:
             files.remove(forgotten)
         async with aclosing(self.worker.generate(requests, on=on)) as groups:
@@ -98,7 +101,8 @@ class EpisodeWorkerRole(Role):
                 tokens = group.tokens
                 if files is not None:
                     trains = group.priority is Priority.TRAINING
-                    tokens = files.write(tokens) if tokens is not None and trains else None
+                    copy = None if journal is None else partial(journal.keep, group.number)
+                    tokens = files.write(tokens, copy) if tokens is not None and trains else None
                 yield group.number, group.trajectories, tokens
 
     async def leave_all(self) -> None:
