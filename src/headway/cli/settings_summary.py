@@ -269,6 +269,7 @@ def checkpoints(config: Config) -> str:
 
 def journal(config: Config) -> str:
     """Return the summary's line on the journal: how large it becomes."""
+    from headway.config.sizing.run_memory import BYTES_PER_TOKEN
     from headway.data.journal import TOKEN_BYTES
 
     if not config.writes_journal:
@@ -277,7 +278,8 @@ def journal(config: Config) -> str:
     versions = 2 * config.trainer.save_freq + 2 + ceil(config.async_training.staleness_threshold)
     data, episodes = config.data, versions * config.groups_per_version * config.rollout.n
     longest = data.max_response_length + (data.max_prompt_length if config.agent.has_program else 0)
-    return f"at most {size(episodes * longest * TOKEN_BYTES)} in run.dir"
+    token = TOKEN_BYTES + (BYTES_PER_TOKEN if config.cluster.address else 0)  # groups of other machines, once more
+    return f"at most {size(episodes * longest * token)} in run.dir"
 
 
 def device_range(devices: tuple[int, ...]) -> str:
