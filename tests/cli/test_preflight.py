@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from headway.api.checks import preflight
 from headway.api.checks.preflight import check_inputs, check_model
 from headway.api.checks.trials import check_dry
+from headway.api.sft import sft_run
+from headway.config.doctor import FIRST_RELEASES
 from headway.config.schema import Config
 from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, UserError
@@ -21,6 +25,7 @@ from headway.models.made_model import make_model
 from headway.reports.run_directory import RunDirectory
 from tests.engines.train.families import make_family
 
+ROOT = Path(__file__).parents[2]
 REWARDS = """
 def score(response, answer): return 1.0
 def levelled(response, level): return 1.0
@@ -145,6 +150,37 @@ def test_vllm_that_is_not_installed_is_refused_by_the_doctor_too(
         check_inputs(changed(job, "rollout", name="vllm"))
     elsewhere = {**job, "cluster": {"address": "head:6379"}}
     check_inputs(changed(elsewhere, "rollout", name="vllm"))
+
+
+def test_torch_and_transformers_that_are_too_old_are_refused_before_anything_else(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name == "transformers":
+            return "5.17.0"
+        raise PackageNotFoundError(name)
+
+    config, conversations = Config.model_validate(job), Config.model_validate(job | {"sft": {}})
+    monkeypatch.setattr("headway.config.doctor.version", version)
+    for check in (lambda: check_inputs(config), lambda: check_dry(config), lambda: sft_run.check(conversations)):
+        with pytest.raises(ConfigError) as refused:
+            check()
+        said = str(refused.value)
+        assert said.startswith("no torch and transformers 5.17.0 here (on ") and sys.executable in said
+        assert said.endswith("pip install 'torch>=2.11' 'transformers>=5.19'")
+    monkeypatch.setattr("headway.config.doctor.version", {"torch": "2.11.0a0+cu130", "transformers": "5.19"}.get)
+    check_inputs(config)
+
+
+def test_all_places_tell_the_first_releases_of_pyproject_toml() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    first = {name: ".".join(map(str, release)) for name, release in FIRST_RELEASES.items()}
+    assert {f"{name}>={release}" for name, release in first.items()} <= {*project["dependencies"]}
+    for page in ("README.md", "docs/quickstart.md", "docs/rollout-engines.md"):
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert f"torch ≥ {first['torch']} and transformers ≥ {first['transformers']}" in text, page
+    said = (ROOT / "benchmarks" / "wheelhouse.py").read_text(encoding="utf-8")
+    assert f"torch {first['torch']} or later" in said
 
 
 def test_all_packages_that_are_not_installed_are_named_at_once(

@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 from headway.config.checks import SEQUENCE_MASK, facts, idle_keys, problems, unread_by_sft, without_effect
 from headway.config.layers import lies_in
@@ -39,6 +40,8 @@ OF_DEVICES = frozenset(
     }
 )
 """Arguments of vLLM's that say how many devices it takes, and how."""
+FIRST_RELEASES = {"torch": (2, 11), "transformers": (5, 19)}
+"""First releases that can be used, as pyproject.toml has them: Headway may run where it was never installed."""
 
 
 def diagnose(loaded: LoadedConfig, *, supervised: bool = False) -> list[str]:
@@ -255,6 +258,24 @@ def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[s
         yield (
             f"{processes} worker processes ({asked}) on {cores} {'core' if cores == 1 else 'cores'}: they take turns, "
             "and each is slower for it. Lower trainer.n_gpus_per_node and rollout.n_gpus_per_node"
+        )
+
+
+def check_releases() -> None:
+    """Raise `ConfigError` where a package of `FIRST_RELEASES` is older than that, or not installed. Imports none."""
+    found, needed = [], []
+    for name, first in FIRST_RELEASES.items():
+        try:
+            there = version(name)
+        except PackageNotFoundError:
+            there = ""
+        if not there or tuple(map(int, there.split(".")[:2])) < first:
+            found.append(f"{name} {there}" if there else f"no {name}")
+            needed.append(f"'{name}>={'.'.join(map(str, first))}'")
+    if found:
+        raise ConfigError(
+            f"{' and '.join(found)} here (on {platform.node()}, for {sys.executable}), and Headway needs "
+            f"{' and '.join(needed)}: pip install {' '.join(needed)}"
         )
 
 

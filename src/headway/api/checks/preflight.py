@@ -38,7 +38,7 @@ from headway.api.checks.model_checks import (
     check_vocabulary,
 )
 from headway.cluster.on_ray.network_interface import check_listens
-from headway.config.doctor import check_vllm_installed
+from headway.config.doctor import check_releases, check_vllm_installed
 from headway.config.schema import Config
 from headway.config.sections.agent_section import CODE
 from headway.data.files import Record
@@ -87,14 +87,15 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     if ``user_code`` is to be loaded.
 
     Raises:
-        ConfigError: no such reward or task, or parameters that the task does not take; vLLM is not installed here; the
-            endpoint for agents cannot listen at its address; or ``actor.parallel`` divides what the model does not
-            have, or has in another number.
+        ConfigError: torch or transformers is too old here; no such reward or task, or parameters that the task does
+            not take; vLLM is not installed here; the endpoint for agents cannot listen at its address; or
+            ``actor.parallel`` divides what the model does not have, or has in another number.
         DataError: a data file is missing, or holds something else than it should.
         ModelError: the folder of ``model.path`` is missing, or lacks a file, or has one that is damaged; or its logits
             are made in a way that is not supported.
         UserCodeError: the reward's file does not import, or its function needs what the rows lack.
     """
+    check_releases()
     if config.rollout.name == "vllm" and config.cluster.address is None:  # workers will all be here
         check_vllm_installed()
     # Before anything imports the libraries of the hub, which read this setting once.
@@ -128,8 +129,8 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
 
 
 def missing_packages(config: Config) -> list[str]:
-    """Return a message for each optional package that the settings ask for, and that is not installed here."""
-    checks: list[Callable[[], None]] = [partial(check_packages, config)]
+    """Return a message for each package that is too old here, or that the settings ask for and is not installed."""
+    checks: list[Callable[[], None]] = [check_releases, partial(check_packages, config)]
     if config.rollout.name == "vllm" and config.cluster.address is None:  # workers will all be here
         checks.append(check_vllm_installed)
     if config.agent.mcp:

@@ -29,6 +29,7 @@ from headway.api.interrupts import Interrupts
 from headway.api.sft.sft_data import Example, SftExamples
 from headway.api.sft.warmup import SftSteps, trainer_of
 from headway.cluster.worker_group import while_ranks_move
+from headway.config.doctor import check_releases
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import file_stall_s
@@ -63,10 +64,12 @@ def check(config: Config) -> SftData:
     """Return the run's conversations, with the first batch tokenised.
 
     Raises:
+        ConfigError: torch or transformers is too old here.
         DataError: the data cannot be read, or the first batch has no conversation that can be used.
         ModelError: the model's folder lacks something.
     """
     assert config.model.path is not None
+    check_releases()
     check_folder(config.model.path)
     check_trackers(config)
     from headway.models.tokenizer import load_tokenizer
