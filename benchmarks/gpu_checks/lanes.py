@@ -49,9 +49,10 @@ LANES: Mapping[str, str] = {
         demo 180 demo:demo                       run, reward, validation""",
     ALONE: """
         sleep 35 serving:sleep                   weights kept, weights given up
-        training_speed 60 speed:training_speed   headway, plain step
+        training_speed 60 speed:training_speed   headway, plain step, compiled layers
         decoding_speed 60 speed:decoding_speed   native, transformers.generate
-        steps 40 speed:steps                     decode step, train step""",
+        steps 40 speed:steps                     decode step, interrupt, train step
+        updating_speed 50 transports:updating_speed    0.5 B, 7 B""",
 }
 """Checks by lane, in their order: name, seconds on a GPU, function, and findings; +: after `WARM_UP`, which compiles
 its kernels. The seconds include those in which the lane's process is started."""

@@ -1,8 +1,8 @@
 """How fast: a random model of Qwen2.5-0.5B's shape, trained and decoded, beside what one would write first.
 
-    training    FsdpEngine; Hugging Face's module under autocast
+    training    FsdpEngine, also with compiled layers; Hugging Face's module under autocast
     decoding    the native engine; ``transformers.generate``
-    steps       a decode step, a train step: where their time goes
+    steps       a decode step, a train step: where their time goes; what an interrupt costs
 
 One after the other in one process, each with the device for itself. The only thing that can be wrong here is a figure
 that is not finite or an answer that is too short.
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +27,10 @@ from benchmarks.rollout_engines import Engine, Generate, Native, Request
 from benchmarks.runner import timed
 from benchmarks.shapes import Shape, group_rows, work
 from benchmarks.train_sides import Plain, train_engine
-from headway.data.interfaces.rollout import GenerateRequest
+from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
+from headway.engines.rollout.native.native_core import EngineCore
 
 PEAKS = {
     "B200": 2250.0,
@@ -75,9 +77,10 @@ def model_folder(setting: Setting) -> Path:
 
 
 def training_speed(setting: Setting) -> Findings:
-    """Tokens per second, MFU and memory of a training step, and of a plain one."""
+    """Tokens per second, MFU and memory of a training step, of a plain one, and with compiled layers."""
     folder, (rows, budget) = model_folder(setting), step_rows(setting)
-    contenders = {"headway": headway_step, "plain step": plain_step}
+    compiled = partial(headway_step, compile=True)
+    contenders = {"headway": headway_step, "plain step": plain_step, "compiled layers": compiled}
     peak, tokens = peak_tflops(setting), sum(len(row.input_ids) for row in rows)
     flops, first = work("packed", rows, budget).flops(shape_of(setting)), 0.0
     with one_rank_group(setting):
@@ -115,10 +118,11 @@ def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float |
     return median(seconds[1:]), None if peak is None else peak / 1e9
 
 
-def headway_step(setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int) -> Once:
-    """Return a step of the train engine."""
-    actor, model = {"ppo_max_token_len_per_gpu": budget}, {"enable_gradient_checkpointing": False}
-    engine = train_engine(folder, setting.device, 100, actor=actor, model=model)
+def headway_step(setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int, **model: Any) -> Once:
+    """Return a step of the train engine. ``model``: settings of that section."""
+    sections = {"actor": {"ppo_max_token_len_per_gpu": budget}}
+    sections["model"] = {"enable_gradient_checkpointing": False, **model}
+    engine = train_engine(folder, setting.device, 100, **sections)
 
     def once() -> None:
         loss = engine.train_step(rows, StepContext()).metrics["loss"]
@@ -200,8 +204,8 @@ def _decoded(setting: Setting, engine: Engine, counts: Sequence[int], tokens: in
 
 
 def steps(setting: Setting) -> Findings:
-    """Profile a decode step and a train step."""
-    yield _decode_step(setting)
+    """Profile a decode step, interrupt it, and profile a train step."""
+    yield from _decode_step(setting)
     setting.give_back()
     with one_rank_group(setting):
         rows, budget = step_rows(setting)
@@ -210,7 +214,7 @@ def steps(setting: Setting) -> Findings:
         yield _found(setting, "train step", f"{sum(len(row.input_ids) for row in rows)} tokens", once, 1)
 
 
-def _decode_step(setting: Setting) -> Finding:
+def _decode_step(setting: Setting) -> Findings:
     model = on_device(model_folder(setting), setting, torch.bfloat16 if setting.on_gpu else torch.float32)
     count = 4 if setting.small else 64
     core = core_of(setting, model, recorder_of(setting), slots=max(count, 16), batched=16_384, context=2048)
@@ -227,7 +231,19 @@ def _decode_step(setting: Setting) -> Finding:
         core.submit("check", calls)
         advance()
         advance()
-        return _found(setting, "decode step", f"{count} sequences", advance, DECODE_STEPS)
+        yield _found(setting, "decode step", f"{count} sequences", advance, DECODE_STEPS)
+        cost = timed(lambda: _interrupted(setting, core))
+        yield Finding("interrupt", f"{count} sequences, {PROMPT} tokens and what they wrote: {cost * 1e3:.1f} ms")
+
+
+def _interrupted(setting: Setting, core: EngineCore) -> None:
+    """Interrupt all that decodes, and go on until each sequence has been prefilled and has another token."""
+    require(core.pause(OnUpdate.INTERRUPT).interrupted > 0, "nothing decoded that could be interrupted")
+    core.resume()
+    core.step()
+    while core.stats().waiting:
+        core.step()
+    setting.wait()
 
 
 def _found(setting: Setting, name: str, what: str, work: Once, count: int) -> Finding:

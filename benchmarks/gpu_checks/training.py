@@ -396,8 +396,9 @@ def kernels(setting: Setting) -> Findings:
         layer = replace(shape_of(setting), name="one-layer", layers=1)
         with torch.device(setting.device):
             layer.random("qwen2").to(torch.bfloat16).save_pretrained(setting.scratch / layer.name)
-        step = headway_step(setting, setting.scratch / layer.name, *step_rows(setting))
-        yield Finding("head size 64", f"0.5 B {timed(step):.0f} s")
+        for compiled in (False, True):
+            step = headway_step(setting, setting.scratch / layer.name, *step_rows(setting), compile=compiled)
+            yield Finding("compiled layers" if compiled else "head size 64", f"0.5 B {timed(step):.0f} s")
 
 
 def _taken(

@@ -10,10 +10,11 @@ NCCL with one rank; between two GPUs it is `broadcast`'s check.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -21,10 +22,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_checks.models import manifest_of, on_device, peaked_model, windows
+from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION, manifest_of, on_device, peaked_model, windows
 from benchmarks.gpu_checks.setting import Finding, Findings, Setting, Skipped, require
 from benchmarks.runner import timed
-from headway.config.transport_facts import TRANSPORTS
+from benchmarks.shapes import Shape
+from headway.config.transport_facts import TRANSPORTS, WITHIN_PROCESS
 from headway.data.interfaces.weights import ReceiveReport
 from headway.devices import kind_of
 from headway.engines.weights.incoming_version import BackBuffer, InPlace
@@ -55,6 +57,10 @@ BUCKET = 65_536
 LARGE_BUCKET = 64 * 2**20
 RECEIVER = "receiver"
 PEER_LOADS_S = 60.0
+SEVEN_BILLION = Shape("7b", 152_064, 3584, 28, heads=28, kv_heads=4, intermediate=18_944)
+"""The shape of Qwen2.5-7B, its embeddings tied."""
+UPDATES = 2
+"""Of each kind, the last of which is measured; the first takes memory."""
 
 
 @dataclass(slots=True)
@@ -256,3 +262,49 @@ def _peer(link: TransportAddress, nbytes: int) -> str:
 
 def _flat_manifest(nbytes: int) -> Manifest:
     return build_manifest([("weights", (nbytes // 4,), torch.float32)])
+
+
+# ---------------------------------------------------------------------------------------- seconds of an update
+
+
+def updating_speed(setting: Setting) -> Findings:
+    """Update 0.5 B and 7 B, beside decoding and over the weights, by the transport of one process."""
+    small = {"0.5 B": LIKE_HALF_BILLION, "7 B": replace(LIKE_HALF_BILLION, layers=4)}
+    for name, shape in (small if setting.small else {"0.5 B": HALF_BILLION, "7 B": SEVEN_BILLION}).items():
+        yield from _updated(setting, name, shape)
+        setting.give_back()
+
+
+def _updated(setting: Setting, name: str, shape: Shape) -> Findings:
+    with torch.device("meta"):
+        model = shape.random("qwen2")
+    served = model.to(torch.bfloat16).to_empty(device=setting.device)
+    served.tie_weights()
+    manifest = manifest_of(served)
+    noise = torch.Generator(setting.device).manual_seed(0)
+    trained = {slot.name: torch.randn(slot.shape, generator=noise, device=setting.device) for slot in manifest.slots}
+    target = ServedWeights.of(served, "check").target(manifest)
+    here, bucket = torch.device(setting.device), LARGE_BUCKET if setting.on_gpu else 65_536
+    ways = {
+        "beside decoding": BackBuffer(manifest, pin=kind_of(setting.device).pin, device=here),
+        "over the weights": InPlace(manifest, target, window=bucket, pinned=setting.on_gpu, device=here),
+    }
+    with meeting(WITHIN_PROCESS, setting, manifest, 40.0) as ends:
+        for version in range(1, 1 + UPDATES * len(ways)):
+            way, into = list(ways.items())[(version - 1) // UPDATES]
+            started = time.perf_counter()
+            stream = Stream(manifest, windows(trained, manifest, bucket))
+            ends.carry(version, stream, into)
+            arrived = time.perf_counter()
+            if isinstance(into, BackBuffer):
+                for offset, data in into.windows(bucket):
+                    target.write(offset, data)
+                into.loaded()
+            setting.wait()
+            ended = time.perf_counter()
+            if version % UPDATES:
+                continue
+            wrong = [n for n, p in served.named_parameters() if not torch.equal(p, trained[n].to(torch.bfloat16))]
+            require(not wrong, f"{name}, {way}: {len(wrong)} tensors have other bits, among them {wrong[:1]}")
+            text = f"{way} {ended - started:.2f} s (gather and digests {stream.gather_s:.2f}, loading "
+            yield Finding(name, f"{text}{ended - arrived:.2f}), {manifest.nbytes / 1e9:.1f} GB")

@@ -19,6 +19,7 @@ from benchmarks.gpu_checks.models import HALF_BILLION
 from benchmarks.gpu_checks.setting import CheckFailed, Findings, Setting
 from benchmarks.shapes import work
 from headway.config.transport_facts import TRANSPORTS
+from headway.data.interfaces.rollout import Paused
 from headway.data.interfaces.training import StepReport
 from headway.data.packing import Segments
 from headway.devices import Compute
@@ -29,6 +30,7 @@ from headway.engines.rollout.native.native_core import EngineCore
 from headway.engines.train.fsdp import engine as fsdp_engine
 from headway.engines.train.fsdp import learner, sharded_module
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.sharded_module import ShardedModule
 from headway.engines.weights.buckets import Tensors
 from headway.engines.weights.served_weights import WeightMemory
 from headway.models.attention.packed_layout import PackedLayout
@@ -55,6 +57,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
         training.gradients,
         training.fsdp,
         transports.transports,
+        transports.updating_speed,
         serving.update,
         serving.sleep,
         speed.training_speed,
@@ -63,8 +66,11 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     ],
     ids=lambda check: check.__name__,
 )
-def test_a_check_passes_in_its_cpu_form_and_says_what_it_found(check: Made, setting: Setting) -> None:
-    """Some checks train or decode a small model for seconds."""
+def test_a_check_passes_in_its_cpu_form_and_says_what_it_found(
+    check: Made, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some checks train or decode a small model for seconds. Layers are compiled in `test_gpu_bench`'s slow test."""
+    monkeypatch.setattr(ShardedModule, "compile_parts", lambda self: None)
     found = list(check(setting))
     function = f"{check.__module__.rpartition('.')[2]}:{check.__name__}"
     (listed,) = (one for one in CHECKS.values() if one.function == function)
@@ -235,6 +241,10 @@ def losses_are_not_finite(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FsdpEngine, "train_step", lambda *given: report)
 
 
+def nothing_is_interrupted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EngineCore, "pause", lambda self, policy: Paused(0))
+
+
 def answers_are_cut_short(patch: pytest.MonkeyPatch) -> None:
     right = speed.Native.run
     patch.setattr(speed.Native, "run", lambda self, asked: [length - 1 for length in right(self, asked)])
@@ -262,6 +272,8 @@ PLANTED: list[tuple[Made, Plant, str]] = [
     (serving.sleep, other_weights_wake_up, "after waking up the probe is"),
     (speed.training_speed, losses_are_not_finite, "a loss of nan"),
     (speed.decoding_speed, answers_are_cut_short, "tokens, not"),
+    (speed.steps, nothing_is_interrupted, "nothing decoded that could be interrupted"),
+    (transports.updating_speed, the_last_value_is_not_written, "0.5 B, beside decoding: .* have other bits"),
 ]
 
 
