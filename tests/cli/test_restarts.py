@@ -22,7 +22,7 @@ lines = told.read_text().splitlines() if told.exists() else []
 told.write_text("\\n".join([*lines, " ".join(sys.argv[1:-1])]) + "\\n")
 ends = (run / "ends").read_text().split()
 end = int(ends[len(lines)])
-(run / "checkpoints" / f"version_{len(lines)}").mkdir(parents=True, exist_ok=True)
+(run / "checkpoints" / f"version_{len(lines) + 1}").mkdir(parents=True, exist_ok=True)
 import os, signal
 os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
 """
@@ -58,7 +58,7 @@ def test_a_run_that_fails_or_is_killed_is_resumed(tmp_path: Path, end: str) -> N
     code, told, said = after(tmp_path, f"{end} 0", 3)
     assert code == 0
     assert told == ["train recipe.yaml", "train --resume"]
-    assert "going on from version 0, restart 1 of 3" in said
+    assert "going on from version 1, restart 1 of 3" in said
 
 
 @pytest.mark.parametrize("end", [0, 2, 3, 130])
@@ -70,7 +70,7 @@ def test_a_run_is_not_resumed_more_often_than_asked_for(tmp_path: Path) -> None:
     code, told, said = after(tmp_path, "1 1 -9 0", 2)
     assert code == 128 + 9
     assert len(told) == 3
-    assert "after 2 restarts (--restarts); go on from version 2 with: headway train --resume" in said
+    assert "after 2 restarts (--restarts); go on from version 3 with: headway train --resume" in said
 
 
 def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path) -> None:

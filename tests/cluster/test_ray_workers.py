@@ -164,12 +164,13 @@ async def test_a_peer_tells_of_failures_and_deaths_as_a_call_through_ray_does(wo
 async def test_tokens_in_files_are_read_by_the_rank_that_needs_them_wherever_they_are(
     workers: list[RayWorker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ray starts a process for the task that reads."""
     here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     files = TokenFiles("episode-worker-0", TokenPlace(here, tmp_path), here)
     samples = [sample(files.write(group_tokens(n, float(n))), n, n) for n in (3, 9)]
     columns = await ranks(workers).logprobs_plus(samples, 100.0)
     assert [float(ray.get(column.handle)[column.index][0]) for column in columns] == [103.0, 109.0]
-    reading = ray_worker._read.options(scheduling_strategy=ray_worker._on(ray_worker._alive()[here]))
+    reading = ray_worker._read.options(scheduling_strategy=ray_worker._on(ray_worker._alive()[here]["NodeID"]))
     elsewhere = ray.get(reading.remote([TokenPart(s.tokens, (0,)) for s in samples]))
     assert [len(tokens[0].ids) for tokens in elsewhere] == [3, 9]
     files.remove([samples[0].tokens])
@@ -181,6 +182,7 @@ async def test_tokens_in_files_are_read_by_the_rank_that_needs_them_wherever_the
 async def test_large_groups_of_a_lost_machine_are_read_in_the_journal(
     workers: list[RayWorker], tmp_path: Path, where: str
 ) -> None:
+    """Ray starts a process for the task that reads."""
     here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     host = here if where.startswith("removed") else "10.0.0.2"
     files = TokenFiles("episode-worker-1", TokenPlace("10.0.0.1", tmp_path / "headway-run-1"), host)

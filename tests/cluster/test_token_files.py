@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from headway.cluster.machine.token_files import (
     TokenFile,
     TokenFiles,
     TokenPlace,
+    read_copy,
     read_rows,
     token_bytes,
     token_directory,
@@ -31,6 +33,7 @@ from headway.cluster.worker_engines import RemoteEpisodeWorker
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Priority
+from headway.data.journal import CompletionJournal, JournalWriter
 from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
 from tests.cluster.fakes import group_tokens
@@ -142,6 +145,15 @@ def test_a_file_system_without_room_is_one_message(tmp_path: Path) -> None:
     tmp_path.rmdir()
     with pytest.raises(RunError, match=r"cannot be written to .* bytes\): No such file.*make room, or let fewer"):
         files.write(group_tokens(3, 1.0))
+
+
+def test_without_room_for_a_file_the_tokens_are_in_the_journal_alone(tmp_path: Path) -> None:
+    files = TokenFiles("episode-worker-0", TokenPlace("10.0.0.1", tmp_path / "gone"), "10.0.0.1")
+    journal = CompletionJournal(JournalWriter(tmp_path, "episode-worker-0", groups_per_block=4, sync_s=None))
+    written = [group_tokens(n, float(n)) for n in (3, 4)]
+    handles = [files.write(tokens, partial(journal.keep, n)) for n, tokens in enumerate(written)]
+    assert [read_rows(handle) for handle in handles] == [None, None]
+    assert all(same(read_copy(handle, [0]), tokens) for handle, tokens in zip(handles, written, strict=True))
 
 
 @pytest.mark.parametrize("free", [0, 10**15])

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -69,6 +69,11 @@ def kill(recipe: Path, run_dir: Path, versions: int, *overrides: str, save_freq:
         time.sleep(0.1)
 
 
+def calls_of(journal: Iterable[Path]) -> set[tuple[object, ...]]:
+    found = [record.values for path in journal for record in records(path)]
+    return {(*values["trajectory"], values["key"]) for values in found if values.get("kind") == "completion"}
+
+
 def is_rays_own(pid: int) -> bool:
     """Two agents of Ray's notice only after a minute that their node is gone. They have nothing of the run's."""
     try:
@@ -95,6 +100,22 @@ def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for part in ("actor/optimizer_steps", "validation/accuracy"):  # in one row, or in two where a validation ends late
         assert [row["version"] for row in rows if part in row] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_loses_nothing(
+    recipe: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The run that is killed is a process of its own, whose imports take seconds."""
+    run_dir = tmp_path / "run"
+    kill(recipe, run_dir, 4, "cluster.backend=inline", save_freq=1000)
+    sampled = segments(run_dir / "journal", "episode-worker-0")
+    code, output = resume(run_dir)
+    assert code == 0, output
+    assert "resuming from the checkpoint of version 0" in output
+    assert weights(run_dir / "model") == weights(undisturbed / "model")
+    assert summary(run_dir)["groups"] == summary(undisturbed)["groups"]
+    lives = calls_of(sampled), calls_of(set(segments(run_dir / "journal")) - {*sampled})
+    assert all(lives) and not lives[0] & lives[1], "no finished answer is sampled again"
 
 
 @pytest.mark.slow
@@ -235,8 +256,8 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     wait_for(REACHED, process, run_dir, times=4)
     process.kill()
     process.communicate()
-    half, whole = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert re.fullmatch(r"\.version_2\..*\.partial", half) and whole == "version_1"
+    half, *whole = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert re.fullmatch(r"\.version_2\..*\.partial", half) and whole == ["version_0", "version_1"]
     code, output = resume(run_dir)
     assert code == 0, output
     assert "resuming from the checkpoint of version 1" in output
@@ -396,7 +417,8 @@ def test_another_transport_and_schedule_go_on_too(recipe: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_critic_and_policy_go_on_together(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("save_freq", [1, 1000])
+def test_critic_and_policy_go_on_together(recipe: Path, tmp_path: Path, save_freq: int) -> None:
     """The run that is killed is a process of its own, whose imports take seconds."""
     settings = (
         "mode=async_stale",
@@ -405,7 +427,7 @@ def test_critic_and_policy_go_on_together(recipe: Path, tmp_path: Path) -> None:
         "rollout.total_rollout_steps=64",
     )
     run_dir = tmp_path / "run"
-    kill(recipe, run_dir, 3, *settings)
+    kill(recipe, run_dir, 3, *settings, save_freq=save_freq)
     code, output = resume(run_dir)
     assert code == 0, output
     told = summary(run_dir)

@@ -57,8 +57,9 @@ def keep_going(
             by_hand = f"go on from version {saved[-1]} with: headway train --resume {quote(str(run))}" if saved else ""
             if attended.told:
                 say(f"{ended} as it was told to stop; {by_hand or 'it has no checkpoint'}")
-            elif not saved:
-                say(f"{ended} before its first checkpoint (trainer.save_freq), and is not restarted; start it over")
+            elif not saved or (code > 0 and saved[-1] == 0):  # it would fail in the same way again
+                early = "before its first checkpoint (trainer.save_freq), and is not restarted"
+                say(f"{ended} {early}; {by_hand or 'start it over'}")
             elif restart == restarts:
                 say(f"{ended} after {restarts} restart{'s' * (restarts != 1)} (--restarts); {by_hand}")
             else:

@@ -142,7 +142,7 @@ class JournalWriter:
         >>> from tempfile import mkdtemp
         >>> directory = Path(mkdtemp())
         >>> writer = JournalWriter(directory, "driver", groups_per_block=4, sync_s=None)
-        >>> writer.append(6, Record({"kind": "batch"}))
+        >>> written_to, _ = writer.append(6, Record({"kind": "batch"}))
         >>> [(path.name, record.values) for path, record in written(directory)]
         [('driver.1.0', {'kind': 'batch'})]
     """

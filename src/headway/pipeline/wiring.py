@@ -35,7 +35,7 @@ from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
 from headway.pipeline.channel import Channel
 from headway.pipeline.episode_workers import EpisodeWorkers, Share
 from headway.pipeline.off_policy_guard import Guard
-from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, SnapshotStore
+from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, SnapshotStore, Taken
 from headway.pipeline.recovery.rank_restarts import (
     RankRestarts,
     RestartableRanks,
@@ -108,6 +108,8 @@ class Parts:
     """Function that returns the workers to ask for a heartbeat when no event came for long."""
     journal: RunJournal | None = None
     """Journal of what the run finishes; None for none."""
+    keep_start: Callable[[Taken], object] | None = None
+    """Function that writes the checkpoint of version 0, the initial model's."""
     samples: SampleOutlet | None = None
     """Outlet of samples of what was said; None where there are none."""
     probe_tolerance: Callable[[str], float] = lambda name: 1e-3
@@ -159,6 +161,7 @@ class Wiring:
             timeouts,
             config.trainer,
             parts.snapshots,
+            parts.keep_start,
         )
         self.actor.keeps_batches = ACTOR in parts.restartable
         left, pool = Restarts(config.trainer.max_restarts, timeouts), self.pool

@@ -27,6 +27,7 @@ from headway.config.schema import Config
 from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.data.sources import Rows, build_sources
 from headway.data.tokenize import LeftOutRows
+from headway.engines.train.state_file import write_start
 from headway.errors import HeadwayError, RunError, StallError, boundary, said_by
 from headway.events import Note, Observer, PromptsLeftOut, WorkerDescribed
 from headway.pipeline.admission.run_journal import RunJournal
@@ -231,6 +232,7 @@ class TrainingRun:
             timeouts=workers.timeouts,
             workers=workers.living,
             journal=journal,
+            keep_start=None if journal is None else self._keep_start,
             samples=SampleOutlet(reports.on_sample, TokenTexts(tokenizer)) if config.reports.samples else None,
             probe_tolerance=workers.rounding.tolerance,
         )
@@ -282,6 +284,17 @@ class TrainingRun:
             text = f"no journal is written in {directory}, and a resumed run repeats more: {said_by(cause)}"
             note(self._reports, text, "warning")
             return None
+
+    def _keep_start(self, taken: Taken) -> None:
+        """Write the checkpoint of version 0, from which a run that ends before its next one is resumed."""
+        checkpoints = Checkpoints(self._reports.directory.checkpoints)
+        try:
+            if needs_critic(self._config):  # first: a checkpoint whose own folder is there is complete
+                write_start(checkpoints.critic(0), {})
+            write_start(checkpoints.actor(0), taken)
+        except OSError as cause:
+            text = f"before its first checkpoint the run cannot be resumed: {checkpoints.actor(0)}: {said_by(cause)}"
+            note(self._reports, text, "warning")
 
     def _profile_window(self, workers: Workers) -> ProfileWindow:
         engine, reports = self._config.rollout.name, self._reports

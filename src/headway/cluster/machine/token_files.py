@@ -152,7 +152,7 @@ class TokenFiles:
         self._numbers = count()
 
     def write(self, tokens: GroupTokens, copy: Callable[[bytes], tuple[Path, int] | None] | None = None) -> TokenFile:
-        """Keep ``tokens``, in a new file unless they are few. Raises `RunError` where there is no room.
+        """Keep ``tokens``, in a new file unless they are few. Raises `RunError` where there is no room, nor a copy.
 
         ``copy``: function that appends them to the journal, too, and returns where they are.
         """
@@ -161,16 +161,20 @@ class TokenFiles:
         size = sum(len(part) for part in parts)
         if not self._beside_driver and size <= SMALL:
             return TokenFile(self._host, path, b"".join(parts))
+        refused: OSError | None = None
         try:
             with open(path, "wb") as file:  # noqa: PTH123 - a Path takes as long to make as the file
                 file.writelines(parts)
         except OSError as error:
             Path(path).unlink(missing_ok=True)  # half a file would take the room that there is
+            refused = error
+        needs_copy = refused is not None or not self._beside_driver
+        copied = copy(b"".join(parts)) if copy is not None and needs_copy else None
+        if refused is not None and copied is None:
             raise RunError(
-                f"the tokens of a group cannot be written to {path} ({size} bytes): {error.strerror}. They wait "
+                f"the tokens of a group cannot be written to {path} ({size} bytes): {refused.strerror}. They wait "
                 "there for the trainer: make room, or let fewer groups wait (async_training.staleness_threshold)"
-            ) from error
-        copied = None if self._beside_driver or copy is None else copy(b"".join(parts))
+            ) from refused
         return TokenFile(self._host, path, copy=copied)
 
     def remove(self, files: Iterable[TokenFile]) -> None:

@@ -36,7 +36,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headway.cluster.machine.token_files import TokenPart, read_copy, read_rows
 from headway.cluster.machine.worker_setup import importing, set_up_process, threads_of
-from headway.cluster.on_ray.network_interface import ANSWER_S, ATTEMPTS, network_environment, stops_answering
+from headway.cluster.on_ray.network_interface import ANSWER_S, ATTEMPTS, answers, network_environment, stops_answering
 from headway.cluster.on_ray.ray_node import RayNode, Watched, replaced
 from headway.cluster.on_ray.resource_pool import described
 from headway.cluster.on_ray.worker_connections import (
@@ -401,17 +401,18 @@ class RayWorker:
 
 
 async def _brought(
-    host: str, nodes: Mapping[str, str], parts: Sequence[TokenPart], within_s: float
+    host: str, nodes: Mapping[str, dict[str, Any]], parts: Sequence[TokenPart], within_s: float
 ) -> list[Mapping[int, RowTokens]]:
     """Return rows that are on the machine ``host``: from there, or from the journal where that machine is gone or does
     not answer in half of the time. ``nodes``: the machines that Ray has, as `_alive` returns them.
     """
     read: list[Mapping[int, RowTokens] | None] = [None for _ in parts]
-    if host in nodes:
-        in_journal = all(part.file.copy is not None for part in parts)
+    node, in_journal = nodes.get(host), all(part.file.copy is not None for part in parts)
+    # Asked first where it need not be waited for: Ray takes a minute to notice that it is gone.
+    if node is not None and (not in_journal or await answers(host, node["NodeManagerPort"])):
         with suppress(RayError, TimeoutError):
             async with asyncio.timeout(within_s / 2 if in_journal else None):
-                read = await _read.options(scheduling_strategy=_on(nodes[host])).remote(parts)
+                read = await _read.options(scheduling_strategy=_on(node["NodeID"])).remote(parts)
     missing = [at for at, rows in enumerate(read) if rows is None]
     for at in missing:
         read[at] = await asyncio.to_thread(read_copy, parts[at].file, parts[at].rows)
@@ -440,7 +441,7 @@ async def remove_there(hosts: Collection[str], directory: Path) -> None:
     """Remove ``directory`` from those of the machines ``hosts`` that Ray has and that answer within `KILLED_S`."""
     with suppress(RayError, TimeoutError):
         async with asyncio.timeout(KILLED_S):
-            there = [node for host, node in (await asyncio.to_thread(_alive)).items() if host in hosts]
+            there = [node["NodeID"] for host, node in (await asyncio.to_thread(_alive)).items() if host in hosts]
             await asyncio.gather(*(_remove.options(scheduling_strategy=_on(node)).remote(directory) for node in there))
 
 
@@ -449,10 +450,10 @@ def _remove(directory: Path) -> None:
     rmtree(directory, ignore_errors=True)
 
 
-def _alive() -> dict[str, str]:
-    """Return Ray's machines: address → id of the node."""
+def _alive() -> dict[str, dict[str, Any]]:
+    """Return Ray's machines, as `ray.nodes` describes them, by address."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeManagerAddress"]: node["NodeID"] for node in nodes if node["Alive"]}
+    return {node["NodeManagerAddress"]: node for node in nodes if node["Alive"]}
 
 
 def _on(node: str) -> NodeAffinitySchedulingStrategy:

@@ -3,11 +3,13 @@
 {"optimizer_steps": …, "extra": what the driver gave, "files": each other file's name and its bytes}
 
 The last lets whoever reads it tell a file that is missing or cut off. Checkpoints that were written without it pass.
+The checkpoint of version 0 has no other file: ranks that load it keep the initial model.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,20 @@ REMOVE = "Remove it, to resume from the one before"
 def files_of(path: Path) -> dict[str, int]:
     """Return the size in bytes of each file in the folder ``path``, by name. Raises `OSError`."""
     return {file.name: file.stat().st_size for file in sorted(path.iterdir())}
+
+
+def write_start(path: Path, extra: Mapping[str, Any]) -> None:
+    """Write the checkpoint of version 0, which has ``extra`` alone, to the folder ``path``. Raises `OSError`."""
+    draft = path.with_name(f".{path.name}.partial")
+    draft.mkdir(parents=True, exist_ok=True)
+    state = {"optimizer_steps": 0, "extra": extra, "files": {}}
+    (draft / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+    draft.rename(path)
+
+
+def is_start(state: Mapping[str, Any]) -> bool:
+    """Tell whether the ``state`` of a checkpoint is that of version 0, as `write_start` writes it."""
+    return state.get("files") == {}
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -5,6 +5,8 @@
                                                                           └▶ the copy is written ──▶ checkpoint
     checkpoint ──restore()──▶ version k; the groups that were open: made again under their numbers
 
+The checkpoint of version 0 has the driver's state alone: ranks that load it keep the initial model.
+
 A snapshot is the same copy, in the memory of other processes. A trainer that is started again loads the newer of both.
 A snapshot may be lost, and has no state of the driver: what is kept since a checkpoint is kept until the next one.
 
@@ -19,7 +21,7 @@ One of both is under way at a time. A checkpoint that falls due meanwhile waits;
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -81,6 +83,8 @@ class CheckpointManager:
     trainer: TrainerConfig
     """How often checkpoints and snapshots are made."""
     snapshots: SnapshotStore | None = None
+    keep_start: Callable[[Taken], object] | None = None
+    """Function that writes the checkpoint of version 0, the initial model's; None where nothing is to be resumed."""
 
     writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Lock held while a checkpoint is copied and written, or a snapshot copied and sent."""
@@ -112,6 +116,9 @@ class CheckpointManager:
             "trainer": self.actor.state(),
             "guard": self.actor.guard.state(),
         }
+        if version == 0 and self.keep_start is not None:
+            critic = self.actor.critic
+            self.keep_start(self._taken if critic is None else {**self._taken, "critic": critic.state()})
         if state.journal is not None:
             state.journal.boundary(version, min(state.ledger.open, default=state.ledger.admitted))
         groups, episodes = state.ledger.counts(), state.ledger.episode_counts()

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from headway.devices import host_buffer
 from headway.engines.train.fsdp.device_mesh import from_rank_zero, on_rank_zero
 from headway.engines.train.fsdp.shards import Pieces
-from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, read_state
+from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, is_start, read_state
 from headway.errors import ModelError, RunError, said_by
 from headway.models.pretrained import replace_folder
 from headway.runtime.progress import progress_here
@@ -217,7 +217,7 @@ def _first_sentence(text: str) -> str:
 
 
 def load_checkpoint(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Restore ``tensors`` in place, on any mesh; returns ``state``. Collective.
+    """Restore ``tensors`` in place, on any mesh; returns ``state``. Collective. Version 0 is what there is already.
 
     Raises:
         ModelError: no complete checkpoint at ``path``, one that is damaged, or one of another model.
@@ -225,6 +225,8 @@ def load_checkpoint(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
 
     def read() -> dict[str, Any]:
         state = read_state(path)
+        if is_start(state):
+            return state
         try:
             wrong = incomplete_part(path)  # here: `load` logs a traceback of what it finds
         except Exception as cause:  # whatever unpickling raises
@@ -238,6 +240,8 @@ def load_checkpoint(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
         return state
 
     state = from_rank_zero(read)
+    if is_start(state):
+        return state
     try:
         with progress_here().reading(path):
             load(tensors, checkpoint_id=path)
