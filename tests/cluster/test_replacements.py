@@ -193,6 +193,19 @@ async def test_a_device_of_a_node_that_is_gone_moves_to_one_that_has_room_and_an
     assert ray.removed == ["first"], "when nobody has a bundle of it any more"
 
 
+async def test_a_device_moves_away_from_a_node_that_is_avoided_and_to_none_that_is(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    ray = Reserved(monkeypatch, {"a": port, "b": port, "c": port})
+    ray.free |= {"b": 1, "c": 1}
+    for node in "bc":
+        ray.pool.avoid(1)
+        async with asyncio.timeout(60):
+            await ray.pool.find_place(1)
+        assert ray.pool.node(1) == node
+    assert await ray.pool.find_place(1) == 1, "it stays"
+
+
 async def test_the_devices_of_a_replica_move_together_to_a_node_that_has_room_for_all(
     monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:

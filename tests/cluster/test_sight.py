@@ -87,7 +87,7 @@ def look(
         workers=(),
         actor=tuple(ranks("actor")),
         rollout=tuple(ranks("rollout")),
-        ref=(),
+        ref=tuple(ranks("ref")),
         logp=tuple(ranks("logp")),
         critic=tuple(ranks("critic")),
         on_trainer_ranks=frozenset(),
@@ -107,11 +107,11 @@ async def test_one_machine_sees_all_and_no_mark_stays(here: Machine) -> None:
 
 
 async def test_replicas_need_not_see_the_runs_directory(here: Machine, there: Machine) -> None:
-    await look(here, {"actor-0": here, "rollout-0": there, "logp-0": there})
+    await look(here, {"actor-0": here, "rollout-0": there})
 
 
-@pytest.mark.parametrize("writer", ["actor-1", "critic-0"])
-async def test_a_writer_that_does_not_see_the_runs_directory_is_named_with_its_machine(
+@pytest.mark.parametrize("writer", ["actor-1", "critic-0", "ref-0", "logp-0"])
+async def test_a_rank_that_does_not_see_the_runs_directory_is_named_with_its_machine(
     writer: str, here: Machine, there: Machine
 ) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -120,6 +120,15 @@ async def test_a_writer_that_does_not_see_the_runs_directory_is_named_with_its_m
     assert f"the driver, on node-1 ({HERE}), sees it; but not {writer} on node-2 ({THERE})" in message
     assert "Set run.dir to a path on a file system that these machines share" in message
     assert list(here.at(RUN).iterdir()) == list(there.at(RUN).iterdir()) == []
+
+
+async def test_a_rank_that_is_started_again_on_a_machine_without_the_runs_directory_is_named(
+    here: Machine, there: Machine
+) -> None:
+    sight = SharedFilesystem(Config(), RUN, MODEL, None, cast(FileProbe, here))
+    await sight.check_rank(cast(Worker, Looking("actor-0+1", here)))
+    with pytest.raises(ConfigError, match=rf"sees it; but not actor-0\+1 on node-2 \({THERE}\)"):
+        await sight.check_rank(cast(Worker, Looking("actor-0+1", there)))
 
 
 async def test_a_directory_that_a_rank_can_read_and_not_write_is_refused(

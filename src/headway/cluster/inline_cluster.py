@@ -100,6 +100,9 @@ class InlineCluster:
         """Return the device of ``spec`` at once: this process has room for everything."""
         return spec.device
 
+    def avoid(self, spec: WorkerSpec) -> None:
+        raise AssertionError("unreachable: there is no other machine")
+
     def launch(self, spec: WorkerSpec) -> InlineWorker:
         return InlineWorker(spec, self._device, self._threads)
 

@@ -1,6 +1,6 @@
 """Check that the machines of a run see the files that it needs, before any model is loaded.
 
-    the run's directory    the driver and the training ranks leave a mark each ─▶ both read the other's
+    the run's directory    the driver and ranks of all roles leave a mark each ─▶ both read the other's
     the run's storage      the driver leaves a mark       ─▶ every worker reads it, where it is a directory
     the model's folder     every worker describes it                           ─▶ equal to the driver's
     the weights' directory the sender leaves a mark (`disk`, `shared_memory`)  ─▶ every receiver reads it
@@ -54,9 +54,10 @@ class SharedFilesystem:
         everybody = {name: _probe(worker) for name, worker in workers.items()}
         sender = plan.actor[0].worker
         self._sender = {sender: everybody[sender]}
-        writers = {rank.worker for rank in (*plan.actor, *plan.critic)}
+        # Those of the reference and `logp` read tokens there whose machine was lost.
+        ranks = {rank.worker for rank in (*plan.actor, *plan.critic, *plan.ref, *plan.logp)}
         receivers = {rank.worker for rank in (*plan.rollout, *plan.logp)}
-        await self._check_run_directory({name: everybody[name] for name in everybody if name in writers})
+        await self._check_run_directory({name: everybody[name] for name in everybody if name in ranks})
         if self._storage is not None:  # any machine may have to bring the run back
             blind, _ = await _blind(self._driver, self._storage, everybody, make_directory=True)
             if blind:
@@ -77,6 +78,12 @@ class SharedFilesystem:
         if receives:
             await self._check_directory(probes)
 
+    async def check_rank(self, worker: Worker) -> None:
+        """Check that a rank that is started again sees the run's directory and the model. Raises as `check` does."""
+        probes = {worker.name: _probe(worker)}
+        await self._check_run_directory(probes)
+        await self._check_model(probes)
+
     async def _check_run_directory(self, writers: Probes) -> None:
         path = self._run_dir
         blind, why = await _blind(self._driver, path, writers)
@@ -89,8 +96,8 @@ class SharedFilesystem:
         if blind:
             raise ConfigError(
                 f"{await self._not_shared('run.dir', path, blind)}. Training ranks write checkpoints and the model "
-                "there. Set run.dir to a path on a file system that these machines share, and that all of them can "
-                "write"
+                "there, and all ranks read the journal. Set run.dir to a path on a file system that these machines "
+                "share, and that all of them can write"
             )
 
     async def _not_shared(self, setting: str, path: Path, blind: Probes) -> str:

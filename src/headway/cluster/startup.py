@@ -56,7 +56,7 @@ from headway.data.interfaces.weights import PolicyReceiver
 from headway.devices import kind_of
 from headway.engines.weights.protocols import Address
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import ConfigError, StallError
+from headway.errors import ConfigError, RunError, StallError, UserError
 from headway.models.model_folder import hidden_size
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.recovery.rank_restarts import RestartableRanks
@@ -410,6 +410,13 @@ class Startup:
         workers = [worker_of(rank, self._workers.by_name) for rank in ranks]
         group.consist_of(workers)
         await concurrently(waits.wait(f"{worker.name} to start", worker.up()) for worker in workers)
+        if self._files is not None:
+            for worker in workers:
+                try:
+                    await waits.wait(f"{worker.name} to say which files it sees", self._files.check_rank(worker))
+                except UserError as blind:  # on a machine that had no rank before
+                    self._workers.avoid(worker.name)
+                    raise RunError(f"{blind}. No worker is started there again") from blind
         return await _build(group, waits)
 
     async def _with_places(self, role: str, group: WorkerGroup) -> dict[Rank, int]:

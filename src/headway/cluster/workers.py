@@ -54,6 +54,9 @@ class Cluster(Protocol):
         ``spec`` or, while that is on none, the first of ``others`` that is.
         """
 
+    def avoid(self, spec: WorkerSpec) -> None:
+        """Give the machine of a worker of ``spec`` to no worker that replaces another one from now on."""
+
     def launch(self, spec: WorkerSpec) -> Worker:
         """Begin to start one worker, without waiting for it: see `Worker.up`."""
 
@@ -127,6 +130,10 @@ class LaunchedWorkers:
             for look in looks.values():
                 look.cancel()
         return {name: look.result() for name, look in found.items()}
+
+    def avoid(self, name: str) -> None:
+        """Start no worker again on the machine of the worker ``name``."""
+        self._cluster.avoid(self._specs[name.partition("+")[0]])
 
     async def launch_again(self, name: str, device: int, waits: StartWaits, **arguments: Any) -> Worker:
         """Begin to start a worker on ``device``, in the place of the one ``name``, which may have been fenced off and

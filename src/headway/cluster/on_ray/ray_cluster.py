@@ -96,6 +96,10 @@ class RayCluster:
         assert self._pool is not None, "a worker is replaced on devices that were reserved"
         return await self._pool.find_place(spec.device, others, move=not spec.beside)
 
+    def avoid(self, spec: WorkerSpec) -> None:
+        assert self._pool is not None, "a worker of the run is on it"
+        self._pool.avoid(spec.device)
+
     def launch(self, spec: WorkerSpec) -> RayWorker:
         assert self._pool is not None, "workers are launched after devices were reserved for them"
         log_file = (self._run_dir / "logs" / f"{spec.name}.log").absolute()
