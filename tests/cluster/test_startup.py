@@ -16,7 +16,7 @@ from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.cluster.workers import StartWaits
 from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import ConfigError, ModelError, StallError, WorkerDied
+from headway.errors import ConfigError, ModelError, RunError, StallError, WorkerDied
 from headway.models.model_folder import hidden_size
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import Heartbeat
@@ -229,6 +229,25 @@ def test_ranks_without_a_place_are_left_out_and_looked_for_again(
         ]
         assert {spec.arguments["config"].actor.parallel.replicate for spec in specs} == {of_model}
     assert f"actor-{lost}" not in {spec.name.partition("+")[0] for spec in fewer}
+
+
+async def test_a_machine_on_which_a_restarted_rank_does_not_see_the_runs_files_gets_none_again(tmp_path: Path) -> None:
+    class Files:
+        async def check_rank(self, worker: Any) -> None:
+            if worker.name == "actor-1+1":
+                raise ConfigError("run.dir=/runs/one is not one directory for all that need it")
+
+    cluster, avoided = PlannedCluster(), list[str]()
+    cluster.avoid = lambda spec: avoided.append(spec.name)
+    config = tiny_config("ray", trainer={"n_gpus_per_node": 2})
+    async with AsyncExitStack() as stack:
+        begun = startup.Startup(config, cluster, stack, model_path="m", total_optimizer_steps=1, run_dir=tmp_path)
+        await begun.launch()
+        begun._files = Files()
+        with pytest.raises(RunError, match=r"is not one directory .*No worker is started there again"):
+            await begun._restart("actor", begun._groups.actor, StartWaits())
+        assert avoided == ["actor-1"]
+        await begun._restart("actor", begun._groups.actor, StartWaits())
 
 
 async def test_the_first_worker_that_fails_ends_the_start_and_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,8 @@ class Startup:
         self.timeouts = Timeouts.of(config, model_nbytes(model_path), workers=workers)
         """Time limits of the run, which follow what is known and measured by now."""
         self._workers = LaunchedWorkers(cluster, self.timeouts)
+        self._files: SharedFilesystem | None = None
+        """None where workers are no processes of their own."""
 
     async def launch(self, *, trainer_only: bool = False) -> None:
         """Start the workers' processes, all or only the trainer's."""
@@ -252,7 +254,6 @@ class Startup:
 
     async def _check_files(self) -> None:
         """Check that workers see the files of the run, where they are processes of their own."""
-        self._files = None
         if self._cluster.separate_processes:
             self._files = SharedFilesystem(
                 self._config, self._run_dir, self._model_path, self._directory, FileProbe(self._cluster.address)
