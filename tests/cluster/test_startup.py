@@ -237,8 +237,11 @@ async def test_a_machine_on_which_a_restarted_rank_does_not_see_the_runs_files_g
             if worker.name == "actor-1+1":
                 raise ConfigError("run.dir=/runs/one is not one directory for all that need it")
 
+    async def find_place(spec: WorkerSpec, others: Sequence[int] = ()) -> int:
+        return spec.device
+
     cluster, avoided = PlannedCluster(), list[str]()
-    cluster.avoid = lambda spec: avoided.append(spec.name)
+    cluster.find_place, cluster.avoid = find_place, lambda spec: avoided.append(spec.name)
     config = tiny_config("ray", trainer={"n_gpus_per_node": 2})
     async with AsyncExitStack() as stack:
         begun = startup.Startup(config, cluster, stack, model_path="m", total_optimizer_steps=1, run_dir=tmp_path)
