@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from math import floor
@@ -53,9 +53,15 @@ class Killed:
         return kept
 
 
-def run_with_kills(scenario: Scenario, kills: Sequence[float], changes: Sequence[dict[str, Any]] = ()) -> Killed:
-    """``kills``: seconds after which each process but the last is killed; without a checkpoint the run starts over.
-    ``changes``: what of the scenario is another thing in each process behind the first.
+def run_with_kills(
+    scenario: Scenario,
+    kills: Sequence[float],
+    changes: Sequence[dict[str, Any]] = (),
+    between: Callable[[], object] = lambda: None,
+) -> Killed:
+    """``kills``: seconds after which each process but the last is killed; without a checkpoint or a journal the run
+    starts over. ``changes``: what of the scenario is another thing in each process behind the first. ``between`` is
+    called after each kill.
     """
     whole = Killed(scenario)
     saved: dict[str, Any] | None = None
@@ -74,8 +80,9 @@ def run_with_kills(scenario: Scenario, kills: Sequence[float], changes: Sequence
             if run.error is not None:
                 raise run.error
             break  # it was faster than its end
-        if run.trainer.saved:
-            saved = json.loads(json.dumps(run.trainer.saved[-1][1]))
+        for state in [*run.starts, *(taken for _, taken in run.trainer.saved)][-1:]:
+            saved = json.loads(json.dumps(state))
+        between()
     return whole
 
 

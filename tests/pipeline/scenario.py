@@ -75,6 +75,8 @@ class Run:
     transport: SimulatedTransport
     scenario: Scenario
     recorder: Recorder
+    starts: list[Mapping[str, Any]] = field(default_factory=list)
+    """The driver's state of version 0, where there is a journal."""
     others: list[FakeReceiver] = field(default_factory=list)
     """Receivers that generate nothing."""
     episode_workers: list[FakeEpisodeWorker] = field(default_factory=list)
@@ -338,6 +340,7 @@ class Scenario:
             if isinstance(self.critic, MortalCritic) and isinstance(trainer, MortalTrainer):
                 self.critic.share(trainer)
         shared = {REF: self.reference_on_trainer_ranks, LOGP: logp is None, CRITIC: self.critic_on_trainer_ranks}
+        starts: list[Mapping[str, Any]] = []
         parts = Parts(
             source=source,
             validation=validation_prompts(self.problems),
@@ -375,11 +378,13 @@ class Scenario:
             else None,
             workers=lambda: [trainer],
             journal=None if self.journal is None else RunJournal(self.journal, self.config),
+            keep_start=None if self.journal is None else starts.append,
             samples=self.samples,
         )
         observers = [recorder] if parts.journal is None else [recorder, parts.journal]
         pipeline = Pipeline(self.config, parts, observers, Path("checkpoints"), self.resume_from)
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)
+        run.starts = starts
         run.others, run.logp, run.episode_workers, run.hosting = [*others, *ranks], logp, episode_workers, hosting
         if self.script is not None:
             self.script(run)

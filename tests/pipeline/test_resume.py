@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from headway.data.interfaces.episode_groups import Group, Scores
 from headway.data.interfaces.rollout import SamplingParams
+from headway.data.journal import segments
 from headway.data.types import Conversation, FinishReason, Trajectory
 from headway.errors import NothingToTrain
 from headway.events import (
@@ -340,6 +343,31 @@ def test_with_a_journal_open_groups_keep_their_numbers_and_batches_are_what_they
 
     for_each(st.tuples(st.one_of(cases(save_freq=1), cases(save_freq=2)), kills), share * 100, check)
     assert repeated > enough(15, share), "batches that are never repeated prove nothing"
+
+
+@a_share_and_all
+def test_a_journal_whose_files_are_torn_anywhere_never_costs_a_group_or_the_balance(
+    share: float, tmp_path_factory: pytest.TempPathFactory
+):
+    """Takes long in its full share: each drawn case is run whole and killed up to four times."""
+    torn = 0
+
+    def check(drawn: tuple[Case, list[float], random.Random]) -> None:
+        case, moments, chance = drawn
+        journal = tmp_path_factory.mktemp("case") / "journal"
+
+        def tear() -> None:
+            nonlocal torn
+            for path in segments(journal):
+                os.truncate(path, chance.randint(0, path.stat().st_size))
+                torn += 1
+
+        length = case.scenario().run().ended
+        lives = [floor(length * moment / 20 / TICK) * TICK for moment in moments]
+        check_history(run_with_kills(replace(case.scenario(), journal=journal), lives, between=tear))
+
+    for_each(st.tuples(st.one_of(cases(save_freq=1), cases(save_freq=2)), kills, st.randoms()), share * 50, check)
+    assert torn > enough(50, share)
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "stream_off_policy", "async_stale", "async_partial"])
