@@ -268,7 +268,7 @@ def checkpoints(config: Config) -> str:
 
 
 def journal(config: Config) -> str:
-    """Return the summary's line on the journal: how large it becomes."""
+    """Return the summary's line on the journal: how large it becomes, and what it costs the driver."""
     from headway.config.sizing.run_memory import BYTES_PER_TOKEN
     from headway.data.journal import TOKEN_BYTES
 
@@ -279,7 +279,7 @@ def journal(config: Config) -> str:
     data, episodes = config.data, versions * config.groups_per_version * config.rollout.n
     longest = data.max_response_length + (data.max_prompt_length if config.agent.has_program else 0)
     token = TOKEN_BYTES + (BYTES_PER_TOKEN if config.cluster.address else 0)  # groups of other machines, once more
-    return f"at most {size(episodes * longest * token)} in run.dir"
+    return f"at most {size(episodes * longest * token)} in run.dir, and 25 µs of the driver for each group"
 
 
 def device_range(devices: tuple[int, ...]) -> str:
