@@ -4,7 +4,8 @@ The run is attended (``headway train … --restarts``). A fault is a kind and a 
 ``full:run`` (`benchmarks.nodes.faults`), at a random moment or aimed at a phase of an update or a checkpoint, and is
 undone after a while. Then the run has to make another optimizer step. After each fault ledgers are compared, after
 every fifth and at the end the tokens that were trained with those that were sampled, as bytes (`benchmarks.evidence`);
-at the end that nothing is left on any machine. Machines start again when they were lost. Ray's head and the driver are on a machine that stays up.
+at the end that nothing is left on any machine. Machines start again when they were lost. Ray's head and the driver are
+on a machine that stays up.
 
 At the end a table tells how memory of each kind of process, and the run's files, grew (`benchmarks.growth`): a soak is
 ``--life 60 --faults 30``. ``--keep DIR`` leaves everything there. Given again, it goes on at the next fault. Needs
