@@ -24,7 +24,9 @@ from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
 from headway.data.packing import CollatedRow
 from headway.data.types import GroupTokens, RowTokens
 from headway.devices import Compute, GraphRecorder
+from headway.engines.rollout.native.fused_forward import FusedForward
 from headway.engines.rollout.native.native_core import EngineCore
+from headway.engines.rollout.native.sampler import has_kernel
 
 TEMPERATURE = 0.8
 FLOAT32_TOLERANCE = 1e-3
@@ -57,7 +59,10 @@ class RunsAgain:
 
 
 def logprobs(setting: Setting) -> Findings:
-    """The engine's log-probs of its own samples against the trainer's, in float32 and bfloat16."""
+    """The engine's log-probs of its own samples against the trainer's, in float32 and bfloat16.
+
+    On a GPU both are to be of the fast paths: no check but this one has them with numbers to compare.
+    """
     attention = {}
     with one_rank_group(setting):
         for family, wide in (("qwen3", True), ("qwen2", False)):
@@ -85,11 +90,25 @@ def sampled_rows(setting: Setting, folder: Path, dtype: str) -> tuple[list[Colla
     """Rows behind prompts of `MIXED` lengths, which are prefilled together, and what computed their attention."""
     model = on_device(folder, setting, getattr(torch, dtype))
     core = core_of(setting, model, recorder_of(setting))
+    if setting.on_gpu:
+        require_fast_paths(core, dtype)
     vocabulary, tokens = checked_shape(setting).vocabulary, 24 if setting.small else 64
     asked = requests(MIXED, vocabulary, n=2, tokens=tokens, temperature=TEMPERATURE)
     rows = rows_of(finish(core, asked))
     alone = core_of(setting, model)
     return rows, profiled(setting, lambda: finish(alone, requests(MIXED, vocabulary, tokens=1))).attention
+
+
+def require_fast_paths(core: EngineCore, dtype: str) -> None:
+    """Raise `CheckFailed` that names what an engine on a GPU does in slower ways; its warnings say why."""
+    forward, slow = core._runner._forward, []
+    if not isinstance(forward, FusedForward):
+        slow.append("the fused forward pass")
+    elif dtype == "bfloat16" and not forward.varlen:
+        slow.append("attention of all lengths in one call (varlen)")
+    if not has_kernel(core._runner.device):
+        slow.append("the kernel that samples")
+    require(not slow, f"{dtype}: the engine fell back from {' and '.join(slow)}; the log says why")
 
 
 def trainer_logprobs(setting: Setting, folder: Path, dtype: str, rows: Sequence[CollatedRow]) -> NDArray[np.float32]:
@@ -194,7 +213,8 @@ def finish(core: EngineCore, asked: Sequence[Group], interrupt_after: int | None
             if not core.has_work:
                 break
             if step == interrupt_after:
-                core.pause(OnUpdate.INTERRUPT)
+                paused = core.pause(OnUpdate.INTERRUPT)
+                require(paused.interrupted == len(calls), f"{paused.interrupted} of {len(calls)} were interrupted")
                 core.resume()
             for _, call in core.step():
                 assert call.tokens is not None
@@ -263,7 +283,7 @@ class Profiled:
 
 
 def profiled(setting: Setting, work: Callable[[], object], steps: int = 1) -> Profiled:
-    """Run ``work``, which is so many ``steps``, under the profiler."""
+    """Run ``work``, which is so many ``steps``, under the profiler. Raises `CheckFailed` where none attends."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.on_gpu else [])]
     setting.wait()
     with profile(activities=activities) as recorded:
@@ -284,9 +304,10 @@ def profiled(setting: Setting, work: Callable[[], object], steps: int = 1) -> Pr
         for event in longest
     ]
     attends = [event for event in events if ATTENTION.search(event.key) and not NOT_A_KERNEL.search(event.key)]
+    require(bool(attends), f"the profile has no attention that is known by its name, among {len(events)} events")
     names = [f"{e.count / steps:g} × {e.key.removeprefix('aten::_').partition('<')[0][:60]}" for e in attends]
     launched = sum(event.count for event in counted) / steps
-    return Profiled(total / steps / 1e6, launched, lines, ", ".join(sorted(names)) or "no attention found")
+    return Profiled(total / steps / 1e6, launched, lines, ", ".join(sorted(names)))
 
 
 def _microseconds(event: Any, setting: Setting) -> float:

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 WARM_UP, ALONE = "kernels", "alone"
 LANES: Mapping[str, str] = {
     "compile": """
-        kernels 110 training:kernels             head size 64, head size 128, windows, compiled layers
+        kernels 120 training:kernels             head size 64, head size 128, windows, compiled layers
         training 30 training:training +          float32, bfloat16, with recomputation
         packing 45 training:gradients +          float32, bfloat16, head size 128, windows""",
     "tokens": """
@@ -44,7 +44,7 @@ LANES: Mapping[str, str] = {
         transports 45 transports:transports      transports, process group
         broadcast 30 transports:broadcast        rate
         update 35 serving:update                 beside decoding, over the weights
-        compiled 60 training:compiled +          bfloat16""",
+        compiled 60 training:compiled +          float32, bfloat16""",
     "demo": """
         demo 180 demo:demo                       run, reward, validation""",
     ALONE: """

@@ -76,7 +76,7 @@ def training(setting: Setting) -> Findings:
 
 def compiled(setting: Setting) -> Findings:
     """`training` with layers that are compiled (``model.compile``)."""
-    yield from against_the_cpu(setting, {"bfloat16": {"compile": True}})
+    yield from against_the_cpu(setting, {"float32": {"compile": True}, "bfloat16": {"compile": True}})
 
 
 def against_the_cpu(setting: Setting, cases: Mapping[str, Mapping[str, bool]]) -> Findings:
@@ -87,7 +87,8 @@ def against_the_cpu(setting: Setting, cases: Mapping[str, Mapping[str, bool]]) -
         for name, model in cases.items():
             dtype = name if name == "bfloat16" else "float32"
             limit = tolerance(setting, folder, rows, expected, dtype)
-            found = compare(engine_of(setting, folder, dtype, **model), rows, expected, dtype, limit)
+            engine = engine_of(setting, folder, dtype, **model)
+            found = compare(engine, rows, expected, name, limit, step=dtype == "float32")
             yield Finding(
                 name,
                 f"gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by {found['loss']:.2g}"
@@ -118,10 +119,15 @@ def compare(
     engine: FsdpEngine,
     share: Sequence[CollatedRow],
     expected: Reference,
-    dtype: str = "float32",
+    name: str = "float32",
     limit: float = FLOAT32_TOLERANCE,
+    *,
+    step: bool = True,
 ) -> dict[str, float]:
-    """How far the engine's gradient, loss and step are from ``expected``. Collective. Raises `CheckFailed`."""
+    """How far the engine's gradient, loss and, if asked for, ``step`` are from ``expected``. Collective.
+
+    Raises `CheckFailed`, which begins with ``name``.
+    """
     gradient: dict[str, torch.Tensor] = {}
 
     def keep(*_: object) -> None:  # when all micro-batches are in, and before clipping or stepping changes anything
@@ -131,26 +137,26 @@ def compare(
 
     engine.learner._optimizer.register_step_pre_hook(keep)
     report = engine.train_step(share, StepContext())
-    require(not report.skipped, f"{dtype}: the step was skipped: loss {report.metrics['loss']}")
+    require(not report.skipped, f"{name}: the step was skipped: loss {report.metrics['loss']}")
     found = {"gradient": distance(gradient, expected.gradient), "loss": abs(report.metrics["loss"] - expected.loss)}
     require(
         found["gradient"] <= limit,
-        f"{dtype}: the gradient is off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), most at "
+        f"{name}: the gradient is off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), most at "
         f"{worst(gradient, expected.gradient)}",
     )
     require(
         found["loss"] <= limit * max(1.0, abs(expected.loss)),
-        f"{dtype}: the loss is {report.metrics['loss']:.6g}, on the CPU {expected.loss:.6g} (limit {limit:.2g})",
+        f"{name}: the loss is {report.metrics['loss']:.6g}, on the CPU {expected.loss:.6g} (limit {limit:.2g})",
     )
-    if dtype == "float32":
-        after = {name: _full(parameter) for name, parameter in engine._policy.lm.named_parameters()}
-        step = {name: after[name] - weights for name, weights in expected.before.items()}
-        right = {name: expected.after[name] - weights for name, weights in expected.before.items()}
-        found["step"] = distance(step, right)
+    if step:
+        after = {n: _full(parameter) for n, parameter in engine._policy.lm.named_parameters()}
+        taken = {n: after[n] - weights for n, weights in expected.before.items()}
+        right = {n: expected.after[n] - weights for n, weights in expected.before.items()}
+        found["step"] = distance(taken, right)
         require(
             found["step"] <= STEP_TOLERANCE,
-            f"AdamW's step is off by {found['step']:.2g} of its norm (limit {STEP_TOLERANCE:g}), most at "
-            f"{worst(step, right)}",
+            f"{name}: AdamW's step is off by {found['step']:.2g} of its norm (limit {STEP_TOLERANCE:g}), most at "
+            f"{worst(taken, right)}",
         )
     return found
 
@@ -343,7 +349,7 @@ def _off(
     engine = engine_of(setting, folder, dtype, packing=layout)
     if layout != "padded":
         require(engine.padded is None, f"{what or layout} rows are padded: {engine.padded}")
-    return compare(engine, rows, expected, f"{layout}, {what or dtype}", limit)["gradient"]
+    return compare(engine, rows, expected, f"{layout}, {what or dtype}", limit, step=False)["gradient"]
 
 
 def windowed(folder: Path) -> Path:
@@ -384,7 +390,7 @@ def kernels(setting: Setting) -> Findings:
     with one_rank_group(setting):
         for dtype in ("float32", "bfloat16"):
             yield _taken(setting, "head size 64", dtype, folder, rows, dtype=dtype)
-        yield _taken(setting, "compiled layers", "bfloat16", folder, rows, dtype="bfloat16", compile=True)
+            yield _taken(setting, "compiled layers", dtype, folder, rows, dtype=dtype, compile=True)
         many = grouped(random_rows(setting, 24), checked_shape(setting))
         for name, dtype, model in (
             ("head size 128", "float32", wide),

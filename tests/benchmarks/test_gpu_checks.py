@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from headway.data.interfaces.training import StepReport
 from headway.data.packing import Segments
 from headway.devices import Compute
 from headway.engines.rollout.native import decode_batch
+from headway.engines.rollout.native.decode_batch import DecodeRows
 from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.model_runner import ModelRunner
 from headway.engines.rollout.native.native_core import EngineCore
@@ -54,6 +56,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
         engine.logprobs,
         engine.decoding,
         training.training,
+        training.compiled,
         training.gradients,
         training.fsdp,
         transports.transports,
@@ -135,6 +138,39 @@ def contexts_that_come_back_are_damaged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotCache, "fill", wrong)
 
 
+def running_ahead_looks_at_what_was_read(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: DecodeRows, steps: int) -> Any:
+        a = self.active
+        return decode_batch.uniforms(self._keys[:a], self._written[:a] + np.arange(steps)[:, None])
+
+    patch.setattr(DecodeRows, "uniforms", wrong)
+
+
+def only_some_are_interrupted(patch: pytest.MonkeyPatch) -> None:
+    right = EngineCore.pause
+    patch.setattr(EngineCore, "pause", lambda self, policy: Paused(right(self, policy).interrupted - 1))
+
+
+def attention_goes_by_another_name(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine, "ATTENTION", re.compile("no such kernel"))
+
+
+def a_gpu_has_no_sampling_kernel(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Setting, "on_gpu", True)
+
+
+def a_gpu_has_no_varlen_attention(patch: pytest.MonkeyPatch) -> None:
+    right = engine.sampled_rows
+    patch.setattr(engine, "has_kernel", lambda device: True)
+
+    def on_a_gpu_if_bfloat16(setting: Setting, folder: Path, dtype: str) -> Any:
+        with patch.context() as here:
+            here.setattr(Setting, "on_gpu", dtype == "bfloat16")
+            return right(setting, folder, dtype)
+
+    patch.setattr(engine, "sampled_rows", on_a_gpu_if_bfloat16)
+
+
 def greedy_takes_the_least_likely(patch: pytest.MonkeyPatch) -> None:
     right = decode_batch.sample
     patch.setattr(
@@ -171,6 +207,25 @@ def predictors_are_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def steps_are_twice_as_long(patch: pytest.MonkeyPatch) -> None:
     right = learner.learning_rate
     patch.setattr(learner, "learning_rate", lambda *given: 2 * right(*given))
+
+
+def off_by_a_hundredth(method: str) -> Plant:
+    """Layers are not what they were once ``method`` of the module has wrapped them."""
+
+    def wrong(self: ShardedModule) -> None:
+        for layer in self.decoder_layers():
+            layer.forward = lambda *given, right=layer.forward, **more: 1.01 * right(*given, **more)
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(ShardedModule, method, wrong)
+
+    plant.__name__ = f"{method}_is_off"
+    return plant
+
+
+def windows_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    right = PackedLayout.parts
+    patch.setattr(PackedLayout, "parts", lambda self, window: right(self, None))
 
 
 def answers_see_each_other(patch: pytest.MonkeyPatch) -> None:
@@ -256,11 +311,19 @@ PLANTED: list[tuple[Made, Plant, str]] = [
     (engine.decoding, graphs_are_not_replayed, "gave CUDA graphs up"),
     (engine.decoding, graphs_are_right_once, "with CUDA graphs .*, .* without"),
     (engine.decoding, contexts_that_come_back_are_damaged, "prefilled again after an interrupt"),
+    (engine.logprobs, attention_goes_by_another_name, "the profile has no attention"),
+    (engine.logprobs, a_gpu_has_no_sampling_kernel, "float32: the engine fell back from the kernel that samples;"),
+    (engine.logprobs, a_gpu_has_no_varlen_attention, r"bfloat16: the engine fell back from attention .* \(varlen\);"),
+    (engine.decoding, only_some_are_interrupted, "11 of 12 were interrupted"),
+    (engine.decoding, running_ahead_looks_at_what_was_read, "with 1 steps launched ahead"),
     (engine.decoding, greedy_takes_the_least_likely, "greedy, .* by transformers.generate"),
     (engine.decoding, filters_are_forgotten, "top-p: a log-prob is"),
     (engine.decoding, contexts_of_one_step_are_mixed_up, "prefilled together, .* one by one|differs from token"),
     (training.training, predictors_are_off_by_one, "float32: the gradient is off by"),
     (training.training, steps_are_twice_as_long, "AdamW's step is off by 1 of its norm"),
+    (training.training, off_by_a_hundredth("recompute_activations"), "with recomputation: the gradient is off by"),
+    (training.compiled, off_by_a_hundredth("compile_parts"), "float32: the gradient is off by"),
+    (training.gradients, windows_are_forgotten, "windows rows are padded: its hidden states"),
     (training.gradients, answers_see_each_other, "packed, float32: the gradient is off by"),
     (training.fsdp, gathering_leaves_bytes_out, "gathered from the ranks are not those of the model's folder"),
     (training.fsdp, checkpoints_are_not_read, "brought other weights back"),
