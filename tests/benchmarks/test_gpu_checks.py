@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.gpu_checks import demo, engine, serving, speed, training, transports
 from benchmarks.gpu_checks.lanes import CHECKS
@@ -323,8 +325,8 @@ PLANTED: list[tuple[Made, Plant, str]] = [
     (training.training, steps_are_twice_as_long, "AdamW's step is off by 1 of its norm"),
     (training.training, off_by_a_hundredth("recompute_activations"), "with recomputation: the gradient is off by"),
     (training.compiled, off_by_a_hundredth("compile_parts"), "float32: the gradient is off by"),
-    (training.gradients, windows_are_forgotten, "windows rows are padded: its hidden states"),
     (training.gradients, answers_see_each_other, "packed, float32: the gradient is off by"),
+    (training.gradients, windows_are_forgotten, "windows rows are padded: its hidden states"),
     (training.fsdp, gathering_leaves_bytes_out, "gathered from the ranks are not those of the model's folder"),
     (training.fsdp, checkpoints_are_not_read, "brought other weights back"),
     (transports.transports, the_last_value_is_not_written, "version 1 .* came with other bits"),
@@ -349,6 +351,7 @@ PLANTED: list[tuple[Made, Plant, str]] = [
 def test_a_check_finds_what_is_planted_and_names_it(
     check: Made, plant: Plant, said: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Some checks find it after seconds of training or decoding."""
     plant(monkeypatch)
     with pytest.raises(CheckFailed, match=said):
         list(check(setting))
@@ -372,8 +375,9 @@ SUMMARY: dict[str, Any] = {
 
 
 def finished_run(directory: Path, **changes: Any) -> Path:
-    (directory / "model").mkdir(parents=True)
-    (directory / "model" / "model.safetensors").touch()
+    for number, folder in enumerate(("initial_model", "model")):
+        (directory / folder).mkdir(parents=True)
+        save_file({"weight": torch.tensor([float(number)])}, directory / folder / "model.safetensors")
     (directory / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
     rows = [{"version": 0}, {"reward/generated_mean": 0.1}, {"reward/generated_mean": 0.2}]
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -381,16 +385,16 @@ def finished_run(directory: Path, **changes: Any) -> Path:
 
 
 def test_a_run_that_did_what_was_asked_for_passes(tmp_path: Path) -> None:
-    found = list(demo.verdict(finished_run(tmp_path / "run"), 16, seconds=1.0))
+    found = list(demo.verdict(finished_run(tmp_path / "run"), 16, seconds=1.0, learns=True))
     assert [one.name for one in found] == list(CHECKS["demo"].findings)
     assert [one.text for one in found[1:]] == ["0.10 → 0.20", "0.25 → 0.50"]
 
 
 def test_a_run_that_was_told_to_end_passes_with_what_it_did(tmp_path: Path) -> None:
     told = finished_run(tmp_path / "run", status="interrupted", groups={"trained": 3})
-    assert "3 groups" in next(demo.verdict(told, None, seconds=1.0)).text
+    assert "3 groups" in next(demo.verdict(told, None, seconds=1.0, learns=True)).text
     with pytest.raises(CheckFailed, match="'interrupted'"):
-        list(demo.verdict(told, 16, seconds=1.0))
+        list(demo.verdict(told, 16, seconds=1.0, learns=True))
 
 
 @pytest.mark.parametrize(
@@ -401,20 +405,39 @@ def test_a_run_that_was_told_to_end_passes_with_what_it_did(tmp_path: Path) -> N
         ({"groups": {"trained": 15}}, "15 groups were trained; 16"),
         ({"skipped_steps": 1}, "1 optimizer steps were not finite"),
         ({"param_update": {"count": 1}}, "1 updates of the weights for version 2"),
+        ({"eval": [{"accuracy": 0.5}, {"accuracy": 0.5}]}, "validation did not rise: 0.50 → 0.50"),
+        ({"eval": [{"accuracy": 0.5}]}, "validation did not rise: 0.50"),
     ],
 )
 def test_a_run_that_did_something_else_fails(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckFailed, match=said):
-        list(demo.verdict(finished_run(tmp_path / "run", **changes), 16, seconds=1.0))
+        list(demo.verdict(finished_run(tmp_path / "run", **changes), 16, seconds=1.0, learns=True))
+
+
+def test_a_run_that_moved_no_weight_or_has_no_rewards_fails(tmp_path: Path) -> None:
+    directory = finished_run(tmp_path / "run")
+    (directory / "metrics.jsonl").write_text('{"reward/generated_mean": NaN}')
+    with pytest.raises(CheckFailed, match=r"no rewards, or none that count: \[nan\]"):
+        list(demo.verdict(directory, 16, seconds=1.0, learns=True))
+    shutil.copy(directory / "initial_model" / "model.safetensors", directory / "model")
+    with pytest.raises(CheckFailed, match="all weights as they were"):
+        list(demo.verdict(directory, 16, seconds=1.0, learns=True))
+
+
+def test_validation_is_asked_of_a_model_that_can_learn_and_had_the_time(tmp_path: Path) -> None:
+    flat = [{"accuracy": 0.0}, {"accuracy": 0.0}]
+    assert list(demo.verdict(finished_run(tmp_path / "small", eval=flat), 16, seconds=1.0, learns=False))
+    told = finished_run(tmp_path / "told", status="interrupted", eval=flat[:1])
+    assert list(demo.verdict(told, None, seconds=1.0, learns=True))
 
 
 def test_a_run_without_a_model_or_a_summary_fails(tmp_path: Path) -> None:
     directory = finished_run(tmp_path / "run")
     (directory / "model" / "model.safetensors").unlink()
     with pytest.raises(CheckFailed, match="no exported model"):
-        list(demo.verdict(directory, 16, seconds=1.0))
+        list(demo.verdict(directory, 16, seconds=1.0, learns=True))
     with pytest.raises(CheckFailed, match="no summary"):
-        list(demo.verdict(tmp_path, 16, seconds=1.0))
+        list(demo.verdict(tmp_path, 16, seconds=1.0, learns=True))
 
 
 def test_a_run_that_does_not_start_fails_with_what_it_printed() -> None:
