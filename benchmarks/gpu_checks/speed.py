@@ -233,7 +233,8 @@ def _decode_step(setting: Setting) -> Findings:
         advance()
         yield _found(setting, "decode step", f"{count} sequences", advance, DECODE_STEPS)
         cost = timed(lambda: _interrupted(setting, core))
-        yield Finding("interrupt", f"{count} sequences, {PROMPT} tokens and what they wrote: {cost * 1e3:.1f} ms")
+        length = PROMPT + 4 * DECODE_STEPS
+        yield Finding("interrupt", f"{count} sequences of {length} tokens decode again after {cost * 1e3:.1f} ms")
 
 
 def _interrupted(setting: Setting, core: EngineCore) -> None:
