@@ -224,7 +224,7 @@ $(STORAGE_STAMP): $(STAMP) constraints-storage.txt
 
 # A machine with a GPU counts like one without: devices that are there would be used.
 test-fake-cuda: fake-cuda-env
-	CUDA_VISIBLE_DEVICES= PYTHONPATH=src $(TEST_ENV) $(FAKE_CUDA_BIN)/python -m pytest -m '' tests/environments/fake_cuda $(ARGS)
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=src $(TEST_ENV) $(FAKE_CUDA_BIN)/python -m pytest -m '' tests/environments/fake_cuda tests/cli/test_eval_forks.py $(ARGS)
 
 fake-cuda-env: $(FAKE_CUDA_STAMP)
 

@@ -275,8 +275,13 @@ class Cuda(Accelerator):
 
     def is_there(self) -> bool:
         # By the driver's library of management: torch's own check starts CUDA, and a process that is forked afterwards,
-        # as vLLM forks its workers, cannot use a GPU any more.
+        # as vLLM forks its workers, cannot use a GPU any more. With the variable torch asks that library, too, but not
+        # for parts of a GPU (MIG).
+        import torch
+
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        if torch.version.cuda is not None and (listed := self.listed()) is not None:
+            return listed > 0
         return super().is_there()
 
     def listed(self) -> int | None:
