@@ -374,6 +374,32 @@ def test_host_memory_that_cannot_be_page_locked_is_had_all_the_same(
     assert "could not be page-locked" in record.getMessage()
 
 
+def test_page_locking_that_is_refused_leaves_no_error_for_the_next_launch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA keeps the error of a call that failed; torch reads it, and drops it, behind each launch on that thread."""
+    pending: list[int] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            pending[:] = [1]
+            return 1
+
+    def launch(*_: Any, device: str) -> None:
+        assert device == "cuda"
+        if pending:
+            pending.clear()
+            raise torch.AcceleratorError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    memory = torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "ones", launch)
+    CUDA.pin(memory)()
+    torch.ones(1, device="cuda")  # another's launch
+    (record,) = caplog.records
+    assert "could not be page-locked" in record.getMessage()
+
+
 def test_a_failure_in_a_group_of_nccl_for_weights_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's watchdog does by default. What was set for torch's other groups is as before when the group is made."""
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_BLOCKING_WAIT")

@@ -304,10 +304,15 @@ class Cuda(Accelerator):
         return CudaRecorder(device)
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        import torch
+
         runtime = self._torch.cudart()
         # Registered where it is: `Tensor.pin_memory` makes a copy, which other processes do not write into.
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) != 0:
             log.warning("the copy of the weights could not be page-locked: loading them takes longer")
+            # CUDA keeps the error for this thread's next launch, and torch has no function that drops it.
+            with suppress(RuntimeError):
+                torch.ones(1, device=self.name)
             return _nothing
 
         def unpin() -> None:
