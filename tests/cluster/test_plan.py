@@ -65,6 +65,22 @@ def test_threads_divide_the_cores_of_the_node_that_a_worker_lands_on_and_are_nev
     assert threads_of(3, 2) == 3
 
 
+def test_only_processes_in_which_no_replica_sleeps_are_those_that_only_train() -> None:
+    planned = plan(
+        actor={"use_kl_loss": True},
+        async_training={"use_rollout_log_probs": False},
+        algorithm={"adv_estimator": "gae"},
+        critic={"nnodes": 1},
+        trainer={"n_gpus_per_node": 4, "use_nodes_ratios": (0.25, 0.25, 0.25, 0.25)},
+    )
+    alone = {spec.name for spec in planned.workers if spec.only_trains}
+    assert alone == {"actor-0", "logp-0", "ref-0", "critic-0"}
+    assert {spec.name for spec in planned.workers} - alone == {"rollout-0", "episode-worker-0"}
+    assert not any(spec.only_trains for spec in plan(cluster={"placement": "shared"}).workers)
+    both = {"cluster": {"placement": "shared"}, "trainer": {"n_gpus_per_node": 2}}
+    assert [spec.name for spec in plan(**both).workers if spec.only_trains] == ["actor-1"], "a rank without a replica"
+
+
 def test_threads_that_the_user_sets_are_kept() -> None:
     planned = plan(trainer={"threads": 3}, rollout={"threads": 5})
     assert [s.threads for s in planned.workers if not s.beside] == [3, 5]

@@ -50,6 +50,11 @@ class WorkerSpec:
         """All devices that the worker has."""
         return DeviceGroup((self.device, *self.further))
 
+    @property
+    def only_trains(self) -> bool:
+        """True where the process has a training rank, or one that computes log-probs, and no replica."""
+        return self.role in (ActorRole, RefRole, LogpRole, CriticRole)
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:

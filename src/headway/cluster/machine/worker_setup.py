@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ from headway.devices import kind_of
 from headway.runtime.logs import log_to
 
 CPU_INFO = Path("/proc/cpuinfo")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of the variable with the settings of torch's allocator for accelerators, its own and older ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +85,24 @@ def math_environment(threads: int) -> dict[str, str]:
     }
 
 
-def set_up_process(name: str, threads: int, log_file: Path) -> None:
+def training_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for a process of training ranks alone. None where ``given``, the user's, has one of `ALLOCATOR`.
+
+    ``expandable_segments``: micro-batches of ever other sizes leave gaps between segments of fixed size, which cannot
+    be joined; segments that grow have none. Replicas do without: vLLM's memory that sleeps, and what its workers share
+    by handles (CUDA IPC), do not go with it everywhere. No transport of weights uses such handles.
+    """
+    return {} if any(name in given for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
+
+
+def set_up_process(name: str, threads: int, log_file: Path, *, only_trains: bool = False) -> None:
     """Set up environment, log file and signals of the process of worker ``name``. Runs before torch is imported.
 
-    ``threads``: number of threads for torch, OpenMP and MKL each.
+    ``threads``: number of threads for torch, OpenMP and MKL each. ``only_trains``: it gets `training_environment`.
     """
     os.environ.update(math_environment(threads))
+    if only_trains:
+        os.environ.update(training_environment(os.environ))
     redirect_output(log_file)
     log_to(logging.StreamHandler(sys.stderr), log_file.parent.parent.name, name)
     # Ctrl-C reaches every process of the terminal: only the driver decides what it means.

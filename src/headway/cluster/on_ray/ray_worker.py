@@ -162,7 +162,8 @@ class WorkerActor:
     def __init__(self, spec: WorkerSpec, device: str, log_file: Path, sharing: int) -> None:
         """Set up. ``sharing``: number of the run's devices on the machine, which divide its cores."""
         threads = threads_of(spec.threads, sharing)
-        set_up_process(spec.name, threads, log_file)  # before any import of torch, which reads its environment once
+        # Before any import of torch, which reads its environment once.
+        set_up_process(spec.name, threads, log_file, only_trains=spec.only_trains)
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         os.environ.update(network_environment(host, os.environ))
         with importing():
