@@ -237,6 +237,8 @@ def test_torch_is_asked_for_the_device_that_is_meant(monkeypatch: pytest.MonkeyP
     answers("get_device_properties", Properties)
     answers("memory_allocated", 3)
     answers("max_memory_allocated", 7)
+    answers("memory_reserved", 5)
+    answers("mem_get_info", (40, 80))
     for name in ("synchronize", "set_device", "reset_peak_memory_stats"):
         answers(name)
     device = torch.device("cuda", 1)
@@ -252,6 +254,8 @@ def test_torch_is_asked_for_the_device_that_is_meant(monkeypatch: pytest.MonkeyP
             *("synchronize", "set_device", "reset_peak_memory_stats"),
         )
     ]
+    assert CUDA.free_memory(device) == 42, "what torch has reserved for later tensors is free"
+    assert CPU.free_memory("cpu") is None
 
 
 class Graphs:

@@ -137,6 +137,12 @@ class DeviceKind(Protocol):
         """Return the bytes of memory that ``device`` has. None for the CPU, which shares its memory with everything."""
         return None
 
+    def free_memory(self, device: Device) -> int | None:
+        """Return the bytes of ``device`` that neither tensors of this process nor anything else holds. None for the
+        CPU.
+        """
+        return None
+
     def allocated_memory(self, device: Device) -> int | None:
         """Return the bytes that tensors of this process hold on ``device``. None where not counted."""
         return None
@@ -233,6 +239,10 @@ class Accelerator(DeviceKind):
 
     def total_memory(self, device: Device) -> int | None:
         return int(self._torch.get_device_properties(device).total_memory)
+
+    def free_memory(self, device: Device) -> int | None:
+        free, _ = self._torch.mem_get_info(device)
+        return int(free + self._torch.memory_reserved(device) - self._torch.memory_allocated(device))
 
     def allocated_memory(self, device: Device) -> int | None:
         return int(self._torch.memory_allocated(device))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from headway.cluster.roles.rollout_role import ReplicaSpec, start_vllm
+from headway.cluster.roles.rollout_role import ReplicaSpec, start_native, start_vllm
 from headway.config.schema import Config
 from headway.devices import Cuda
 from headway.errors import ConfigError
@@ -44,7 +44,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     async def start(**sections: Any) -> dict[str, Any]:
         config = Config.model_validate({"model": {"path": str(tmp_path)}, **sections})
         await start_vllm(
-            ReplicaSpec(config, str(tmp_path), "rollout-0", "cuda:0", str, "bfloat16", None, None, lambda: 0.0)
+            ReplicaSpec(config, str(tmp_path), "rollout-0", "cuda:0", str, "bfloat16", print, None, lambda: 0.0)
         )
         return got
 
@@ -69,9 +69,84 @@ async def test_vllm_on_gpus_of_its_own_chooses_by_itself(options: Any) -> None:
     assert await options(cluster={"placement": "split"}) == {}
 
 
+async def test_vllm_in_the_trainers_process_leaves_it_its_part_of_their_gpu(options: Any) -> None:
+    offload = {"fsdp_config": {"param_offload": True}}
+    got = await options(cluster={"backend": "inline"}, actor=offload, rollout={"n_gpus_per_node": 2})
+    assert got["gpu_memory_utilization"] == pytest.approx(0.45)
+
+
 async def test_a_replica_without_room_beside_the_trainer_is_refused(options: Any) -> None:
     with pytest.raises(ConfigError, match=r"training rank on it holds 121\.8"):
         await options(**{**SHARED, "trainer": {"n_gpus_per_node": 1}})
+
+
+GB, P = 10**9, 7.6156e9
+BIG = {"rollout": {"max_concurrent": 128}, "data": {"max_prompt_length": 2048, "max_response_length": 8192}}
+ASKED = 128 * 10_240 * 2 * 28 * 4 * 128 * 2
+"""Bytes of keys and values of 128 whole contexts of `SHAPE` in bfloat16."""
+
+
+@pytest.fixture
+def cache_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that starts a replica of the native engine on a GPU of 80 GB, and returns the bytes for its cache.
+
+    ``others``: bytes that other processes hold there; ``held``: this one, beside the served weights.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+
+    async def start(others: float = 0, held: float = 0, receive: Any = print, **sections: Any) -> int:
+        got: dict[str, Any] = {}
+        there = held
+        config = Config.model_validate({"model": {"path": str(tmp_path)}, **BIG, **sections})
+
+        class Model:
+            def to(self, device: str) -> Model:
+                nonlocal there
+                there += 2 * P
+                return self
+
+        monkeypatch.setattr(Cuda, "memory_listed", lambda self: 80 * GB)
+        monkeypatch.setattr(Cuda, "allocated_memory", lambda self, device: int(there))
+        monkeypatch.setattr(Cuda, "free_memory", lambda self, device: int(80 * GB - others - there))
+        monkeypatch.setattr("headway.models.pretrained.load_model", lambda *_, **__: Model())
+        monkeypatch.setattr(
+            "headway.engines.rollout.native.engine.NativeEngine", lambda model, **arguments: got.update(arguments)
+        )
+        spec = ReplicaSpec(config, str(tmp_path), "rollout-0", "cuda:0", str, "bfloat16", receive, None, lambda: 0.0)
+        await start_native(spec)
+        return int(got["kv_cache_bytes"])
+
+    return start
+
+
+async def test_the_native_engine_takes_what_a_gpu_has_room_for_and_not_a_context_for_each_slot(
+    cache_bytes: Any,
+) -> None:
+    assert ASKED > 75 * GB
+    alone = await cache_bytes(cluster={"placement": "split"})
+    assert 30 * GB < alone < 72 * GB - 2 * P, "beside its weights, and a tenth for libraries"
+    beside = await cache_bytes(others=30 * GB, cluster={"placement": "split"})
+    assert alone - 27 * GB - GB < beside < alone - 25 * GB, "memory that others hold is not there"
+    with pytest.raises(ConfigError, match=r"a replica's GPU has 0\.8 GB left.*end other processes that use it"):
+        await cache_bytes(others=64 * GB, cluster={"placement": "split"})
+
+
+async def test_what_the_trainer_has_on_a_shared_gpu_already_is_not_counted_twice(cache_bytes: Any) -> None:
+    before = await cache_bytes(others=20 * GB, **SHARED)
+    after = await cache_bytes(others=20 * GB, held=4 * P / 8, **SHARED)
+    assert before <= after < before + 0.11 * 4 * P / 8, "but for a tenth, which is left of what is free"
+
+
+async def test_in_one_process_the_native_engine_leaves_what_the_trainer_on_its_gpu_will_hold(cache_bytes: Any) -> None:
+    """The moments, of 8 bytes a parameter, come with the first step."""
+    inline = {"cluster": {"backend": "inline"}, "actor": {"fsdp_config": {"param_offload": True}}}
+    offloaded = await cache_bytes(**inline)
+    assert 0 < offloaded
+    with pytest.raises(ConfigError, match=r"training rank on it holds 121\.8"):
+        await cache_bytes(cluster={"backend": "inline"})
+    halves = await cache_bytes(**inline, rollout={**BIG["rollout"], "n_gpus_per_node": 2})
+    assert 0 < halves < offloaded / 2
+    assert await cache_bytes(receive=None, cluster={"backend": "inline"}) == offloaded, "an evaluation has no trainer"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

@@ -71,6 +71,11 @@ class ReplicaSpec:
             "clock": self.clock,
         }
 
+    @property
+    def in_one_process(self) -> bool:
+        """True where the training rank is in this process: on the same device, in whatever placement."""
+        return self.config.cluster.backend == "inline" and self.receive is not None
+
     def room(self) -> ReplicaRoom | None:
         """Return what the replica may take of each of its GPUs; None on a CPU, and where sizes are not known.
 
@@ -83,7 +88,7 @@ class ReplicaSpec:
             return None
         model = load_config(self.model_path, trust_remote_code=self.config.model.trust_remote_code)
         shape = ModelShape.of(model.get_text_config().to_dict())
-        return None if shape is None else replica_room(self.config, shape, nbytes)
+        return None if shape is None else replica_room(self.config, shape, nbytes, in_one_process=self.in_one_process)
 
 
 async def start_native(replica: ReplicaSpec) -> Any:
@@ -94,12 +99,14 @@ async def start_native(replica: ReplicaSpec) -> Any:
 
     config = replica.config
     cache_bytes = None if config.rollout.kv_cache_gib is None else int(config.rollout.kv_cache_gib * 2**30)
-    if cache_bytes is None and (room := replica.room()) is not None:
-        cache_bytes = room.cache_bytes
+    room = replica.room() if cache_bytes is None else None
     dtype, remote = getattr(torch, replica.dtype), config.model.trust_remote_code
     load = partial(load_model, replica.model_path, dtype=dtype, trust_remote_code=remote)
     # In a thread: heartbeats are answered while the model is read.
     model = (await asyncio.to_thread(load)).to(replica.device)
+    if room is not None:
+        kind = kind_of(replica.device)
+        cache_bytes = room.cache_in(kind.free_memory(replica.device) or 0, kind.allocated_memory(replica.device) or 0)
     return NativeEngine(
         model,
         decode=replica.decode,
@@ -115,7 +122,8 @@ async def start_vllm(replica: ReplicaSpec) -> Any:
 
     config = replica.config
     options = config.rollout.engine_kwargs
-    if config.cluster.placement == "shared" and (room := replica.room()) is not None and room.share > 0:
+    beside = config.cluster.placement == "shared" or replica.in_one_process
+    if beside and (room := replica.room()) is not None and room.share > 0:
         # By default vLLM wants nearly all of the device, which after the first training step it finds taken.
         options = {"gpu_memory_utilization": room.share, **options}  # the user's own value comes last, and counts
     engine = VllmEngine(

@@ -145,19 +145,37 @@ class ReplicaRoom:
     """Part of the device that the replica may take, for vLLM's ``gpu_memory_utilization``."""
     cache_bytes: int
     """Bytes of it for keys and values."""
+    planned: int
+    """Bytes of the device for all else, of the training rank too that shares it."""
+
+    def cache_in(self, free: int, allocated: int) -> int:
+        """Return the bytes for keys and values on a device of which ``free`` are left, maybe beside other processes.
+
+        ``allocated``: bytes that this process has there already, of those that are planned. Raises `ConfigError` where
+        nothing is left.
+        """
+        to_come = max(0, self.planned - allocated)
+        if room(free) <= to_come:
+            raise ConfigError(
+                f"a replica's GPU has {free / 1e9:.1f} GB left, and beside keys and values {to_come / 1e9:.1f} are still "
+                "to be taken there; end other processes that use it, or give another GPU"
+            )
+        return min(self.cache_bytes, room(free) - to_come)
 
 
-def replica_room(config: Config, shape: ModelShape, device_bytes: int) -> ReplicaRoom:
+def replica_room(config: Config, shape: ModelShape, device_bytes: int, *, in_one_process: bool = False) -> ReplicaRoom:
     """Return what is left for a replica on a GPU of ``device_bytes``: beside a training rank that shares it, less.
+
+    ``in_one_process``: it is the GPU of the training rank and of all replicas, whatever the placement.
 
     Raises:
         ConfigError: there is no room for one whole answer, and the user has not chosen the room.
     """
     run, held = _Run(config, shape, on_cpu=False, device_bytes=device_bytes), 0
-    if run.placement.shared(ROLLOUT, ACTOR):
+    if in_one_process or run.placement.shared(ROLLOUT, ACTOR):
         # From the first step on. Before it the moments are not there: what starts now must fit when it wakes up then.
         held = sum(line.nbytes for line in run.trainer(senders=0).held if not line.on_host)
-    left = room(device_bytes) - held
+    left = (room(device_bytes) - held) // (len(run.placement.replicas) if in_one_process else 1)
     alone = run.replica(len(run.placement.devices[ACTOR]), cache_bytes=0).device
     answer = run.context * shape.cache(run.served, config.rollout.tensor_model_parallel_size)
     chosen = config.rollout.kv_cache_gib is not None or not SIZES.isdisjoint(config.rollout.engine_kwargs)
@@ -169,7 +187,7 @@ def replica_room(config: Config, shape: ModelShape, device_bytes: int) -> Replic
             f"answer of {run.context} tokens; a GPU has {device_bytes / 1e9:.1f}{beside}, and libraries need a tenth; "
             f"set {offload}give more GPUs, or lower data.max_response_length"
         )
-    return ReplicaRoom(left / device_bytes, left - alone)
+    return ReplicaRoom(left / device_bytes, left - alone, held + alone)
 
 
 class _Run:
