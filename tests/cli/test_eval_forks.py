@@ -1,7 +1,8 @@
 """``headway eval`` with vLLM on a GPU: vLLM forks its workers, and a process that has started CUDA must not fork.
 
-Everything up to vLLM's first import is Headway's own; vLLM is a stand-in that forks at once. Where torch is no CUDA build
-(``make test-fake-cuda`` has one), its functions in C have stand-ins that keep CUDA's rule; those in Python are torch's.
+Everything up to vLLM's first import is Headway's own; vLLM is a stand-in that forks at once. Where torch is no CUDA
+build (``make test-fake-cuda`` has one), its functions in C have stand-ins that keep CUDA's rule; those in Python are
+torch's.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ async def test_in_one_process_the_native_engine_leaves_what_the_trainer_on_its_g
     """The moments, of 8 bytes a parameter, come with the first step."""
     inline = {"cluster": {"backend": "inline"}, "actor": {"fsdp_config": {"param_offload": True}}}
     offloaded = await cache_bytes(**inline)
-    assert 0 < offloaded
+    assert offloaded > 0
     with pytest.raises(ConfigError, match=r"training rank on it holds 121\.8"):
         await cache_bytes(cluster={"backend": "inline"})
     halves = await cache_bytes(**inline, rollout={**BIG["rollout"], "n_gpus_per_node": 2})

@@ -157,8 +157,8 @@ class ReplicaRoom:
         to_come = max(0, self.planned - allocated)
         if room(free) <= to_come:
             raise ConfigError(
-                f"a replica's GPU has {free / 1e9:.1f} GB left, and beside keys and values {to_come / 1e9:.1f} are still "
-                "to be taken there; end other processes that use it, or give another GPU"
+                f"a replica's GPU has {free / 1e9:.1f} GB left, and beside keys and values {to_come / 1e9:.1f} are "
+                "still to be taken there; end other processes that use it, or give another GPU"
             )
         return min(self.cache_bytes, room(free) - to_come)
 
