@@ -18,7 +18,7 @@
 # make storage-env    that server and s3fs, about 100 MB beside .venv
 # make fake-cuda-env  torch's CUDA build and Headway's packages alone, an environment of about 4.7 GB
 # make test-gpu what works on this machine's GPUs, and how fast, in 8 minutes    (ARGS="--only logprobs,demo")
-# make wheelhouse PYTHON_VERSION=3.12    wheels for a machine that has torch, transformers and no network
+# make wheelhouse PYTHON_VERSION=3.12    wheels for a machine that has torch and no network
 # make bench    the main job against a plain loop and TRL, about 8 minutes, into build/bench/
 # make bench-trl      the same; builds TRL's environment first
 # make trl-env        that environment alone, about 1.9 GB: fails where it cannot be built
