@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -77,6 +78,23 @@ def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     code, said = kept_going(tmp_path, 3, "sys.exit(1)")
     assert code == 1
     assert "before its first checkpoint (trainer.save_freq), and is not restarted; start it over" in said
+
+
+@pytest.mark.parametrize(
+    ("end", "version", "again"),
+    [("sys.exit(1)", 0, False), ("sys.exit(1)", 3, True), ("os.kill(os.getpid(), 9)", 0, True)],
+)
+def test_before_its_first_checkpoint_a_run_is_resumed_unless_it_fails_within_version_0(
+    tmp_path: Path, end: str, version: int, again: bool
+) -> None:
+    (tmp_path / "checkpoints/version_0").mkdir(parents=True)
+    reached = {"kind": "version.reached", "time": 0.0, "groups": {}, "episodes": {}}
+    lines = [json.dumps({**reached, "version": number}) for number in range(version + 1)]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    code, said = kept_going(tmp_path, 1, f"import os; {end}")
+    assert code != 0
+    assert ("going on from version 0, restart 1 of 1" in said) == again
+    assert ("ended (exit code 1) within version 0, and is not restarted; go on from version 0 with" in said) != again
 
 
 def test_workers_that_a_killed_driver_left_are_ended_before_it_is_resumed(tmp_path: Path) -> None:

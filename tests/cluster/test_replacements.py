@@ -204,6 +204,7 @@ async def test_a_device_moves_away_from_a_node_that_is_avoided_and_to_none_that_
             await ray.pool.find_place(1)
         assert ray.pool.node(1) == node
     assert await ray.pool.find_place(1) == 1, "it stays"
+    assert await ray.pool.find_place(2) == 2 and ray.pool.node(2) == "a", "others may be there"
 
 
 async def test_the_devices_of_a_replica_move_together_to_a_node_that_has_room_for_all(

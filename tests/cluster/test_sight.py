@@ -44,7 +44,10 @@ class Machine(FileProbe):
         return await super().leave_mark(self.at(mark), text, make_directory)
 
     async def sees_mark(self, mark: Path, text: str) -> bool:
-        return await super().sees_mark(self.at(mark), text)
+        return await super().sees_mark(mark, text)  # by `text_of`
+
+    async def text_of(self, file: Path) -> str | None:
+        return await super().text_of(self.at(file))
 
     async def remove_mark(self, mark: Path) -> None:
         await super().remove_mark(self.at(mark))
@@ -125,7 +128,10 @@ async def test_a_rank_that_does_not_see_the_runs_directory_is_named_with_its_mac
 async def test_a_rank_that_is_started_again_on_a_machine_without_the_runs_directory_is_named(
     here: Machine, there: Machine
 ) -> None:
-    sight = SharedFilesystem(Config(), RUN, MODEL, None, cast(FileProbe, here))
+    (here.at(RUN) / "config.yaml").write_text("of this run")
+    (there.at(RUN) / "config.yaml").write_text("of another one")
+    here.at(RUN).chmod(0o500)
+    sight = SharedFilesystem(Config(), RUN, MODEL, None, here)
     await sight.check_rank(cast(Worker, Looking("actor-0+1", here)))
     with pytest.raises(ConfigError, match=rf"sees it; but not actor-0\+1 on node-2 \({THERE}\)"):
         await sight.check_rank(cast(Worker, Looking("actor-0+1", there)))

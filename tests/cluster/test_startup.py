@@ -247,7 +247,7 @@ async def test_a_machine_on_which_a_restarted_rank_does_not_see_the_runs_files_g
         begun = startup.Startup(config, cluster, stack, model_path="m", total_optimizer_steps=1, run_dir=tmp_path)
         await begun.launch()
         begun._files = Files()
-        with pytest.raises(RunError, match=r"is not one directory .*No worker is started there again"):
+        with pytest.raises(RunError, match=r"is not one directory .*It is not started there again"):
             await begun._restart("actor", begun._groups.actor, StartWaits())
         assert avoided == ["actor-1"]
         await begun._restart("actor", begun._groups.actor, StartWaits())

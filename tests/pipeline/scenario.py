@@ -378,7 +378,7 @@ class Scenario:
             else None,
             workers=lambda: [trainer],
             journal=None if self.journal is None else RunJournal(self.journal, self.config),
-            keep_start=None if self.journal is None else starts.append,
+            keep_start=None if self.journal is None else lambda taken: starts.append(taken) is None,
             samples=self.samples,
         )
         observers = [recorder] if parts.journal is None else [recorder, parts.journal]

@@ -12,11 +12,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
 from headway.cli.common import EXIT_FAILED, say
+from headway.errors import DataError
 from headway.reports.checkpoint_folders import Checkpoints
+from headway.reports.record.events_file import look_through
 from headway.reports.run_directory import RunDirectory
 from headway.runtime.process_tree import IMPORTS_AS_HERE, adopt_orphans, end_children, python_command
 from headway.runtime.signals import Repeats, handled, interrupting_signals
@@ -57,9 +60,10 @@ def keep_going(
             by_hand = f"go on from version {saved[-1]} with: headway train --resume {quote(str(run))}" if saved else ""
             if attended.told:
                 say(f"{ended} as it was told to stop; {by_hand or 'it has no checkpoint'}")
-            elif not saved or (code > 0 and saved[-1] == 0):  # it would fail in the same way again
-                early = "before its first checkpoint (trainer.save_freq), and is not restarted"
-                say(f"{ended} {early}; {by_hand or 'start it over'}")
+            elif not saved:
+                say(f"{ended} before its first checkpoint (trainer.save_freq), and is not restarted; start it over")
+            elif code > 0 and saved[-1] == 0 and not _left_version_0(directory):  # it would do so again
+                say(f"{ended} within version 0, and is not restarted; {by_hand}")
             elif restart == restarts:
                 say(f"{ended} after {restarts} restart{'s' * (restarts != 1)} (--restarts); {by_hand}")
             else:
@@ -69,6 +73,12 @@ def keep_going(
                     arguments = ("train", "--resume", str(run))
                 continue
             return code if code >= 0 else 128 - code
+
+
+def _left_version_0(directory: RunDirectory) -> bool:
+    with suppress(DataError):
+        return any(look_through(directory.events).boundaries)
+    return False
 
 
 def _changed(file: Path) -> int | None:

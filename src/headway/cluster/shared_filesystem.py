@@ -24,6 +24,8 @@ from headway.config.transport_facts import TRANSPORTS
 from headway.errors import ConfigError, ModelError, RunError
 from headway.runtime.task_groups import concurrently
 
+CONFIG = "config.yaml"
+"""File that each run's directory has."""
 Probes = Mapping[str, FileProbe]
 """Access to files by the names of workers."""
 
@@ -79,9 +81,14 @@ class SharedFilesystem:
             await self._check_directory(probes)
 
     async def check_rank(self, worker: Worker) -> None:
-        """Check that a rank that is started again sees the run's directory and the model. Raises as `check` does."""
-        probes = {worker.name: _probe(worker)}
-        await self._check_run_directory(probes)
+        """Check that a rank that is started again sees the run's directory and the model. Raises as `check` does.
+
+        It may be on a machine that had none. Nothing is written, for the disk may be full.
+        """
+        probes, file = {worker.name: _probe(worker)}, self._run_dir / CONFIG
+        here = await self._driver.text_of(file)
+        if here is not None and not await probes[worker.name].sees_mark(file, here):
+            raise ConfigError(await self._not_shared("run.dir", self._run_dir, probes))
         await self._check_model(probes)
 
     async def _check_run_directory(self, writers: Probes) -> None:

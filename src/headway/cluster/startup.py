@@ -415,9 +415,9 @@ class Startup:
             for worker in workers:
                 try:
                     await waits.wait(f"{worker.name} to say which files it sees", self._files.check_rank(worker))
-                except UserError as blind:  # on a machine that had no rank before
+                except UserError as blind:
                     self._workers.avoid(worker.name)
-                    raise RunError(f"{blind}. No worker is started there again") from blind
+                    raise RunError(f"{blind}. It is not started there again") from blind
         return await _build(group, waits)
 
     async def _with_places(self, role: str, group: WorkerGroup) -> dict[Rank, int]:

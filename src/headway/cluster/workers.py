@@ -55,7 +55,7 @@ class Cluster(Protocol):
         """
 
     def avoid(self, spec: WorkerSpec) -> None:
-        """Give the machine of a worker of ``spec`` to no worker that replaces another one from now on."""
+        """Start the worker of ``spec`` no more on the machine that it is on."""
 
     def launch(self, spec: WorkerSpec) -> Worker:
         """Begin to start one worker, without waiting for it: see `Worker.up`."""
@@ -132,7 +132,7 @@ class LaunchedWorkers:
         return {name: look.result() for name, look in found.items()}
 
     def avoid(self, name: str) -> None:
-        """Start no worker again on the machine of the worker ``name``."""
+        """Start the worker ``name`` no more on the machine that it is on."""
         self._cluster.avoid(self._specs[name.partition("+")[0]])
 
     async def launch_again(self, name: str, device: int, waits: StartWaits, **arguments: Any) -> Worker:

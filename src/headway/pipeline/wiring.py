@@ -108,8 +108,8 @@ class Parts:
     """Function that returns the workers to ask for a heartbeat when no event came for long."""
     journal: RunJournal | None = None
     """Journal of what the run finishes; None for none."""
-    keep_start: Callable[[Taken], object] | None = None
-    """Function that writes the checkpoint of version 0, the initial model's."""
+    keep_start: Callable[[Taken], bool] | None = None
+    """Function that writes the checkpoint of version 0, and returns whether it is there."""
     samples: SampleOutlet | None = None
     """Outlet of samples of what was said; None where there are none."""
     probe_tolerance: Callable[[str], float] = lambda name: 1e-3

@@ -242,7 +242,8 @@ def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Surviving
     if newest is not None:
         return newest
     path = directory.path
-    if found := checkpoints.complete(with_critic=needs_critic(config)):
+    # Of version 0 the record may not tell yet, where the run was killed then.
+    if found := [version for version in checkpoints.complete(with_critic=needs_critic(config)) if version > 0]:
         raise UserError(
             f"{path}: {directory.events.name} does not tell of any checkpoint that is there ({found}); a run cannot be "
             "resumed without its record"

@@ -285,8 +285,10 @@ class TrainingRun:
             note(self._reports, text, "warning")
             return None
 
-    def _keep_start(self, taken: Taken) -> None:
-        """Write the checkpoint of version 0, from which a run that ends before its next one is resumed."""
+    def _keep_start(self, taken: Taken) -> bool:
+        """Write the checkpoint of version 0, from which a run that ends before its next one is resumed. Returns
+        whether the disk took it.
+        """
         checkpoints = Checkpoints(self._reports.directory.checkpoints)
         try:
             if needs_critic(self._config):  # first: a checkpoint whose own folder is there is complete
@@ -295,6 +297,8 @@ class TrainingRun:
         except OSError as cause:
             text = f"before its first checkpoint the run cannot be resumed: {checkpoints.actor(0)}: {said_by(cause)}"
             note(self._reports, text, "warning")
+            return False
+        return True
 
     def _profile_window(self, workers: Workers) -> ProfileWindow:
         engine, reports = self._config.rollout.name, self._reports

@@ -86,7 +86,8 @@ def math_environment(threads: int) -> dict[str, str]:
 
 
 def training_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for a process of training ranks alone. None where ``given``, the user's, has one of `ALLOCATOR`.
+    """Return variables for a process of training ranks alone: no variable where ``given``, the user's, has one of
+    `ALLOCATOR`.
 
     ``expandable_segments``: micro-batches of ever other sizes leave gaps between segments of fixed size, which cannot
     be joined; segments that grow have none. Replicas do without: vLLM's memory that sleeps, and what its workers share

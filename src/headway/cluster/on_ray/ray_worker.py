@@ -430,7 +430,8 @@ def _tokens_lost(what: str) -> TokensLost:
 
 @ray.remote(num_cpus=0)
 def _read(parts: Sequence[TokenPart]) -> list[Mapping[int, RowTokens] | None]:
-    return [read_rows(part.file, part.rows) for part in parts]
+    # The copy, too: where there was no room for the file, this machine sees it first.
+    return [read_rows(part.file, part.rows) or read_copy(part.file, part.rows) for part in parts]
 
 
 @ray.remote(num_cpus=0)

@@ -154,8 +154,8 @@ class ResourcePool:
     def __init__(self, places: Iterable[_WorkerBundle], *, on_gpus: bool) -> None:
         self._places = {device: place for place in places for device in place.devices}
         self._on_gpus = on_gpus
-        self._avoided: set[str] = set()
-        """Nodes that are given to no worker again."""
+        self._avoided: set[tuple[int, str]] = set()
+        """Devices, and nodes to which each of them is not moved."""
 
     @classmethod
     async def reserve(
@@ -222,7 +222,7 @@ class ResourcePool:
         while True:
             for one in (device, *others):
                 node = self._places[one].node
-                alive = None if node in self._avoided else await asyncio.to_thread(described, node)
+                alive = None if (one, node) in self._avoided else await asyncio.to_thread(described, node)
                 if await self._answers(alive):
                     return one
                 if one == device:
@@ -232,14 +232,14 @@ class ResourcePool:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def avoid(self, device: int) -> None:
-        """Let `find_place` find nothing on the node of ``device`` from now on."""
-        self._avoided.add(self._places[device].node)
+        """Let `find_place` find no place for ``device`` on its present node from now on."""
+        self._avoided.add((device, self._places[device].node))
 
     async def _moved(self, device: int) -> bool:
         """Give the worker of ``device`` a bundle on any node that has room and answers. Tell whether there was one."""
         devices = self._places[device].devices
         for node in await asyncio.to_thread(_nodes, self._on_gpus):
-            has_room = node.free >= len(devices) and node.id not in self._avoided
+            has_room = node.free >= len(devices) and (device, node.id) not in self._avoided
             if has_room and await self._answers(await asyncio.to_thread(described, node.id)):
                 group = await _reserved([node.id], [len(devices)], self._on_gpus)
                 if group is not None:

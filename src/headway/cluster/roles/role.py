@@ -57,10 +57,14 @@ class FileProbe:
 
     async def sees_mark(self, mark: Path, text: str) -> bool:
         """Tell whether the file ``mark`` is there, and holds ``text``."""
+        return await self.text_of(mark) == text
+
+    async def text_of(self, file: Path) -> str | None:
+        """Return the text of ``file``; None where there is none."""
         try:
-            return await asyncio.to_thread(mark.read_text, encoding="utf-8") == text
+            return await asyncio.to_thread(file.read_text, encoding="utf-8")
         except (OSError, UnicodeDecodeError):
-            return False
+            return None
 
     async def remove_mark(self, mark: Path) -> None:
         """Remove the file ``mark``, if it is there and can be removed."""

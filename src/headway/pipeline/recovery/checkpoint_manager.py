@@ -83,8 +83,8 @@ class CheckpointManager:
     trainer: TrainerConfig
     """How often checkpoints and snapshots are made."""
     snapshots: SnapshotStore | None = None
-    keep_start: Callable[[Taken], object] | None = None
-    """Function that writes the checkpoint of version 0, the initial model's; None where nothing is to be resumed."""
+    keep_start: Callable[[Taken], bool] | None = None
+    """Function that writes the checkpoint of version 0, and returns whether it is there; None where none is wanted."""
 
     writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Lock held while a checkpoint is copied and written, or a snapshot copied and sent."""
@@ -116,13 +116,14 @@ class CheckpointManager:
             "trainer": self.actor.state(),
             "guard": self.actor.guard.state(),
         }
-        if version == 0 and self.keep_start is not None:
-            critic = self.actor.critic
-            self.keep_start(self._taken if critic is None else {**self._taken, "critic": critic.state()})
         if state.journal is not None:
             state.journal.boundary(version, min(state.ledger.open, default=state.ledger.admitted))
         groups, episodes = state.ledger.counts(), state.ledger.episode_counts()
         state.emit(VersionReached(time=now(), version=version, groups=groups, episodes=episodes))
+        if version == 0 and self.keep_start is not None:
+            critic = self.actor.critic
+            if self.keep_start(self._taken if critic is None else {**self._taken, "critic": critic.state()}):
+                self.saved = version
 
     def restore(self, taken: Taken) -> None:
         """Begin at the boundary of a checkpoint, before anything runs. Emits the fates of the groups that were open.
