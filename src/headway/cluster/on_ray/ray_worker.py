@@ -50,7 +50,7 @@ from headway.cluster.on_ray.worker_connections import (
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.role import place
 from headway.cluster.worker_plan import WorkerSpec
-from headway.config.sizing.timeouts import KILLED_S, Timeouts, model_nbytes
+from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle, RowTokens
 from headway.errors import HeadwayError, RunError, StallError, TokensLost, WorkerDied
 from headway.pipeline.recovery.liveness import ProcessLook, given_up, look_at
@@ -439,12 +439,22 @@ def _look_there(pid: int) -> ProcessLook | None:
     return look_at(pid)
 
 
+REMOVED_S = 30.0
+"""Seconds for a machine that answers to start the process that removes a run's tokens there."""
+
+
 async def remove_there(hosts: Collection[str], directory: Path) -> None:
-    """Remove ``directory`` from those of the machines ``hosts`` that Ray has and that answer within `KILLED_S`."""
+    """Remove ``directory`` from those of the machines ``hosts`` that Ray has and that answer, within `REMOVED_S`."""
+
+    async def remove(host: str, node: dict[str, Any]) -> None:
+        if await answers(host, node["NodeManagerPort"]):
+            await _remove.options(scheduling_strategy=_on(node["NodeID"])).remote(directory)
+
     with suppress(RayError, TimeoutError):
-        async with asyncio.timeout(KILLED_S):
-            there = [node["NodeID"] for host, node in (await asyncio.to_thread(_alive)).items() if host in hosts]
-            await asyncio.gather(*(_remove.options(scheduling_strategy=_on(node)).remote(directory) for node in there))
+        async with asyncio.timeout(REMOVED_S):
+            nodes = await asyncio.to_thread(_alive)
+            there = (remove(host, node) for host, node in nodes.items() if host in hosts)
+            await asyncio.gather(*there, return_exceptions=True)  # one that is lost meanwhile keeps no other waiting
 
 
 @ray.remote(num_cpus=0)
