@@ -24,7 +24,12 @@ from tests.pipeline.test_rank_restarts import MODES, check, trainer
 
 
 def scenario(
-    mode: str, *moments: float, save_freq: int = 50, wrong: dict[str, Any] | None = None, **further: Any
+    mode: str,
+    *moments: float,
+    save_freq: int = 50,
+    snapshot_freq: int = 1,
+    wrong: dict[str, Any] | None = None,
+    **further: Any,
 ) -> Scenario:
     """``moments``: seconds after which the trainer dies, each after the one before; ``wrong``: of the snapshots."""
 
@@ -38,7 +43,7 @@ def scenario(
             await asyncio.sleep(moment)
             trainer(run).life.die()
 
-    settings = {"save_freq": save_freq, "snapshot": "memory"}
+    settings = {"save_freq": save_freq, "snapshot": "memory", "snapshot_freq": snapshot_freq}
     given: dict[str, Any] = {
         "sections": {"trainer": settings},
         "trainer_start_s": 3.0,
@@ -91,6 +96,11 @@ def test_no_snapshot_is_kept_where_a_checkpoint_is_due():
     kept = [event.version for event in run.of(SnapshotKept)]
     saved = [event.version for event in run.of(CheckpointSaved)]
     assert set(kept) == {1, 2, 4, 5} and saved == [3, 6]
+
+
+def test_only_versions_that_snapshot_freq_divides_have_one():
+    run = check(scenario("async_partial", 35.0, save_freq=6, snapshot_freq=2).run())
+    assert {event.version for event in run.of(SnapshotKept)} == {2, 4}
 
 
 def test_training_stands_still_for_the_copy_alone():

@@ -67,8 +67,9 @@ class TrainerConfig(Section):
     """Checkpoints that are kept, the newest ones, each with its critic's; null: all."""
     snapshot: Literal["memory"] | None = None
     """``memory`` keeps the state of each training rank in the memory of an episode worker as well, of another machine
-    where there is one: what a lost rank goes back to. On one machine that survives the end of processes alone. Each
-    version has one, but for those that fall due while a checkpoint or a snapshot is on its way."""
+    where there is one: what a lost rank goes back to. On one machine that survives the end of processes alone."""
+    snapshot_freq: int = Field(1, ge=1)
+    """Versions between two snapshots. One that falls due while a checkpoint or a snapshot is on its way is left out."""
     max_restarts: NonNegative = 3
     """Most times that ranks are started again in the course of a run, where one is lost: those of a critic, a
     reference, ``logp``, or the trainer, which are trained again on the batches since the newest checkpoint, or

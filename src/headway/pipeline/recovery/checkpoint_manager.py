@@ -183,7 +183,7 @@ class CheckpointManager:
             return
         if self.trainer.save_freq > 0 and version % self.trainer.save_freq == 0:
             await self._begin(version, waiting_for)
-        elif self.snapshots is not None and not self.writing.locked():
+        elif self.snapshots is not None and version % self.trainer.snapshot_freq == 0 and not self.writing.locked():
             await self._begin(version, waiting_for, self.snapshots)
 
     async def save(self, version: int) -> None:
