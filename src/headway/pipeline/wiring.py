@@ -161,8 +161,8 @@ class Wiring:
             timeouts,
             config.trainer,
             parts.snapshots,
-            parts.keep_start,
         )
+        self.checkpoints.keep_start = parts.keep_start
         self.actor.keeps_batches = ACTOR in parts.restartable
         left, pool = Restarts(config.trainer.max_restarts, timeouts), self.pool
 

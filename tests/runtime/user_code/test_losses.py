@@ -96,7 +96,10 @@ async def test_a_worker_without_a_loop_that_somebody_stops_is_replaced(kind: str
         above = workers._workers[0].process if workers._fork_server is None else workers._fork_server.process
         for pid in (above.pid, *descendants(above.pid)) if guard == "too" else (before,):
             os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(RunnerLost, match=r"after it was stopped for 2 s .SIGSTOP."):
+        why = r"after it was stopped for 2 s .SIGSTOP."
+        if (kind, guard) == ("forked", "too"):  # the process that forked it may be seen to be stopped first
+            why += "|it ended with the process that forked it"
+        with pytest.raises(RunnerLost, match=why):
             await job
         assert await workers.run(("pid",)) != before
 

@@ -17,6 +17,8 @@ from headway.errors import ModelError
 
 STATE_FILE = "state.json"
 KEYS = ("optimizer_steps", "extra")
+START = "initial_model"
+"""Key of a checkpoint without tensors."""
 REMOVE = "Remove it, to resume from the one before"
 
 
@@ -29,14 +31,14 @@ def write_start(path: Path, extra: Mapping[str, Any]) -> None:
     """Write the checkpoint of version 0, which has ``extra`` alone, to the folder ``path``. Raises `OSError`."""
     draft = path.with_name(f".{path.name}.partial")
     draft.mkdir(parents=True, exist_ok=True)
-    state = {"optimizer_steps": 0, "extra": extra, "files": {}}
+    state = {"optimizer_steps": 0, "extra": extra, "files": {}, START: True}
     (draft / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
     draft.rename(path)
 
 
 def is_start(state: Mapping[str, Any]) -> bool:
     """Tell whether the ``state`` of a checkpoint is that of version 0, as `write_start` writes it."""
-    return state.get("files") == {}
+    return state.get(START) is True
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class CheckpointManager:
     trainer: TrainerConfig
     """How often checkpoints and snapshots are made."""
     snapshots: SnapshotStore | None = None
-    keep_start: Callable[[Taken], bool] | None = None
+    keep_start: Callable[[Taken], bool] | None = field(default=None, init=False)
     """Function that writes the checkpoint of version 0, and returns whether it is there; None where none is wanted."""
 
     writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
