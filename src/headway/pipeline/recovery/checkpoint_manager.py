@@ -304,7 +304,7 @@ class CheckpointManager:
             except WorkerDied:  # a `RunError`, too, but it is the ranks that are lost, not the snapshot
                 raise
             except RunError as failure:
-                instead = "the initial model" if self.saved is None else f"the checkpoint of version {self.saved}"
+                instead = f"the checkpoint of version {self.saved}" if self.saved else "the initial model"
                 self._kept = None
                 self.state.note(f"the snapshot of version {kept} cannot be loaded, and {instead} is: {failure}")
         if self.saved is not None:
