@@ -411,14 +411,17 @@ class Startup:
         workers = [worker_of(rank, self._workers.by_name) for rank in ranks]
         group.consist_of(workers)
         await concurrently(waits.wait(f"{worker.name} to start", worker.up()) for worker in workers)
-        if self._files is not None:
-            for worker in workers:
-                try:
-                    await waits.wait(f"{worker.name} to say which files it sees", self._files.check_rank(worker))
-                except UserError as blind:
-                    self._workers.avoid(worker.name)
-                    raise RunError(f"{blind}. It is not started there again") from blind
+        if (files := self._files) is not None:
+            await concurrently(self._check_rank(files, worker, waits) for worker in workers)
         return await _build(group, waits)
+
+    async def _check_rank(self, files: SharedFilesystem, worker: Worker, waits: StartWaits) -> None:
+        """Raise `RunError` where a rank that was started again does not see the run's files, and avoid its machine."""
+        try:
+            await waits.wait(f"{worker.name} to say which files it sees", files.check_rank(worker))
+        except UserError as blind:
+            self._workers.avoid(worker.name)
+            raise RunError(f"{blind}. It is not started there again") from blind
 
     async def _with_places(self, role: str, group: WorkerGroup) -> dict[Rank, int]:
         """Return the ranks of ``role`` that are started again, each with its device: all of them or, where some of

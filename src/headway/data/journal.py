@@ -142,7 +142,7 @@ class JournalWriter:
         >>> from tempfile import mkdtemp
         >>> directory = Path(mkdtemp())
         >>> writer = JournalWriter(directory, "driver", groups_per_block=4, sync_s=None)
-        >>> written_to, _ = writer.append(6, Record({"kind": "batch"}))
+        >>> place = writer.append(6, Record({"kind": "batch"}))
         >>> [(path.name, record.values) for path, record in written(directory)]
         [('driver.1.0', {'kind': 'batch'})]
     """
@@ -158,9 +158,9 @@ class JournalWriter:
         self._unsynced: set[int] = set()
         self._told = False
 
-    def append(self, number: int, record: Record) -> tuple[Path, int] | None:
-        """Append a record of group ``number``. Returns its file and its place there. A disk that does not take it is
-        warned of once: it is missing then, and is made again where it would be needed.
+    def append(self, number: int, record: Record) -> int | None:
+        """Append a record of group ``number``. Returns its place in `file_of` that group. A disk that does not take it
+        is warned of once: it is missing then, and is made again where it would be needed.
         """
         block = number // self.groups_per_block
         try:
@@ -181,7 +181,11 @@ class JournalWriter:
             if not self._unsynced:  # else a timer is set already
                 asyncio.get_running_loop().call_later(self._sync_s, self._sync)
             self._unsynced.add(file)
-        return self._path(block), length + len(first)
+        return length + len(first)
+
+    def file_of(self, number: int) -> Path:
+        """Return the file with the records of group ``number``."""
+        return self._path(number // self.groups_per_block)
 
     def owns(self, path: Path) -> bool:
         """Tell whether this writer, in this life, writes the file."""
@@ -262,7 +266,8 @@ class CompletionJournal:
         """Write the tokens of the finished group ``number``. Returns the record's file and its place there, where the
         disk took it.
         """
-        return self._writer.append(number, Record({"kind": "tokens", "group": number}, tokens))
+        at = self._writer.append(number, Record({"kind": "tokens", "group": number}, tokens))
+        return None if at is None else (self._writer.file_of(number), at)
 
     def reread(self, number: int) -> None:
         """Look again for what others wrote of group ``number``: its episode worker was lost."""

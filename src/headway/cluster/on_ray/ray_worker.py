@@ -38,7 +38,7 @@ from headway.cluster.machine.token_files import TokenPart, read_copy, read_rows
 from headway.cluster.machine.worker_setup import importing, set_up_process, threads_of
 from headway.cluster.on_ray.network_interface import ANSWER_S, ATTEMPTS, answers, network_environment, stops_answering
 from headway.cluster.on_ray.ray_node import RayNode, Watched, replaced
-from headway.cluster.on_ray.resource_pool import described
+from headway.cluster.on_ray.resource_pool import alive_nodes, described
 from headway.cluster.on_ray.worker_connections import (
     CallAddress,
     CallFailed,
@@ -244,11 +244,10 @@ class WorkerActor:
         except TimeoutError:
             fetching.cancel()  # the time limit of `result` leaves the coroutine running
             missing = ray.wait(list(handles), num_returns=len(handles), timeout=0)[1] if handles else []
-            which = ", ".join([*(handle.hex() for handle in missing[:3]), *(f"tokens on {host}" for host in elsewhere)])
-            raise StallError(
-                f"{len(missing)} of {len(handles)} objects did not come from Ray's object store within "
-                f"{self._objects_s:g} s, or tokens from other machines ({which})"
-            ) from None
+            names = ", ".join(handle.hex() for handle in missing[:3])
+            waits = [f"{len(missing)} of {len(handles)} objects of Ray's object store ({names})"] if missing else []
+            waits += [f"tokens on {host}" for host in elsewhere]
+            raise StallError(f"{', '.join(waits)} did not come within {self._objects_s:g} s") from None
 
 
 class RayWorker:
@@ -463,9 +462,8 @@ def _remove(directory: Path) -> None:
 
 
 def _alive() -> dict[str, dict[str, Any]]:
-    """Return Ray's machines, as `ray.nodes` describes them, by address."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeManagerAddress"]: node for node in nodes if node["Alive"]}
+    """Return Ray's machines by address."""
+    return {node["NodeManagerAddress"]: node for node in alive_nodes()}
 
 
 def _on(node: str) -> NodeAffinitySchedulingStrategy:

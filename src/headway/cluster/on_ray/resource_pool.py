@@ -298,7 +298,7 @@ def _nodes(on_gpus: bool) -> list[Node]:
     free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
     here: str = ray.get_runtime_context().get_node_id()
     # False sorts first: the driver's node.
-    alive = sorted((node for node in _all_nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
+    alive = sorted(alive_nodes(), key=lambda node: node["NodeID"] != here)
     return [
         Node(node["NodeID"], _devices(node["Resources"], on_gpus), _devices(free.get(node["NodeID"], {}), on_gpus))
         for node in alive
@@ -313,9 +313,10 @@ def _devices(resources: dict[str, float], on_gpus: bool) -> int:
 
 def described(node: str) -> dict[str, Any] | None:
     """Return the living node of this id, as `ray.nodes` describes it; None where Ray has none."""
-    return next((one for one in _all_nodes() if one["NodeID"] == node and one["Alive"]), None)
+    return next((one for one in alive_nodes() if one["NodeID"] == node), None)
 
 
-def _all_nodes() -> list[dict[str, Any]]:
+def alive_nodes() -> list[dict[str, Any]]:
+    """Return the living nodes, as `ray.nodes` describes them."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return nodes
+    return [node for node in nodes if node["Alive"]]

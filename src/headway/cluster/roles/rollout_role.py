@@ -73,7 +73,7 @@ class ReplicaSpec:
 
     @property
     def in_one_process(self) -> bool:
-        """True where the training rank is in this process: on the same device, in whatever placement."""
+        """True where the trainer runs in this process, and so on the same device as the replica."""
         return self.config.cluster.backend == "inline" and self.receive is not None
 
     def room(self) -> ReplicaRoom | None:

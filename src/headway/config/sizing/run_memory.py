@@ -166,7 +166,7 @@ class ReplicaRoom:
 def replica_room(config: Config, shape: ModelShape, device_bytes: int, *, in_one_process: bool = False) -> ReplicaRoom:
     """Return what is left for a replica on a GPU of ``device_bytes``: beside a training rank that shares it, less.
 
-    ``in_one_process``: it is the GPU of the training rank and of all replicas, whatever the placement.
+    ``in_one_process``: the trainer and all replicas run in one process and share this GPU, also with split placement.
 
     Raises:
         ConfigError: there is no room for one whole answer, and the user has not chosen the room.

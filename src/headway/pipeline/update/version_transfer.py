@@ -4,7 +4,7 @@
     apart      gather │ send ║ recv ▶ register      a complete copy first; then machine by machine, the trainer free
 
 All-or-nothing: a receiver with a second buffer serves its old version until it has all of the new one. Each attempt
-ends within `Timeouts.attempt_s`, whoever answers or not; `judge` decides what follows from a failed one.
+ends within `Timeouts.attempt_s`, even if no receiver answers. `judge` decides what follows from a failed one.
 
 Also here: one attempt to bring a version to some receivers: what everybody answered, and what follows from that.
 

@@ -217,7 +217,9 @@ def _first_sentence(text: str) -> str:
 
 
 def load_checkpoint(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Restore ``tensors`` in place, on any mesh; returns ``state``. Collective. Version 0 is what there is already.
+    """Restore ``tensors`` in place, on any mesh; returns ``state``. Collective.
+
+    The checkpoint of version 0 has no tensors: those of the initial model stay.
 
     Raises:
         ModelError: no complete checkpoint at ``path``, one that is damaged, or one of another model.
