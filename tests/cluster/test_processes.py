@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.cluster.on_ray.ray_node import CAN_WATCH, ORDERLY_S, TERMINATED_S, ChildProcesses, Watched
+from headway.cluster.on_ray.ray_node import CAN_WATCH, ChildProcesses, Watched
+from headway.config.sizing.timeouts import ORDERLY_S, TERMINATED_S
 
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="processes are watched on Linux only")
 

@@ -251,7 +251,7 @@ async def test_a_machine_is_given_up_after_several_failures_in_a_row(monkeypatch
         asked.append(next(came))
         return asked[-1]
 
-    monkeypatch.setattr(network_interface, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(network_interface, "MACHINE_AGAIN_S", 0.0)
     monkeypatch.setattr(network_interface, "answers", says)
     await stops_answering("10.0.0.2", 1)
     assert len(asked) == 9

@@ -234,7 +234,7 @@ async def test_a_node_that_joins_in_time_is_waited_for(nodes: Cluster, monkeypat
             looked.set()
 
     monkeypatch.setattr(resource_pool, "_nodes", look)
-    monkeypatch.setattr(resource_pool, "JOIN_S", WAIT_S)
+    monkeypatch.setattr(resource_pool, "NODES_JOIN_S", WAIT_S)
     reserving = asyncio.create_task(ResourcePool.reserve(shares, on_gpus=False, timeout_s=WAIT_S, may_grow=True))
     assert await asyncio.to_thread(looked.wait, WAIT_S) and not reserving.done()
     add(nodes, 1)  # on this thread, as Ray wants it

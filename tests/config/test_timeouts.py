@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.schema import Config
+from headway.config.sizing import timeouts
 from headway.config.sizing.timeouts import FILE_RATE, Timeouts, file_quiet_s, file_stall_s, model_nbytes
 
 MB, GB, TB = 10**6, 10**9, 10**12
@@ -31,6 +32,8 @@ PAIRS = {
     "checkpoint_s": "ranks_s",
 }
 """Pairs of a limit and the limit of its watcher, by their names in `Timeouts`."""
+CONSTANTS = {"RECONNECT_S": "SESSION_S", "MACHINE_ANSWERS_S": "PLACES_S", "STORAGE_S": "STORAGE_AT_END_S"}
+"""The same of limits without a size, by their names in the module."""
 
 limits = st.builds(
     lambda start, update, more, **sizes: Timeouts(start, update, update + more, **sizes),
@@ -56,6 +59,11 @@ def test_a_watcher_is_later_than_what_it_watches_from_a_megabyte_to_a_terabyte(
 ) -> None:
     """The settings are any that the doctor lets pass: the stall limit is above that of an update."""
     assert getattr(made, watched) < getattr(made, watcher)
+
+
+@pytest.mark.parametrize(("watched", "watcher"), CONSTANTS.items())
+def test_a_watcher_is_later_than_what_it_watches_where_neither_has_a_size(watched: str, watcher: str) -> None:
+    assert getattr(timeouts, watched) < getattr(timeouts, watcher)
 
 
 @given(nbytes=st.integers(0, TB))

@@ -245,7 +245,7 @@ def test_one_signal_while_a_warm_up_hangs_leaves_it_behind_and_says_so(
         over.wait(60)
 
     monkeypatch.setattr("headway.api.sft.warmup.warm_up", hangs)
-    monkeypatch.setattr(app_run, "LEAVING_S", 0.1)
+    monkeypatch.setattr(app_run, "WARM_LEFT_S", 0.1)
     demo = load_checked(DEMO, ["cluster.backend=inline", f"run.dir={tmp_path / 'run'}"])
     assert train(demo) == 130
     assert "the warm-up did not end within 0.1 s, and was left" in (tmp_path / "run" / "events.jsonl").read_text()
@@ -261,7 +261,7 @@ def test_a_warm_up_that_makes_no_step_for_the_limit_ends_the_start(monkeypatch: 
     def hangs(_: object) -> None:
         over.wait(60)
 
-    monkeypatch.setattr(app_run, "LEAVING_S", 0.01)
+    monkeypatch.setattr(app_run, "WARM_LEFT_S", 0.01)
     try:
         with pytest.raises(StallError, match=r"no step and had no answer for 0\.05 s \(cluster\.stall_timeout_s\)"):
             asyncio.run(app_run._warmed(hangs, 0.05, cast(Reports, Listener())))

@@ -20,6 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from headway.config.sizing.timeouts import (
+    PROFILE_AT_END_S,
+    PROFILE_BEGINS_S,
+    PROFILE_ENDS_S,
+    PROFILE_LEFT_S,
+    PROFILE_TAKEN_S,
+)
 from headway.data.interfaces.training import Profiled
 from headway.errors import ConfigError, DataError, HeadwayError, RunError, UserError, said_by
 from headway.events import Emit, Event, Note, ProfileTaken, RunFinished, RunStarted, VersionReached
@@ -34,16 +41,6 @@ MAX_VERSIONS = 1000
 MAX_SECONDS = 120.0
 """Longest window in seconds. A process that computes small tensors records some 80 MB in ten of them, and stands still
 for some seconds at the end of a million operations: one that does so for too long would be taken for lost."""
-BEGIN_S = 60.0
-"""Seconds for a process to begin to record: the first use of a GPU's counters takes some."""
-END_S = 300.0
-"""Seconds for a process to end it: torch goes through all that was recorded, which `MAX_SECONDS` limits."""
-TAKE_S = 600.0
-"""Seconds for a process to write its trace and send it. It has the operations of a window, and no weights."""
-AT_THE_END_S = 120.0
-"""Seconds for which a run that ends in order waits until the traces of an open window are written."""
-LEAVING_S = 10.0
-"""The same of a run that is left at once, or has failed."""
 
 
 def ask(run: RunDirectory, versions: int, seconds: float) -> None:
@@ -148,7 +145,7 @@ class ProfileWindow:
         self._over = True
         self._changed.changed()
         if self._task is not None:
-            await asyncio.wait([self._task], timeout=AT_THE_END_S if kind is None else LEAVING_S)
+            await asyncio.wait([self._task], timeout=PROFILE_AT_END_S if kind is None else PROFILE_LEFT_S)
             await end([self._task])
         if self._request.exists():
             self._request.unlink(missing_ok=True)
@@ -170,7 +167,7 @@ class ProfileWindow:
         opened_at, asked = now(), self._processes()
         if self._remark:
             self._note(self._remark)
-        opened = await self._each(asked, "begin", lambda process: process.start(), BEGIN_S)
+        opened = await self._each(asked, "begin", lambda process: process.start(), PROFILE_BEGINS_S)
         first = self._version  # a later one where beginning took longer than a whole version
         reason: str | None = None
         if opened:
@@ -178,7 +175,7 @@ class ProfileWindow:
             reason = await self._until(first + versions, seconds)
         trained, closed_at = min(versions, self._version - first), now()
         # All of them: one that did not begin in time may have done so since, and would record until its memory ends.
-        stopped = await self._each(asked, "end", lambda process: process.stop(), END_S)
+        stopped = await self._each(asked, "end", lambda process: process.stop(), PROFILE_ENDS_S)
         kept = [process for process in stopped if process in opened]
         folder = self._new_folder(first)
         files = await self._written(kept, folder)
@@ -207,7 +204,7 @@ class ProfileWindow:
 
         async def forget(process: Profiled) -> None:
             with suppress(Exception):
-                async with asyncio.timeout(TAKE_S):
+                async with asyncio.timeout(PROFILE_TAKEN_S):
                     await process.take(time.time())
 
         await concurrently(forget(process) for process in processes)
@@ -229,7 +226,7 @@ class ProfileWindow:
             files.append(path.name)
 
         for process in processes:
-            await self._each([process], "write its trace", write, TAKE_S)
+            await self._each([process], "write its trace", write, PROFILE_TAKEN_S)
         return files
 
     async def _until(self, version: int, seconds: float) -> str | None:

@@ -47,7 +47,7 @@ from headway.cluster.workers import Cluster, LaunchedWorkers, StartWaits, Worker
 from headway.config.schema import Config
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, concurrent, resolve_placement
 from headway.config.sizing.run_memory import restarts_ranks, restarts_trainer
-from headway.config.sizing.timeouts import Timeouts, model_nbytes
+from headway.config.sizing.timeouts import PLACES_S, ROOM_SHARE, Timeouts, model_nbytes
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.assignment import Cost
 from headway.data.interfaces.rollout import OnUpdate
@@ -63,10 +63,6 @@ from headway.pipeline.recovery.rank_restarts import RestartableRanks
 from headway.runtime.task_groups import both, concurrently
 
 T = TypeVar("T")
-LOOK_S = 10.0
-"""Seconds for a look at whether machines answer, and at where there is room."""
-ROOM_SHARE = 0.25
-"""Share of a start's time for which lost ranks wait for a machine with room, before others go on without them."""
 
 
 class Startup:
@@ -440,9 +436,9 @@ class Startup:
         others = [rank.worker for rank in ranks if rank.worker not in present]
         while True:
             places = await self._workers.places(here, self.timeouts.start_s * ROOM_SHARE)
-            places |= await self._workers.places(others, LOOK_S)
+            places |= await self._workers.places(others, PLACES_S)
             if len(places) < len(ranks):  # time has passed: what was found first may be gone, too
-                places = await self._workers.places([*places], LOOK_S)
+                places = await self._workers.places([*places], PLACES_S)
             if found := in_meshes(ranks, places, inner=inner, least=least):
                 return {rank: places[rank.worker] for rank in found}
 

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from headway.cluster.machine.batch_cache import BatchShare
-from headway.config.sizing.timeouts import FILE_QUIET_S, FILE_RATE, file_quiet_s
+from headway.config.sizing.timeouts import END_KNOWN_S, FILE_QUIET_S, FILE_RATE, file_quiet_s
 from headway.data.assignment import Cost, assign, by_group, split
 from headway.data.interfaces.rollout import Completion, GenerateRequest
 from headway.data.types import Column, Handle, TrainSample, TrajectoryId
@@ -36,8 +36,6 @@ from headway.runtime.task_groups import both, concurrently, failure_ignored
 F = TypeVar("F", bound=Callable[..., Any])
 P = TypeVar("P")
 T = TypeVar("T")
-NOTICE_S = 2.0
-"""Seconds within which the end of a worker's process is known; only which error is raised depends on it."""
 BETWEEN_BATCHES_S = 0.02
 """Least seconds between two batches: an engine finishes calls in every step, and a process that wakes up for each of
 them takes cores from the next step."""
@@ -307,7 +305,7 @@ class WorkerGroup:
             if type(failure) is RunError and failure.__cause__ is not None:  # no error of Headway's own
                 with suppress(TimeoutError):
                     # Where a process has ended, this raises that in place of the failure.
-                    await asyncio.wait_for(concurrently(worker.died() for worker in self.workers), NOTICE_S)
+                    await asyncio.wait_for(concurrently(worker.died() for worker in self.workers), END_KNOWN_S)
             raise
 
     async def _run(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:

@@ -197,7 +197,7 @@ def test_an_operation_that_did_not_answer_in_time_never_replaces_what_was_writte
         goes_on.wait(5.0)
         pipe_file(path, data)
 
-    monkeypatch.setattr("headway.api.storage.storage_client.OPERATION_S", 0.05)
+    monkeypatch.setattr("headway.config.sizing.timeouts.STORAGE_S", 0.05)
     monkeypatch.setattr(store._fs, "pipe_file", slow)
     for data in (b"older", b"refused"):
         with pytest.raises(TimeoutError, match="the storage did not answer for 0 s"):

@@ -161,7 +161,9 @@ def test_a_storage_that_stays_away_is_told_of_at_the_end_and_the_run_is_whole_in
 ) -> None:
     """A run in a process of its own."""
     run_dir = tmp_path / "run"
-    leaves_soon = "from headway.api.storage import uploader; uploader.END_S = 3.0; from headway.cli import cli; cli()"
+    leaves_soon = (
+        "from headway.api.storage import uploader; uploader.STORAGE_AT_END_S = 3.0; from headway.cli import cli; cli()"
+    )
     process = start("-c", leaves_soon, "train", str(recipe), *settings(url, run_dir))
     wait_for(REACHED, process, run_dir, times=2)
     proxy.fault = denied(proxy, url)

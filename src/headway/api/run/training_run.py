@@ -25,6 +25,7 @@ from headway.api.profile_window import ProfileWindow
 from headway.api.storage.uploader import StorageUploader
 from headway.config.schema import Config
 from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
+from headway.config.sizing.timeouts import WARM_LEFT_S
 from headway.data.sources import Rows, build_sources
 from headway.data.tokenize import LeftOutRows
 from headway.engines.train.state_file import write_start
@@ -55,8 +56,6 @@ STARTING = "starting workers"
 """Phase of a run, as its view shows it."""
 WARMING = f"warming the model up, {STARTING}"
 """Phase of a run whose model is warmed up while its workers start."""
-LEAVING_S = 3.0
-"""Seconds in which a warm-up may end once its run is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +113,9 @@ async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float,
     finally:
         # Read by the thread at its next step or answer, which then raises.
         left = True
-        if not (await asyncio.wait([ended], timeout=LEAVING_S))[0]:
+        if not (await asyncio.wait([ended], timeout=WARM_LEFT_S))[0]:
             ended.cancel()  # nothing of it comes to the loop any more
-            text = f"the warm-up did not end within {LEAVING_S:g} s, and was left: its task, or a step, takes longer"
+            text = f"the warm-up did not end within {WARM_LEFT_S:g} s, and was left: its task, or a step, takes longer"
             note(reports, text, "warning")
 
 

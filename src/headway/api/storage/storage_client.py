@@ -9,13 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headway.config.sizing.timeouts import storage_s
 from headway.errors import ConfigError, said_by
 from headway.runtime.task_groups import in_daemon_thread
 
-OPERATION_S = 60.0
-"""Seconds that an operation may take, apart from its bytes."""
-SLOWEST = 2**20
-"""Bytes a second with which the slowest storage is counted on."""
 DRAFT = ".draft"
 """End of the name of a file that is being written, in a directory; an object store shows whole objects alone."""
 ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -65,7 +62,7 @@ class StorageClient:
     def sizes(self, below: str = "") -> dict[str, int]:
         """Return the bytes of each file, by its name; of those below a folder, where one is given. Raises `OSError`."""
         try:
-            found = self._within(OPERATION_S, lambda: self._fs.find(self._path(below), detail=True))
+            found = self._within(storage_s(0), lambda: self._fs.find(self._path(below), detail=True))
         except ABSENT:
             return {}
         names = {path.removeprefix(self._root).lstrip("/"): entry["size"] for path, entry in found.items()}
@@ -73,7 +70,7 @@ class StorageClient:
 
     def read(self, name: str, size: int = 0) -> bytes:
         """Return a file's content. ``size``: its bytes, where they may be many."""
-        data: bytes = self._within(_seconds(size), lambda: self._fs.cat_file(self._path(name)))
+        data: bytes = self._within(storage_s(size), lambda: self._fs.cat_file(self._path(name)))
         return data
 
     def put(self, name: str, data: bytes) -> None:
@@ -87,21 +84,21 @@ class StorageClient:
                 # A reader that opens it before sees the old content, never half of the new one
                 Path(draft).replace(path)
 
-        self._within(_seconds(len(data)), put)
+        self._within(storage_s(len(data)), put)
 
     def send(self, file: Path, name: str) -> None:
         """Copy a local ``file``, of any size. Verify afterwards: what is copied when it fails may be cut off."""
-        self._within(_seconds(file.stat().st_size), lambda: self._fs.put_file(str(file), self._path(name)))
+        self._within(storage_s(file.stat().st_size), lambda: self._fs.put_file(str(file), self._path(name)))
 
     def fetch(self, name: str, file: Path, size: int) -> None:
         """Copy a file of ``size`` bytes to the local ``file``."""
-        self._within(_seconds(size), lambda: self._fs.get_file(self._path(name), str(file)))
+        self._within(storage_s(size), lambda: self._fs.get_file(self._path(name), str(file)))
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, in this order; those that are gone are passed over."""
         for name in names:
             with suppress(*ABSENT):
-                self._within(OPERATION_S, partial(self._fs.rm_file, self._path(name)))
+                self._within(storage_s(0), partial(self._fs.rm_file, self._path(name)))
 
     def check_writable(self) -> None:
         """Write, read and remove a file. Raises `ConfigError`."""
@@ -129,7 +126,3 @@ class StorageClient:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else str(self._root)
-
-
-def _seconds(nbytes: int) -> float:
-    return OPERATION_S + nbytes / SLOWEST

@@ -20,10 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread
 
-from headway.api.storage.storage_client import SLOWEST, StorageClient
+from headway.api.storage.storage_client import StorageClient
 from headway.api.storage.stored_run import RUN_FILE, Files, Ownership, claim, complete_versions, left_over
 from headway.config.schema import Config
 from headway.config.sizing.placement import needs_critic
+from headway.config.sizing.timeouts import STORAGE_AT_END_S, STORAGE_BYTES_PER_S, STORAGE_LEFT_S
 from headway.engines.train.state_file import STATE_FILE
 from headway.errors import UserError, said_by
 from headway.events import CheckpointSaved, Event, Note, RunStarted, StorageReached
@@ -50,9 +51,6 @@ PIECE = 64 * 2**20
 PIECES = "pieces"
 EVERY_S = 30.0
 """Seconds between two uploads of record and journal, which the loss of the run's directory costs."""
-END_S = 120.0
-"""Seconds that the end of a run waits for its storage, beside one for each MB."""
-LEAVING_S = 2.0
 LONGEST_PAUSE_S = 60.0
 """Most seconds from a pass that failed to the next one."""
 
@@ -72,7 +70,7 @@ class StorageUploader:
         self._own: Ownership | None = None
         self._checkpoints, self._critic = Checkpoints(reports.directory.checkpoints), needs_critic(config)
         self._keep = config.trainer.max_actor_ckpt_to_keep
-        self._every_s, self._end_s = EVERY_S, END_S
+        self._every_s, self._end_s = EVERY_S, STORAGE_AT_END_S
         self._files: Files = {}
         """Names and bytes of the pieces of each file of the record."""
         self._manifest: bytes | None = None
@@ -101,18 +99,18 @@ class StorageUploader:
         """Nothing to do: the thread ends with the process, and `finish` waits for what it sends."""
 
     def finish(self) -> None:
-        """Wait until everything is there, within `END_S` and one second for each MB; tell what is
-        not. Does nothing before training began.
+        """Wait until everything is there, within `STORAGE_AT_END_S` and one second for each MB; tell what is not. Does
+        nothing before training began.
         """
         if self._thread.ident is None:
             return
         nbytes = sum(path.stat().st_size for path in self._directory.path.glob("[cm]*/**/*") if path.is_file())
-        if not self._flush(limit := self._end_s + nbytes / SLOWEST):
+        if not self._flush(limit := self._end_s + nbytes / STORAGE_BYTES_PER_S):
             self._tell(f"not everything was there {limit:.0f} s after the run's end: {self._reason or 'it is slow'}")
 
     def leave(self) -> None:
         """Have `finish_record` wait no longer than a user who leaves at once."""
-        self._end_s = LEAVING_S
+        self._end_s = STORAGE_LEFT_S
 
     def finish_record(self) -> None:
         """Wait until the closed reports are there, too. Logs where they are not."""

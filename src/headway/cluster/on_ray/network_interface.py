@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 
+from headway.config.sizing.timeouts import MACHINE_AGAIN_S, MACHINE_ANSWERS_S, MACHINE_ATTEMPTS
 from headway.errors import ConfigError
 
 INTERFACES_V6 = Path("/proc/net/if_inet6")
@@ -74,14 +75,6 @@ def _card_of_v6(address: str) -> str | None:
     return next((fields[-1] for fields in map(str.split, lines) if fields and fields[0] == address), None)
 
 
-ANSWER_S = 3.0
-"""Seconds that a machine has to accept a connection."""
-ASK_AGAIN_S = 2.0
-"""Seconds between two attempts to connect."""
-ATTEMPTS = 4
-"""Failures in a row until a machine is given up: after 8 s where it refuses, after 20 s where it is silent."""
-
-
 async def check_listens(address: str, timeout_s: float) -> bool:
     """Check that something listens at ``address``; only Ray can tell whether it is Ray.
 
@@ -102,7 +95,7 @@ async def check_listens(address: str, timeout_s: float) -> bool:
     return True
 
 
-async def answers(host: str, port: int, timeout_s: float = ANSWER_S) -> bool:
+async def answers(host: str, port: int, timeout_s: float = MACHINE_ANSWERS_S) -> bool:
     """Tell whether something at ``host`` accepts a connection within ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -114,8 +107,8 @@ async def answers(host: str, port: int, timeout_s: float = ANSWER_S) -> bool:
 
 
 async def stops_answering(host: str, port: int) -> None:
-    """Wait until ``host`` has failed to accept ``ATTEMPTS`` connections in a row, trying again and again."""
+    """Wait until ``host`` has failed to accept `MACHINE_ATTEMPTS` connections in a row, trying again and again."""
     failed = 0
-    while failed < ATTEMPTS:
-        await asyncio.sleep(ASK_AGAIN_S)
+    while failed < MACHINE_ATTEMPTS:
+        await asyncio.sleep(MACHINE_AGAIN_S)
         failed = 0 if await answers(host, port) else failed + 1

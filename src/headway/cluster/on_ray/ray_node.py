@@ -36,16 +36,12 @@ import ray
 import ray._private.services as starting
 import ray._private.utils as taking
 
-from headway.config.sizing.timeouts import KILLED_S
+from headway.config.sizing.timeouts import KILLED_S, ORDERLY_S, TERMINATED_S
 from headway.errors import RunError, WorkerDied
 from headway.runtime.process_tree import descendants
 
 CAN_WATCH = hasattr(os, "pidfd_open")
 """True on Linux, where processes can be watched. Elsewhere families are empty."""
-ORDERLY_S = 5.0
-"""Seconds that a process has to end by itself, before SIGTERM."""
-TERMINATED_S = 2.0
-"""Seconds that it has to end in order, before SIGKILL. The release of its memory goes on with either."""
 
 
 def named(programs: Collection[str], title: str) -> dict[str, int]:

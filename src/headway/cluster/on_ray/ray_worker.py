@@ -36,7 +36,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headway.cluster.machine.token_files import TokenPart, read_copy, read_rows
 from headway.cluster.machine.worker_setup import importing, set_up_process, threads_of
-from headway.cluster.on_ray.network_interface import ANSWER_S, ATTEMPTS, answers, network_environment, stops_answering
+from headway.cluster.on_ray.network_interface import answers, network_environment, stops_answering
 from headway.cluster.on_ray.ray_node import RayNode, Watched, replaced
 from headway.cluster.on_ray.resource_pool import alive_nodes, described
 from headway.cluster.on_ray.worker_connections import (
@@ -50,7 +50,7 @@ from headway.cluster.on_ray.worker_connections import (
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.role import place
 from headway.cluster.worker_plan import WorkerSpec
-from headway.config.sizing.timeouts import Timeouts, model_nbytes
+from headway.config.sizing.timeouts import MACHINE_ANSWERS_S, MACHINE_ATTEMPTS, TOKENS_REMOVED_S, Timeouts, model_nbytes
 from headway.data.types import Handle, RowTokens
 from headway.errors import HeadwayError, RunError, StallError, TokensLost, WorkerDied
 from headway.pipeline.recovery.liveness import ProcessLook, given_up, look_at
@@ -340,7 +340,7 @@ class RayWorker:
         if self._node is None or self.pid is None:
             return None if self.pid is None else look_at(self.pid)
         with suppress(RayError, TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(MACHINE_ANSWERS_S):
                 there = _look_there.options(scheduling_strategy=_on(self._node["NodeID"]))
                 seen: ProcessLook | None = await there.remote(self.pid)
                 return seen
@@ -351,7 +351,7 @@ class RayWorker:
         self._unreachable = True
         raise WorkerDied(
             f"worker {self.name} is lost: its machine, {self._elsewhere}, does not answer any more: Ray's process "
-            f"there took no connection, {ATTEMPTS} times in a row. Its log: {self._log}"
+            f"there took no connection, {MACHINE_ATTEMPTS} times in a row. Its log: {self._log}"
         )
 
     async def kill(self) -> None:
@@ -438,19 +438,15 @@ def _look_there(pid: int) -> ProcessLook | None:
     return look_at(pid)
 
 
-REMOVED_S = 30.0
-"""Seconds for a machine that answers to start the process that removes a run's tokens there."""
-
-
 async def remove_there(hosts: Collection[str], directory: Path) -> None:
-    """Remove ``directory`` from those of the machines ``hosts`` that Ray has and that answer, within `REMOVED_S`."""
+    """Remove ``directory`` from those machines of ``hosts`` that Ray has and that answer, within `TOKENS_REMOVED_S`."""
 
     async def remove(host: str, node: dict[str, Any]) -> None:
         if await answers(host, node["NodeManagerPort"]):
             await _remove.options(scheduling_strategy=_on(node["NodeID"])).remote(directory)
 
     with suppress(RayError, TimeoutError):
-        async with asyncio.timeout(REMOVED_S):
+        async with asyncio.timeout(TOKENS_REMOVED_S):
             nodes = await asyncio.to_thread(_alive)
             there = (remove(host, node) for host, node in nodes.items() if host in hosts)
             await asyncio.gather(*there, return_exceptions=True)  # one that is lost meanwhile keeps no other waiting

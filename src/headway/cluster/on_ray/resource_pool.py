@@ -33,8 +33,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from headway.cluster.on_ray.network_interface import ATTEMPTS, answers
+from headway.cluster.on_ray.network_interface import answers
 from headway.config.sizing.placement import DeviceGroup, NodeShare
+from headway.config.sizing.timeouts import MACHINE_ATTEMPTS, NODES_JOIN_S, RESERVE_S
 from headway.errors import ConfigError, StallError
 
 MOST_STEPS = 5_000
@@ -128,10 +129,6 @@ CPU_SHARE = 0.01
 machine waiting for ever."""
 LOOK_AGAIN_S = 0.5
 """Seconds between two looks at Ray's nodes: Ray does not report what becomes free."""
-RESERVE_S = 5
-"""Seconds for Ray to reserve what a look found free. Whole ones: Ray waits for no fractions."""
-JOIN_S = 20.0
-"""Seconds for further nodes to join a cluster that is too small for a run."""
 NODE_ID = "ray.io/node-id"
 """Label that Ray gives each node."""
 
@@ -176,7 +173,7 @@ class ResourcePool:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        joined_by = min(deadline, loop.time() + (JOIN_S if may_grow else 0.0))
+        joined_by = min(deadline, loop.time() + (NODES_JOIN_S if may_grow else 0.0))
         while True:
             nodes = await asyncio.to_thread(_nodes, on_gpus)
             found = assign_nodes(shares, nodes)
@@ -226,8 +223,9 @@ class ResourcePool:
                 if await self._answers(alive):
                     return one
                 if one == device:
-                    failed = ATTEMPTS if alive is None else failed + 1  # None: Ray knows by itself that it is gone
-            if move and failed >= ATTEMPTS and await self._moved(device):
+                    # None: Ray knows by itself that it is gone
+                    failed = MACHINE_ATTEMPTS if alive is None else failed + 1
+            if move and failed >= MACHINE_ATTEMPTS and await self._moved(device):
                 return device
             await asyncio.sleep(LOOK_AGAIN_S)
 

@@ -31,13 +31,11 @@ from enum import IntEnum, auto
 from typing import Any
 
 from headway.cluster.role_host import RoleHost
-from headway.config.sizing.timeouts import RECONNECT_S, SESSION_S
+from headway.config.sizing.timeouts import GREETING_S, RECONNECT_S, SESSION_S
 from headway.errors import HeadwayError, said_by
 from headway.runtime.frames import HEADER, Frame, FrameChannel
 
 KEY_BYTES = 32
-GREETING_S = 30.0
-"""Seconds for a connection to be made, and for its caller to send the key: some bytes, whatever the run's size."""
 
 
 class CallFrameKind(IntEnum):

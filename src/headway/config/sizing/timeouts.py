@@ -7,8 +7,8 @@ A watcher ends later than what it watches, whatever the size. A test names each 
     silence with work open        ┼ < stall detector < a rank in a collective
     files without movement        ┘
 
-Limits that do not depend on size are constants: those of workers and machines below, and others beside their code (user
-code, programs that are asked something, sockets), each with its reason.
+Limits that do not depend on size are constants, each with its reason: those of the run itself below, and those of user
+code, agents, reports, checks, commands and ``runtime/`` beside their code.
 """
 
 from __future__ import annotations
@@ -35,42 +35,98 @@ RELEASED_BYTES_PER_S = 500e6
 """Bytes a second at which a system takes back the memory of a killed process, page-locked memory included."""
 STATE_PER_WEIGHT = 8
 """Bytes of float32 weights, gradients and moments for each byte of a 16-bit weight: the most that a process holds."""
+STORAGE_BYTES_PER_S = 2**20
+"""Bytes a second of the slowest storage of a run."""
 TOKEN_BYTES = 32
 """Bytes of a sampled token with its log-prob, version and columns."""
 
-# ------------------------------------------------------------------------------------------ limits without a size
+# ------------------------------------------------------------------------------------------ files, and weights
 
 FILE_QUIET_S = 120.0
 """Seconds for which work with files may stand still, whatever their size: a network file system fails over."""
-LOOKS = 4
-"""Least number of looks at a replica's progress within the time that it may be silent."""
 LATER_S = 60.0
 """Seconds by which the stall detector waits longer for stuck work with files than its caller, which can name the work.
 """
-COMPILE_S = 600.0
-"""Seconds to compile kernels and to capture graphs: their number counts, not the size of the layers."""
+SNAPSHOT_S = 30.0
+"""Seconds for a megabyte of a snapshot to be with its keeper, whose event loop has other work."""
+SETTLE_S = 5.0
+"""Seconds for the other receivers to notice that one is gone, and to stop receiving."""
+RANKS_S = 7 * 86_400.0
+"""Seconds for which a rank waits in a collective beyond the longest limit on others: only ranks that nobody ends, since
+their driver is gone, end by it."""
+
+# ------------------------------------------------------------------------------------------ workers
+
 WORKERS_AT_ONCE = 8
 """Number of processes that start within ``cluster.start_timeout_s`` on any machine."""
 WORKER_S = 2.0
 """Seconds for each further process of a run to start: importing torch is work of one core."""
+COMPILE_S = 600.0
+"""Seconds to compile kernels and to capture graphs: their number counts, not the size of the layers."""
 HEARTBEAT_S = 30.0
 """Seconds for a worker to answer a heartbeat: its event loop has nothing else to do, but its machine may be busy."""
+LOOKS = 4
+"""Least number of looks at a replica's progress within the time that it may be silent."""
+ASLEEP_S = 10.0
+"""Least seconds of silence after which a process that sleeps is given up."""
+END_KNOWN_S = 2.0
+"""Seconds within which the end of a worker's process is known after a call failed by it."""
+GREETING_S = 30.0
+"""Seconds for a connection to a worker to be made, and for its caller to send the key: some bytes, whatever the run's
+size."""
 RECONNECT_S = 10.0
 """Seconds for which a caller tries to open a broken connection to a worker again: several attempts. A machine that is
 silent is found by the driver's watch of machines, in 20 s."""
 SESSION_S = 1.5 * RECONNECT_S
 """Seconds for which a worker goes on with the calls of a caller whose connection broke: more than the caller tries."""
-SNAPSHOT_S = 30.0
-"""Seconds for a megabyte of a snapshot to be with its keeper, whose event loop has other work."""
-SETTLE_S = 5.0
-"""Seconds for the other receivers to notice that one is gone, and to stop receiving."""
+ORDERLY_S = 5.0
+"""Seconds that a process of Ray has to end by itself, before SIGTERM."""
+TERMINATED_S = 2.0
+"""Seconds that it has to end in order, before SIGKILL. The release of its memory goes on with either."""
 KILLED_S = 10.0
 """Seconds for the kernel to end a killed process, and for Ray to report it, beside the release of its memory."""
 CLOSE_S = 60.0
 """Seconds for an engine's processes to leave each other, beside the step that it is in."""
-RANKS_S = 7 * 86_400.0
-"""Seconds for which a rank waits in a collective beyond the longest limit on others: only ranks that nobody ends, since
-their driver is gone, end by it."""
+WARM_LEFT_S = 3.0
+"""Seconds in which a warm-up may end once its run is left."""
+
+# ------------------------------------------------------------------------------------------ machines, and Ray
+
+MACHINE_ANSWERS_S = 3.0
+"""Seconds that a machine has to accept a connection."""
+MACHINE_AGAIN_S = 2.0
+"""Seconds between two attempts to connect."""
+MACHINE_ATTEMPTS = 4
+"""Failures in a row until a machine is given up: after 8 s where it refuses, after 20 s where it is silent."""
+PLACES_S = 10.0
+"""Seconds for a look at whether machines answer, and at where there is room."""
+ROOM_SHARE = 0.25
+"""Share of a start's time for which lost ranks wait for a machine with room, before others go on without them."""
+NODES_JOIN_S = 20.0
+"""Seconds for further nodes to join a cluster that is too small for a run."""
+RESERVE_S = 5
+"""Seconds for Ray to reserve what a look found free. Whole ones: Ray waits for no fractions."""
+TOKENS_REMOVED_S = 30.0
+"""Seconds for a machine that answers to start the process that removes a run's tokens there."""
+
+# ------------------------------------------------------------------------------------------ storage, and profiles
+
+STORAGE_S = 60.0
+"""Seconds that an operation of a run's storage may take, apart from its bytes."""
+STORAGE_AT_END_S = 120.0
+"""Seconds that the end of a run waits for its storage, apart from the bytes."""
+STORAGE_LEFT_S = 2.0
+"""The same of a run that is left at once."""
+PROFILE_BEGINS_S = 60.0
+"""Seconds for a process to begin to record: the first use of a GPU's counters takes some."""
+PROFILE_ENDS_S = 300.0
+"""Seconds for a process to end it: torch goes through all that was recorded in a window, whose seconds are limited."""
+PROFILE_TAKEN_S = 600.0
+"""Seconds for a process to write its trace and send it. It has the operations of a window, and no weights."""
+PROFILE_AT_END_S = 120.0
+"""Seconds for which a run that ends in order waits until the traces of an open window are written."""
+PROFILE_LEFT_S = 10.0
+"""The same of a run that is left at once, or has failed."""
 
 
 def model_nbytes(model_path: str) -> int:
@@ -270,6 +326,11 @@ def file_quiet_s(nbytes: int) -> float:
 def file_stall_s(nbytes: int) -> float:
     """Return the seconds after which such work stalls the run: later than its caller gives it up."""
     return file_quiet_s(nbytes) + LATER_S
+
+
+def storage_s(nbytes: int) -> float:
+    """Return the seconds for an operation of a run's storage, of ``nbytes``."""
+    return STORAGE_S + nbytes / STORAGE_BYTES_PER_S
 
 
 def upload_s(nbytes: int) -> float:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.config.sizing.timeouts import HEARTBEAT_S
+from headway.config.sizing.timeouts import ASLEEP_S, HEARTBEAT_S
 from headway.errors import HeadwayError, WorkerDied
 from headway.pipeline.admission.pipeline_state import now
 from headway.runtime.process_tree import STOPPED_S
@@ -32,8 +32,6 @@ LOOK_S = 1.0
 """Seconds between two looks at a process that has not answered yet."""
 SLOWER = 8.0
 """Factor by which a process that sleeps may be slower to answer than it ever was."""
-LEAST_S = 10.0
-"""Least seconds of silence after which a process that sleeps is given up."""
 SLEEPS = 0.1
 """Share of a core up to which a process sleeps: Ray's own threads wake up many times a second."""
 
@@ -100,7 +98,7 @@ class Silence:
         self._cpu_s = None if look is None else look.cpu_s
         if self._stopped_s >= STOPPED_S:
             return f"has been stopped for {self._stopped_s:.0f} s (SIGSTOP)"
-        if self._asleep_s >= min(max(LEAST_S, SLOWER * self._longest_s), self._unanswered_s):
+        if self._asleep_s >= min(max(ASLEEP_S, SLOWER * self._longest_s), self._unanswered_s):
             return f"hangs: it answers no heartbeat, and all its threads have slept for {self._asleep_s:.0f} s"
         if self._silent_s >= self._unanswered_s:
             return f"gave no answer to its heartbeat for {self._silent_s:.0f} s"

@@ -24,7 +24,7 @@ from math import isfinite
 from typing import Any, NoReturn, TypeVar
 
 from headway.config.sizing.placement import ACTOR, CRITIC
-from headway.config.sizing.timeouts import HEARTBEAT_S, file_stall_s
+from headway.config.sizing.timeouts import END_KNOWN_S, HEARTBEAT_S, file_stall_s
 from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import HeadwayError, RunError, StallError, TokensLost
 from headway.events import RanksLost, RanksRestarted
@@ -38,8 +38,6 @@ from headway.runtime.progress import Living
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 T = TypeVar("T")
-NOTICE_S = 2.0
-"""Seconds within which the end of a rank is known after a call failed by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +152,7 @@ class RankRestarts:
     async def _was_lost(self) -> bool:
         """Tell whether the ranks are lost, for which a call may fail before its end is known."""
         try:
-            async with asyncio.timeout(NOTICE_S):
+            async with asyncio.timeout(END_KNOWN_S):
                 await self._changed.until(lambda: self._lost is not None)
         except TimeoutError:
             return False
