@@ -59,6 +59,10 @@ RECEIVER = "receiver"
 PEER_LOADS_S = 60.0
 SEVEN_BILLION = Shape("7b", 152_064, 3584, 28, heads=28, kv_heads=4, intermediate=18_944)
 """The shape of Qwen2.5-7B, its embeddings tied."""
+VERSIONS = (1, 2, 3)
+"""Versions of `broadcast`, of which the first opens the connections, and the quicker of the others counts."""
+SLOWER = 5.0
+"""Times as long as plain collectives of its bytes that a version may take: it has headers, notes and digests, too."""
 UPDATES = 2
 """Of each kind, the last of which is measured; the first takes memory."""
 
@@ -210,7 +214,7 @@ def broadcast(setting: Setting) -> Findings:
     """``broadcast`` between two processes: over NCCL from one GPU to another; on a CPU over Gloo."""
     if setting.on_gpu and (count := setting.kind.count()) < 2:
         raise Skipped(f"NCCL has a GPU for each process, and there is {count} here; two are needed")
-    nbytes = 2**20 if setting.small else 2**30
+    nbytes = 2**26 if setting.small else 2**30
     store, port = open_store(HOST, PEER_LOADS_S)
     link = TransportAddress(
         _flat_manifest(nbytes), ("peer",), PEER_LOADS_S, address=(HOST, port), device=setting.device
@@ -218,12 +222,15 @@ def broadcast(setting: Setting) -> Findings:
     with ProcessPoolExecutor(1, get_context("spawn")) as peers:
         receiving = peers.submit(_peer, link, nbytes)
         sender = BroadcastSender(link, HOST)
-        seconds = [_send(sender, version, nbytes, setting) for version in (1, 2)]
+        sent = min([_send(sender, version, nbytes, setting) for version in VERSIONS][1:])
+        plain = min([timed(partial(_collectives, sender, nbytes, setting.device)) for _ in VERSIONS][1:])
         received = receiving.result(PEER_LOADS_S)
         sender.close()
     del store
     require(received == "the same bits", f"the other process received {received}")
-    yield Finding("rate", f"2 processes, {nbytes / 2**20:.0f} MiB: {nbytes / seconds[-1] / 1e9:.2f} GB/s")
+    rates = f"{nbytes / sent / 1e9:.2f} GB/s, plain collectives {nbytes / plain / 1e9:.2f}"
+    require(sent < SLOWER * plain, f"versions were sent at {rates}, expected at least a {SLOWER:g}th of that")
+    yield Finding("rate", f"2 processes, {nbytes / 2**20:.0f} MiB: {rates}")
 
 
 def payload(version: int, nbytes: int, device: str) -> torch.Tensor:
@@ -231,10 +238,23 @@ def payload(version: int, nbytes: int, device: str) -> torch.Tensor:
     return (torch.arange(nbytes // 8, device=device) * 2_654_435_761 * version).view(torch.uint8)
 
 
+def _collectives(end: BroadcastSender | BroadcastReceiver, nbytes: int, device: str) -> None:
+    """Broadcast so many bytes in buckets of a version's size, and nothing else."""
+    bucket = torch.empty(_bucket(nbytes), dtype=torch.uint8, device=device)
+    for _ in buckets(nbytes, len(bucket)):
+        end._group.broadcast(bucket)
+    end._group.meet()
+
+
+def _bucket(nbytes: int) -> int:
+    return min(LARGE_BUCKET, nbytes // 4)
+
+
 def _send(sender: BroadcastSender, version: int, nbytes: int, setting: Setting) -> float:
     """Seconds, less what making digests took. The first version opens the connections."""
-    data, size = payload(version, nbytes, setting.device), min(LARGE_BUCKET, nbytes // 4)
+    data, size = payload(version, nbytes, setting.device), _bucket(nbytes)
     stream = Stream(_flat_manifest(nbytes), ((start, data[start:stop]) for start, stop in buckets(nbytes, size)))
+    sender._group.meet()  # the other process has compared the bytes of the version before
     return timed(lambda: sender.send(version, stream)) - stream.gather_s
 
 
@@ -250,12 +270,15 @@ def _peer(link: TransportAddress, nbytes: int) -> str:
         (sink,) = incoming.expect([incoming.manifest])
         receiver.receive(version, sink)
 
-    for version in (1, 2):
+    for version in VERSIONS:
+        receiver._group.meet()
         buffer.fill(version, partial(receive, version))
         ((_, arrived),) = buffer.windows(nbytes)
         if not torch.equal(arrived.cpu(), payload(version, nbytes, "cpu")):
             answer = f"other bytes than were sent as version {version}"
         buffer.loaded()
+    for _ in VERSIONS:
+        _collectives(receiver, nbytes, link.device)
     receiver.close()
     return answer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.sharded_module import ShardedModule
 from headway.engines.weights.buckets import Tensors
 from headway.engines.weights.served_weights import WeightMemory
+from headway.engines.weights.transports.broadcast import BroadcastSender
 from headway.models.attention.packed_layout import PackedLayout
 from tests.tiers import mostly_slow
 
@@ -487,4 +489,20 @@ def test_two_ranks_and_two_processes_pass_and_what_is_planted_in_one_of_them_is_
         list(training.fsdp(two))
     monkeypatch.setattr(transports, "payload", lambda version, *more: right_payload(version + 1, *more))
     with pytest.raises(CheckFailed, match="received other bytes than were sent as version"):
+        list(transports.broadcast(setting))
+
+
+@pytest.mark.slow
+def test_a_broadcast_of_versions_that_is_slower_than_plain_collectives_is_found(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 5 s: starts a process that imports torch, and lets each bucket wait."""
+    right = BroadcastSender._header
+
+    def slowly(self: BroadcastSender, *numbers: Any) -> None:
+        time.sleep(0.6)
+        right(self, *numbers)
+
+    monkeypatch.setattr(BroadcastSender, "_header", slowly)
+    with pytest.raises(CheckFailed, match=r"versions were sent at .* GB/s, plain collectives"):
         list(transports.broadcast(setting))
