@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -381,6 +382,20 @@ class DeviceStream:
             raise
         self._stream.synchronize()
 
+    def bring(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Copy ``buffer``, page-locked, to the device beside what that computes; what it is given next waits for it."""
+        import torch
+
+        current = self._module.current_stream(self._device)
+        with self._module.stream(self._stream):
+            # Taken here: memory that the computing stream gave back may still be used by what is queued there.
+            there = torch.empty_like(buffer, device=self._device)
+            there.copy_(buffer, non_blocking=True)
+        current.wait_stream(self._stream)
+        # Dropped by the host, the memory would else be written again before the computing stream has read it.
+        there.record_stream(current)
+        return there
+
 
 class CudaRecorder:
     """Records CUDA graphs, of which one is replayed at a time: what they compute on the way shares a pool of memory."""
@@ -440,10 +455,17 @@ def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def to_device(arrays: Sequence[NDArray[Any]], device: Device) -> list[torch.Tensor]:
+@cache
+def _uploads(side_stream: Callable[[Device], DeviceStream | None], device: Device) -> DeviceStream | None:
+    """Return the stream of copies to ``device``: one, since what is taken on a stream is given back to it alone."""
+    return side_stream(device)
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: Device, *, beside: bool = False) -> list[torch.Tensor]:
     """Bring ``arrays`` to ``device`` by one copy, from page-locked memory where that is quicker; nothing waits for it.
 
-    Returns a tensor of each one's shape and dtype. On a CPU they share the arrays' memory.
+    ``beside``: on a stream of its own, so that the copy is made while the device still computes. Returns a tensor of
+    each one's shape and dtype. On a CPU they share the arrays' memory.
     """
     import torch
 
@@ -452,11 +474,14 @@ def to_device(arrays: Sequence[NDArray[Any]], device: Device) -> list[torch.Tens
         return parts
     ends = list(accumulate(-(-part.nbytes // 16) * 16 for part in parts))  # views of any dtype begin there
     buffer = host_buffer(ends[-1], pinned=kind.pins_host_memory)
-    there = torch.empty_like(buffer, device=device)
     places = [slice(start, start + part.nbytes) for start, part in zip([0, *ends], parts, strict=False)]
     for place, part in zip(places, parts, strict=True):
         buffer[place].view(part.dtype).view(part.shape).copy_(part)
-    there.copy_(buffer, non_blocking=True)  # torch keeps the page-locked buffer until the copy is over
+    # Torch keeps the page-locked buffer until the copy is over.
+    if beside and (stream := _uploads(kind.side_stream, device)) is not None:
+        there = stream.bring(buffer)
+    else:
+        there = torch.empty_like(buffer, device=device).copy_(buffer, non_blocking=True)
     return [there[place].view(part.dtype).view(part.shape) for place, part in zip(places, parts, strict=True)]
 
 

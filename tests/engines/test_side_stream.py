@@ -1,16 +1,20 @@
-"""A receiving thread works on a stream of its own where there are streams, and waits for it before anybody is told."""
+"""Work beside what computes: a receiving thread waits for its stream before anybody is told, and what computes waits
+for what was copied to the device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from headway.data.interfaces.weights import ReceiveReport
-from headway.devices import DeviceStream, kind_of
+from headway.devices import KINDS, Cpu, DeviceStream, kind_of
+from headway.engines.train.fsdp.micro_batches import collate, filler_row, on_device
 from headway.engines.weights.incoming_version import Intake
 from headway.engines.weights.receiver_state import ReceiverState
 from headway.engines.weights.served_weights import WeightUpdates, outcome
@@ -102,3 +106,38 @@ async def test_a_version_is_received_on_the_side_stream_of_the_engines_device(mo
     await outcome(updates.start(1))
     updates.close()
     assert streams.calls == ["make on cuda:0", "wait for default", "use", "fill", "leave", "host waits"]
+
+
+def test_a_micro_batch_is_copied_on_a_stream_of_its_own_and_what_computes_waits_for_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Streams(monkeypatch)
+    computing = SimpleNamespace(wait_stream=lambda _: streams.calls.append("computing waits"))
+    copy, take = torch.Tensor.copy_, torch.empty_like
+
+    def copied(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        streams.calls.extend(["copy"] * non_blocking)  # what fills the buffer on the host blocks
+        return copy(self, source)
+
+    def taken(*given: Any, **more: Any) -> torch.Tensor:
+        streams.calls.append("take")
+        return take(*given, **more)
+
+    def recorded(self: torch.Tensor, stream: object) -> None:
+        assert stream is computing
+        streams.calls.append("kept until it was read")
+
+    class WithStreams(Cpu):
+        def side_stream(self, device: torch.device | str) -> DeviceStream:
+            return DeviceStream(torch.cuda, device)
+
+    monkeypatch.setitem(KINDS, "cpu", WithStreams())
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: computing)
+    monkeypatch.setattr(torch, "empty_like", taken)
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
+    packed = collate([filler_row()])
+    (first,), _ = on_device(torch.device("cpu"), packed), on_device(torch.device("cpu"), packed)
+    once = ["use", "take", "copy", "leave", "computing waits", "kept until it was read"]
+    assert streams.calls == ["make on cpu", *once, *once]
+    assert torch.equal(first.targets, packed.targets)

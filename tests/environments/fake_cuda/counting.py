@@ -73,6 +73,8 @@ class Event:
     """True where the host's memory is page-locked."""
     waits: bool = False
     """True where the host waits for the device."""
+    beside: bool = False
+    """True on another stream than the one that computes."""
 
 
 @dataclass(slots=True)
@@ -88,6 +90,8 @@ class Counts:
     graphs: int = 0
     """Recordings of graphs."""
     replays: int = 0
+    beside: bool = False
+    """True while another stream than the one that computes is used."""
 
     def clear(self) -> None:
         """Begin anew."""
@@ -196,7 +200,9 @@ class _Dispatch(TorchDispatchMode):
                 self.counts.operations["copy_"] += 1
         elif _on_device(target):
             pinned = self.is_pinned(source)
-            self.counts.events.append(Event("upload", target.nbytes, pinned, not (pinned and non_blocking)))
+            self.counts.events.append(
+                Event("upload", target.nbytes, pinned, not (pinned and non_blocking), self.counts.beside)
+            )
         else:
             pinned = self.is_pinned(target)
             self.counts.events.append(Event("download", target.nbytes, pinned, not (pinned and non_blocking)))
@@ -216,6 +222,8 @@ class _Functions(TorchFunctionMode):
             return _numbers(args[0])
         if func is Tensor.tolist and isinstance(args[0], FakeTensor):
             return _numbers(args[0].cpu() if _on_device(args[0]) else args[0]).tolist()
+        if func is Tensor.record_stream:
+            return None
         if func is Tensor.is_pinned:
             return self._dispatch.is_pinned(args[0])
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -299,6 +307,12 @@ def _torch_cuda(counts: Counts) -> Any:
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
+    @contextmanager
+    def used(_: Any) -> Iterator[None]:
+        before, counts.beside = counts.beside, True
+        yield
+        counts.beside = before
+
     of_stream = SimpleNamespace(
         synchronize=wait,
         record=made,
@@ -323,7 +337,7 @@ def _torch_cuda(counts: Counts) -> Any:
         empty_cache=nothing,
         Stream=made,
         Event=made,
-        stream=lambda _: nullcontext(),
+        stream=used,
         current_stream=made,
         default_stream=made,
     )

@@ -34,6 +34,7 @@ def test_copies_and_waits_of_a_micro_batch_are_few() -> None:
     assert len(four.attention) - len(two.attention) == 2 * 2, "there are not two micro-batches more, of two layers"
     assert len(four.pageable) - len(two.pageable) == 0
     assert len(four.uploads) - len(two.uploads) == 2
+    assert all(upload.beside for upload in four.uploads), "a copy would wait for what the device still computes"
     assert len(four.waits) - len(two.waits) == 0
     assert len(four.downloads) - len(two.downloads) == 0
 
