@@ -26,6 +26,7 @@ from headway.events import (
     BatchTaken,
     CheckpointSaved,
     CriticStepped,
+    EpisodeWorkerLost,
     Event,
     GroupAdmitted,
     GroupSettled,
@@ -558,6 +559,27 @@ def test_a_file_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest
         journal.boundary(version, 1000)
         journal.on_event(CheckpointSaved(time=0.0, version=version, path="", span=(0.0, 0.0)))
     assert (tmp_path / "driver.0.0").exists()
+
+
+def test_a_writer_that_was_given_up_counts_so_until_all_groups_are_over_that_it_may_have_written_of(tmp_path: Path):
+    """Its file was left by the process before: three blocks were admitted then, and one is when the run is resumed."""
+    config = Scenario("async_stale", sections={"run": {"journal_sync_s": None}}).config
+    block, fence = config.groups_per_version, tmp_path / "given-up-episode-worker-0"
+    first = RunJournal(tmp_path, config)
+    first.boundary(0, 0)
+    first.ended(3 * block - 1, FakeSource(8, 1).next().group_id, Fate.FAILED, "no answer", 0)
+    first.on_event(EpisodeWorkerLost(time=0.0, worker="episode-worker-0", reason="it died"))
+    first.close()
+    journal = RunJournal(tmp_path, config)
+    journal.restore(0, journal.run)
+    there = []
+    for version in range(1, 6):
+        journal.boundary(version, version * block)
+        journal.on_event(VersionReached(time=0.0, version=version, groups={"admitted": version * block}))
+        journal.on_event(CheckpointSaved(time=0.0, version=version, path="", span=(0.0, 0.0)))
+        there.append(fence.exists())
+    # The records before the checkpoint of version 3 go when that of version 4 is saved.
+    assert there == [True, True, True, False, False] and segments(tmp_path) == []
 
 
 def fails_to(what: str) -> None:

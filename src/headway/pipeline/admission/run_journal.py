@@ -25,8 +25,18 @@ import xxhash
 
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group, Scores
-from headway.data.journal import SETTINGS, JournalWriter, Record, block_of, give_up, segments, settings_in, written
-from headway.events import CheckpointSaved, EpisodeWorkerLost, Event
+from headway.data.journal import (
+    GIVEN_UP,
+    SETTINGS,
+    JournalWriter,
+    Record,
+    block_of,
+    give_up,
+    segments,
+    settings_in,
+    written,
+)
+from headway.events import CheckpointSaved, EpisodeWorkerLost, Event, VersionReached
 from headway.pipeline.admission.ledger import Fate
 
 log = logging.getLogger(__name__)
@@ -61,6 +71,8 @@ class RunJournal:
         """What earlier processes wrote: by number of the group, and batches by how many groups were taken before."""
         self._floors: dict[int, int] = {}
         """Version of a boundary → number below which no group was open then."""
+        self._given_up: dict[Path, int] = {}
+        """File of each writer that was given up → number below which all groups are that it may have written of."""
         self._oldest_kept: int | None = None
         self._begun = False
         directory.mkdir(exist_ok=True)
@@ -82,8 +94,8 @@ class RunJournal:
         file, before, now = self._directory / SETTINGS, settings_in(self._directory), self._settings | {"run": self.run}
         if self.left_out or not before:
             file.unlink(missing_ok=True)  # first: a resumed run does not use a journal that does not say what it is of
-            for segment in segments(self._directory):
-                segment.unlink(missing_ok=True)
+            for old in (*segments(self._directory), *self._directory.glob(f"{GIVEN_UP}*")):
+                old.unlink(missing_ok=True)
         if self.left_out or before != now:
             draft = file.with_suffix(".tmp")
             with suppress(OSError):
@@ -162,14 +174,21 @@ class RunJournal:
         """
         if isinstance(event, EpisodeWorkerLost):
             give_up(self._directory, event.worker)
+        if isinstance(event, VersionReached):
+            new = {*self._directory.glob(f"{GIVEN_UP}*")} - {*self._given_up}
+            # An earlier process may have admitted more groups than are admitted again by now.
+            self._given_up |= {path: max([event.groups["admitted"], *self._until().values()]) for path in new}
         if isinstance(event, CheckpointSaved):
             oldest, self._oldest_kept = self._oldest_kept, event.version
             if oldest is not None and (floor := self._floors.get(oldest)) is not None:
-                for path in segments(self._directory):
-                    if (block_of(path) + 1) * self._block <= floor:
-                        with suppress(OSError):  # it stays, until the next one is saved
-                            path.unlink()
+                for path in [path for path, end in (self._until() | self._given_up).items() if end <= floor]:
+                    with suppress(OSError):  # it stays, until the next one is saved
+                        path.unlink()
                 self._floors = {version: of for version, of in self._floors.items() if version >= oldest}
+
+    def _until(self) -> dict[Path, int]:
+        """Return, by file of records, the number below which all of its groups are."""
+        return {path: (block_of(path) + 1) * self._block for path in segments(self._directory)}
 
     def close(self) -> None:
         self._writer.close()
