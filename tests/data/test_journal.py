@@ -64,6 +64,8 @@ def test_a_file_torn_at_any_byte_holds_what_was_written_before(given_records: li
         path.write_bytes(whole[:torn])
         expected = [(dict(record.values), record.data) for record in given_records]
         assert read(path) == expected[: sum(end <= torn for end in ends)]
+        alone = [(dict(record.values), record.data) for record in records(path, values_alone=True)]
+        assert alone == [(of, b"") for of, _ in expected[: sum(end <= torn for end in ends)]]
 
 
 @given(several, st.data())
@@ -196,6 +198,27 @@ def test_a_finished_call_is_found_with_its_tokens_log_probs_and_versions(journal
         have, want = getattr(found.tokens, name), getattr(expected.tokens, name)
         assert have.dtype == want.dtype
         assert have.tobytes() == want.tobytes()
+
+
+def test_calls_behind_one_with_a_damaged_byte_are_found_and_none_is_answered_by_other_tokens(journals, tmp_path: Path):
+    """Which calls are in a file is read without their tokens, and without copies of those of whole groups."""
+    first, second = journals
+    for k in range(3):
+        first.append(6, request(k=k), "rollout-1", completion(4 + k, 9))
+        first.keep(6, bytes(100))
+    (path,) = segments(tmp_path)
+    whole = path.read_bytes()
+    starts = [record.at for record in records(path)]
+    assert len(starts) == 7, "the first one names the run"
+    for place in range(starts[3], starts[4]):  # the second call
+        for change in (1, 128):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ change]) + whole[place + 1 :])
+            second.reread(6)
+            found = [recalled(second, request(k=k)) for k in range(3)]
+            answers = {k: one[1].tokens.ids.tolist() for k, one in enumerate(found) if one is not None}
+            if place >= starts[4] - 3 * 4 * 2:  # in its tokens; in what it is of it may hide another call
+                assert answers == {0: [4, 9], 2: [6, 9]}
+            assert answers.items() <= {0: [4, 9], 2: [6, 9]}.items()
 
 
 def test_a_call_that_is_asked_for_in_another_way_is_not(journals):

@@ -60,8 +60,11 @@ class Record(NamedTuple):
         return FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def records(path: Path, at: int = 0, tell: Callable[[str], object] = log.warning) -> Iterator[Record]:
+def records(
+    path: Path, at: int = 0, tell: Callable[[str], object] = log.warning, *, values_alone: bool = False
+) -> Iterator[Record]:
     """Yield the whole records of a file from byte ``at`` on, up to the first torn one; one at a time is in memory.
+    ``values_alone``: their bytes are not read, and no sum is compared: read those again that are used.
 
     ``tell`` is called with a line on what follows the torn one, and with one on a file that cannot be read. A file that
     does not exist has no records.
@@ -73,12 +76,18 @@ def records(path: Path, at: int = 0, tell: Callable[[str], object] = log.warning
             while size - at >= FRAME.size:
                 length, checksum = FRAME.unpack(file.read(FRAME.size))
                 # A damaged length may be gigabytes, which must not be read.
-                payload = file.read(length) if length <= size - at - FRAME.size else b""
-                if not payload or zlib.crc32(payload) != checksum:
+                read = file.readline if values_alone else file.read
+                payload = read(length) if length <= size - at - FRAME.size else b""
+                if not payload or not (values_alone or zlib.crc32(payload) == checksum):
                     break  # a machine that died may leave zeros, which are the sum of nothing
                 header, _, data = payload.partition(b"\n")
-                yield Record(json.loads(header), data, at)
+                try:
+                    values = json.loads(header)
+                except ValueError:  # damaged, and no sum was compared
+                    break
+                yield Record(values, data, at)
                 at += FRAME.size + length
+                file.seek(at)
             if at < size:
                 tell(f"{path} is not whole: its last {size - at} bytes of {size} are left out")
     except FileNotFoundError:
@@ -88,14 +97,19 @@ def records(path: Path, at: int = 0, tell: Callable[[str], object] = log.warning
 
 
 def written(
-    directory: Path, writer: str = "*", block: int | str = "*", tell: Callable[[str], object] = log.warning
+    directory: Path,
+    writer: str = "*",
+    block: int | str = "*",
+    tell: Callable[[str], object] = log.warning,
+    *,
+    values_alone: bool = False,
 ) -> Iterator[tuple[Path, Record]]:
-    """Yield the records of a ``writer`` and a ``block``, the earlier lives first. ``tell`` gets what is left out: files
-    of another run, and what `records` tells.
+    """Yield the records of a ``writer`` and a ``block``, the earlier lives first, as `records` does. ``tell`` gets what
+    is left out: files of another run, and what `records` tells.
     """
     run = settings_in(directory).get("run")
     for path in segments(directory, writer, block):
-        for record in records(path, tell=tell):
+        for record in records(path, tell=tell, values_alone=values_alone):
             if record.at == 0 and record.values.get("run") != run:
                 tell(f"{path} is of another run, and is left out")
                 break
@@ -312,11 +326,12 @@ class CompletionJournal:
 
     def _read(self, block: int) -> dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]]:
         found: dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]] = {}
-        for path, record in written(self._writer.directory, block=block):
+        for path, record in written(self._writer.directory, block=block, values_alone=True):
             # Not what this life wrote: those calls have had their answers.
-            if record.values["kind"] == "completion" and not self._writer.owns(path):
-                calls = found.setdefault(tuple(record.values["trajectory"]), {})
-                calls[record.values["key"], record.values["asked"]] = path, record.at
+            if record.values.get("kind") == "completion" and not self._writer.owns(path):
+                with suppress(KeyError, TypeError):  # damaged, and no sum was compared
+                    call = record.values["key"], record.values["asked"]
+                    found.setdefault(tuple(record.values["trajectory"]), {})[call] = path, record.at
         return found
 
 
