@@ -255,7 +255,19 @@ def test_torch_is_asked_for_the_device_that_is_meant(monkeypatch: pytest.MonkeyP
         )
     ]
     assert CUDA.free_memory(device) == 42, "what torch has reserved for later tensors is free"
-    assert CPU.free_memory("cpu") is None
+
+
+def test_of_a_machine_free_is_what_programs_may_still_take_and_no_more_than_its_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    monkeypatch.setattr(type(CPU), "memory", said)
+    monkeypatch.setattr(type(CPU), "limits", (limit,))
+    assert CPU.free_memory("cpu") is None, "a system without the file"
+    said.write_text("MemTotal:  16 kB\nMemFree:  2 kB\nMemAvailable:  7 kB\n")
+    assert CPU.free_memory("cpu") == 7 * 1024
+    limit.write_text("5000\n")
+    assert CPU.free_memory("cpu") == 5000
 
 
 class Graphs:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -139,8 +140,8 @@ class DeviceKind(Protocol):
         return None
 
     def free_memory(self, device: Device) -> int | None:
-        """Return the bytes of ``device`` that neither tensors of this process nor anything else holds. None for the
-        CPU.
+        """Return the bytes of ``device`` that neither tensors of this process nor anything else holds; for the CPU
+        those of the machine that programs may still take. None where it does not say.
         """
         return None
 
@@ -177,6 +178,7 @@ class Cpu(DeviceKind):
     collectives = "gloo"
     limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     """Files in which a container's limit is, in bytes; without one, a word or a number beyond all memory."""
+    memory = Path("/proc/meminfo")
 
     def is_there(self) -> bool:
         return True
@@ -187,9 +189,13 @@ class Cpu(DeviceKind):
     def listed(self) -> int | None:
         return 1
 
-    def memory_listed(self) -> int | None:
+    def memory_listed(self) -> int:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([physical, *(int(text) for file in self.limits if (text := _text_of(file)).isdigit())])
+
+    def free_memory(self, device: Device) -> int | None:
+        found = re.search(r"MemAvailable:\s+(\d+)", _text_of(self.memory))
+        return None if found is None else min(1024 * int(found[1]), self.memory_listed())
 
 
 def _text_of(file: Path) -> str:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -229,6 +230,68 @@ def test_ranks_without_a_place_are_left_out_and_looked_for_again(
         ]
         assert {spec.arguments["config"].actor.parallel.replicate for spec in specs} == {of_model}
     assert f"actor-{lost}" not in {spec.name.partition("+")[0] for spec in fewer}
+
+
+SEVEN_BILLION = (
+    '{"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, '
+    '"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": false}'
+)
+"""Each of three ranks takes 53 GB of a GPU for it, or 93 of a CPU's memory; a tenth of what is there is left alone."""
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "gpu_gb", "on", "fits"),
+    [
+        (60, 80, "aaa", True),
+        (55, 80, "abc", False),
+        (105, None, "abc", True),
+        (105, None, "aab", False),
+        (210, None, "aab", True),
+    ],
+)
+def test_fewer_ranks_go_on_only_where_their_devices_have_room_and_else_wait_for_a_machine(
+    free_gb: int, gpu_gb: int | None, on: str, fits: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(SEVEN_BILLION)
+    machines = dict(zip(("actor-0", "actor-1", "actor-2"), on, strict=True))
+    nowhere = ["actor-3"]
+
+    class Machines(PlannedCluster):
+        async def answer(self, name: str, method: str) -> Any:
+            if method == "memory":
+                whole = gpu_gb and gpu_gb * 10**9
+                return machines[name.partition("+")[0]], whole, free_gb * 10**9
+            return await super().answer(name, method)
+
+        async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
+            return await asyncio.Event().wait() if spec.name in nowhere else spec.device
+
+    async def restarted(until: float) -> list[str]:
+        cluster = Machines()
+        config = tiny_config("ray", trainer={"n_gpus_per_node": 4}, cluster={"start_timeout_s": 600})
+        async with AsyncExitStack() as stack:
+            begun = startup.Startup(
+                config, cluster, stack, model_path=str(tmp_path), total_optimizer_steps=1, run_dir=tmp_path
+            )
+            await begun.launch()
+            cluster.calls.clear()
+            asyncio.get_running_loop().call_later(until, nowhere.clear)
+            paths = SimpleNamespace(trainer_restarted=lambda store: None)
+            await begun._restartable(paths, {}, "float32", None)["actor"].restart()
+        return [call.partition("+")[0] for call in cluster.calls if call.endswith(" build")]
+
+    def names(count: int) -> list[str]:
+        return [f"actor-{rank}" for rank in range(count)]
+
+    assert run_virtual(restarted(400)) == names(3 if fits else 4)
+    nowhere.append("actor-3")
+    if not fits:
+        with pytest.raises(
+            StallError,
+            match=r"the driver waited for a machine with room for actor-3: without it each of 3 ranks takes up to "
+            r"\d+\.\d GB of its device, and that of actor-\d\+1 on [abc] has \d+\.\d to spare; add a machine, or",
+        ):
+            run_virtual(restarted(2000))
 
 
 async def test_a_machine_on_which_a_restarted_rank_does_not_see_the_runs_files_gets_none_again(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ Ranks in the places of lost ones start as the first ones did, and are then ready
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -45,8 +46,10 @@ from headway.cluster.worker_group import Worker, WorkerGroup, proxy
 from headway.cluster.worker_plan import Rank, in_meshes, make_groups, plan_cluster, trainer_alone, worker_of
 from headway.cluster.workers import Cluster, LaunchedWorkers, StartWaits, Workers, any_dies
 from headway.config.schema import Config
+from headway.config.sizing.model_shape import ModelShape
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, concurrent, resolve_placement
-from headway.config.sizing.run_memory import restarts_ranks, restarts_trainer
+from headway.config.sizing.process_memory import room
+from headway.config.sizing.run_memory import rank_memory, restarts_ranks, restarts_trainer
 from headway.config.sizing.timeouts import PLACES_S, ROOM_SHARE, Timeouts, model_nbytes
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.assignment import Cost
@@ -57,7 +60,7 @@ from headway.devices import kind_of
 from headway.engines.weights.protocols import Address
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, RunError, StallError, UserError
-from headway.models.model_folder import hidden_size
+from headway.models.model_folder import hidden_size, text_config
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.recovery.rank_restarts import RestartableRanks
 from headway.runtime.task_groups import both, concurrently
@@ -93,6 +96,8 @@ class Startup:
         """Those workers that have not answered yet."""
         self._wait = self.waits.wait
         self._transport = transport_in(config)
+        known = Path(model_path).expanduser() / "config.json"
+        self._shape = ModelShape.of(text_config(known)) if known.is_file() else None
         workers = sum(len(devices) for devices in resolve_placement(config).devices.values())
         self.timeouts = Timeouts.of(config, model_nbytes(model_path), workers=workers)
         """Time limits of the run, which follow what is known and measured by now."""
@@ -393,23 +398,46 @@ class Startup:
 
     async def _restart(self, role: str, group: WorkerGroup, waits: StartWaits) -> Address | None:
         """End the ranks of ``group``, and let others in their places load the model: fewer of them where there is no
-        room for all. Returns the address of their store.
+        place for all, and room for the model in fewer parts. Returns the address of their store.
         """
         # All of them, also those that live: a process group that has lost a rank serves no more.
         await waits.wait(f"{group.name} to end", concurrently(worker.kill() for worker in group.workers))
-        ranks = await waits.wait(
-            f"machines that are alive to have room for the ranks of {role}, or some of them",
-            self._with_places(role, group),
-        )
-        fewer = self._of_fewer(len(ranks), len(self._plan.ranks(role)))
-        for number, (rank, device) in enumerate(ranks.items()):
-            await self._workers.launch_again(rank.worker, device, waits, **(fewer and fewer | {"rank": number}))
-        workers = [worker_of(rank, self._workers.by_name) for rank in ranks]
-        group.consist_of(workers)
-        await concurrently(waits.wait(f"{worker.name} to start", worker.up()) for worker in workers)
-        if (files := self._files) is not None:
-            await concurrently(self._check_rank(files, worker, waits) for worker in workers)
-        return await _build(group, waits)
+        asked, too_few = self._plan.ranks(role), 0
+        waiting = f"machines that are alive to have room for the ranks of {role}, or some of them"
+        while True:
+            ranks = await waits.wait(waiting, self._with_places(role, group, too_few))
+            fewer = self._of_fewer(len(ranks), len(asked))
+            for number, (rank, device) in enumerate(ranks.items()):
+                await self._workers.launch_again(rank.worker, device, waits, **(fewer and fewer | {"rank": number}))
+            workers = [worker_of(rank, self._workers.by_name) for rank in ranks]
+            group.consist_of(workers)
+            await concurrently(waits.wait(f"{worker.name} to start", worker.up()) for worker in workers)
+            if (files := self._files) is not None:
+                await concurrently(self._check_rank(files, worker, waits) for worker in workers)
+            looking = self._too_full(role, workers, fewer["config"] if fewer else None)
+            if (full := await waits.wait(f"{group.name} to say what memory is free", looking)) is None:
+                return await _build(group, waits)
+            lost, too_few = ", ".join(rank.name for rank in asked if rank not in ranks), len(ranks)
+            waiting = f"a machine with room for {lost}: without it {full}"
+
+    async def _too_full(self, role: str, workers: Sequence[Worker], config: Config | None) -> str | None:
+        """Say what ranks of ``role`` take of a device that has less. ``config``: that of ranks that are fewer than was
+        asked for. None where each has room, or that is not known. On CPUs the ranks of a machine share its memory.
+        """
+        if config is None or (shape := self._shape) is None:
+            return None
+        found = await concurrently(worker.call("memory") for worker in workers)
+        beside = Counter(machine for machine, _, _ in found)
+        for worker, (machine, whole, free) in zip(workers, found, strict=True):
+            on_cpu, count = whole is None, len(workers)
+            takes = rank_memory(config, shape, role, count, on_cpu=on_cpu, device_bytes=whole).device
+            if free is not None and takes > (has := room(free // beside[machine] if on_cpu else free)):
+                return (
+                    f"each of {count} ranks takes up to {takes / 1e9:.1f} GB of its device, and that of {worker.name} "
+                    f"on {machine} has {has / 1e9:.1f} to spare; add a machine, or lower what a rank takes "
+                    "(docs/training.md), and go on with `headway train --resume RUN`"
+                )
+        return None
 
     async def _check_rank(self, files: SharedFilesystem, worker: Worker, waits: StartWaits) -> None:
         """Raise `RunError` where a rank that was started again does not see the run's files, and avoid its machine."""
@@ -419,10 +447,10 @@ class Startup:
             self._workers.avoid(worker.name)
             raise RunError(f"{blind}. It is not started there again") from blind
 
-    async def _with_places(self, role: str, group: WorkerGroup) -> dict[Rank, int]:
+    async def _with_places(self, role: str, group: WorkerGroup, too_few: int) -> dict[Rank, int]:
         """Return the ranks of ``role`` that are started again, each with its device: all of them or, where some of
         ``group`` have no place for `ROOM_SHARE` of the time, as many others as make a mesh. Waits until there are so
-        many.
+        many, and more than ``too_few``.
         """
         ranks, parallel = self._plan.ranks(role), self._config.actor.parallel
         inner, least = parallel.inner, parallel.least_ranks
@@ -439,7 +467,7 @@ class Startup:
             places |= await self._workers.places(others, PLACES_S)
             if len(places) < len(ranks):  # time has passed: what was found first may be gone, too
                 places = await self._workers.places([*places], PLACES_S)
-            if found := in_meshes(ranks, places, inner=inner, least=least):
+            if len(found := in_meshes(ranks, places, inner=inner, least=least)) > too_few:
                 return {rank: places[rank.worker] for rank in found}
 
     def _of_fewer(self, count: int, asked: int) -> dict[str, Any]:

@@ -129,6 +129,13 @@ class Role:
         """Return a description of the hardware that this rank computes on; call it once the role is built."""
         return hardware_here(self._device)
 
+    def memory(self) -> tuple[str, int | None, int | None]:
+        """Return the name of this machine, and the bytes of the rank's device, and those free there: on a CPU None, and
+        the free ones of the machine.
+        """
+        kind = kind_of(self._device)
+        return place(self._host), kind.total_memory(self._device), kind.free_memory(self._device)
+
     def memory_domain(self) -> str:
         """Name the processes with which this one can share memory."""
         from headway.engines.weights.incoming_version import memory_domain

@@ -92,12 +92,9 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     run = _Run(config, shape, on_cpu, None if on_cpu else device_bytes)
     placement, step = run.placement, run.step
     roles: dict[str, ProcessMemory] = {ACTOR: run.trainer(senders=0)}
-    for role, of in ((REF, reference), (LOGP, reference), (CRITIC, critic)):
+    for role in (REF, LOGP, CRITIC):
         if role in placement.devices and not placement.shared(role, ACTOR):
-            own = replace(step, mesh=Mesh(len(placement.devices[role]), step.mesh.parallel))
-            roles[role] = of(shape, own)
-            if role == CRITIC:
-                roles[role] = roles[role].beside(run.saved("critic", own.mesh))
+            roles[role] = run.own_rank(role, len(placement.devices[role]))
     senders = run.senders(len(placement.devices[ACTOR]))
     generates = run.replica(senders)
     if placement.shared(ROLLOUT, ACTOR):
@@ -131,6 +128,16 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     if LOGP in roles:
         found.append(RunProcess("machine with logp ranks", len(placement.on_nodes(LOGP)), copy))
     return found
+
+
+def rank_memory(
+    config: Config, shape: ModelShape, role: str, ranks: int, *, on_cpu: bool, device_bytes: int | None
+) -> ProcessMemory:
+    """Return the memory of each of so many ``ranks`` of ``role``, of the trainer that of one that sends. ``config`` has
+    their mesh; ``device_bytes`` is as for `processes`.
+    """
+    run = _Run(config, shape, on_cpu, device_bytes, ranks if role == ACTOR else None)
+    return run.trainer(senders=run.senders(ranks)) if role == ACTOR else run.own_rank(role, ranks)
 
 
 SIZES = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", "cpu_offload_gb"})
@@ -193,7 +200,10 @@ def replica_room(config: Config, shape: ModelShape, device_bytes: int, *, in_one
 class _Run:
     """Sizes of a run, from its settings and its model's shape."""
 
-    def __init__(self, config: Config, shape: ModelShape, on_cpu: bool, device_bytes: int | None) -> None:
+    def __init__(
+        self, config: Config, shape: ModelShape, on_cpu: bool, device_bytes: int | None, ranks: int | None = None
+    ) -> None:
+        """``ranks``: of the trainer; None for as many as are placed."""
         self._config, self._shape, self._on_cpu = config, shape, on_cpu
         self.placement: Placement = resolve_placement(config)
         self.context = config.data.max_prompt_length + config.data.max_response_length
@@ -205,7 +215,7 @@ class _Run:
         )
         """True where new weights go from the trainer's GPUs to those of others."""
         actor = config.actor
-        mesh, cp = Mesh(len(self.placement.devices[ACTOR]), actor.parallel), actor.parallel.cp
+        mesh, cp = Mesh(ranks or len(self.placement.devices[ACTOR]), actor.parallel), actor.parallel.cp
         groups = up(actor.ppo_mini_batch_size * actor.parallel.inner, mesh.ranks)  # of a mini-batch, on each data rank
         budget = max(actor.ppo_max_token_len_per_gpu, up(self.context, cp))  # a row is divided over cp ranks alone
         self.step = TrainingStep(
@@ -259,6 +269,13 @@ class _Run:
             through_host=not self._on_cpu and not self.on_devices,
         )
         return memory.beside(sends)
+
+    def own_rank(self, role: str, ranks: int) -> ProcessMemory:
+        """Return the memory of each of so many ranks of a role that has its own."""
+        step = replace(self.step, mesh=Mesh(ranks, self.step.mesh.parallel))
+        if role != CRITIC:
+            return reference(self._shape, step)
+        return critic(self._shape, step).beside(self.saved("critic", step.mesh))
 
     def replica(self, senders: int, *, cache_bytes: int | None = None) -> ProcessMemory:
         """Return the memory of a replica, or of each of the devices that vLLM divides it over.
