@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ModelError
 from headway.models.made_model import character_tokenizer, make_model, qwen2_character_tokenizer
-from headway.models.pretrained import stop_token_ids
-from headway.models.tokenizer import load_tokenizer, text_of
+from headway.models.tokenizer import load_tokenizer, stop_token_ids, text_of
 
 TINY = MakeModelConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48

@@ -257,6 +257,8 @@ class Scenario:
     """What it takes to start an episode worker in the place of one that is gone; None where none can be started."""
     resume_from: Mapping[str, Any] | None = None
     """The driver's state of a checkpoint, of another run of the same scenario."""
+    validated: ValidationFinished | None = None
+    """Validation of the version of ``resume_from``, where it had ended."""
     journal: Path | None = None
     """The directory of the run's journal; None for a run without any."""
     numbers: Numbers = field(default_factory=dict)
@@ -380,6 +382,7 @@ class Scenario:
             journal=None if self.journal is None else RunJournal(self.journal, self.config),
             keep_start=None if self.journal is None else lambda taken: starts.append(taken) is None,
             samples=self.samples,
+            validated=self.validated,
         )
         observers = [recorder] if parts.journal is None else [recorder, parts.journal]
         pipeline = Pipeline(self.config, parts, observers, Path("checkpoints"), self.resume_from)

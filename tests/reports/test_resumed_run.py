@@ -48,7 +48,7 @@ def observed(scenario: Scenario, reports: Reports, killed_at: float | None = Non
     def script(run: Run) -> None:
         run.recorder.on = reports.emit
 
-    return replace(scenario, script=script).run(killed_at)
+    return replace(scenario, script=script, validated=reports.validated).run(killed_at)
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def resumed(directory: Path, state: dict[str, Any], killed_at: float | None = No
     return run
 
 
-@pytest.mark.parametrize("at", [14.0, 18.0, 33.0])
+@pytest.mark.parametrize("at", [14.0, 24.0, 33.0])
 @pytest.mark.parametrize("large", [False, True])
 def test_a_resumed_run_reports_what_an_undisturbed_one_does(
     undisturbed: Path, tmp_path: Path, at: float, large: bool, monkeypatch: pytest.MonkeyPatch
@@ -116,6 +116,17 @@ def test_a_resumed_run_reports_what_an_undisturbed_one_does(
     for key in ("status", "groups", "balanced", "eval", "lag", "version", "optimizer_steps", "fetches", "wall_s"):
         assert told[key] == expected[key], key
     assert told["balanced"]
+
+
+def test_a_validation_that_had_ended_is_not_made_again(undisturbed: Path, tmp_path: Path) -> None:
+    directory, state = killed(tmp_path, 18.0)
+    run = resumed(directory, state)
+    told = [event for event in read_events(directory / "events.jsonl") if isinstance(event, ValidationFinished)]
+    assert [event.version for event in told] == list(range(7))
+    assert summary(directory)["eval"] == summary(undisturbed)["eval"]
+    assert state["version"] == 1 and run.validated()[0] == 1, "its result is told at once"
+    took = told[1].span[1] - told[1].span[0]
+    assert summary(directory)["wall_s"] < summary(undisturbed)["wall_s"] - 0.9 * took, "nothing waited for it"
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -137,6 +148,7 @@ def test_the_row_of_a_validation_that_ends_late_is_there_once_whether_it_survive
             emit(reports, replace(held.pop(event.version - 1), time=event.time))
 
     monkeypatch.setattr(Reports, "emit", emit_late)
+    monkeypatch.setattr("headway.reports.report_manager._validation", lambda *_: None)  # it is made again, as long
     directory, state = killed(tmp_path, 33.0, checkpoint=-2)
     assert [row["version"] for row in rows(directory)] == [0, 0, 1, 2, 2]
     assert state["version"] == 2, "of the late rows the first survives, and the second is undone"

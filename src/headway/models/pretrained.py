@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -185,17 +184,6 @@ def attention(model_config: Any) -> str | None:
     """
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     return None if capped is None else "eager"
-
-
-def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends an answer, ascending: those of the folder's generation config, and the tokenizer's own."""
-    try:
-        declared = GenerationConfig.from_pretrained(expanded(path)).eos_token_id
-    except OSError:  # the file is optional
-        declared = None
-    ids = {tokenizer.eos_token_id}
-    ids.update([declared] if isinstance(declared, int) else declared or ())
-    return tuple(sorted(int(i) for i in ids if i is not None))
 
 
 @contextmanager

@@ -66,6 +66,19 @@ def eos_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(int(id) for id in (eos if isinstance(eos, list) else [eos]) if id is not None)
 
 
+def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends an answer, ascending: those of the folder's generation config, and the tokenizer's own."""
+    from transformers import GenerationConfig
+
+    try:
+        declared = GenerationConfig.from_pretrained(expanded(path)).eos_token_id
+    except OSError:  # the file is optional
+        declared = None
+    ids = {tokenizer.eos_token_id}
+    ids.update([declared] if isinstance(declared, int) else declared or ())
+    return tuple(sorted(int(i) for i in ids if i is not None))
+
+
 def text_of(
     tokenizer: Any, without: Collection[int] = (), *, skip_special_tokens: bool = False
 ) -> Callable[[Sequence[int]], str]:

@@ -32,7 +32,15 @@ from headway.reports.live.plain_log import EventLog, PlainView
 from headway.reports.metrics.metrics_state import LARGE, MetricsStates, newest
 from headway.reports.metrics.run_metrics import RowSink, RunMetrics
 from headway.reports.metrics.summary import summary
-from headway.reports.record.events_file import DENSE, EventsFile, JsonLines, look_through, read_events
+from headway.reports.record.events_file import (
+    DENSE,
+    EventReader,
+    EventsFile,
+    JsonLines,
+    SurvivingRecord,
+    look_through,
+    read_events,
+)
 from headway.reports.record.file_access import cut_off_half_line, draft_of
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples.samples_file import SamplesFile, Thinning, later, write_surviving
@@ -109,6 +117,8 @@ class Reports:
         self._dense_observers: list[Observer] = [self._events, metrics, progress]
         """Those who look at events that come with every answer or group, which cost as much as all else about it."""
         self._observers = [*self._dense_observers, view, self._log]
+        self.validated: events.ValidationFinished | None = None
+        """Validation of the version that a run is resumed at; None where it has to be made."""
         self._closed = False
 
     def on_event(self, event: Event) -> None:
@@ -272,18 +282,20 @@ def reopen_reports(
 ) -> Reports:
     """Reopen a run's reports at the boundary of ``version``. They take over ``lock``, which is held, and release it.
 
-    ``saved``: the ledger's balance as the checkpoint of that version has it. Later checkpoints are removed.
+    ``saved``: the ledger's balance as the checkpoint of that version has it. Later checkpoints are removed. The
+    result of that version's validation is kept, as `Reports.validated`.
 
     Raises `DataError` where the record cannot be read or has no such boundary, and `UserError` where its balance
     differs from ``saved`` or the directory cannot be written. Nothing of the run has changed then.
     """
     console = console or stdout_console()
     checkpoints = Checkpoints(directory.checkpoints)
-    resumed = look_through(directory.events).resumed + 1
+    record = look_through(directory.events)
     rows, samples = draft_of(directory.metrics), draft_of(directory.samples)
     try:
         metrics, last, boundary = _told(directory, version, rows, console)
-        _surviving_samples(directory, samples, version, boundary)
+        validated = _validation(directory, record, version)
+        _surviving_samples(directory, samples, version, boundary, validated=validated is not None)
         if (told := metrics.tally.counts()) != saved:
             raise UserError(
                 f"{checkpoints.actor(version)} is not the checkpoint of which {directory.events.name} tells: it holds "
@@ -302,7 +314,8 @@ def reopen_reports(
         samples.replace(directory.samples)
     directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
     reports = Reports(config, directory, lock, console, metrics, clock=RunClock(boundary), purge_step=last + 1)
-    reports.emit(events.RunResumed(time=boundary, version=version, times=resumed))
+    reports.validated = validated
+    reports.emit(events.RunResumed(time=boundary, version=version, times=record.resumed + 1))
     return reports
 
 
@@ -328,15 +341,27 @@ def _told(directory: RunDirectory, version: int, rows: Path, console: Console) -
     return metrics, kept.last, boundary
 
 
-def _surviving_samples(directory: RunDirectory, draft: Path, version: int, boundary: float) -> None:
-    """Write the samples of a run's history up to the boundary of ``version`` to ``draft``, where there are any.
+def _validation(directory: RunDirectory, record: SurvivingRecord, version: int) -> events.ValidationFinished | None:
+    """Return the validation of ``version`` that ended behind its boundary; None where none did."""
+    behind = EventReader(
+        directory.events, record=record, after=record.boundaries[version], kinds=(events.ValidationFinished,)
+    )
+    for event in behind.read():
+        if isinstance(event, events.ValidationFinished) and event.version == version:
+            return event
+    return None
+
+
+def _surviving_samples(directory: RunDirectory, draft: Path, version: int, boundary: float, *, validated: bool) -> None:
+    """Write the samples of a run's history up to the boundary of ``version`` to ``draft``, where there are any; with
+    ``validated`` also those of that version's validation.
 
     Raises `DataError` and `UserError`.
     """
     if not directory.samples.is_file():
         return
     try:
-        write_surviving(directory.samples, draft, version, boundary)
+        write_surviving(directory.samples, draft, version, boundary, validated=validated)
     except OSError as cause:
         raise UserError(
             f"{draft} could not be written ({cause.strerror or cause}), so the run was not resumed, and nothing of it "

@@ -99,7 +99,7 @@ async def solve(
         UserError: a reward or a model that does not load.
         WorkerDied: the reward's processes, or the engine's, ended.
     """
-    from headway.models.pretrained import stop_token_ids
+    from headway.models.tokenizer import stop_token_ids
 
     prompts = questions.prompts
     # The columns that a reward may ask for: every row has them.

@@ -158,8 +158,7 @@ class TrainingRun:
         from headway.cluster.backend import start_backend
         from headway.cluster.machine.worker_setup import collecting_seldom
         from headway.cluster.workers import replaceable_dies
-        from headway.models.pretrained import stop_token_ids
-        from headway.models.tokenizer import TokenTexts, load_tokenizer
+        from headway.models.tokenizer import TokenTexts, load_tokenizer, stop_token_ids
 
         config, reports = self._config, self._reports
         reports.phase(STARTING if self._model.warm_up is None else WARMING)
@@ -231,6 +230,7 @@ class TrainingRun:
             timeouts=workers.timeouts,
             workers=workers.living,
             journal=journal,
+            validated=reports.validated,
             keep_start=None if journal is None else self._keep_start,
             samples=SampleOutlet(reports.on_sample, TokenTexts(tokenizer)) if config.reports.samples else None,
             probe_tolerance=workers.rounding.tolerance,

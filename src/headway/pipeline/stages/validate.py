@@ -132,8 +132,11 @@ class Validate(Stage[Validation, None]):
         validators: Validators,
         scoring: Scoring,
         stop_token_ids: tuple[int, ...],
+        told: ValidationFinished | None = None,
     ) -> None:
+        """``told``: result of a validation that a resumed run does not make again."""
         super().__init__(state.emit, input)
+        self._told = told
         self._state = state
         self._validators = validators
         self._episode_workers = pool.episode_workers
@@ -186,6 +189,11 @@ class Validate(Stage[Validation, None]):
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, due, first = now(), validation.version, validation.version == 0
+        if self._told is not None and self._told.version == due:
+            self._newest = due
+            self._validators.let_go(validation)
+            self._emit(self._told.later(started - self._told.time))
+            return
         while (answers := await failing_as_one(partial(self._answers_to, validation, first))) is None:
             validation = await self._validators.order_when_served(due)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]

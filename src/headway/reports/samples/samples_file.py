@@ -157,16 +157,17 @@ def later(sample: dict[str, Any], seconds: float) -> dict[str, Any]:
     return result
 
 
-def write_surviving(path: Path, draft: Path, version: int, boundary: float) -> None:
+def write_surviving(path: Path, draft: Path, version: int, boundary: float, *, validated: bool = False) -> None:
     """Write those samples of ``path`` to ``draft`` that belong to a run's history up to the boundary of ``version``,
-    which was at the time ``boundary``. Lines that are no samples are left out.
+    which was at the time ``boundary``, or, with ``validated``, to that version's validation. Lines that are no samples
+    are left out.
 
     Raises `OSError` where that cannot be written.
     """
     with draft.open("wb") as kept:
         for line in _lines_of(path):
             with suppress(ValueError, KeyError, TypeError):
-                if _survives(json.loads(line), version, boundary):
+                if _survives(json.loads(line), version, boundary, validated):
                     kept.write(line)
 
 
@@ -226,10 +227,11 @@ def _has(value: Mapping[str, Any], keys: frozenset[str]) -> None:
         raise KeyError(min(missing))
 
 
-def _survives(sample: Sample, version: int, boundary: float) -> bool:
+def _survives(sample: Sample, version: int, boundary: float, validated: bool) -> bool:
     if "group" in sample:
         return bool(sample["version"] < version)
-    return bool(sample["validation"] < version and sample["time"] <= boundary + 1e-3)  # times in samples are rounded
+    told = sample["validation"] < version and sample["time"] <= boundary + 1e-3  # times in samples are rounded
+    return bool(told or (validated and sample["validation"] == version))
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
