@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -31,6 +31,7 @@ async def start_backend(
     total_optimizer_steps: int,
     warm: Awaitable[None] | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    cluster: Cluster | None = None,
 ) -> Workers:
     """Start all roles of ``config`` on ``cluster.backend``, each with the model at ``model_path``, serving version 0.
 
@@ -39,6 +40,7 @@ async def start_backend(
     Args:
         warm: ends when the model may be loaded; workers' processes start meanwhile, and no limit of time counts.
         tell: called with what is up, each time that something is.
+        cluster: one that was begun; None: one is made here.
 
     Raises:
         ConfigError: a Ray address that does not answer; a transport, placement or ``on_update`` that cannot be had.
@@ -47,7 +49,7 @@ async def start_backend(
     """
     undo = AsyncExitStack()
     try:
-        _, startup = _startup(config, undo, model_path, run_dir, total_optimizer_steps, tell)
+        _, startup = _startup(config, undo, model_path, run_dir, total_optimizer_steps, tell, cluster)
         return await _up(startup, run_dir, startup.launch(), startup.run, warm)
     except BaseException:  # a start that is cancelled, too, has workers to end
         await undo.aclose()
@@ -99,11 +101,12 @@ def _startup(
     run_dir: Path,
     total_optimizer_steps: int,
     tell: Callable[[str], None],
+    cluster: Cluster | None = None,
 ) -> tuple[Cluster, Startup]:
     folder = Path(model_path).expanduser()
     if folder.is_dir():  # else a name on the hub; workers of a cluster that was joined run in another directory
         model_path = str(folder.absolute())
-    cluster = make_cluster(config, run_dir, model_path)
+    cluster = cluster or make_cluster(config, run_dir, model_path)
     startup = Startup(
         _with_absolute_files(config),
         cluster,
@@ -158,6 +161,17 @@ def _with_absolute_files(config: Config) -> Config:
         one.model_copy(update={"name": absolute(str(one.name))}) for one in algorithm.corrections
     )
     return config.model_copy(update={"algorithm": algorithm.model_copy(update=changes)})
+
+
+@contextmanager
+def begun_cluster(config: Config, run_dir: Path, model_path: str) -> Iterator[Cluster]:
+    """Begin to start the cluster of ``config`` beside the block. What is left of it at the block's end is stopped."""
+    cluster = make_cluster(config, run_dir, model_path)
+    try:
+        cluster.begin()
+        yield cluster
+    finally:
+        asyncio.run(cluster.stop())
 
 
 def make_cluster(config: Config, run_dir: Path, model_path: str) -> Cluster:

@@ -68,6 +68,9 @@ class InlineCluster:
         self._threads = 1
         self._uses_group = False
 
+    def begin(self) -> None:
+        """Do nothing: this process is the cluster."""
+
     async def connect(self) -> str:
         """Return the device that torch sees here. Raises `ConfigError` when it is not the one asked for."""
         self._device = chosen(self._config.cluster.device)

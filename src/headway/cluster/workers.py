@@ -43,6 +43,9 @@ class Cluster(Protocol):
     def address(self) -> str:
         """Address of the driver's machine, for the other machines."""
 
+    def begin(self) -> None:
+        """Begin to start the cluster, where this run starts one, beside other work; `connect` waits for it."""
+
     async def connect(self) -> str:
         """Connect to the cluster; nothing is reserved yet. Returns the device that workers use: ``cpu`` or ``cuda``."""
 

@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from headway.api.checks.preflight import check_inputs, check_model
 from headway.api.run.training_run import WARMING, StartingModel, TrainingRun, is_of_the_end, note
 from headway.api.storage.stored_run import check_storage, store_of
 from headway.api.storage.uploader import StorageUploader
+from headway.cluster.backend import begun_cluster
 from headway.cluster.machine.worker_setup import available_cores, importing, math_environment
 from headway.config.loading import LoadedConfig, check_changes
 from headway.config.schema import Config
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from headway.api.sft.sft_data import Example
     from headway.api.sft.warmup import Evaluate
+    from headway.cluster.workers import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +186,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
     lock = RunLock(directory.lock)
     # Before anything is read: another process may be training, and removing checkpoints
     lock.take()
+    left = ExitStack()
     try:
         checkpoints = Checkpoints(directory.checkpoints)
         record = look_through(directory.events)
@@ -209,6 +212,9 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
             read_state(checkpoints.critic(version))
         check_storage(config, path, resumed=True)
         check_trackers(config)
+        model = config.model.path or str(directory.initial_model)
+        # A run that was killed is to go on soon: what follows takes as long as the start of Ray.
+        cluster = left.enter_context(begun_cluster(config, path, model))
         with _relative_paths_explained():
             rows = check_inputs(config)
             data = check_model(config, rows) or _data(config, rows, directory.initial_model)
@@ -218,17 +224,18 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         # From here on the reports have the lock, and release it.
         reports = reopen_reports(config, directory, lock, version, balance(taken), console)
     except BaseException:
-        lock.release()
+        with left:
+            lock.release()
         raise
-    note(reports, f"resuming from the checkpoint of version {version}")
-    for text in data.notes:
-        note(reports, text)
-    for key, (then, now) in changes.items():
-        note(reports, f"changed: {key}={now!r}, was {then!r}")
-    for change in data.train.changes:
-        note(reports, f"data changed: {change}")
-    model = config.model.path or str(directory.initial_model)
-    return carry_out(loaded, rows, reports, lambda: StartingModel(model), version)
+    with left:
+        note(reports, f"resuming from the checkpoint of version {version}")
+        for text in data.notes:
+            note(reports, text)
+        for key, (then, now) in changes.items():
+            note(reports, f"changed: {key}={now!r}, was {then!r}")
+        for change in data.train.changes:
+            note(reports, f"data changed: {change}")
+        return carry_out(loaded, rows, reports, lambda: StartingModel(model), version, cluster)
 
 
 def _check_accepted(config: Config, data: DataBundle) -> None:
@@ -290,10 +297,12 @@ def carry_out(
     reports: Reports,
     prepare: Callable[[], StartingModel],
     start: int | None = None,
+    cluster: Cluster | None = None,
 ) -> int:
     """Train, with reports that are closed at the end. Returns the exit code, raises the errors of `headway.errors`.
 
     ``prepare`` gives the model to start from; ``start`` is the version to resume from, None for a run that begins.
+    ``cluster``: one that was begun already.
     """
     config, directory = loaded.config, reports.directory
     store = store_of(config, directory.path)
@@ -302,7 +311,7 @@ def carry_out(
         for text in loaded.notes:
             note(reports, text)
         with terminations_as_interrupts():
-            run = TrainingRun(config, rows, prepare(), reports, start, uploader)
+            run = TrainingRun(config, rows, prepare(), reports, start, uploader, cluster)
             status = asyncio.run(run.run())
             if uploader is not None:
                 reports.phase("waiting for run.storage")

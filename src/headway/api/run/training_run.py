@@ -45,7 +45,7 @@ from headway.runtime.task_groups import end, failure_ignored, in_daemon_thread
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from headway.cluster.workers import Workers
+    from headway.cluster.workers import Cluster, Workers
 
 
 def note(reports: Reports, text: str, level: str = "info") -> None:
@@ -130,9 +130,10 @@ class TrainingRun:
         reports: Reports,
         start: int | None = None,
         uploader: StorageUploader | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         """Prepare a run. ``start``: version of the checkpoint that it resumes from; None for one that begins anew.
-        ``uploader``: None for a run without storage.
+        ``uploader``: None for a run without storage. ``cluster``: one that was begun; None where the run makes it.
         """
         self._config = config
         self._rows = rows
@@ -141,6 +142,7 @@ class TrainingRun:
         self._reports = reports
         self._start = start
         self._uploader = uploader
+        self._cluster = cluster
         self.stop_reason: str | None = None
         """Reason why the run stopped itself; None where it did not."""
 
@@ -196,6 +198,7 @@ class TrainingRun:
                 total_optimizer_steps=_optimizer_steps(config, data.rows),
                 warm=warm,
                 tell=tell,
+                cluster=self._cluster,
             )
         stack.push_async_callback(workers.close)
         for name, hardware in workers.hardware.items():

@@ -7,15 +7,17 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, NoReturn
 
 import ray
 
 from headway.cluster.machine.worker_setup import available_cores
 from headway.cluster.on_ray.network_interface import check_listens
-from headway.cluster.on_ray.ray_node import RayNode, sessions_of_their_own, sigterm_kept
+from headway.cluster.on_ray.ray_node import RayNode, restore_sigterm, sessions_of_their_own, sigterm_kept
 from headway.cluster.on_ray.ray_worker import RayWorker, messages_in, remove_there
 from headway.cluster.on_ray.resource_pool import ResourcePool
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
@@ -44,7 +46,10 @@ class RayCluster:
         self._config = config
         self._run_dir = run_dir
         self._weights_bytes = weights_bytes
-        self._entered = False
+        self._up: Future[None] | None = None
+        """End of the start of Ray, or of joining it; None before it began, and after `stop`."""
+        self._left = Event()
+        """Event that lets the thread end in which Ray was started."""
         self._messages = ExitStack()
         """Context that redirects what Ray reports to a log of the run, until it is closed."""
         self._node: RayNode | None = None
@@ -64,20 +69,38 @@ class RayCluster:
         here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return here
 
+    def begin(self) -> None:
+        if self._config.cluster.address is None and not ray.is_initialized():
+            self._begin()
+
     async def connect(self) -> str:
         """Start Ray or join it. Returns the device of workers. Raises `ConfigError` without an answer or a device."""
         self._deadline = asyncio.get_running_loop().time() + self._config.cluster.start_timeout_s
-        if not ray.is_initialized():
+        if self._up is None and not ray.is_initialized():
             if self._config.cluster.address is not None:
                 timeout_s = ANSWERING_SHARE * self._config.cluster.start_timeout_s
                 await check_answers(self._config.cluster.address, timeout_s)
-            # Not in a thread of a pool: Ray's processes die with the very thread that started them.
-            self._entered = True  # before Ray starts: an interrupt in the middle of that has to be undone by `stop`
-            self._messages.enter_context(messages_in(self._run_dir / "logs" / "ray.log"))
-            with sigterm_kept(), sessions_of_their_own():
-                self._init()
+            self._begin()
+        if self._up is not None:
+            await asyncio.shield(asyncio.wrap_future(self._up))
+            restore_sigterm()
         self._device = self._choose_device()
         return self._device
+
+    def _begin(self) -> None:
+        self._up = up = Future[None]()
+        self._messages.enter_context(messages_in(self._run_dir / "logs" / "ray.log"))
+
+        def live() -> None:
+            try:
+                with sigterm_kept(), sessions_of_their_own():
+                    self._init()
+                up.set_result(None)
+            except BaseException as failure:
+                up.set_exception(failure)
+            self._left.wait()  # Ray's processes die with the very thread that started them
+
+        Thread(target=live, name="headway-ray", daemon=True).start()
 
     async def reserve(self, plan: ClusterPlan) -> None:
         self._check_enough_memory(plan)
@@ -128,8 +151,8 @@ class RayCluster:
             if self._node is None or self._node.lost is None:  # otherwise no Ray is there to take the devices
                 self._pool.release()
             self._pool = None
-        if self._entered:
-            self._entered = False
+        if self._up is not None:
+            up, self._up = self._up, None
             try:
                 # Not left to the workers: one that was given up removes nothing.
                 hosts = {host for writer in self._writers if (host := writer.other_host) is not None}
@@ -137,12 +160,13 @@ class RayCluster:
                     await remove_there(hosts, self._tokens)
             finally:
                 # One call of one thread: a cancellation meanwhile cuts nothing short.
-                await asyncio.to_thread(self._leave)
+                await asyncio.to_thread(self._leave, up)
 
-    def _leave(self) -> None:
+    def _leave(self, up: Future[None]) -> None:
         """Leave Ray. When it was started here, returns when nothing of it is left."""
-        node, self._node = self._node, None
         try:
+            wait([up], self._config.cluster.start_timeout_s)  # a start that was interrupted goes on in its thread
+            node, self._node = self._node, None
             if node is None:
                 ray.shutdown()
                 return
@@ -151,6 +175,7 @@ class RayCluster:
             node.leave(max((worker.killed_s for worker in self._launched.values()), default=KILLED_S))
         finally:
             self._messages.close()
+            self._left.set()
 
     def _init(self) -> None:
         # Ray's processes inherit these: no reports to its makers; devices hidden from no worker that asked for none;

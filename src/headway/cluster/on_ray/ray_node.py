@@ -285,16 +285,21 @@ def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """Keep SIGTERM's handler during and after the block, in which Ray may start. Call it in the main thread."""
-    before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before is None:
-        yield
-        return
-    try:
-        with replaced(taking, "set_sigterm_handler", lambda takes: lambda handler: None):
+    """Keep SIGTERM's handler during and after the block, in which Ray may start. Where the block is not in the main
+    thread, that has to call `restore_sigterm` afterwards.
+    """
+    with replaced(taking, "set_sigterm_handler", lambda takes: lambda handler: None):
+        try:
             yield
-    finally:
-        signal.signal(signal.SIGTERM, before)  # above all for the system, which would call the core's handler
+        finally:
+            restore_sigterm()
+
+
+def restore_sigterm() -> None:
+    """Put Python's handler of SIGTERM in place again: the system would call that of Ray's core. For the main thread."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
         signal.siginterrupt(signal.SIGTERM, False)  # the same as an event loop's
 
 
