@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from headway.cluster.on_ray.ray_cluster import RayCluster
 from headway.config.loading import dump, load
 from headway.data.sources import build_sources, read_rows
 from headway.engines.train.state_file import REMOVE
@@ -19,6 +22,7 @@ from headway.models.tokenizer import load_tokenizer
 from headway.pipeline.admission.ledger import Ledger
 from headway.reports.record.events_file import EventsFile
 from headway.reports.run_directory import RunDirectory
+from headway.runtime.process_tree import descendants
 from tests.cli.test_bad_input import _matches, _table
 from tests.integration.support import make_job, run_here
 
@@ -152,6 +156,23 @@ def test_what_is_refused_leaves_the_run_as_it_was(name: str, recipe: Path, tmp_p
     case.spoil(run)
     shown = refused(run, *case.arguments)
     assert _matches(MESSAGES[name].message, shown, tmp_path), shown
+
+
+@pytest.mark.slow
+def test_a_refused_resume_leaves_nothing_of_the_ray_that_it_began(recipe: Path, tmp_path: Path) -> None:
+    """Starts and ends a Ray of its own, which takes seconds."""
+    run = Stopped(recipe, tmp_path / "run")
+    run.save(source=source(run, rows=3))
+    before, sessions = set(descendants(os.getpid())), set(Path(tempfile.gettempdir(), "ray").glob("session_2*"))
+    begun = []
+    with pytest.MonkeyPatch.context() as patch:
+        start = RayCluster._init
+        patch.setattr(RayCluster, "_init", lambda cluster: (start(cluster), begun.append(descendants(os.getpid()))))
+        shown = refused(run, LONGER, "cluster.backend=ray")
+    assert _matches(MESSAGES["other data"].message, shown, tmp_path), shown
+    assert len(begun[0]) > len(before) + 2
+    assert set(descendants(os.getpid())) <= before
+    assert set(Path(tempfile.gettempdir(), "ray").glob("session_2*")) <= sessions
 
 
 @pytest.mark.parametrize(
