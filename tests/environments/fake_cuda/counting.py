@@ -222,8 +222,6 @@ class _Functions(TorchFunctionMode):
             return _numbers(args[0])
         if func is Tensor.tolist and isinstance(args[0], FakeTensor):
             return _numbers(args[0].cpu() if _on_device(args[0]) else args[0]).tolist()
-        if func is Tensor.record_stream:
-            return None
         if func is Tensor.is_pinned:
             return self._dispatch.is_pinned(args[0])
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -394,6 +392,7 @@ def on_fake_cuda() -> Iterator[Counts]:
         stack.enter_context(patch.object(devices, "ACCELERATORS", (kind,)))
         stack.enter_context(patch.object(flex_attention, "_kernel", _kernel))
         stack.enter_context(patch.object(torch, "inference_mode", _without_grad))
+        stack.enter_context(patch.object(Tensor, "record_stream", lambda *_: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(dispatch)
         stack.enter_context(_Functions(dispatch))

@@ -1,4 +1,5 @@
-"""What the native engine asks of a GPU in a step. A bound is what a step has: a change that needs less lowers it."""
+"""What the native engine asks of a GPU in a step. Numbers of operations are exact: a change that needs less lowers them.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +83,13 @@ def decode_step(layers: int = LAYERS, sampling: SamplingParams = PLAIN) -> Step:
 
 
 def test_operations_of_a_decode_step_beyond_those_of_its_layers_are_few() -> None:
+    """Counted is all that a step asks for but the layers' part: the embedding, positions and their angles, what rows
+    attend to, the last norm and the head; then one operation that samples, and one that joins what the host reads.
+    """
     few, many = decode_step(2), decode_step(4)
-    of_layer = (many.operations - few.operations) // 2
-    assert of_layer <= 15, many.names
-    assert few.operations - 2 * of_layer <= 23, few.names
+    of_layer = (many.operations - few.operations) / 2
+    assert of_layer == 15, many.names
+    assert few.operations - 2 * of_layer == 16, few.names
 
 
 def test_sampling_with_top_p_adds_no_operation_to_a_decode_step() -> None:
@@ -149,9 +153,9 @@ def test_a_prefill_of_prompts_of_any_lengths_attends_once_in_each_layer_and_copi
     assert step.attention == LAYERS, step.names
     assert not step.names.get("clone", 0), step.names
     assert step.pageable == 0
-    assert step.waits <= 1
+    assert step.waits == 0
 
 
 def test_copies_to_the_device_are_few_in_a_prefill_of_16_prompts() -> None:
     step = prefill_step(PROMPTS, qwen(LAYERS))
-    assert step.uploads <= 2
+    assert step.uploads == 2

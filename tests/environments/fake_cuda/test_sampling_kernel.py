@@ -108,7 +108,7 @@ def test_tokens_and_log_probs_are_those_of_a_sort(
 @pytest.mark.parametrize("vocabulary", [31, 151_936])
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.95}, {"top_k": 5, "min_p": 0.1}], ids=str)
-def test_a_batch_is_sampled_by_eight_operations_at_most_and_nothing_is_sorted(
+def test_a_batch_is_sampled_by_one_operation_and_nothing_is_sorted(
     rows: int, vocabulary: int, sampling: dict[str, float]
 ) -> None:
     from headway.engines.rollout.native.sampler import sample
