@@ -1,5 +1,4 @@
-"""What the native engine asks of a GPU in a step. Numbers of operations are exact: a change that needs less lowers them.
-"""
+"""What the native engine asks of a GPU in a step. The numbers are exact: a change that needs less lowers them."""
 
 from __future__ import annotations
 
