@@ -11,14 +11,17 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(head -c 32 /dev/u
 port=${RAY_PORT:-6379}
 read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 on_first=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$first")
-address=$("${on_first[@]}" hostname --ip-address | awk '{print $1}'):$port
+# Its own name may be 127.0.1.1 there, or an IPv6 address: then the first address of its cards.
+address=$("${on_first[@]}" sh -c 'hostname -i; hostname -I' | tr ' ' '\n' | grep -vm1 -e '^127' -e : -e '^$'):$port
 
 "${on_first[@]}" ray start --head --node-ip-address="${address%:*}" --port="$port" --block &
 if ((SLURM_JOB_NUM_NODES > 1)); then
-    srun --overlap --nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks-per-node=1 --exclude="$first" \
-        ray start --address="$address" --block &
+    others=$((SLURM_JOB_NUM_NODES - 1)) # without --ntasks it is the job's, one more, and one machine starts Ray twice
+    # `ray start` gives up soon where the head is slow.
+    srun --overlap --nodes="$others" --ntasks="$others" --exclude="$first" \
+        sh -c 'until ray start --address="$1" --block; do sleep 2; done' others "$address" &
 fi
-# Ray's workers retry until the head is up; the run itself waits 20 s for machines that it lacks, which may be too short.
+# The run itself waits 20 s for machines that it lacks, which may be too short.
 "${on_first[@]}" timeout 300 python -c '
 import sys, time
 import ray

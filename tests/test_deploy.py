@@ -16,7 +16,7 @@ STANDINS = {
     "scontrol": "echo node-a; echo node-b; echo node-c",
     # Runs what it is given here, with what it was asked for before it.
     "srun": 'while [[ $1 == --* ]]; do asked="$asked $1"; shift; done; export ASKED="$asked"; exec "$@"',
-    "hostname": "echo 10.0.0.7 fe80::1",
+    "hostname": "case $1 in -i) echo ::1 127.0.1.1 ;; -I) echo fd00::2 10.0.0.7 10.1.0.7 ;; esac",
     "ray": 'echo "$ASKED | ray $* | $RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}" >> "$SAID"',
     # Waits for all of Ray, like the script that it stands for.
     "python": """until [[ $(grep -c ray "$SAID") -ge $((SLURM_JOB_NUM_NODES > 1 ? 2 : 1)) ]]; do sleep 0.01; done
@@ -45,7 +45,7 @@ def test_a_slurm_job_starts_ray_on_each_machine_and_the_run_on_the_first(tmp_pat
     done, said = slurm(tmp_path, machines)
     assert (done.returncode, done.stderr) == (0, "")
     first = " --overlap --nodes=1 --ntasks=1 --nodelist=node-a"
-    others = " --overlap --nodes=2 --ntasks-per-node=1 --exclude=node-a"
+    others = " --overlap --nodes=2 --ntasks=2 --exclude=node-a"
     expected = [
         f"{first} | headway train recipe.yaml run.dir=/shared/one cluster.address=10.0.0.7:6379 --restarts 3",
         f"{first} | python 10.0.0.7:6379 {machines}",
