@@ -4,7 +4,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.checks import without_effect
@@ -12,7 +12,8 @@ from headway.config.loading import LoadedConfig, dump, load, mode_config, writte
 from headway.config.presets import PRESETS
 from headway.config.schema import AsyncTrainingConfig, Config, Order
 from headway.errors import ConfigError
-from tests.tiers import crossed
+from tests.pipeline.cases import for_each
+from tests.tiers import a_share_and_all, crossed
 
 from .conftest import Load, Write
 
@@ -309,15 +310,16 @@ def test_a_dumped_configuration_loads_back_to_an_equal_one(
     equal_after_dump(minimal(f"mode={mode}", *overrides), tmp_path)
 
 
-@settings(max_examples=40)
-@given(st.text("${}\\'\"\n: a", max_size=12))
-def test_text_that_looks_like_a_reference_is_text_after_a_dump_too(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
-    """Takes seconds: a hundred configurations are written, read and checked."""
-    params = {"text": text, "listed": [text, {"within": text}]}
-    config = Config.model_validate({"data": {"prompt_key": text, "task": {"name": "sort", "params": params}}})
-    equal_after_dump(LoadedConfig(config), tmp_path_factory.getbasetemp())
+@a_share_and_all
+def test_text_that_looks_like_a_reference_is_text_after_a_dump_too(tmp_path: Path, share: float) -> None:
+    """Takes seconds: configurations are written, read and checked."""
+
+    def check(text: str) -> None:
+        params = {"text": text, "listed": [text, {"within": text}]}
+        config = Config.model_validate({"data": {"prompt_key": text, "task": {"name": "sort", "params": params}}})
+        equal_after_dump(LoadedConfig(config), tmp_path)
+
+    for_each(st.text("${}\\'\"\n: a", max_size=12), share * 40, check)
 
 
 def test_a_reference_that_was_escaped_stays_so_from_dump_to_dump(minimal: Load, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -20,6 +19,8 @@ from headway.models.attention import packed_layout as layouts
 from headway.models.attention.packed_attention import packed_attention
 from headway.models.attention.packed_layout import AttentionKind, PackedLayout
 from tests.data.trees import rows_and_prompt, seen_by_rows
+from tests.pipeline.cases import for_each
+from tests.tiers import a_share_and_all, crossed
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -162,19 +163,18 @@ def long_trees() -> list[Tree]:
 
 
 @pytest.mark.parametrize("which", COSTS)
-@settings(max_examples=40)
-@given(trees=lines, case=st.sampled_from(list(CASES.values())), dtype=st.sampled_from([torch.float64, torch.float32]))
-def test_any_line_is_attended_as_its_rows_are(which: str, trees: list[Tree], case: Case, dtype: torch.dtype) -> None:
+@a_share_and_all
+def test_any_line_is_attended_as_its_rows_are(which: str, share: float) -> None:
+    drawn = st.tuples(lines, st.sampled_from(list(CASES.values())), st.sampled_from([torch.float64, torch.float32]))
     with costs(which):
-        assert_as_defined(trees, case, dtype)
+        for_each(drawn, share * 40, lambda one: assert_as_defined(*one))
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
-def test_rows_of_very_different_lengths_are_attended_as_by_themselves(case: Case, dtype: torch.dtype) -> None:
+@crossed(("case", "dtype"), CASES, ["float64", "float32", "bfloat16"])
+def test_rows_of_very_different_lengths_are_attended_as_by_themselves(case: str, dtype: str) -> None:
     for which in COSTS:
         with costs(which):
-            assert_as_defined(long_trees(), case, dtype)
+            assert_as_defined(long_trees(), CASES[case], getattr(torch, dtype))
 
 
 def test_each_kind_of_part_is_chosen_where_it_is_cheap() -> None:

@@ -19,6 +19,7 @@ from headway.planner.profiles.profile_files import dump_profile, load_profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.reports.record.events_file import EventsFile
 from headway.reports.run_directory import RunDirectory
+from tests.tiers import mostly_slow
 
 MODES = ("on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial", "overlapped")
 VERSIONS = 6
@@ -107,7 +108,7 @@ def record(
     return events
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=MODES[::2])
 def test_the_costs_of_a_simulated_run_are_found_again(tmp_path: Path, mode: str) -> None:
     record(tmp_path / "run", mode)
     found = profile_run(tmp_path / "run")
@@ -132,7 +133,7 @@ def test_the_costs_of_a_simulated_run_are_found_again(tmp_path: Path, mode: str)
         )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=MODES[1::2])
 def test_a_replay_of_a_simulated_run_takes_as_long_as_it_did(tmp_path: Path, mode: str) -> None:
     # Without a validation, whose answers are not on record.
     true = seconds_per_version(record(tmp_path / "run", mode, TRUE.model_copy(update={"validation": None})))

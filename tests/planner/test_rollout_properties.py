@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.interfaces.rollout import Completion, EngineStats, GenerateRequest, OnUpdate, Priority
@@ -19,7 +18,9 @@ from headway.events import Span
 from headway.planner.profiles.lengths import lengths_id
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.virtual_clock import run_virtual
+from tests.pipeline.cases import for_each
 from tests.planner.replica import calls, generate, in_order, load, now, replica
+from tests.tiers import a_share_and_all
 
 PROMPT = 3
 
@@ -137,18 +138,20 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-@settings(max_examples=300, deadline=None)
-@given(jobs())
-def test_every_answer_goes_as_it_does_token_by_token(job: Job):
-    expected, slot_seconds = token_by_token(job)
-    actual, stats = run_virtual(on_the_engine(job))
-    for reference, done in zip(expected, actual, strict=True):
-        assert done.length == reference.length
-        assert done.finished == pytest.approx(reference.finished, rel=1e-6)
-        assert done.started == pytest.approx(reference.started, rel=1e-6)
-        assert done.version_spans == reference.spans
-    assert stats.slot_seconds == pytest.approx(slot_seconds, rel=1e-6)
-    assert stats.generated_tokens == sum(job.lengths)
+@a_share_and_all
+def test_every_answer_goes_as_it_does_token_by_token(share: float):
+    def check(job: Job) -> None:
+        expected, slot_seconds = token_by_token(job)
+        actual, stats = run_virtual(on_the_engine(job))
+        for reference, done in zip(expected, actual, strict=True):
+            assert done.length == reference.length
+            assert done.finished == pytest.approx(reference.finished, rel=1e-6)
+            assert done.started == pytest.approx(reference.started, rel=1e-6)
+            assert done.version_spans == reference.spans
+        assert stats.slot_seconds == pytest.approx(slot_seconds, rel=1e-6)
+        assert stats.generated_tokens == sum(job.lengths)
+
+    for_each(jobs(), share * 300, check)
 
 
 # ---------------------------------------------------------------------------------------------- any commands
@@ -251,9 +254,11 @@ class Session:
         await asyncio.sleep(self.random.choice([0.0, 0.1, self.random.expovariate(0.5)]))
 
 
-@pytest.fixture(scope="module")
-def sessions() -> list[Session]:
-    made = [Session(seed) for seed in range(150)]
+@pytest.fixture(
+    scope="module", params=[pytest.param(30, id="a fifth"), pytest.param(150, id="all", marks=pytest.mark.slow)]
+)
+def sessions(request: pytest.FixtureRequest) -> list[Session]:
+    made = [Session(seed) for seed in range(request.param)]
     for session in made:
         run_virtual(session.run())
     return made

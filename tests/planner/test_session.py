@@ -5,7 +5,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.presets import PRESETS
@@ -28,6 +27,8 @@ from headway.events import (
 from headway.pipeline.run import Status
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
+from tests.pipeline.cases import for_each
+from tests.tiers import a_share_and_all
 
 from .jobs import RICH, Recorder, profile
 
@@ -277,9 +278,8 @@ def test_a_wrong_checksum_ends_the_run(mode: str) -> None:
 
 
 def test_a_run_that_cannot_go_on_says_who_waits_for_whom() -> None:
-    """Simulates a run up to its stall limit."""
     job = profile()
-    simulation = Simulation(job, config(job, "on_policy"))
+    simulation = Simulation(job, config(job, "on_policy", activity_interval_s=1e6))  # fewer reports up to its stall limit
 
     async def never(version: int, receivers: Sequence[str]) -> float:
         await asyncio.Event().wait()
@@ -314,18 +314,25 @@ jobs = st.builds(
 )
 
 
-@given(jobs, st.sampled_from(list(PRESETS)), st.integers(1, 3), st.integers(0, 10), st.sampled_from([None, "1/2", 2]))
-@settings(max_examples=60)
-def test_whatever_the_job_the_trained_groups_are_those_that_were_asked_for(
-    job: Profile, mode: str, replicas: int, seed: int, eta: Any
-) -> None:
+runs = st.tuples(
+    jobs, st.sampled_from(list(PRESETS)), st.integers(1, 3), st.integers(0, 10), st.sampled_from([None, "1/2", 2])
+)
+
+
+@a_share_and_all
+def test_whatever_the_job_the_trained_groups_are_those_that_were_asked_for(share: float) -> None:
     """Simulates many random runs."""
-    eta = eta if PRESETS[mode]["async_training.staleness_threshold"] else None
-    run = simulated(job, mode, seed=seed, replicas=replicas, versions=3, eta=eta, trigger=1)
-    groups = run.of(RunFinished)[-1].groups
-    assert groups["trained"] == 3 * job.batch.groups_per_version
-    assert groups["in_flight"] == groups["failed"] == groups["dropped"] == 0
-    assert groups["admitted"] == len(run.of(GroupAdmitted)) == groups["trained"] + groups["filtered"]
+
+    def check(drawn: tuple[Profile, str, int, int, Any]) -> None:
+        job, mode, replicas, seed, eta = drawn
+        eta = eta if PRESETS[mode]["async_training.staleness_threshold"] else None
+        run = simulated(job, mode, seed=seed, replicas=replicas, versions=3, eta=eta, trigger=1)
+        groups = run.of(RunFinished)[-1].groups
+        assert groups["trained"] == 3 * job.batch.groups_per_version
+        assert groups["in_flight"] == groups["failed"] == groups["dropped"] == 0
+        assert groups["admitted"] == len(run.of(GroupAdmitted)) == groups["trained"] + groups["filtered"]
+
+    for_each(runs, share * 60, check)
 
 
 # ---------------------------------------------------------------------------------------------- configurations
