@@ -43,7 +43,8 @@ class Setting:
 
     def give_back(self) -> None:
         """Give memory that nothing holds any more back to the device."""
-        gc.collect()
+        if self.on_gpu:  # to look through all that lives takes a second
+            gc.collect()
         self.kind.release_cached()
 
     def wait(self) -> None:

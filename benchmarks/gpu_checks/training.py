@@ -322,7 +322,7 @@ N = 8
 def gradients(setting: Setting) -> Findings:
     """One mini-batch's gradient by each layout on the device, against single rows in float64 on the CPU."""
     folder = peaked_model(setting)
-    rows = grouped(random_rows(setting, 24), checked_shape(setting))
+    rows = grouped(random_rows(setting, (2 if setting.small else 3) * N), checked_shape(setting))
     expected = reference(folder, rows)
     with one_rank_group(setting):
         for dtype in ("float32", "bfloat16"):
