@@ -10,11 +10,11 @@ import pytest
 
 T = TypeVar("T")
 
-QUICK_SHARE = 0.2
+QUICK_SHARE = 0.1
 """How much of a random search the quick tests make: its first cases."""
 
 a_share_and_all = pytest.mark.parametrize(
-    "share", [pytest.param(QUICK_SHARE, id="a fifth"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+    "share", [pytest.param(QUICK_SHARE, id="a tenth"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 )
 """A random search in both tiers. Its test takes the ``share`` of the examples that it makes."""
 

@@ -33,16 +33,11 @@ from headway.runtime.process_tree import descendants
 from headway.runtime.signals import terminations_as_interrupts
 from tests.full_disk import small_disk
 from tests.integration import support
-from tests.integration.support import START_S, alive, events, finish, make_job, run_here, start, summary, wait_for
+from tests.integration.support import START_S, alive, events, finish, run_here, start, summary, wait_for
 from tests.integration.test_on_policy import weights
 from tests.tiers import mostly_slow
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_job(tmp_path_factory.mktemp("bad luck"))
 
 
 def inline(recipe: Path, run_dir: Path, *overrides: str) -> tuple[str, ...]:
@@ -376,10 +371,9 @@ def no_large_file() -> Iterator[None]:
 
 
 def test_a_full_disk_at_one_checkpoint_is_told_and_training_goes_on_as_if_nothing_had_happened(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Takes seconds: two whole runs."""
-    support.train(recipe, tmp_path / "undisturbed", "cluster.backend=inline", "trainer.save_freq=1")
+    """Takes seconds: a whole run."""
     save, first = learner.save_checkpoint, iter([True])
 
     def full_at_first(*args: Any, **kwargs: Any) -> None:
@@ -393,7 +387,7 @@ def test_a_full_disk_at_one_checkpoint_is_told_and_training_goes_on_as_if_nothin
     assert told["checkpoints"]["saved"] == told["version"] - 1
     (failed,) = events(run_dir, "checkpoint.failed")
     assert failed["version"] == 1 and "File too large" in failed["reason"]
-    assert weights(run_dir / "model") == weights(tmp_path / "undisturbed" / "model")
+    assert weights(run_dir / "model") == weights(undisturbed / "model")
 
 
 @mostly_slow("in_a_row", [2, 3], quick=[2])

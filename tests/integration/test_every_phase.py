@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from shutil import rmtree
+from shutil import copytree, rmtree
 from typing import Any, NoReturn
 
 import pytest
@@ -51,13 +51,10 @@ PHASES = {
     "export": Phase("actor-0", "export"),
 }
 IN_THE_PIPELINE = [name for name in PHASES if name not in ("start", "export")]
+SMALL = ("data.max_response_length=4", "data.task.val_size=2", "reward.function=task")
+"""Short answers, scored without a process."""
 KEPT = (b"resource_tracker import main", b"forkserver import main")
 """In the command lines of processes that `multiprocessing` keeps for later."""
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_job(tmp_path_factory.mktemp("phases"))
 
 
 class Moments:
@@ -78,7 +75,7 @@ class Moments:
 def headway_train(recipe: Path, run_dir: Path, *overrides: str) -> Done:
     """The command in this process, to its end; none of the processes that it started are left."""
     before = set(descendants(os.getpid()))
-    settings = ("trainer.save_freq=1", "reports.trackers=[]", *overrides, f"run.dir={run_dir}")
+    settings = (*SMALL, "trainer.save_freq=1", "reports.trackers=[]", *overrides, f"run.dir={run_dir}")
     done = run_here("train", str(recipe), *settings)
     theirs = before.union(descendants(*before))  # Ray, where it runs, starts processes when it likes
     left = alive([pid for pid in descendants(os.getpid()) if pid not in theirs and not _is_kept(pid)])
@@ -214,15 +211,14 @@ def test_a_model_folder_that_breaks_while_the_run_trains_is_told_at_the_export_o
 
 
 def test_a_damaged_checkpoint_is_one_line_that_does_not_send_to_that_checkpoint_again(
-    recipe: Path, tmp_path: Path
+    undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Makes a whole run, and resumes it."""
-    run_dir = tmp_path / "run"
-    headway_train(recipe, run_dir, "cluster.backend=inline", "rollout.total_rollout_steps=8")
-    newest = run_dir / "checkpoints" / "version_2"
+    """Resumes a run."""
+    run_dir = Path(copytree(undisturbed, tmp_path / "run"))
+    newest = run_dir / "checkpoints" / "version_4"
     shard = newest / "__0_0.distcp"
     shard.write_bytes(bytes(byte ^ 0x5A for byte in shard.read_bytes()))
-    longer = ("train", "--resume", str(run_dir), "rollout.total_rollout_steps=12")
+    longer = ("train", "--resume", str(run_dir), "rollout.total_rollout_steps=20")
     done = run_here(*longer)
     assert done.exit_code == 2, done.output
     (message,) = done.stderr.splitlines()
@@ -233,7 +229,7 @@ def test_a_damaged_checkpoint_is_one_line_that_does_not_send_to_that_checkpoint_
     rmtree(newest)
     done = run_here(*longer)
     assert done.exit_code == 0, done.output
-    assert summary(run_dir)["version"] == 3
+    assert summary(run_dir)["version"] == 5
 
 
 # ---------------------------------------------------------------------------------------- deaths, inline

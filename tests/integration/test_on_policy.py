@@ -6,13 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.integration.plain_loop import run_plain_loop
-from tests.integration.support import make_job, train
+from tests.integration.support import train
 from tests.tiers import mostly_slow
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_job(tmp_path_factory.mktemp("on_policy"))
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +17,22 @@ def plain_weights(recipe: Path) -> dict[str, bytes]:
     return weights(out)
 
 
-def test_on_policy_equals_a_plain_synchronous_loop_bit_for_bit(recipe: Path, plain_weights: dict[str, bytes]) -> None:
-    check_equal(recipe, plain_weights, "inline")
+def test_on_policy_equals_a_plain_synchronous_loop_bit_for_bit(
+    recipe: Path, undisturbed: Path, plain_weights: dict[str, bytes]
+) -> None:
+    check_equal(recipe, plain_weights, undisturbed)
 
 
-def test_so_it_does_over_ray(ray_here: None, recipe: Path, plain_weights: dict[str, bytes]) -> None:
-    """Starts Ray, where no test has, and two workers that import torch."""
-    check_equal(recipe, plain_weights, "ray")
+@pytest.mark.slow
+def test_so_it_does_over_ray(ray_here: None, recipe: Path, plain_weights: dict[str, bytes], tmp_path: Path) -> None:
+    """Starts Ray, where no test has, and two workers that import torch. In `make test`: one version of it over Ray, in
+    tests/cluster/test_ray_backend.py, and a whole run of another mode, in `test_updates`.
+    """
+    train(recipe, tmp_path / "run", "cluster.backend=ray")
+    check_equal(recipe, plain_weights, tmp_path / "run")
 
 
-def check_equal(recipe: Path, plain_weights: dict[str, bytes], backend: str) -> None:
-    run_dir = recipe.parent / backend
-    train(recipe, run_dir, f"cluster.backend={backend}")
+def check_equal(recipe: Path, plain_weights: dict[str, bytes], run_dir: Path) -> None:
     trained = weights(run_dir / "model")
     assert trained.keys() == plain_weights.keys()
     assert [name for name in trained if trained[name] != plain_weights[name]] == []

@@ -17,12 +17,7 @@ from headway.api.profile_window import ask
 from headway.errors import UserError
 from headway.reports.report import report
 from headway.reports.run_directory import RunDirectory
-from tests.integration.support import events, finish, make_job, run_here, start_long_run, train
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_job(tmp_path_factory.mktemp("profiles"))
+from tests.integration.support import events, finish, run_here, start_long_run, train
 
 
 class Asking:

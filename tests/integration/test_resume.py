@@ -21,7 +21,6 @@ from tests.integration.support import (
     batches_in,
     events,
     finish,
-    make_job,
     run_here,
     start,
     summary,
@@ -29,21 +28,8 @@ from tests.integration.support import (
     wait_for,
 )
 from tests.integration.test_on_policy import weights
-from tests.tiers import mostly_slow
 
 REACHED = '"kind": "version.reached", '
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_job(tmp_path_factory.mktemp("resume"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(recipe: Path) -> Path:
-    run_dir = recipe.parent / "undisturbed"
-    train(recipe, run_dir, "cluster.backend=inline", "trainer.save_freq=1")
-    return run_dir
 
 
 def resume(run_dir: Path, *overrides: str, own_process: bool = False) -> tuple[int, str]:
@@ -83,7 +69,8 @@ def is_rays_own(pid: int) -> bool:
     return title.startswith((b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"))
 
 
-@mostly_slow("backend", ["inline", "ray"], quick=["inline"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inline", "ray"])
 def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit(
     recipe: Path, undisturbed: Path, tmp_path: Path, backend: str
 ) -> None:
@@ -93,6 +80,10 @@ def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit
     code, output = resume(run_dir, own_process=backend == "ray")
     assert code == 0, output
     assert "resuming from the checkpoint of version" in output
+    check_as_if_nobody_had_killed_it(run_dir, undisturbed)
+
+
+def check_as_if_nobody_had_killed_it(run_dir: Path, undisturbed: Path) -> None:
     assert weights(run_dir / "model") == weights(undisturbed / "model")
     told, expected = summary(run_dir), summary(undisturbed)
     assert (told["resumed"], told["balanced"], told["groups"]) == (1, True, expected["groups"])
@@ -261,7 +252,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     code, output = resume(run_dir)
     assert code == 0, output
     assert "resuming from the checkpoint of version 1" in output
-    assert weights(run_dir / "model") == weights(undisturbed / "model")
+    check_as_if_nobody_had_killed_it(run_dir, undisturbed)
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["version_3", "version_4"]
 
 
@@ -482,13 +473,24 @@ def test_a_complete_run_is_made_longer(undisturbed: Path, tmp_path: Path) -> Non
     assert "total_rollout_steps: 24" in (run_dir / "config.yaml").read_text()
 
 
+SLOW_REWARD = """
+import time
+
+def score(response, answer):
+    time.sleep(0.1)
+    return float(len(response))
+"""
+
+
 @pytest.fixture(scope="module")
 def going_on(recipe: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A run that would take minutes, and its directory."""
+    """A run that would take minutes, and its directory. Its reward waits, so that it leaves the cores to others."""
     run_dir = recipe.parent / "going on"
+    (recipe.parent / "slow.py").write_text(SLOW_REWARD)
     process = start(
         "-m", "headway", "train", str(recipe), "cluster.backend=inline", "param_update.transport=shared_memory",
         "trainer.save_freq=1", "rollout.total_rollout_steps=65536", f"run.dir={run_dir}",
+        f"reward.function={recipe.parent}/slow.py:score",
     )  # fmt: skip
     wait_for("checkpoint.saved", process, run_dir)
     yield process, run_dir

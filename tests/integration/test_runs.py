@@ -15,7 +15,6 @@ from tests.integration.support import (
     alive,
     events,
     finish,
-    make_job,
     pid_of_worker,
     run_here,
     start,
@@ -25,11 +24,6 @@ from tests.integration.support import (
     wait_for,
 )
 from tests.tiers import mostly_slow
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_job(tmp_path_factory.mktemp("runs"))
 
 
 @mostly_slow("mode", PRESETS, quick=["colocate_sync", "async_partial"])
@@ -79,11 +73,9 @@ def test_a_run_of_several_sources_and_rewards_tells_of_each(recipe: Path, tmp_pa
             assert row["reward/mean"] == pytest.approx(parts, abs=1e-6)
 
 
-def test_the_exported_model_opens_as_a_hugging_face_folder(recipe: Path, tmp_path: Path) -> None:
-    """Makes a whole run."""
-    train(recipe, tmp_path / "run", "cluster.backend=inline")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+def test_the_exported_model_opens_as_a_hugging_face_folder(undisturbed: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(undisturbed / "model")
+    tokenizer = AutoTokenizer.from_pretrained(undisturbed / "model")
     assert model(**tokenizer("sort:31=", return_tensors="pt")).logits.shape[-1] >= len(tokenizer)
 
 

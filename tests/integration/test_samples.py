@@ -12,14 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from headway.models.pretrained import load_model
-from tests.integration.support import events, make_job, run_here, train
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("samples")
-    train(make_job(folder), folder / "run", "cluster.backend=inline", "reports.samples=3", "reports.trackers=[]")
-    return folder / "run"
+from tests.integration.support import events, run_here
 
 
 def shown(run_dir: Path, *arguments: str) -> Any:
@@ -28,15 +21,15 @@ def shown(run_dir: Path, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_show_tells_of_a_real_group_what_its_first_step_computed(run_dir: Path) -> None:
-    """Makes a whole run. Its first step is of version 0: of the model that it began with, here in float64."""
-    first = [line["group"] for line in shown(run_dir) if line["version"] == 0]
+def test_show_tells_of_a_real_group_what_its_first_step_computed(undisturbed: Path) -> None:
+    """The run's first step is of version 0: of the model that it began with, here in float64."""
+    first = [line["group"] for line in shown(undisturbed) if line["version"] == 0]
     assert first
-    model = load_model(str(run_dir.parent / "model"), dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(run_dir.parent / "model")
-    rewarded = {event["number"]: event["rewards"] for event in events(run_dir, "group.rewarded")}
+    model = load_model(str(undisturbed.parent / "model"), dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(undisturbed.parent / "model")
+    rewarded = {event["number"]: event["rewards"] for event in events(undisturbed, "group.rewarded")}
     for number in first:
-        group = shown(run_dir, str(number))
+        group = shown(undisturbed, str(number))
         assert [e["reward"] for e in group["episodes"]] == pytest.approx(rewarded[number], rel=1e-4, abs=1e-9)
         deviation = np.std(rewarded[number], ddof=1)
         for episode, reward in zip(group["episodes"], rewarded[number], strict=True):
@@ -55,10 +48,10 @@ def test_show_tells_of_a_real_group_what_its_first_step_computed(run_dir: Path) 
             assert (row["versions"], row["mask"]) == ([0] * len(row["ids"]), [1] * len(row["ids"]))
 
 
-def test_show_prints_a_real_run(run_dir: Path) -> None:
-    number = str(shown(run_dir)[0]["group"])
+def test_show_prints_a_real_run(undisturbed: Path) -> None:
+    number = str(shown(undisturbed)[0]["group"])
     for arguments in ([], [number], [number, "--tokens"], ["--validation"]):
-        done = run_here("show", str(run_dir), *arguments)
+        done = run_here("show", str(undisturbed), *arguments)
         assert done.exit_code == 0, done.output
-    problem = str(shown(run_dir, "--validation")[0]["problem"])
-    assert len({one["validation"] for one in shown(run_dir, problem, "--validation")}) == 5
+    problem = str(shown(undisturbed, "--validation")[0]["problem"])
+    assert len({one["validation"] for one in shown(undisturbed, problem, "--validation")}) == 5

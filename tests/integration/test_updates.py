@@ -15,7 +15,6 @@ from tests.integration.support import (
     alive,
     events,
     finish,
-    make_job,
     pid_of_worker,
     start_long_run,
     summary,
@@ -23,11 +22,6 @@ from tests.integration.support import (
     wait_for,
 )
 from tests.tiers import mostly_slow
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_job(tmp_path_factory.mktemp("updates"))
 
 
 @mostly_slow(

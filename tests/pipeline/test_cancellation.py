@@ -248,7 +248,7 @@ def test_things_done_concurrently_all_end_when_they_are_cancelled_at_any_turn():
 def test_whoever_waits_for_a_halt_or_the_lease_may_be_cancelled_at_every_turn(
     mode: str, policy: OnUpdate, share: float
 ):
-    """From the first group that is trained to the end of the first update, every single callback, or every fifth."""
+    """From the first group that is trained to the end of the first update, every single callback, or every tenth."""
     if mode == "colocate_async" and policy is OnUpdate.KEEP:
         pytest.skip("an engine that sleeps keeps no cache")
     values = {"on_update": policy.value, "trigger_parameter_sync_step": 1}

@@ -300,7 +300,7 @@ def test_a_run_with_a_critic_may_be_stopped_at_any_time(share: float):
 
 @a_share_and_all
 def test_a_run_with_a_critic_may_be_cancelled_at_any_moment_and_is_over_at_once(share: float):
-    check_cancelled_at_any_moment(cases(), share * 40, with_critic, check_turns)
+    check_cancelled_at_any_moment(cases(), 40, share, with_critic, check_turns)
 
 
 # ---------------------------------------------------------------------------------------------- failures

@@ -22,6 +22,7 @@ from headway.runtime.task_groups import Tasks, failing_as_one
 from tests.pipeline.fakes import FakeEpisodeWorker, prompt
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import crossed
 
 
 def at(seconds: float, what: Callable[[Run], object]) -> Callable[[Run], Coroutine[Any, Any, None]]:
@@ -36,13 +37,12 @@ def first_dies(run: Run) -> None:
     run.episode_workers[0].die()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_only_episode_worker_may_die_at_any_moment(mode: str) -> None:
-    for seconds in (0.0, 0.25, 2.0, 8.0, 14.0):
-        run = check_everything(Scenario(mode, problems=2, beside=at(seconds, first_dies)).run().assert_completed())
-        assert [event.worker for event in run.of(EpisodeWorkerLost)] == ["episode-worker-0"]
-        assert [worker.name for worker in run.episode_workers] == ["episode-worker-0", "episode-worker-0+1"]
-        assert (run.groups["dropped"], run.groups["failed"]) == (0, 0)
+@crossed(("mode", "seconds"), MODES, [0.0, 0.25, 2.0, 8.0, 14.0])
+def test_the_only_episode_worker_may_die_at_any_moment(mode: str, seconds: float) -> None:
+    run = check_everything(Scenario(mode, problems=2, beside=at(seconds, first_dies)).run().assert_completed())
+    assert [event.worker for event in run.of(EpisodeWorkerLost)] == ["episode-worker-0"]
+    assert [worker.name for worker in run.episode_workers] == ["episode-worker-0", "episode-worker-0+1"]
+    assert (run.groups["dropped"], run.groups["failed"]) == (0, 0)
 
 
 def test_what_a_lost_episode_worker_was_making_is_made_again_with_the_same_ids_and_told_once() -> None:

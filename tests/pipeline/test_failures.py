@@ -59,27 +59,27 @@ def dies_at(seconds: float, replica: int = 0):
 MOMENTS = (0.0, 0.3, 2.0, 5.125, 8.0, 11.7, 14.0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_only_replica_that_dies_at_any_moment_ends_the_run_with_its_name(mode: str):
-    for seconds in MOMENTS:
-        run = failed(Scenario(mode, problems=2, beside=dies_at(seconds)), WorkerDied, "rollout-0")
-        assert run.ended < seconds + 20, "in bounded time: as soon as anything asks the dead replica"
+@crossed(("mode", "seconds"), MODES, MOMENTS)
+def test_the_only_replica_that_dies_at_any_moment_ends_the_run_with_its_name(mode: str, seconds: float):
+    run = failed(Scenario(mode, problems=2, beside=dies_at(seconds)), WorkerDied, "rollout-0")
+    assert run.ended < seconds + 20, "in bounded time: as soon as anything asks the dead replica"
 
 
 @mostly_slow(
-    ("mode", "replica"),
-    product(MODES, [0, 1]),
-    quick=[(mode, place % 2) for place, mode in enumerate(MODES)],
+    ("mode", "replica", "seconds"),
+    product(MODES, [0, 1], MOMENTS),
+    quick=[(mode, place % 2, seconds) for place, mode in enumerate(MODES) for seconds in MOMENTS[place % 3 :: 3]],
 )
-def test_one_replica_of_two_may_die_at_any_moment_and_the_other_takes_its_calls_over(mode: str, replica: int):
-    for seconds in MOMENTS:
-        scenario = Scenario(mode, replicas=2, problems=2, beside=dies_at(seconds, replica))
-        run = scenario.run().assert_completed()
-        assert [e.replica for e in run.of(ReplicaLost)] == [f"rollout-{replica}"]
-        assert run.groups["dropped"] == 0
-        assert all(e.attempt == 0 for e in run.of(GroupAdmitted))
-        after = [t for t in run.of(TrajectoryFinished) if t.finished > seconds]
-        assert {t.replica for t in after} <= {f"rollout-{1 - replica}"}
+def test_one_replica_of_two_may_die_at_any_moment_and_the_other_takes_its_calls_over(
+    mode: str, replica: int, seconds: float
+):
+    scenario = Scenario(mode, replicas=2, problems=2, beside=dies_at(seconds, replica))
+    run = scenario.run().assert_completed()
+    assert [e.replica for e in run.of(ReplicaLost)] == [f"rollout-{replica}"]
+    assert run.groups["dropped"] == 0
+    assert all(e.attempt == 0 for e in run.of(GroupAdmitted))
+    after = [t for t in run.of(TrajectoryFinished) if t.finished > seconds]
+    assert {t.replica for t in after} <= {f"rollout-{1 - replica}"}
 
 
 def test_the_calls_of_a_dead_replica_are_taken_over_though_the_data_has_given_out():

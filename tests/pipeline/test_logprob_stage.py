@@ -224,7 +224,7 @@ def test_replicas_may_die_join_or_hang_meanwhile(share: float):
 
 @a_share_and_all
 def test_a_run_with_it_may_be_cancelled_at_any_moment_and_is_over_at_once(share: float):
-    check_cancelled_at_any_moment(cases(use_rollout_log_probs=False), share * 50, beside, check_versions)
+    check_cancelled_at_any_moment(cases(use_rollout_log_probs=False), 50, share, beside, check_versions)
 
 
 # ---------------------------------------------------------------------------------------------- failures

@@ -1,7 +1,7 @@
 """Whole runs over random small configurations, durations, rewards and seeds: what must hold in every one of them.
 
 What that is stands in books.py, machines.py and figures.py. With test_random_faults.py and test_cancellation.py more
-than 2,000 schedules run in the slow tests, a quarter of them in the quick ones; each test counts its own, and fails
+than 2,000 schedules run in the slow tests, a tenth of them in the quick ones; each test counts its own, and fails
 if there were fewer.
 """
 
@@ -136,8 +136,7 @@ def test_a_drained_answer_has_one_version_and_no_answer_is_cut_short(share: floa
     for_each(cases(on_update="drain", overlapped=False, on_overdue="wait", longest=120), share * 40, check)
 
 
-@pytest.mark.parametrize("eta", [Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(2)])
-@pytest.mark.parametrize("window", [1, 4, 8])
+@crossed(("eta", "window"), [Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(2)], [1, 4, 8])
 def test_the_bound_on_lag_is_reached(eta: Fraction, window: int):
     """By the last group that a version admits, when its answer is so long that W − 1 others overtake it."""
     largest = 0

@@ -26,6 +26,7 @@ from headway.pipeline.recovery.liveness import ProcessLook
 from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.mortal_ranks import MortalCritic, MortalReference, MortalTrainer
 from tests.pipeline.scenario import Run, Scenario
+from tests.tiers import a_share_and_all, enough
 
 MODES = ["on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial", "overlapped"]
 
@@ -70,16 +71,17 @@ def check(run: Run) -> Run:
     return run
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
-def test_it_may_be_lost_at_any_moment_in_every_mode(mode: str):
-    """Some twenty whole runs on the virtual clock."""
+def test_it_may_be_lost_at_any_moment_in_every_mode(mode: str, share: float):
+    """Some twenty whole runs on the virtual clock, or a share of them."""
     length = scenario(mode).run().ended
     restarts = redone = 0
-    for part in range(1, 24):
+    for part in range(1, 24, int(1 / share)):
         run = check(scenario(mode, length * part / 24, 5.0 + part / 8).run())
         restarts += trainer(run).life.restarts
         redone += sum(event.batches for event in run.of(RanksRestarted))
-    assert restarts > 30 and redone > 10
+    assert restarts > enough(30, share) and redone > enough(10, share)
 
 
 def test_on_policy_is_trained_on_the_same_batches_with_the_same_steps_as_if_nothing_had_happened():
@@ -118,22 +120,28 @@ def check_shared(run: Run) -> Run:
     return run
 
 
+@a_share_and_all
 @pytest.mark.parametrize(("mode", "settings"), SHARED)
-def test_on_shared_devices_replicas_come_back_with_the_ranks_at_any_moment(mode: str, settings: dict[str, Any]):
-    """Some twenty whole runs on the virtual clock."""
+def test_on_shared_devices_replicas_come_back_with_the_ranks_at_any_moment(
+    mode: str, settings: dict[str, Any], share: float
+):
+    """Some twenty whole runs on the virtual clock, or a share of them."""
     whole = on_shared_devices(mode, settings).run().assert_completed()
     restarts = 0
-    for part in range(1, 24):
+    for part in range(1, 24, int(1 / share)):
         run = check_shared(on_shared_devices(mode, settings, whole.ended * part / 24, 5.0 + part / 8).run())
         restarts += trainer(run).life.restarts
         assert sorted(run.validated()) == sorted(whole.validated())
-    assert restarts > 30
+    assert restarts > enough(30, share)
 
 
+@a_share_and_all
 @pytest.mark.parametrize("settings", [{}, {"trigger_parameter_sync_step": 3}])
-def test_on_shared_devices_each_batch_has_the_steps_of_a_run_that_nothing_happened_to(settings: dict[str, Any]):
+def test_on_shared_devices_each_batch_has_the_steps_of_a_run_that_nothing_happened_to(
+    settings: dict[str, Any], share: float
+):
     whole = on_shared_devices("colocate_sync", settings).run().assert_completed()
-    for part in range(1, 12):
+    for part in range(1, 12, int(1 / share)):
         run = check_shared(on_shared_devices("colocate_sync", settings, whole.ended * part / 12).run())
         assert trainer(run).weights == trainer(whole).weights
         versions = {event.number: event.version_spans for event in whole.of(TrajectoryFinished)}
@@ -295,31 +303,35 @@ def restarted(run: Run, role: str) -> int:
     return sum(event.role == role for event in run.of(RanksRestarted))
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
-def test_a_reference_may_be_lost_at_any_moment(mode: str):
+def test_a_reference_may_be_lost_at_any_moment(mode: str, share: float):
     whole = check(scenario(mode, reference=MortalReference()).run())
     lost = 0
-    for part in range(1, 12, 2):
+    for part in range(1, 12, int(1 / share)):
         beside = kills("ref", whole.ended * part / 12, 4.0)
         run = check(scenario(mode, reference=MortalReference(), beside=beside).run())
         assert "ref_logprobs" in str(trainer(run).weights[0])
         lost += restarted(run, "ref")
-    assert lost > 6
+    assert lost > enough(6, share)
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
-def test_ranks_of_log_probs_may_be_lost_at_any_moment_and_compute_under_the_version_they_are_asked_for(mode: str):
+def test_ranks_of_log_probs_may_be_lost_at_any_moment_and_compute_under_the_version_they_are_asked_for(
+    mode: str, share: float
+):
     """Whole runs on the virtual clock. `FakeLogProb` refuses what its receivers do not serve, and `check` that the
     trainer sends a version with other weights than those of its steps."""
     whole = check(scenario(mode, logp_ranks=2).run())
     lost = 0
-    for part in range(1, 24, 3):
+    for part in range(1, 24, int(1 / share)):
         beside = kills("logp", whole.ended * part / 24, 4.0 + part / 8)
         run = check(scenario(mode, logp_ranks=2, beside=beside, max_restarts=6).run())
         assert run.logp is not None
         assert "prox_logprobs" in str(trainer(run).weights[0])
         lost += restarted(run, "logp")
-    assert lost > 6
+    assert lost > enough(6, share)
 
 
 def test_a_trainer_that_has_gone_on_is_brought_back_to_the_version_that_log_probs_need():
@@ -331,10 +343,11 @@ def test_a_trainer_that_has_gone_on_is_brought_back_to_the_version_that_log_prob
     assert found
 
 
+@a_share_and_all
 @pytest.mark.parametrize("shares", [False, True], ids=["own ranks", "the trainer's ranks"])
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("mode", ["on_policy", "stream_off_policy"])
-def test_policy_and_critic_are_trained_as_if_nothing_had_happened(mode: str, role: str, shares: bool):
+def test_policy_and_critic_are_trained_as_if_nothing_had_happened(mode: str, role: str, shares: bool, share: float):
     """Whole runs on the virtual clock."""
     if shares and role == "critic":
         pytest.skip("these are the trainer's ranks")
@@ -348,7 +361,7 @@ def test_policy_and_critic_are_trained_as_if_nothing_had_happened(mode: str, rol
 
     whole, undisturbed = one()
     redone = 0
-    for part in range(1, 24, 3):
+    for part in range(1, 24, int(1 / share)):
         run, critic = one(kills(role, whole.ended * part / 24, 6.0 + part / 8))
         if mode == "on_policy":  # else the moments at which groups are finished decide on batches
             assert trainer(run).weights == trainer(whole).weights
@@ -357,7 +370,7 @@ def test_policy_and_critic_are_trained_as_if_nothing_had_happened(mode: str, rol
         assert before == [valued for step in undisturbed.weights for *_, valued in step]
         assert len(run.of(CriticStepped)) == len(whole.of(CriticStepped))
         redone += sum(event.batches for event in run.of(RanksRestarted))
-    assert redone > 3
+    assert redone > enough(3, share)
 
 
 def test_restarts_of_all_roles_count_together():

@@ -60,7 +60,7 @@ def test_a_late_replica_serves_nothing_before_it_has_the_current_version(mode: s
 @a_share_and_all
 @pytest.mark.parametrize("mode", SPLIT)
 def test_a_replica_may_join_at_any_moment_of_an_update(mode: str, share: float):
-    """Before it begins, while weights are gathered, sent, registered and loaded, and after it: every 1/8 s, or 5/8."""
+    """Before it begins, while weights are gathered, sent, registered and loaded, and after it: every 1/8 s, or 10/8."""
     healthy = Scenario(mode).run().assert_completed()
     first = min(phase.time for phase in healthy.of(UpdatePhase) if phase.version == 2) - 0.5
     for eighth in range(0, 12, int(1 / share)):

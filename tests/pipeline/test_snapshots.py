@@ -21,6 +21,7 @@ from headway.events import (
 from tests.pipeline.mortal_ranks import MortalCritic, Snapshots
 from tests.pipeline.scenario import Run, Scenario
 from tests.pipeline.test_rank_restarts import MODES, check, trainer
+from tests.tiers import a_share_and_all, enough
 
 
 def scenario(
@@ -69,17 +70,18 @@ def warnings(run: Run) -> list[str]:
     return [event.text for event in run.of(Note) if event.level == "warning"]
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lost_trainer_goes_back_to_the_snapshot_and_ends_with_the_same_weights(mode: str):
+def test_a_lost_trainer_goes_back_to_the_snapshot_and_ends_with_the_same_weights(mode: str, share: float):
     length = scenario(mode).run().ended
     loaded = 0
-    for part in range(1, 12):
+    for part in range(1, 12, int(1 / share)):
         run = check(scenario(mode, length * part / 12, 5.0 + part / 8).run())
         loaded += len(snapshots(run).loaded)
         for back in run.of(RanksRestarted):
             batches = run.scenario.config.async_training.trigger_parameter_sync_step
             assert back.batches <= 2 * batches or not snapshots(run).loaded
-    assert loaded > 6
+    assert loaded > enough(6, share)
 
 
 def test_less_is_done_again_than_since_the_checkpoint():

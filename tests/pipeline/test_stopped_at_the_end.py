@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from headway.events import RunFinished
 from headway.pipeline.run import Status
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import crossed
 
 LENGTHS = {
     "a total": {"total": 32},
@@ -36,9 +35,9 @@ def stopped(mode: str, length: dict[str, int], consumed: int, reward: FakeReward
     return run.assert_clean()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
-def test_a_stop_while_the_last_groups_are_trained_leaves_a_complete_run(mode: str, length: dict[str, int]) -> None:
+@crossed(("mode", "name"), MODES, LENGTHS)
+def test_a_stop_while_the_last_groups_are_trained_leaves_a_complete_run(mode: str, name: str) -> None:
+    length = LENGTHS[name]
     groups = length.get("total") or length["rows"] * length["epochs"]
     run = stopped(mode, length, groups)
     assert run.stopped_at is not None
@@ -46,10 +45,9 @@ def test_a_stop_while_the_last_groups_are_trained_leaves_a_complete_run(mode: st
     assert (run.status, run.of(RunFinished)[0].status) == (Status.COMPLETED, "completed")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
-def test_a_stop_before_that_leaves_an_interrupted_one(mode: str, length: dict[str, int]) -> None:
-    run = stopped(mode, length, 1)
+@crossed(("mode", "name"), MODES, LENGTHS)
+def test_a_stop_before_that_leaves_an_interrupted_one(mode: str, name: str) -> None:
+    run = stopped(mode, LENGTHS[name], 1)
     assert run.groups["trained"] < 26
     assert run.status is Status.INTERRUPTED
 
