@@ -73,3 +73,7 @@ def test_the_manifests_command_is_one_that_headway_takes():
     wanted = (config.trainer, config.rollout)
     assert sum(role.nnodes * role.n_gpus_per_node for role in wanted) == gpus
     assert words[-2:] == ["--restarts", "3"]
+    paths = [config.model.path, config.data.train, config.data.val, config.run.dir]
+    assert all(str(path).startswith("/shared/") for path in paths)
+    tested = (DEPLOY.parent / "constraints.txt").read_text(encoding="utf-8").split()
+    assert f"ray=={spec['rayClusterSpec']['rayVersion']}" in tested
