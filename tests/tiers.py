@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from inspect import Parameter, Signature, signature
 from itertools import product
+from math import ceil
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 T = TypeVar("T")
 
@@ -17,6 +20,23 @@ a_share_and_all = pytest.mark.parametrize(
     "share", [pytest.param(QUICK_SHARE, id="a tenth"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 )
 """A random search in both tiers. Its test takes the ``share`` of the examples that it makes."""
+
+
+def searched(examples: int, *strategies: Any, **named: Any) -> Callable[[Callable[..., None]], Any]:
+    """`hypothesis.given` in both tiers: `make test` tries a fifth of so many ``examples``, `make test-slow` all."""
+
+    def decorate(test: Callable[..., None]) -> Any:
+        def search(share: float, **fixtures: Any) -> None:
+            tried = settings(max_examples=ceil(share * examples), suppress_health_check=list(HealthCheck))
+            tried(given(*strategies, **named)(test))(**fixtures)
+
+        fixtures = signature(given(*strategies, **named)(test)).parameters.values()
+        search.__signature__ = Signature([*fixtures, Parameter("share", Parameter.KEYWORD_ONLY)])
+        search.__doc__ = test.__doc__
+        tiers = [pytest.param(0.2, id="a fifth"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+        return pytest.mark.parametrize("share", tiers)(search)
+
+    return decorate
 
 
 def enough(times: float, share: float) -> float:

@@ -9,11 +9,11 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithms.advantages import ADVANTAGES, AdvantageInputs, grpo, per_token
 from headway.errors import ConfigError, RunError
+from tests.tiers import searched
 
 EPS = 1e-6
 RELATIVE = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "pass_at_k"]
@@ -72,8 +72,7 @@ def reference(name: str, group: Answers) -> list[float]:
 
 
 @pytest.mark.parametrize("name", RELATIVE)
-@settings(deadline=None, max_examples=30)
-@given(groups=ragged)
+@searched(30, groups=ragged)
 def test_each_estimator_is_its_scalar_loop_in_each_group(name: str, groups: list[Answers]) -> None:
     got = ADVANTAGES.get(name)(inputs_of(groups)).tolist()
     expected = [a for group in groups for a in reference(name, group)]

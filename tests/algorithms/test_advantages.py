@@ -6,10 +6,10 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithms.advantages import ADVANTAGES, AdvantageInputs, grpo, per_token
+from tests.tiers import searched
 
 ragged_groups = st.lists(
     st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=1, max_size=6), min_size=1, max_size=5
@@ -33,16 +33,14 @@ def reference(group: list[float], normalize: bool) -> list[float]:
     return [(r - mean) / scale for r in group]
 
 
-@settings(deadline=None)
-@given(ragged_groups, st.booleans())
+@searched(100, ragged_groups, st.booleans())
 def test_grpo_is_reward_minus_mean_over_deviation_in_each_group(groups: list[list[float]], normalize: bool) -> None:
     got = grpo(inputs_of(groups), normalize_by_std=normalize).tolist()
     expected = [a for group in groups for a in reference(group, normalize)]
     assert got == pytest.approx(expected, abs=1e-9, rel=1e-9)
 
 
-@settings(deadline=None)
-@given(ragged_groups, st.randoms(use_true_random=False))
+@searched(100, ragged_groups, st.randoms(use_true_random=False))
 def test_the_order_of_trajectories_does_not_matter(groups: list[list[float]], rng) -> None:
     inputs = inputs_of(groups, numbers=rng.sample(range(1000), len(groups)))
     order = torch.tensor(rng.sample(range(len(inputs.rewards)), len(inputs.rewards)))

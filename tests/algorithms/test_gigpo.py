@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithms.advantages import AdvantageInputs, gigpo, grpo
 from headway.errors import ConfigError, RunError
+from tests.tiers import searched
 
 EPS = 1e-6
 
@@ -105,8 +105,7 @@ def of_turns(advantages: torch.Tensor, fetch: Fetch) -> list[list[float]]:
     return found
 
 
-@settings(deadline=None)
-@given(fetches, st.sampled_from([1.0, 0.95, 0.5, 0.0]), st.sampled_from([0.0, 1.0, 0.3]), st.booleans())
+@searched(100, fetches, st.sampled_from([1.0, 0.95, 0.5, 0.0]), st.sampled_from([0.0, 1.0, 0.3]), st.booleans())
 def test_a_turn_is_compared_with_turns_of_its_group_in_its_state_and_its_episode_with_those_of_its_group(
     fetch: Fetch, discount: float, weight: float, by_std: bool
 ) -> None:
@@ -115,8 +114,7 @@ def test_a_turn_is_compared_with_turns_of_its_group_in_its_state_and_its_episode
         assert got == pytest.approx(expected, rel=1e-7, abs=1e-7)
 
 
-@settings(deadline=None)
-@given(fetches, st.sampled_from([1.0, 0.9]), st.booleans())
+@searched(100, fetches, st.sampled_from([1.0, 0.9]), st.booleans())
 def test_where_no_state_was_reached_twice_it_is_grpo(fetch: Fetch, discount: float, by_std: bool) -> None:
     count = 0
     apart: Fetch = []
@@ -129,8 +127,7 @@ def test_where_no_state_was_reached_twice_it_is_grpo(fetch: Fetch, discount: flo
     assert torch.equal(gigpo(inputs_of(fetch, discount), normalize_by_std=by_std, step_weight=0.0), expected)
 
 
-@settings(deadline=None)
-@given(fetches, st.randoms(use_true_random=False))
+@searched(100, fetches, st.randoms(use_true_random=False))
 def test_the_order_of_trajectories_and_the_names_of_groups_and_states_do_not_matter(
     fetch: Fetch, rng: random.Random
 ) -> None:

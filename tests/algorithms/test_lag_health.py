@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithms.health import (
@@ -21,6 +20,7 @@ from headway.algorithms.health import (
     ratio_sums,
 )
 from tests.algorithms.test_kl_and_health import merge_sums
+from tests.tiers import searched
 
 
 def batch(seed: int, rows: int = 6, length: int = 50) -> tuple[torch.Tensor, ...]:
@@ -58,8 +58,7 @@ def test_each_lag_has_the_metrics_of_its_own_tokens() -> None:
             assert math.log(got[f"offpolicy/ratio_p{q:02d}/{lag}"]) == pytest.approx(exact, rel=0.0167, abs=0.00017)
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.floats(-20, 20), min_size=1, max_size=40), st.floats(0, 1))
+@searched(50, st.lists(st.floats(-20, 20), min_size=1, max_size=40), st.floats(0, 1))
 def test_a_quantile_is_within_half_a_bin_of_the_exact_one(log_ratios: list[float], q: float) -> None:
     x = torch.tensor(log_ratios, dtype=torch.float64)
     sums = lag_sums(x, torch.zeros_like(x), torch.zeros_like(x).long())

@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from headway.algorithms.aggregation import AGGREGATIONS, token_weights
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
 from headway.config.sections.losses import PpoClip
 from headway.errors import ConfigError
+from tests.tiers import searched
 
 PARAMS = PolicyLossParams(PpoClip(), 0.2, 0.28)
 LONGEST = 16.0
@@ -103,8 +103,7 @@ def test_sequence_mean_is_the_mean_of_each_answers_token_mean() -> None:
     assert got.item() == pytest.approx(sum(means) / len(means), rel=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.integers(0, 10_000), st.integers(1, 5), st.sampled_from(AGGREGATIONS.names()))
+@searched(30, st.integers(0, 10_000), st.integers(1, 5), st.sampled_from(AGGREGATIONS.names()))
 def test_any_split_into_micro_batches_gives_the_same_gradient(seed: int, parts: int, mode: str) -> None:
     inputs = batch(seed)
     whole = reduced(inputs, mode, torch.arange(5), inputs)
@@ -207,8 +206,7 @@ def test_a_micro_batch_without_valid_tokens_weighs_nothing(mode: str) -> None:
         assert (gradient == 0).all()
 
 
-@settings(deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from(["token-mean", "seq-mean-token-mean"]))
+@searched(100, st.integers(0, 10_000), st.sampled_from(["token-mean", "seq-mean-token-mean"]))
 def test_weights_of_a_mean_over_a_whole_batch_sum_to_one(seed: int, mode: str) -> None:
     mask = batch(seed).mask
     total = float(mask.any(dim=1).sum())

@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, anywhere_in_sequence, sequence_mean, sequence_sum
 from headway.algorithms.losses.clipped import value_loss
 from tests.algorithms.test_policy_loss_family import PARAMS
+from tests.tiers import searched
 
 uneven = st.lists(st.one_of(st.integers(1, 4), st.sampled_from([9, 70])), min_size=1, max_size=7)
 """Numbers of response tokens of each row."""
@@ -58,8 +58,7 @@ def flat(inputs: LossInputs, present: Tensor) -> LossInputs:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-@settings(deadline=None, max_examples=25)
-@given(lengths=uneven, seed=st.integers(0, 99))
+@searched(25, lengths=uneven, seed=st.integers(0, 99))
 def test_every_loss_has_the_values_metrics_and_gradient_of_padded_rows(
     name: str, lengths: list[int], seed: int
 ) -> None:
@@ -78,8 +77,7 @@ def test_every_loss_has_the_values_metrics_and_gradient_of_padded_rows(
 
 
 @pytest.mark.parametrize(("name", "params"), CASES)
-@settings(deadline=None, max_examples=25)
-@given(lengths=uneven, seed=st.integers(0, 99))
+@searched(25, lengths=uneven, seed=st.integers(0, 99))
 def test_every_correction_has_the_weights_and_metrics_of_padded_rows(
     name: str, params: CorrectionParams, lengths: list[int], seed: int
 ) -> None:
@@ -93,8 +91,7 @@ def test_every_correction_has_the_weights_and_metrics_of_padded_rows(
         torch.testing.assert_close(flat_metrics[key][:, 0], metric[present], rtol=1e-5, atol=1e-7, msg=key)
 
 
-@settings(deadline=None, max_examples=50)
-@given(uneven, st.integers(0, 99), st.sampled_from(AGGREGATIONS.names()))
+@searched(50, uneven, st.integers(0, 99), st.sampled_from(AGGREGATIONS.names()))
 def test_every_aggregation_has_the_weights_of_padded_rows(lengths: list[int], seed: int, mode: str) -> None:
     inputs, present = padded(lengths, seed)
     totals = {"total_tokens": 17.0, "total_sequences": 3.0, "loss_scale_factor": 7.0}
@@ -104,8 +101,9 @@ def test_every_aggregation_has_the_weights_of_padded_rows(lengths: list[int], se
     assert torch.equal(flat_weights[:, 0], weights[present])
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.sampled_from([-7, 0, 3, 2**40]), min_size=1, max_size=9), st.integers(1, 3), st.integers(0, 99))
+@searched(
+    50, st.lists(st.sampled_from([-7, 0, 3, 2**40]), min_size=1, max_size=9), st.integers(1, 3), st.integers(0, 99)
+)
 def test_a_sequence_is_all_rows_of_its_label_whatever_the_labels_are_and_wherever_the_rows_stand(
     labels: list[int], width: int, seed: int
 ) -> None:
@@ -124,7 +122,7 @@ def test_a_sequence_is_all_rows_of_its_label_whatever_the_labels_are_and_whereve
     assert torch.equal(gradient, same.sum(1, keepdim=True).float().expand_as(values))
 
 
-@given(uneven, st.integers(0, 99), st.sampled_from([None, 0.2]))
+@searched(100, uneven, st.integers(0, 99), st.sampled_from([None, 0.2]))
 def test_the_critics_loss_is_that_of_padded_rows(lengths: list[int], seed: int, cliprange: float | None) -> None:
     inputs, present = padded(lengths, seed)
     given_NT = (inputs.logprobs.detach(), inputs.old_logprobs, inputs.advantages, inputs.mask)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headway.data.assignment import Cost, assign, by_group, split
 from headway.data.types import TrainSample, TrajectoryId
+from tests.tiers import searched
 
 COST = Cost(64)
 Groups = Sequence[tuple[int, Sequence[int]]]
@@ -54,7 +55,7 @@ def test_a_pair_of_tokens_costs_a_sixth_of_a_width_of_a_token() -> None:
     assert cost.prompt(4) + cost.response(4, 3) == pytest.approx(cost.prompt(7))
 
 
-@given(groups_of, groups_of, st.integers(1, 4))
+@searched(100, groups_of, groups_of, st.integers(1, 4))
 def test_each_episode_is_on_one_rank_and_each_sample_in_one_share(one: Groups, two: Groups, ranks: int) -> None:
     mini_batches = [samples_of(one), samples_of(two, first=len(one))]
     samples = [sample for of in mini_batches for sample in of]

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
@@ -35,6 +34,7 @@ from headway.data.journal import (
     written,
 )
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId
+from tests.tiers import searched
 
 values = st.dictionaries(st.text(max_size=5), st.integers(-5, 5) | st.text(max_size=8), max_size=3)
 several = st.lists(st.builds(Record, values, st.binary(max_size=40)), min_size=1, max_size=6)
@@ -48,7 +48,7 @@ def writer(directory: Path, name: str = "episode-worker-0") -> JournalWriter:
     return JournalWriter(directory, name, groups_per_block=4, sync_s=None)
 
 
-@given(several, st.data())
+@searched(100, several, st.data())
 def test_a_file_torn_at_any_byte_holds_what_was_written_before(given_records: list[Record], data: st.DataObject):
     with TemporaryDirectory() as folder:
         one = writer(Path(folder))
@@ -68,7 +68,7 @@ def test_a_file_torn_at_any_byte_holds_what_was_written_before(given_records: li
         assert alone == [(of, b"") for of, _ in expected[: sum(end <= torn for end in ends)]]
 
 
-@given(several, st.data())
+@searched(100, several, st.data())
 def test_a_byte_that_changed_hides_its_record_and_those_behind_it(given_records: list[Record], data: st.DataObject):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "driver.0.0"

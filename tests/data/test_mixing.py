@@ -11,7 +11,7 @@ from math import floor
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from headway.data.files import Record
@@ -19,6 +19,7 @@ from headway.data.mixing import Mixture, SourceShare, generator, quotas
 from headway.data.sources import RowSource
 from headway.data.tokenize import LeftOut, Reason, total
 from headway.errors import DataError
+from tests.tiers import searched
 
 
 def parts_of(*rows_and_weights: tuple[int, int | str | None]) -> list[SourceShare]:
@@ -68,8 +69,7 @@ def test_an_epoch_has_as_many_draws_as_there_are_rows_shared_out_by_weight(parts
     assert quotas(parts) == expected
 
 
-@settings(deadline=None)
-@given(weighted_parts())
+@searched(100, weighted_parts())
 def test_every_share_is_its_exact_one_rounded_up_or_down(parts: list[SourceShare]) -> None:
     total, whole = sum(part.rows for part in parts), sum(part.weight for part in parts)
     shared = quotas(parts)
@@ -93,8 +93,8 @@ def test_a_source_whose_rows_are_all_held_out_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- epochs
 
 
-@settings(deadline=None)
-@given(
+@searched(
+    100,
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     seed=st.integers(0, 99),
     epoch=st.integers(0, 9),
@@ -107,16 +107,14 @@ def test_without_weights_every_row_comes_once_an_epoch(sizes, seed: int, epoch: 
     assert draws.first.all() if epoch == 0 else not draws.first.any()
 
 
-@settings(deadline=None)
-@given(parts=weighted_parts(), seed=st.integers(0, 99), epoch=st.integers(0, 9), shuffle=st.booleans())
+@searched(100, parts=weighted_parts(), seed=st.integers(0, 99), epoch=st.integers(0, 9), shuffle=st.booleans())
 def test_with_weights_every_epoch_has_each_parts_quota(parts, seed: int, epoch: int, shuffle: bool) -> None:
     mixture = Mixture(parts, seed=seed, shuffle=shuffle)
     counts = [len(stream_of(i, mixture, parts, epoch + 1)[epoch]) for i in range(len(parts))]
     assert counts == mixture.quotas
 
 
-@settings(deadline=None)
-@given(parts=weighted_parts(), seed=st.integers(0, 99), shuffle=st.booleans(), epochs=st.integers(1, 6))
+@searched(100, parts=weighted_parts(), seed=st.integers(0, 99), shuffle=st.booleans(), epochs=st.integers(1, 6))
 def test_no_row_comes_again_before_all_others_of_its_part_did(parts, seed: int, shuffle: bool, epochs: int) -> None:
     """How often two rows of one part were drawn by the end of any epoch differs by one at most."""
     mixture = Mixture(parts, seed=seed, shuffle=shuffle)
@@ -128,8 +126,7 @@ def test_no_row_comes_again_before_all_others_of_its_part_did(parts, seed: int, 
             assert max(counts) - min(counts) <= 1
 
 
-@settings(deadline=None)
-@given(parts=weighted_parts(), seed=st.integers(0, 99), shuffle=st.booleans())
+@searched(100, parts=weighted_parts(), seed=st.integers(0, 99), shuffle=st.booleans())
 def test_every_draw_of_an_epoch_is_one_of_its_own_and_each_row_is_new_once(parts, seed: int, shuffle: bool) -> None:
     mixture = Mixture(parts, seed=seed, shuffle=shuffle)
     new: list[int] = []
@@ -208,8 +205,7 @@ def drain(source: RowSource) -> list[tuple[int, int, int]]:
     return [(prompt.epoch, prompt.row, prompt.answer) for prompt in iter(source.next, None)]
 
 
-@settings(deadline=None)
-@given(parts=weighted_parts(), seed=st.integers(0, 9), stride_extra=st.integers(0, 5))
+@searched(100, parts=weighted_parts(), seed=st.integers(0, 9), stride_extra=st.integers(0, 5))
 def test_a_row_number_is_unique_in_its_epoch_and_leads_back_to_the_row(parts, seed: int, stride_extra: int) -> None:
     stride = sum(part.rows for part in parts) + stride_extra
     source = source_of(parts, seed=seed, epochs=4, stride=stride)
@@ -219,8 +215,8 @@ def test_a_row_number_is_unique_in_its_epoch_and_leads_back_to_the_row(parts, se
     assert all(source.find(epoch, row).answer == answer for epoch, row, answer in drawn)
 
 
-@settings(deadline=None)
-@given(
+@searched(
+    100,
     parts=weighted_parts(),
     data=st.data(),
     taken=st.integers(0, 60),

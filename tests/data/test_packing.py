@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.data.packing import CollatedRow, Pack, Packing, by_episode, first_fit, grow, token_budget_batches
 from headway.data.types import TrajectoryId
+from tests.tiers import searched
 
 
 def row(ids: Sequence[int], prompt: int, episode: TrajectoryId | None = None) -> CollatedRow:
@@ -50,8 +51,7 @@ def in_line(pack: Pack) -> list[np.ndarray]:
     return [tree.ids[places] for tree in pack.trees for places in tree.places]
 
 
-@settings(max_examples=150)
-@given(fetches(), packings, st.booleans())
+@searched(150, fetches(), packings, st.booleans())
 def test_each_row_is_in_one_micro_batch_and_none_is_over_the_budget_unless_it_is_one_row(
     rows: list[CollatedRow], packing: Packing, whole: bool
 ) -> None:
@@ -66,8 +66,7 @@ def test_each_row_is_in_one_micro_batch_and_none_is_over_the_budget_unless_it_is
             assert pack.tokens == sum(map(len, lines))
 
 
-@settings(max_examples=80)
-@given(fetches(), budgets, st.booleans())
+@searched(80, fetches(), budgets, st.booleans())
 def test_a_group_that_fits_is_whole_and_its_prompt_is_there_once(
     rows: list[CollatedRow], budget: int, whole: bool
 ) -> None:
@@ -88,8 +87,7 @@ def test_a_group_that_fits_is_whole_and_its_prompt_is_there_once(
             assert {len(lines[i].ids) for i in group} == {len(tree.ids)}
 
 
-@settings(max_examples=80)
-@given(fetches(), st.booleans(), budgets)
+@searched(80, fetches(), st.booleans(), budgets)
 def test_an_episode_that_fits_is_whole_where_that_is_asked_for(
     rows: list[CollatedRow], shared: bool, budget: int
 ) -> None:
@@ -104,8 +102,7 @@ def test_an_episode_that_fits_is_whole_where_that_is_asked_for(
             assert apart.isdisjoint(own)
 
 
-@settings(max_examples=40)
-@given(fetches(), packings, st.booleans())
+@searched(40, fetches(), packings, st.booleans())
 def test_packing_is_a_pure_function_of_the_rows(rows: list[CollatedRow], packing: Packing, whole: bool) -> None:
     one, other = packing(rows, whole_episodes=whole), packing(list(rows), whole_episodes=whole)
     assert [pack.rows for pack in one] == [pack.rows for pack in other]
@@ -148,8 +145,7 @@ def test_episodes_of_a_cut_group_keep_their_rows_together_where_sequences_are_lo
     assert len(tight.apart(rows, tight(rows, whole_episodes=True))) == 6
 
 
-@settings(max_examples=40)
-@given(fetches(), budgets, st.booleans())
+@searched(40, fetches(), budgets, st.booleans())
 def test_rows_that_are_padded_are_batched_by_their_padded_size(
     rows: list[CollatedRow], budget: int, whole: bool
 ) -> None:

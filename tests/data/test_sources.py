@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
@@ -21,6 +20,7 @@ from headway.data.tokenize import LeftOut, PromptTokenizer, Reason, total
 from headway.data.types import Prompt
 from headway.errors import ConfigError, DataError
 from tests.data.conftest import CHAT_TEMPLATE
+from tests.tiers import searched
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
@@ -247,8 +247,8 @@ def test_after_the_last_epoch_there_is_nothing_however_often_asked() -> None:
     assert source.next() is None
 
 
-@settings(deadline=None)
-@given(
+@searched(
+    100,
     prompts=st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=12).filter(
         lambda prompts: any(len(p) <= 5 for p in prompts)
     ),

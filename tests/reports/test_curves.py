@@ -6,7 +6,6 @@ import json
 import math
 from typing import Any
 
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.reports.metrics.run_sums import thinned
@@ -19,6 +18,7 @@ from headway.reports.timeline.run_history import (
     point_at,
     to_json,
 )
+from tests.tiers import searched
 
 
 def log_of(*rows: dict[str, Any]) -> CurveLog:
@@ -83,7 +83,7 @@ def test_more_sources_than_a_chart_can_show_are_counted() -> None:
     assert (len(chart["curves"]), chart["left_out"]) == (MOST_CURVES, 41 - MOST_CURVES)
 
 
-@given(st.lists(st.floats(-9, 9), min_size=1, max_size=400), st.integers(4, 50))
+@searched(100, st.lists(st.floats(-9, 9), min_size=1, max_size=400), st.integers(4, 50))
 def test_thinning_keeps_ends_and_extremes_and_no_more_than_it_may(values: list[float], most: int) -> None:
     kept = thinned(values, most)
     assert len(kept) <= most

@@ -3,10 +3,10 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.reports.metrics.summary import TimeShares, bottleneck
+from tests.tiers import searched
 
 TABLE = [
     (
@@ -122,7 +122,7 @@ FLAGS = ("drains", "one_process")
 SHARES = {field.name: st.floats(0, 1) for field in fields(TimeShares) if field.name not in FLAGS}
 
 
-@given(st.builds(TimeShares, **SHARES, **dict.fromkeys(FLAGS, st.booleans())))
+@searched(100, st.builds(TimeShares, **SHARES, **dict.fromkeys(FLAGS, st.booleans())))
 def test_any_shares_give_one_sentence(shares: TimeShares) -> None:
     sentence = bottleneck(shares)
     assert sentence.endswith(".")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headway.events import Span
 from headway.reports.metrics.intervals import IntervalUnion, Spread, complement, intersection, length, union
+from tests.tiers import searched
 
 HORIZON = 30
 spans = st.lists(st.tuples(st.integers(0, HORIZON), st.integers(0, HORIZON)), max_size=12)
@@ -24,7 +25,7 @@ def instants(of: list[Span]) -> set[int]:
     return {k for k in range(HORIZON) if any(start < k + 0.5 < end for start, end in of)}
 
 
-@given(spans)
+@searched(100, spans)
 def test_a_union_covers_the_same_instants_with_sorted_intervals_that_do_not_touch(of: list[Span]) -> None:
     merged = union(of)
     assert instants(merged) == instants(of)
@@ -37,19 +38,19 @@ def test_the_length_counts_overlaps_once(of: list[Span]) -> None:
     assert length(of) == len(instants(of))
 
 
-@given(spans, spans)
+@searched(100, spans, spans)
 def test_an_intersection_has_the_instants_of_both(a: list[Span], b: list[Span]) -> None:
     assert instants(intersection(a, b)) == instants(a) & instants(b)
 
 
-@given(spans, windows)
+@searched(100, spans, windows)
 def test_a_complement_has_the_instants_of_the_window_that_are_in_none(of: list[Span], window: Span) -> None:
     gaps = complement(of, window)
     assert instants(gaps) == instants([window]) - instants(of)
     assert gaps == union(gaps)
 
 
-@given(spans, st.lists(windows, min_size=1, max_size=5))
+@searched(100, spans, st.lists(windows, min_size=1, max_size=5))
 def test_a_growing_union_equals_the_whole_one_in_any_order_of_arrival(of: list[Span], asked: list[Span]) -> None:
     growing = IntervalUnion()
     for number, span in enumerate(of, start=1):
@@ -59,7 +60,9 @@ def test_a_growing_union_equals_the_whole_one_in_any_order_of_arrival(of: list[S
     assert list(growing.spans) == union(of)
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), max_size=20), st.floats(0, 1e6), st.floats(0, 1e6))
+@searched(
+    100, st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), max_size=20), st.floats(0, 1e6), st.floats(0, 1e6)
+)
 def test_a_covered_part_is_never_negative_nor_longer_than_the_window(of: list[Span], a: float, b: float) -> None:
     growing = IntervalUnion()
     for span in of:
@@ -72,7 +75,7 @@ CUTS = st.lists(st.integers(0, HORIZON), min_size=2, max_size=4).map(sorted)
 """An origin, and instants up to which is summed up, in order."""
 
 
-@given(spans, CUTS, st.integers(0, HORIZON))
+@searched(100, spans, CUTS, st.integers(0, HORIZON))
 def test_what_was_summed_up_counts_as_before_in_windows_from_the_origin_and_from_there_on(
     of: list[Span], cuts: list[int], end: int
 ) -> None:
@@ -89,7 +92,7 @@ def test_what_was_summed_up_counts_as_before_in_windows_from_the_origin_and_from
     assert all(start >= until[-1] for start, _ in growing.spans)
 
 
-@given(CUTS, st.integers(1, HORIZON), st.integers(0, HORIZON))
+@searched(100, CUTS, st.integers(1, HORIZON), st.integers(0, HORIZON))
 def test_amounts_that_were_summed_up_or_come_late_count_as_before(cuts: list[int], length: int, late: int) -> None:
     origin, *until = cuts
     parts = [((start, start + length), 2.0 * length) for start in range(0, HORIZON, length)]  # 2 a second

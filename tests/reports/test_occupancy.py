@@ -13,6 +13,7 @@ from headway.events import (
     TrainerBusy,
 )
 from headway.reports.metrics.occupancy import Occupancy
+from tests.tiers import searched
 
 times = st.floats(0, 100)
 spans = st.tuples(times, times).map(lambda pair: (min(pair), max(pair)))
@@ -122,7 +123,7 @@ def test_the_trainers_idle_ratio_is_a_share(work: list[tuple[str, Span]], window
     assert 0 <= ratio <= 1
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(spans, max_size=3), st.floats(0, 1e4))), windows)
+@searched(100, st.lists(st.tuples(st.sampled_from("abc"), st.lists(spans, max_size=3), st.floats(0, 1e4))), windows)
 def test_the_rollouters_ratios_are_shares(reports: list[tuple[str, list[Span], float]], window: Span) -> None:
     occupancy = Occupancy()
     occupancy.declare({"a": 3, "b": 1, "c": 2})
@@ -133,7 +134,7 @@ def test_the_rollouters_ratios_are_shares(reports: list[tuple[str, list[Span], f
         assert 0 <= ratio <= 1
 
 
-@given(st.lists(spans, max_size=8), st.randoms(use_true_random=False), windows)
+@searched(100, st.lists(spans, max_size=8), st.randoms(use_true_random=False), windows)
 def test_the_order_in_which_spans_arrive_does_not_matter(work: list[Span], rng: object, window: Span) -> None:
     shuffled = work.copy()
     rng.shuffle(shuffled)  # type: ignore[attr-defined]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.reports.metrics.run_sums import Pace
+from tests.tiers import searched
 
 
 def paced(intervals: list[float], groups: int = 4, per_version: int = 16) -> tuple[Pace, float]:
@@ -19,7 +19,7 @@ def paced(intervals: list[float], groups: int = 4, per_version: int = 16) -> tup
     return pace, now
 
 
-@given(st.integers(1, 60), st.integers(1, 8), st.floats(0.01, 1000), st.integers(1, 40), st.floats(0, 1))
+@searched(100, st.integers(1, 60), st.integers(1, 8), st.floats(0.01, 1000), st.integers(1, 40), st.floats(0, 1))
 def test_at_a_steady_pace_the_time_left_is_exact(
     fetches: int, groups: int, seconds: float, more: int, since: float
 ) -> None:

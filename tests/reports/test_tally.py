@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled
 from headway.reports.metrics.group_tally import FATES, MOST_REASONS, OTHER_REASONS, GroupTally
+from tests.tiers import searched
 
 
 def admitted(number: int) -> GroupAdmitted:
@@ -17,7 +17,7 @@ def settled(number: int, fate: str, reason: str | None = None) -> GroupSettled:
     return GroupSettled(time=0.0, number=number, fate=fate, reason=reason)
 
 
-@given(st.lists(st.sampled_from([*FATES, "in_flight", None]), max_size=40), st.randoms(use_true_random=False))
+@searched(100, st.lists(st.sampled_from([*FATES, "in_flight", None]), max_size=40), st.randoms(use_true_random=False))
 def test_the_counts_balance_for_any_fates_in_any_order(fates: list[str | None], rng: object) -> None:
     tally = GroupTally()
     for number in range(len(fates)):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import ReplicaJoined, ReplicaLost, RunStarted, Span, StageChanged, UpdatePhase
@@ -14,6 +13,7 @@ from headway.reports.metrics.intervals import complement, length, union
 from headway.reports.timeline.lanes import NOTHING_REPORTED, Lane, LaneSpan, SpanKind, idle, lay_out, side_by_side
 from headway.reports.timeline.worker_lanes import StageLog, UpdateLanes, stage_lanes
 from tests.reports.scripted_run import ScriptedRun
+from tests.tiers import searched
 
 HORIZON = 24
 intervals = st.tuples(st.integers(0, HORIZON), st.integers(0, HORIZON)).map(lambda pair: (min(pair), max(pair)))
@@ -32,7 +32,7 @@ def covers(spans: list[Span], instant: float) -> bool:
     return any(start < instant < end for start, end in spans)
 
 
-@given(sets, st.lists(sets, max_size=3), intervals)
+@searched(100, sets, st.lists(sets, max_size=3), intervals)
 def test_a_lane_shows_work_and_around_it_the_first_claim_that_covers_the_instant(
     busy: list[Span], claims: list[list[Span]], life: Span
 ) -> None:
@@ -47,7 +47,7 @@ def test_a_lane_shows_work_and_around_it_the_first_claim_that_covers_the_instant
         assert found_at(instant, lane) == expected
 
 
-@given(sets, st.lists(sets, max_size=3), intervals)
+@searched(100, sets, st.lists(sets, max_size=3), intervals)
 def test_idle_time_is_the_complement_of_the_union_of_work_whatever_was_claimed(
     busy: list[Span], claims: list[list[Span]], life: Span
 ) -> None:
@@ -62,7 +62,7 @@ def test_work_that_overlaps_is_shown_once() -> None:
     assert [(s.start, s.end, s.label) for s in lay_out([second, first], [], (0, 6))] == [(0, 4, "a"), (4, 6, "b")]
 
 
-@given(sets)
+@searched(100, sets)
 def test_spans_that_overlap_get_lanes_of_their_own_and_none_is_lost(spans: list[Span]) -> None:
     given_spans = [LaneSpan(*span, SpanKind.TRANSFER, str(i)) for i, span in enumerate(spans) if span[1] > span[0]]
     lanes = side_by_side("group", "send", given_spans)

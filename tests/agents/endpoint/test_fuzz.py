@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.agents.endpoint.endpoint_server import DIALECTS
@@ -25,6 +24,7 @@ from headway.data.interfaces.rollout import GenerateRequest
 from tests.agents.endpoint.scripted import ADD, ADD_PARAMETERS, Made, Scripted, calling
 from tests.agents.endpoint.served import endpoint
 from tests.agents.episodes.program_episodes import RENDERER, Here, request
+from tests.tiers import searched
 
 LIMITS = EpisodeLimits(max_length=2000, max_turns=10**6, step_timeout_s=3600, episode_timeout_s=3600)
 MARKS = ("zebra", "giraffe")
@@ -263,19 +263,16 @@ def near_valid(draw: st.DrawFn) -> tuple[str, Any]:
     return path, body
 
 
-FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 WHICH = st.sampled_from([0, 1])
 
 
-@FUZZ
-@given(which=WHICH, sent=near_valid())
+@searched(100, which=WHICH, sent=near_valid())
 def test_requests_that_are_nearly_right_are_answered_or_refused(episodes, which, sent):
     path, body = sent
     episodes.ask(which, path, json.dumps(body).encode())
 
 
-@FUZZ
-@given(which=WHICH, path=st.sampled_from(PATHS), body=st.dictionaries(st.sampled_from(FIELDS), VALUES) | VALUES)
+@searched(100, which=WHICH, path=st.sampled_from(PATHS), body=st.dictionaries(st.sampled_from(FIELDS), VALUES) | VALUES)
 def test_any_json_is_answered_or_refused(episodes, which, path, body):
     episodes.ask(which, path, json.dumps(body).encode())
 
@@ -289,8 +286,7 @@ NESTED = st.builds(
 BYTES = st.binary(max_size=50) | NESTED.map(str.encode) | st.just(b'{"model": "\\ud800"}') | st.just(b"\xef\xbb\xbf{}")
 
 
-@FUZZ
-@given(which=WHICH, path=st.sampled_from(PATHS), body=BYTES)
+@searched(100, which=WHICH, path=st.sampled_from(PATHS), body=BYTES)
 def test_any_bytes_are_refused(episodes, which, path, body):
     status, _ = episodes.ask(which, path, body)
     assert status == 400
@@ -308,8 +304,7 @@ HEADERS = st.dictionaries(
 )
 
 
-@FUZZ
-@given(which=WHICH, sent=near_valid())
+@searched(100, which=WHICH, sent=near_valid())
 def test_what_is_only_to_be_counted_is_counted_or_refused(episodes, which, sent):
     path, body = sent
     for counts, of in COUNTS.items():
@@ -317,21 +312,21 @@ def test_what_is_only_to_be_counted_is_counted_or_refused(episodes, which, sent)
             episodes.ask(which, counts, json.dumps(body).encode())
 
 
-@FUZZ
-@given(which=WHICH, path=st.sampled_from(PATHS), headers=HEADERS)
+@searched(100, which=WHICH, path=st.sampled_from(PATHS), headers=HEADERS)
 def test_any_headers_are_taken(episodes, which, path, headers):
     episodes.ask(which, path, json.dumps(VALID[path]).encode(), headers=headers)
 
 
-@FUZZ
-@given(key=st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=60), path=st.sampled_from(PATHS))
+@searched(
+    100, key=st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=60), path=st.sampled_from(PATHS)
+)
 def test_no_other_key_is_good(episodes, key, path):
     status, _ = episodes.ask(0, path, json.dumps(VALID[path]).encode(), headers={"Authorization": f"Bearer {key}"})
     assert status == 401
 
 
-@FUZZ
-@given(
+@searched(
+    100,
     method=st.sampled_from(["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"]),
     path=st.sampled_from([*PATHS, *COUNTS, "/", "/v1", "/v1/models/%00", "/v1//messages", "/v1/../../etc/passwd"]),
 )
@@ -340,8 +335,7 @@ def test_other_methods_and_paths_are_refused(episodes, method, path):
     assert status in (404, 405)
 
 
-@FUZZ
-@given(data=st.binary(max_size=80), opened=st.booleans())
+@searched(100, data=st.binary(max_size=80), opened=st.booleans())
 def test_a_connection_that_speaks_no_http_ends_nothing(episodes, data, opened):
     async def speak() -> bytes:
         host, _, port = episodes.accesses[0].base_url.removeprefix("http://").removesuffix("/v1").rpartition(":")
@@ -361,8 +355,7 @@ def test_a_connection_that_speaks_no_http_ends_nothing(episodes, data, opened):
     assert status == 200
 
 
-@FUZZ
-@given(turns=st.lists(st.tuples(WHICH, st.sampled_from(PATHS), st.booleans()), min_size=2, max_size=6))
+@searched(100, turns=st.lists(st.tuples(WHICH, st.sampled_from(PATHS), st.booleans()), min_size=2, max_size=6))
 def test_conversations_of_two_episodes_at_once_do_not_meet(episodes, turns):
     """Plays many random conversations."""
 

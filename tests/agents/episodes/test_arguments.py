@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 import jsonschema
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.agents.chat.tool_calls import Misfit, fitted
 from headway.agents.interface.tool import make_tool
+from tests.tiers import searched
 
 
 class Colour(Enum):
@@ -121,7 +121,8 @@ def test_whole_floats_beside_a_parameter_that_may_be_null_or_a_definition_become
         fitted({"count": 2, "only": {}}, schema)
 
 
-@given(
+@searched(
+    100,
     st.fixed_dictionaries(
         {},
         optional={
@@ -132,7 +133,7 @@ def test_whole_floats_beside_a_parameter_that_may_be_null_or_a_definition_become
             )
             for name in ("i", "n", "s", "one_of", "either", "many", "named", "nested")
         },
-    )
+    ),
 )
 def test_it_is_as_strict_as_json_schema(arguments):
     properties = PARAMETERS["properties"]

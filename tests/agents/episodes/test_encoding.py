@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -24,6 +23,7 @@ from headway.config.schema import Config
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.task_groups import LONG
 from tests.agents.episodes.program_episodes import RENDERER, Here, Policy, request
+from tests.tiers import searched
 
 TOKENIZER = RENDERER.tokenizer
 PIECES = st.sampled_from(["word ", "a", " ", "é", "\n", "1234", "<|im_end|>", "\U0001f600", "\ud800", "==="])
@@ -32,8 +32,7 @@ TEXTS = st.lists(st.tuples(PIECES, st.integers(1, 400)), max_size=6).map(
 )
 
 
-@given(text=TEXTS, most=st.integers(1, 300))
-@settings(deadline=None)
+@searched(100, text=TEXTS, most=st.integers(1, 300))
 def test_ids_are_all_of_the_text_where_it_fits_and_more_than_fit_where_not(text: str, most: int) -> None:
     whole, ids = encoded(TOKENIZER, text, None), encoded(TOKENIZER, text, most)
     assert ids.tolist() == whole.tolist() or min(len(ids), len(whole)) > most

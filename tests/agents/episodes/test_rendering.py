@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +15,7 @@ from headway.agents.interface.program_messages import calls_made, said, tool_res
 from headway.data.types import SampledTokens
 from headway.errors import ConfigError, DataError, UserCodeError
 from tests.agents.episodes.conftest import TEMPLATES, renderer_of, tokenizer_of
+from tests.tiers import searched
 
 APPENDING = ("qwen2_5", "llama3", "mistral")
 """Templates under which a chat without tools and system prompt only grows."""
@@ -364,8 +365,7 @@ def dialogs(draw):
     return template, draw(st.booleans()), draw(st.lists(turn, min_size=1, max_size=5))
 
 
-@given(dialogs())
-@settings(max_examples=60)
+@searched(60, dialogs())
 def test_whatever_was_sampled_is_trained_unchanged_after_the_context_that_the_engine_saw(dialog):
     template, with_tools, turns = dialog
     renderer = renderer_of(template)

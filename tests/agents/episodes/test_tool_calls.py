@@ -7,7 +7,6 @@ from copy import copy
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.agents.chat.chat_template import ChatRenderer
@@ -17,6 +16,7 @@ from headway.agents.chat.tool_calls import ToolParser, choose_parser
 from headway.agents.interface.program_messages import CallProblem, said, tool_result
 from headway.errors import ConfigError
 from tests.agents.episodes.conftest import renderer_of, tokenizer_of
+from tests.tiers import searched
 
 
 def tool(name, properties, required):
@@ -416,8 +416,7 @@ pieces = st.sampled_from(
 )
 
 
-@given(st.lists(pieces, max_size=12).map("".join))
-@settings(max_examples=150)
+@searched(150, st.lists(pieces, max_size=12).map("".join))
 def test_no_answer_whatever_raises(text):
     renderer = renderer_of("qwen3")
     parsers = [choose_parser(renderer, name) for name in FORMATS]

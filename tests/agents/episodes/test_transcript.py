@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from headway.agents.episodes.token_rows import NO_VERSION, TokenRows, call_key
 from headway.data.types import RowTokens, SampledTokens
+from tests.tiers import searched
 
 
 def sampled(ids, start=0.0, version=3):
@@ -148,7 +149,7 @@ def play(plan):
     return transcript, turns
 
 
-@given(plans)
+@searched(100, plans)
 def test_every_sampled_token_is_trained_once_unchanged_in_order_and_nothing_else_is(plan):
     transcript, turns = play(plan)
     seen = set()
@@ -174,7 +175,7 @@ def test_every_sampled_token_is_trained_once_unchanged_in_order_and_nothing_else
     assert transcript.turns == len(turns)
 
 
-@given(plans)
+@searched(100, plans)
 def test_a_turn_continues_a_row_exactly_if_its_context_begins_with_all_of_it(plan):
     transcript, turns = TokenRows(), play(plan)[1]
     rows: list[list[int]] = []

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.agents.rewards.score_request import ScoreRequest
@@ -20,6 +19,7 @@ from headway.config.loading import dump, load
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Scores, means_of_parts
 from headway.errors import ConfigError, ScoringFailed, UserCodeError
+from tests.tiers import searched
 
 REQUEST = ScoreRequest("2+2=", ["4", "<think></think><answer>4</answer>", "five"], "4", "sums", {"kind": "math"})
 
@@ -124,7 +124,7 @@ def test_a_response_that_no_reward_applies_to_cannot_be_scored(mine: str) -> Non
         scorer(part(f"{mine}:code_only"), part(f"{mine}:unlike_five"))(REQUEST)
 
 
-@given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans(), st.booleans()), min_size=1, max_size=5))
+@searched(100, st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans(), st.booleans()), min_size=1, max_size=5))
 def test_sums_are_those_of_a_scalar_loop(parts: list[tuple[float, bool, bool]]) -> None:
     """Patterns that match the first response, the second, both or none, with any weights. The sum is rounded once."""
     responses = ["a", "b"]
