@@ -181,6 +181,7 @@ def test_a_tagged_answer_is_put_into_a_math_environment_unless_it_has_one() -> N
     assert final_answer("<answer>$3$</answer>") == "$3$"
 
 
+@pytest.mark.slow
 async def test_math_verify_scores_in_a_process_and_is_killed_over_what_never_ends(tmp_path: Path) -> None:
     """A tower of powers is one multiplication that never gives the interpreter back. Waits for a limit that is long
     enough for math-verify's first answer in a new process while other tests run.

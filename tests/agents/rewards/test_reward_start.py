@@ -42,7 +42,7 @@ async def test_a_file_whose_import_never_ends_is_found_at_the_start(
     monkeypatch, tmp_path: Path, start_s: float, call_s: float
 ) -> None:
     monkeypatch.setattr(reward_workers, "START_TIMEOUT_S", start_s)
-    (tmp_path / "mine.py").write_text("while True: pass")
+    (tmp_path / "mine.py").write_text("import time; time.sleep(600)")
     with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
         async with reward_of(f"{tmp_path}/mine.py:score", timeout_s=call_s):
             pass

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.agents.rewards import reward_workers
 from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardPart, RewardSpec
 from headway.config.schema import TaskConfig
@@ -57,7 +58,7 @@ async def moody_async(response):
         case "die":
             os._exit(3)
         case "late" | "beside it":
-            await asyncio.sleep(1000 if response == "late" else 0.5)
+            await asyncio.sleep(1000 if response == "late" else 0.25)
         case "raise":
             raise ValueError("no verdict")
     return float(os.getpid())
@@ -70,6 +71,10 @@ async def computes(response):
         pass
     await asyncio.sleep(0.05)
     return 1.0
+
+def does(response, answer):
+    """Call the function that the answer names."""
+    return globals()[answer](response)
 
 def raises(response):
     raise ValueError("no\\nverdict")
@@ -119,19 +124,17 @@ def moody(response):
             pass
     if response == "backtrack":
         re.match("(a+)+$", "a" * 60 + "b")  # never gives the interpreter back
+    if response == "take the alarm":
+        signal.alarm(0)
+        time.sleep(1000)
     if response == "die":
         os._exit(3)
     return 1.0
 
 def talks(response):
-    print("x" * 3_000_000)
+    print("x" * 300_000)
     os.write(1, b"straight to the descriptor\\n")
     return 1.0
-
-def takes_the_alarm(response):
-    signal.alarm(0)
-    while True:
-        pass
 
 def closes_its_output(response):
     os.close(1)
@@ -149,7 +152,7 @@ def forks(response):
     return float(len(response))
 
 def starts_a_process(response, pid_file):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen(["sleep", "600"])
     with open(pid_file, "w") as file:
         file.write(str(child.pid))
     if response == "waits":
@@ -234,11 +237,6 @@ async def test_a_group_is_scored_in_order(user_file: Path) -> None:
     assert nothing.shape == (0,)
 
 
-async def test_an_asynchronous_function_scores_in_a_process(user_file: Path) -> None:
-    async with reward_of(f"{user_file}:awaited") as reward:
-        assert (await reward.score(prompt(), ["no", "yes"])).rewards.tolist() == [0.0, 1.0]
-
-
 async def test_responses_and_groups_of_an_asynchronous_function_are_scored_side_by_side(user_file: Path) -> None:
     """Neither of the two groups can end without the other one."""
     texts = [str(number) for number in range(16)]
@@ -252,13 +250,13 @@ async def test_an_asynchronous_call_that_is_late_or_raises_fails_its_group_and_l
 ) -> None:
     timeouts: list[int] = []
     log = tmp_path / "reward.log"
-    async with reward_of(f"{user_file}:moody_async", timeout_s=2, on_timeout=timeouts.append, log_path=log) as reward:
+    async with reward_of(f"{user_file}:moody_async", timeout_s=1, on_timeout=timeouts.append, log_path=log) as reward:
         groups = (["first", "late"], ["raise", "beside it"], ["beside it"])
         late, raised, beside = await asyncio.gather(
             *(reward.score(prompt(), group) for group in groups), return_exceptions=True
         )
         after = await reward.score(prompt(), ["fine"])
-    assert str(late) == "timeout after 2 s for response 1"
+    assert str(late) == "timeout after 1 s for response 1"
     assert str(raised).startswith("exception: ValueError: no verdict (mine.py:")
     assert isinstance(beside, Scores)
     assert beside.rewards.tolist() == after.rewards.tolist()
@@ -287,13 +285,14 @@ async def test_loading_an_asynchronous_reward_to_check_it_starts_one_process(use
 
 
 @pytest.mark.parametrize(
-    ("response", "reason"), [("block", "timeout after 2 s"), ("die", "worker ended with exit code 3")]
+    ("response", "reason"), [("block", "timeout after 1 s"), ("die", "worker ended with exit code 3")]
 )
 async def test_an_asynchronous_call_that_ends_its_process_costs_no_try_of_other_groups(
-    user_file: Path, response: str, reason: str
+    user_file: Path, response: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waits until an event loop that stands still is ended."""
-    async with reward_of(f"{user_file}:moody_async", timeout_s=2) as reward:
+    monkeypatch.setattr(reward_workers, "GRACE_S", 0.2)
+    async with reward_of(f"{user_file}:moody_async", timeout_s=1) as reward:
         bad, *good = await asyncio.gather(
             *(reward.score(prompt(), [text]) for text in (response, "fine", "fine")), return_exceptions=True
         )
@@ -329,6 +328,7 @@ def test_a_reward_that_may_take_long_or_is_foreign_needs_a_process(function: str
     assert RewardSpec((RewardPart.of("task"),), 10.0, "reasoning_gym/countdown").needs_process
 
 
+@pytest.mark.slow
 async def test_a_tasks_own_verifier_scores() -> None:
     """Starts workers that import the tasks of another library."""
     config = TaskConfig(name="reasoning_gym/countdown", size=10, val_size=1)
@@ -341,54 +341,59 @@ async def test_a_tasks_own_verifier_scores() -> None:
     assert scores.rewards[1] < 1.0
 
 
-async def test_workers_stay_light(user_file: Path) -> None:
-    async with reward_of(f"{user_file}:light") as reward:
-        assert (await reward.score(prompt(), ["a"])).rewards.tolist() == [0.0]
+async def test_a_built_in_reward_is_killed_over_what_never_ends(tmp_path: Path) -> None:
+    """A pattern that backtracks never gives the interpreter back."""
+    log = tmp_path / "reward.log"
+    async with reward_of("regex", params={"pattern": "(a+)+$"}, timeout_s=0.3, log_path=log) as reward:
+        assert (await reward.score(prompt("a"), ["a", "b"])).rewards.tolist() == [1.0, 0.0]
+        with pytest.raises(ScoringFailed, match=r"timeout after 0.3 s"):
+            await reward.score(prompt("a"), ["a" * 60 + "b"])
+        assert (await reward.score(prompt("a"), ["a"])).rewards.tolist() == [1.0]
+    assert "worker=reward" in log.read_text()
 
 
-WRONG = [
-    ("raises", "exception: ValueError: no verdict"),
-    ("raises_unpicklable", "exception: Unpicklable: odd"),
-    ("raises_what_utf8_lacks", "exception: ValueError: half \\ud800"),
-    ("raises_unreadable", "exception: Unreadable: (its message cannot be read)"),
-    ("interrupts", "exception: KeyboardInterrupt"),
-    ("exits", "exception: SystemExit: 4"),
+WRONG = {
+    "raises": "exception: ValueError: no verdict",
+    "raises_unpicklable": "exception: Unpicklable: odd",
+    "raises_what_utf8_lacks": "exception: ValueError: half \\ud800",
+    "raises_unreadable": "exception: Unreadable: (its message cannot be read)",
+    "raises_on_some": "exception: KeyError: 'b'",
+    "interrupts": "exception: KeyboardInterrupt",
+    "exits": "exception: SystemExit: 4",
+    "text": "returned '1.0' for response 0, expected a finite number",
+    "hungry": "exception: MemoryError",
+}
+"""Function of a response → how its group fails. Of values that no process changes, most are in `test_user_function`."""
+
+
+async def test_what_a_function_does_wrong_is_the_reason_and_its_worker_goes_on(user_file: Path, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "reward.log"
+    async with reward_of(f"{user_file}:does", log_path=log) as reward:
+        for function, reason in WRONG.items():
+            with pytest.raises(ScoringFailed) as error:
+                await reward.score(prompt(function), ["a", "b"])
+            assert str(error.value).startswith(reason)
+    assert "in raises\n" in log.read_text()
+    assert log.read_text().count("reward worker runs") == 1
+
+
+OTHERS = [
     ("cancels", "exception: CancelledError"),
     ("nan", "returned nan for response 0"),
     ("too_few", "returned 1 values for 2 responses"),
     ("forgets_to_return", "returned None for 2 responses, expected a list of 2 numbers"),
-    ("text", "returned '1.0' for response 0, expected a finite number"),
-    ("raises_on_some", "exception: KeyError: 'b'"),
-    ("hungry", "exception: MemoryError"),
     ("for_trl", "no reward applies to response 0: None was returned for it"),
 ]
-"""Function → how its group fails. Of values that no process changes, most are in `test_user_function`."""
 
 
-@mostly_slow(
-    ("function", "reason"),
-    WRONG,
-    quick=[
-        case
-        for case in WRONG
-        if case[0].startswith("raises_") or case[0] in ("interrupts", "exits", "cancels", "nan", "hungry")
-    ],
-)
-async def test_what_a_function_does_wrong_is_the_reason(
-    user_file: Path, tmp_path: Path, function: str, reason: str
+@mostly_slow(("function", "reason"), OTHERS, quick=OTHERS[:1])
+async def test_what_functions_of_other_forms_do_wrong_is_the_reason(
+    user_file: Path, function: str, reason: str
 ) -> None:
-    async with reward_of(f"{user_file}:{function}", log_path=tmp_path / "logs" / "reward.log") as reward:
+    async with reward_of(f"{user_file}:{function}") as reward:
         with pytest.raises(ScoringFailed) as error:
             await reward.score(prompt(solution=None), ["a", "b"])
     assert str(error.value).startswith(reason)
-
-
-async def test_a_traceback_goes_to_the_log(user_file: Path, tmp_path: Path) -> None:
-    log = tmp_path / "reward.log"
-    async with reward_of(f"{user_file}:raises", log_path=log) as reward:
-        with pytest.raises(ScoringFailed):
-            await reward.score(prompt(), ["a"])
-    assert "in raises" in log.read_text()
 
 
 async def test_a_failure_is_tried_again_within_the_budget(user_file: Path) -> None:
@@ -396,13 +401,18 @@ async def test_a_failure_is_tried_again_within_the_budget(user_file: Path) -> No
         assert (await reward.score(prompt(), ["a"])).rewards.tolist() == [1.0]
 
 
-async def test_endless_and_dying_calls_fail_their_group_and_the_others_go_on(user_file: Path) -> None:
-    """Waits for time-outs, and for workers that start in the place of dead ones."""
+async def test_endless_and_dying_calls_fail_their_group_and_the_others_go_on(
+    user_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waits for time-outs, and for workers that start in the place of dead ones. A call that takes the alarm for itself
+    ends by its group's limit.
+    """
     timeouts: list[int] = []
+    monkeypatch.setattr(reward_workers, "GRACE_S", 0.2)
     async with reward_of(f"{user_file}:moody", timeout_s=0.3, on_timeout=timeouts.append) as reward:
         for response, reason in [
-            ("loop", "timeout after 0.3 s"),
             ("backtrack", "timeout after 0.3 s"),
+            ("take the alarm", "timeout after 0.3 s"),
             ("die", "worker ended with exit code 3"),
         ]:
             with pytest.raises(ScoringFailed, match=reason):
@@ -411,7 +421,7 @@ async def test_endless_and_dying_calls_fail_their_group_and_the_others_go_on(use
     assert timeouts == [1, 2]
 
 
-@pytest.mark.parametrize(("retries", "lost"), [(0, ["worker ended with SIGKILL"]), (1, [])])
+@mostly_slow(("retries", "lost"), [(0, ["worker ended with SIGKILL"]), (1, [])], quick=[(1, [])])
 async def test_a_worker_that_is_killed_while_it_scores_costs_one_try_of_its_own_group_alone(
     user_file: Path, tmp_path: Path, retries: int, lost: list[str]
 ) -> None:
@@ -422,12 +432,6 @@ async def test_a_worker_that_is_killed_while_it_scores_costs_one_try_of_its_own_
         )
     assert [str(failure) for failure in scored if isinstance(failure, ScoringFailed)] == lost
     assert [one.rewards.tolist() for one in scored if isinstance(one, Scores)] == [[1.0]] * (3 - len(lost))
-
-
-async def test_a_call_that_takes_the_alarm_for_itself_ends_by_the_groups_limit(user_file: Path) -> None:
-    async with reward_of(f"{user_file}:takes_the_alarm", timeout_s=0.2) as reward:
-        with pytest.raises(ScoringFailed, match=r"timeout after 0.2 s"):
-            await reward.score(prompt(), ["a"])
 
 
 async def test_a_function_that_forks_is_answered_by_its_worker(user_file: Path) -> None:
@@ -441,7 +445,7 @@ async def test_a_function_that_forks_is_answered_by_its_worker(user_file: Path) 
 async def test_what_a_function_starts_ends_with_its_worker(user_file: Path, tmp_path: Path, response: str) -> None:
     """Whether the worker is killed over it, or closed later on."""
     pid_file = tmp_path / "pid"
-    async with reward_of(f"{user_file}:starts_a_process", timeout_s=2, params={"pid_file": str(pid_file)}) as reward:
+    async with reward_of(f"{user_file}:starts_a_process", timeout_s=1, params={"pid_file": str(pid_file)}) as reward:
         scored = asyncio.create_task(reward.score(prompt(), [response]))
         await asyncio.wait([scored])
         assert isinstance(scored.exception(), ScoringFailed if response == "waits" else type(None))
@@ -456,17 +460,19 @@ async def test_functions_for_trl_and_verl_score_in_a_process(user_file: Path) ->
         assert (await reward.score(prompt(), ["yes", "b"])).rewards.tolist() == [0.5, 0.0]
 
 
-async def test_the_parts_of_a_sum_come_with_it(user_file: Path) -> None:
-    parts = (RewardPart.of(f"{user_file}:right"), RewardPart("exact_match", "exact", 0.5))
-    reward = RewardWorkers(RewardSpec(parts, timeout_s=10), workers=1, retries=0, log_path=None)
+async def test_the_parts_of_a_sum_come_with_it_from_a_worker_that_stays_light(user_file: Path) -> None:
+    parts = (RewardPart.of(f"{user_file}:right"), RewardPart("exact_match", "exact", 0.5), RewardPart.of("task"))
+    task = TaskConfig(name="sort", size=10, val_size=1)
+    spec = RewardSpec((*parts, RewardPart.of(f"{user_file}:light")), 10.0, task.name, task.params)
+    reward = RewardWorkers(spec, workers=1, retries=0, log_path=None)
     try:
         scores = await reward.score(prompt(), ["yes", " yes"])
         nothing = await reward.score(prompt(), [])
     finally:
         await reward.close()
-    assert scores.rewards.tolist() == [1.5, 0.5]
-    assert scores.parts == {"right": [1.0, 0.0], "exact": [1.0, 1.0]}
-    assert (nothing.rewards.tolist(), nothing.parts) == ([], {"right": [], "exact": []})
+    assert scores.rewards.tolist() == [2.5, 1.5]
+    assert scores.parts == {"right": [1.0, 0.0], "exact": [1.0, 1.0], "task": [1.0, 1.0], "light": [0.0, 0.0]}
+    assert (nothing.rewards.tolist(), nothing.parts) == ([], {name: [] for name in scores.parts})
 
 
 async def test_one_groups_endless_call_does_not_hold_up_the_others(user_file: Path) -> None:
@@ -484,7 +490,7 @@ async def test_what_workers_print_goes_to_the_log_only(user_file: Path, tmp_path
     log = tmp_path / "reward.log"
     async with reward_of(f"{user_file}:talks", log_path=log) as reward:
         assert (await reward.score(prompt(), ["a", "b"])).rewards.tolist() == [1.0, 1.0]
-    assert log.stat().st_size > 6_000_000
+    assert log.stat().st_size > 600_000
     assert b"straight to the descriptor" in log.read_bytes()
     assert capfd.readouterr() == ("", "")
 
@@ -509,9 +515,10 @@ async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_fi
     await reward.close()
 
 
-@pytest.mark.parametrize(
-    ("function", "reason"), [("closes_its_output", "Bad file descriptor"), ("closes_and_raises", "no descriptor")]
-)
+CLOSE = [("closes_its_output", "Bad file descriptor"), ("closes_and_raises", "no descriptor")]
+
+
+@mostly_slow(("function", "reason"), CLOSE, quick=CLOSE[:1])
 async def test_a_reward_that_closes_its_output_costs_its_own_group_alone(
     user_file: Path, function: str, reason: str
 ) -> None:
@@ -564,7 +571,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="watches processes through pidfd")
-@pytest.mark.parametrize("busy_with", ["loop", "backtrack"])
+@mostly_slow("busy_with", ["loop", "backtrack"], quick=["backtrack"])
 def test_a_busy_worker_prints_to_its_parents_stderr_and_dies_with_it(
     user_file: Path, tmp_path: Path, busy_with: str
 ) -> None:

@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
@@ -23,52 +22,40 @@ SMALL = SandboxLimits(wall_s=30.0, cpu_s=10.0, memory_mib=256, processes=16, out
 NOBODY = 65533
 SYSTEM_PYTHON = "/usr/bin/python3"
 SOURCES = str(Path(headway.__file__).parent.parent)
-ONE_CALL = """
+CALLS = """
 import json, sys
 from dataclasses import asdict
 from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxSpec
 from headway.runtime.sandbox.sandbox import Sandbox
-job = json.load(sys.stdin)
-ran = Sandbox(SandboxSpec()).run_blocking(job["code"], stdin=job["stdin"], limits=SandboxLimits(**job["limits"]))
-json.dump(asdict(ran), sys.stdout)
+runs = Sandbox(SandboxSpec())
+for line in sys.stdin:
+    job = json.loads(line)
+    ran = runs.run_blocking(job["code"], stdin=job["stdin"], limits=SandboxLimits(**job["limits"]))
+    print(json.dumps(asdict(ran)), flush=True)
 """
 Run = Callable[..., SandboxResult]
 
 
-@cache
-def a_user_without_rights() -> list[str] | None:
-    """The command of a Python that another user than root runs, with Headway's sources; None where there is none."""
+@pytest.fixture(scope="session")
+def a_user_without_rights() -> Iterator[Run]:
+    """Calls of a process that another user than root runs, by a Python of the system with Headway's sources."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
-        return None
-    become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
-    command = [*become, SYSTEM_PYTHON, "-B", "-c"]
-    tried = subprocess.run(
-        [*command, "import headway.runtime.sandbox.sandbox"], env=variables(), cwd="/", capture_output=True, check=False
-    )
-    return command if tried.returncode == 0 else None
+        pytest.skip("the tests run as such a user")
+    become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--", SYSTEM_PYTHON, "-B", "-c"]
+    variables = {"PYTHONPATH": SOURCES, "PATH": os.environ["PATH"]}
+    tried = [*become, "import headway.runtime.sandbox.sandbox"]
+    if subprocess.run(tried, env=variables, cwd="/", capture_output=True, check=False).returncode != 0:
+        pytest.skip("no system Python can read these sources")
+    with subprocess.Popen(
+        [*become, CALLS], env=variables, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as other:
 
+        def call(code: str, *, stdin: str = "", limits: SandboxLimits = SMALL) -> SandboxResult:
+            print(json.dumps({"code": code, "stdin": stdin, "limits": asdict(limits)}), file=other.stdin)
+            assert other.stdout is not None
+            return SandboxResult(**json.loads(other.stdout.readline()))
 
-def variables() -> dict[str, str]:
-    return {"PYTHONPATH": SOURCES, "PATH": os.environ["PATH"]}
-
-
-def in_another_process(code: str, *, stdin: str = "", limits: SandboxLimits = SMALL) -> SandboxResult:
-    command = a_user_without_rights()
-    assert command is not None
-    job = json.dumps({"code": code, "stdin": stdin, "limits": asdict(limits)})
-    done = subprocess.run(
-        [*command, ONE_CALL],
-        input=job,
-        capture_output=True,
-        text=True,
-        env=variables(),
-        cwd="/",
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told: Mapping[str, object] = json.loads(done.stdout)
-    return SandboxResult(**told)  # type: ignore[arg-type]
+        yield call
 
 
 @pytest.fixture(scope="session")
@@ -84,9 +71,8 @@ def sandbox() -> Sandbox:
 def run(request: pytest.FixtureRequest, sandbox: Sandbox) -> Run:
     """Run code in the sandbox: run(code, stdin="", limits=SMALL)."""
     if request.param == "as a user without rights":
-        if a_user_without_rights() is None:
-            pytest.skip("the tests run as such a user, or no system Python can read these sources")
-        return lambda code, **arguments: in_another_process(dedent(code), **arguments)
+        call = request.getfixturevalue("a_user_without_rights")
+        return lambda code, **arguments: call(dedent(code), **arguments)
     return lambda code, **arguments: sandbox.run_blocking(dedent(code), **{"limits": SMALL, **arguments})
 
 

@@ -31,7 +31,10 @@ print(json.dumps([seen, os.listdir(packages) if os.path.isdir(packages) else [],
 """
 
 
-@pytest.fixture(scope="module", params=["/tmp", "/var/tmp"])
+NOT_COPIED = ("site-packages", "test", "tests", "__pycache__", "config-*", "idlelib", "ensurepip", "lib2to3", "tkinter")
+
+
+@pytest.fixture(scope="module")
 def installed(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A Python without packages, in a folder that other users cannot enter."""
     with tempfile.TemporaryDirectory(dir=request.param, prefix="home ") as made:
@@ -39,9 +42,7 @@ def installed(request: pytest.FixtureRequest) -> Iterator[Path]:
         (home / "bin").mkdir()
         shutil.copy(base_python(), home / "bin" / VERSION)
         library = home / "lib" / VERSION
-        shutil.copytree(
-            LIBRARY, library, ignore=shutil.ignore_patterns("site-packages", "test", "tests", "__pycache__")
-        )
+        shutil.copytree(LIBRARY, library, ignore=shutil.ignore_patterns(*NOT_COPIED))
         (library / "site-packages").mkdir()
         yield home
 
@@ -58,6 +59,7 @@ def home(installed: Path) -> Iterator[Path]:
         yield home
 
 
+@pytest.mark.parametrize("installed", ["/tmp", pytest.param("/var/tmp", marks=pytest.mark.slow)], indirect=True)
 def test_an_interpreter_in_a_home_runs_without_the_home(
     sandbox: Sandbox, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +71,7 @@ def test_an_interpreter_in_a_home_runs_without_the_home(
     assert json.loads(ran.stdout) == [[str(home / "bin" / VERSION)], [], str(home)]
 
 
+@pytest.mark.parametrize("installed", [pytest.param("/tmp", marks=pytest.mark.slow), "/var/tmp"], indirect=True)
 def test_a_link_to_an_interpreter_or_to_its_library_is_followed(
     sandbox: Sandbox, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

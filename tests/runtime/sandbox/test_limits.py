@@ -14,7 +14,8 @@ from headway.runtime.sandbox.sandbox import Sandbox
 from headway.runtime.sandbox.sandbox_call import MOST_FILES, Limit, exceeded
 from tests.runtime.sandbox.conftest import SMALL, Run
 
-SHORT = replace(SMALL, wall_s=1.0)
+SHORT = replace(SMALL, wall_s=0.5)
+LITTLE = replace(SMALL, memory_mib=128)
 
 
 @pytest.mark.parametrize(
@@ -63,17 +64,17 @@ def test_many_processes_get_no_more_memory_together(run: Run) -> None:
     import os, time
     for _ in range(8):
         if os.fork() == 0:
-            x = b"x" * (60 << 20)
+            x = b"x" * (30 << 20)
             time.sleep(60)
     time.sleep(60)
     """
-    assert run(code).limit == "memory"
+    assert run(code, limits=LITTLE).limit == "memory"
 
 
 def test_memory_that_processes_share_counts_once(run: Run) -> None:
     code = """
     import os, sys
-    x = b"x" * (100 << 20)
+    x = b"x" * (40 << 20)
     children = []
     for _ in range(6):
         read, write = os.pipe()
@@ -91,7 +92,7 @@ def test_memory_that_processes_share_counts_once(run: Run) -> None:
         os.close(write)
     print("done")
     """
-    ran = run(code)
+    ran = run(code, limits=LITTLE)
     assert (ran.stdout, ran.limit) == ("done\n", None)
 
 
@@ -100,13 +101,13 @@ def test_memory_that_is_shared_and_only_partly_seen_by_each_counts(run: Run) -> 
     import mmap, os, time
     for _ in range(3):
         if os.fork() == 0:
-            own = mmap.mmap(-1, 100 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            for _ in range(100):
+            own = mmap.mmap(-1, 50 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for _ in range(50):
                 own.write(bytes(1 << 20))
             time.sleep(60)
     time.sleep(60)
     """
-    assert run(code).limit == "memory"
+    assert run(code, limits=LITTLE).limit == "memory"
 
 
 @pytest.mark.parametrize(
@@ -262,25 +263,24 @@ def test_output_is_bounded_where_all_of_it_comes_at_the_end(here: Run) -> None:
 
 
 def test_what_unpacks_to_much_more_than_it_was_is_stopped_in_memory_and_on_disk(here: Run) -> None:
-    """Takes seconds: 300 MiB are packed, and 40 files written, within the room's limits."""
     code = """
     import io, zipfile, zlib
-    packer = zlib.compressobj(9)
+    packer = zlib.compressobj(1)
     zeros = bytes(1 << 20)
-    packed = b"".join([*(packer.compress(zeros) for _ in range(300)), packer.flush()])
+    packed = b"".join([*(packer.compress(zeros) for _ in range(150)), packer.flush()])
     try:
         zlib.decompress(packed)
     except MemoryError:
         print("memory")
     with zipfile.ZipFile("bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for n in range(40):
+        for n in range(10):
             archive.writestr(str(n), zeros)
     try:
         zipfile.ZipFile("bomb.zip").extractall("out")
     except OSError:
         print("disk")
     """
-    assert here(code).stdout == "memory\ndisk\n"
+    assert here(code, limits=LITTLE).stdout == "memory\ndisk\n"
 
 
 @pytest.mark.parametrize(

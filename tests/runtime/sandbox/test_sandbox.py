@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ from headway.runtime.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
 from headway.runtime.sandbox.sandbox import Sandbox
 from headway.runtime.sandbox.sandbox_call import Kind, SandboxCall, SandboxSpec
 from tests.runtime.sandbox.conftest import SMALL, SOURCES, running
+from tests.tiers import mostly_slow
 
 WITHOUT = SandboxSpec("process_limits", SMALL)
 
@@ -268,7 +270,7 @@ def test_a_bwrap_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
         Sandbox(SandboxSpec()).probe()
 
 
-@pytest.mark.parametrize("kind", ["bubblewrap", "process_limits"])
+@mostly_slow("kind", ["bubblewrap", "process_limits"], quick=["process_limits"])
 def test_a_machine_where_nothing_can_be_measured_is_refused(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
@@ -339,7 +341,7 @@ def test_limits_alone_run_code_in_a_directory_of_its_own_that_is_gone_afterwards
     [
         ("import time; time.sleep(60)", "wall"),
         ("while True: print('x' * 1000)", "output"),
-        ("import os, time\nfor _ in range(8):\n  if os.fork() == 0: x = b'x' * (60 << 20); time.sleep(60)\n"
+        ("import os, time\nfor _ in range(8):\n  if os.fork() == 0: x = b'x' * (30 << 20); time.sleep(60)\n"
          "time.sleep(60)", "memory"),
         ("import os, time\nfor _ in range(40):\n  if os.fork() == 0: time.sleep(60)\ntime.sleep(60)", "processes"),
         ("import os, time\nfor n in range(9): open(str(n), 'wb').write(b'x' * (1 << 20))\ntime.sleep(60)", "scratch"),
@@ -351,8 +353,8 @@ def test_limits_alone_end_code_and_its_session(
     code: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    limits = replace(SMALL, wall_s=1.0) if limit == "wall" else replace(SMALL, cpu_s=0.5) if limit == "cpu" else SMALL
-    assert Sandbox(WITHOUT).run_blocking(code, limits=limits).limit == limit
+    less: dict[str, dict[str, Any]] = {"wall": {"wall_s": 0.5}, "cpu": {"cpu_s": 0.5}, "memory": {"memory_mib": 128}}
+    assert Sandbox(WITHOUT).run_blocking(code, limits=replace(SMALL, **less.get(limit, {}))).limit == limit
     assert processes_in(tmp_path) == []
     assert [*tmp_path.iterdir()] == []
 
@@ -410,7 +412,7 @@ async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(
 
 
 def test_a_call_is_given_what_is_its_own_whatever_descriptors_are_free(sandbox: Sandbox) -> None:
-    """Small ones are those that a shell on the way might take for itself."""
+    """Small ones, such as that of a closed input, are those that a shell on the way might take for itself."""
     code = "import sys; print(sys.stdin.read(), *(open(str(n)).read() for n in range(8)))"
     code = (
         "from headway.runtime.sandbox.sandbox import Sandbox\n"
@@ -419,7 +421,6 @@ def test_a_call_is_given_what_is_its_own_whatever_descriptors_are_free(sandbox: 
         f"print(Sandbox(SandboxSpec()).run_blocking({code!r}, stdin='in', files=files).stdout)"
     )
     environment = {**os.environ, "PYTHONPATH": SOURCES}
-    for closed in ("", "<&- "):
-        done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code], env=environment,
-                              capture_output=True, text=True, check=True)  # fmt: skip
-        assert done.stdout.strip() == "in 0 1 2 3 4 5 6 7"
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "in 0 1 2 3 4 5 6 7"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import ConfigError, RunError
+from headway.runtime.workers import async_worker
 from headway.runtime.workers.user_code_boundary import killed_after
 
 
@@ -249,6 +250,7 @@ class CodeSpec:
             case "dies":
                 os._exit(7)
             case "hangs":
-                while True:
-                    pass
+                time.sleep(600)
+            case "waits less":
+                async_worker.LEAVES_S = 0.2
         return Code()

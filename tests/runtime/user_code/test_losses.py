@@ -14,10 +14,13 @@ import pytest
 from headway.errors import RunnerLost
 from headway.runtime.process_tree import descendants
 from headway.runtime.workers import user_code_worker as process
+from headway.runtime.workers import worker_pool
 from headway.runtime.workers.worker_pool import WorkerPool
 from tests.runtime.user_code.test_workers import ended, workers_of
 
-STALL_S = 0.8
+STALL_S = 0.4
+PATIENT_S = 0.8
+"""The limit where no loop is to be taken for held, on a busy machine either."""
 
 
 async def patiently(workers: WorkerPool, *job: Any, on_ask: Any = None, tries: int = 5) -> Any:
@@ -87,8 +90,12 @@ async def test_of_a_worker_that_somebody_else_kills_or_stops_no_job_is_to_blame(
 
 @pytest.mark.parametrize("guard", ["too", "not"])
 @pytest.mark.parametrize("kind", ["spawned", "forked"])
-async def test_a_worker_without_a_loop_that_somebody_stops_is_replaced(kind: str, guard: str) -> None:
-    """Waits for the two seconds that a process may be stopped."""
+async def test_a_worker_without_a_loop_that_somebody_stops_is_replaced(
+    kind: str, guard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (process, worker_pool):
+        monkeypatch.setattr(module, "LOOK_S", 0.1)
+    monkeypatch.setattr(process, "STOPPED_S", 0.25)
     async with workers_of(kind) as workers:
         before = await workers.run(("pid",))
         job = asyncio.create_task(workers.run(("holds_the_loop", 600)))
@@ -96,7 +103,7 @@ async def test_a_worker_without_a_loop_that_somebody_stops_is_replaced(kind: str
         above = workers._workers[0].process if workers._fork_server is None else workers._fork_server.process
         for pid in (above.pid, *descendants(above.pid)) if guard == "too" else (before,):
             os.kill(pid, signal.SIGSTOP)
-        why = r"after it was stopped for 2 s .SIGSTOP."
+        why = r"after it was stopped for 0.25 s .SIGSTOP."
         if (kind, guard) == ("forked", "too"):  # the process that forked it may be seen to be stopped first
             why += "|it ended with the process that forked it"
         with pytest.raises(RunnerLost, match=why):
@@ -118,22 +125,22 @@ async def test_the_log_shows_where_a_loop_was_held(tmp_path: Path, monkeypatch: 
 
 async def test_a_loop_that_is_slow_is_not_replaced() -> None:
     """Over 1 s: steps without a look at the connection, and single steps that are shorter than the limit."""
-    async with workers_of("shared", stall_s=STALL_S) as workers:
+    async with workers_of("shared", stall_s=PATIENT_S) as workers:
         before = await workers.run(("pid",))
-        assert await workers.run(("steps_for", 3 * STALL_S)) == "stepped"
-        held = [workers.run(("holds_the_loop", 0.25 * STALL_S)) for _ in range(4)]
+        assert await workers.run(("steps_for", 2 * PATIENT_S)) == "stepped"
+        held = [workers.run(("holds_the_loop", 0.25 * PATIENT_S)) for _ in range(4)]
         assert await asyncio.gather(*held) == ["held"] * 4
         assert await workers.run(("pid",)) == before
 
 
 async def test_a_host_that_stands_still_itself_replaces_nobody() -> None:
-    """Takes several times the limit, during which the host's loop is blocked and the worker's is not."""
-    async with workers_of("shared", stall_s=STALL_S) as workers:
+    """Takes twice the limit, during which the host's loop is blocked and the worker's is not."""
+    async with workers_of("shared", stall_s=PATIENT_S) as workers:
         before = await workers.run(("pid",))
-        sleeping = asyncio.create_task(workers.run(("sleeps", 4 * STALL_S)))
+        sleeping = asyncio.create_task(workers.run(("sleeps", 1.5 * PATIENT_S)))
         asking = asyncio.create_task(workers.run(("asks", 3, 0.1), answer))
         await asyncio.sleep(0.1)
-        time.sleep(5 * STALL_S)  # noqa: ASYNC251
+        time.sleep(2 * PATIENT_S)  # noqa: ASYNC251
         assert (await sleeping, await asking) == ("slept", [0, 1, 2])
         assert await workers.run(("pid",)) == before
 
@@ -143,10 +150,10 @@ async def test_a_machine_that_stands_still_costs_nobody() -> None:
 
     The limit leaves a worker that goes on, on a busy machine, the time to answer.
     """
-    stall_s = 4 * STALL_S
+    stall_s = 2 * PATIENT_S
     async with workers_of("shared", stall_s=stall_s) as workers:
         pid = await workers.run(("pid",))
-        sleeping = asyncio.create_task(workers.run(("sleeps", STALL_S)))
+        sleeping = asyncio.create_task(workers.run(("sleeps", PATIENT_S)))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(stall_s / 5)
@@ -250,14 +257,13 @@ async def test_a_job_that_goes_on_after_it_was_cancelled_costs_its_worker(monkey
 
 
 async def test_user_code_is_closed_although_a_job_goes_on_when_the_process_is_to_end(tmp_path: Path) -> None:
-    """Waits for three seconds, which jobs have to end."""
     begun = asyncio.Event()
 
     async def begin(_: str) -> None:
         begun.set()
 
     log = tmp_path / "worker.log"
-    async with workers_of("shared", log_path=log, close_s=30) as workers:
+    async with workers_of("shared", loading="waits less", log_path=log, close_s=30) as workers:
         job = asyncio.create_task(workers.run(("swallows",), begin))
         await begun.wait()
     with pytest.raises(RunnerLost, match="was closed"):

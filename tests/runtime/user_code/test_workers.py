@@ -20,6 +20,7 @@ from headway.runtime.process_tree import descendants
 from headway.runtime.workers import user_code_worker as process_module
 from headway.runtime.workers.worker_pool import WorkerPool
 from tests.runtime.user_code.code import CodeSpec
+from tests.tiers import crossed
 
 KINDS: dict[str, dict[str, Any]] = {
     "spawned": {"at_once": 1},
@@ -169,11 +170,11 @@ async def test_synchronous_code_has_no_event_loop_around_it_and_may_run_its_own(
             await workers.run(("awaits",))
 
 
-@each_kind
-@pytest.mark.parametrize(
-    ("job", "end"), [("dies", "exit code 3"), ("killed", "SIGKILL"), ("closes_everything", "exit code 1")]
+@crossed(
+    ("kind", "case"), KINDS, [("dies", "exit code 3"), ("killed", "SIGKILL"), ("closes_everything", "exit code 1")]
 )
-async def test_a_process_that_ends_fails_its_job_with_how_and_is_replaced(kind: str, job: str, end: str) -> None:
+async def test_a_process_that_ends_fails_its_job_with_how_and_is_replaced(kind: str, case: tuple[str, str]) -> None:
+    job, end = case
     async with workers_of(kind) as workers:
         before = await workers.run(("pid",))
         with pytest.raises(RunnerLost, match=f"its worker ended with {end}") as lost:
@@ -315,16 +316,17 @@ async def test_a_child_that_user_code_forks_says_nothing_as_it_ends(tmp_path: Pa
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-@each_kind
-@pytest.mark.parametrize(
-    ("loading", "error", "text"),
+@crossed(
+    ("kind", "case"),
+    KINDS,
     [
         ("fails", UserCodeError, r"^code.py:Code cannot be loaded: NotOurs: odd thing$"),
         ("refuses", ConfigError, "^there is no such code$"),
         ("dies", WorkerDied, r"^a worker ended while it loaded code.py:Code$"),
     ],
 )
-async def test_code_that_does_not_load_is_told_at_the_start(kind: str, loading: str, error: Any, text: str) -> None:
+async def test_code_that_does_not_load_is_told_at_the_start(kind: str, case: tuple[str, Any, str]) -> None:
+    loading, error, text = case
     async with workers_of(kind, loading=loading, processes=2) as workers:
         with pytest.raises(error, match=text):
             await workers.start()
@@ -410,8 +412,7 @@ async def test_processes_that_user_code_starts_end_with_their_worker(kind: str) 
             await workers.run(("killed",))
 
 
-@each_kind
-@pytest.mark.parametrize("to", ["stdout", "stderr", "process"])
+@crossed(("kind", "to"), KINDS, ["stdout", "stderr", "process"])
 async def test_secrets_are_hidden_in_the_log_and_in_errors(kind: str, to: str, tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     secret = "hunter2-hunter2"

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from shlex import quote
 from typing import IO
@@ -51,6 +52,7 @@ def base_python() -> str:
     return str(Path(getattr(sys, "_base_executable", None) or sys.executable).resolve())
 
 
+@cache
 def interpreter(python: str) -> Interpreter:
     """Find what the interpreter with the path ``python`` needs in a sandbox.
 
