@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.experimental import get_object_locations
 
 from headway.cluster.machine.worker_setup import available_cores
 from headway.cluster.on_ray import resource_pool
@@ -23,11 +24,12 @@ from headway.cluster.on_ray.ray_cluster import RayCluster
 from headway.cluster.on_ray.ray_node import sigterm_kept
 from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.on_ray.resource_pool import Node, ResourcePool
+from headway.cluster.worker_group import WorkerGroup
 from headway.cluster.worker_plan import ClusterPlan, plan_cluster
 from headway.config.schema import Config
 from headway.config.sizing.placement import NodeShare, Placement, node_shares, resolve_placement
 from headway.errors import ConfigError, StallError
-from tests.cluster.fakes import EchoRole
+from tests.cluster.fakes import EchoRole, echo_plan, echo_specs, group_tokens, sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STORE = 80 * 2**20
@@ -121,6 +123,30 @@ async def test_workers_land_on_the_nodes_that_the_placement_gives_them_and_come_
 async def node_of(worker: RayWorker) -> str:
     _, node, _ = await worker._actor.process.remote()
     return str(node)
+
+
+async def test_columns_that_another_machine_computed_are_here_when_it_is_lost(nodes: Cluster, tmp_path: Path) -> None:
+    """Starts a Ray node, and a worker that imports torch."""
+    (other,) = add(nodes, 1)
+    config = Config.model_validate({"cluster": {"device": "cpu", "address": nodes.address}})
+    cluster, length = RayCluster(config, tmp_path), 100_000  # a small column would be in the answer itself
+    try:
+        await cluster.connect()
+        here = ray.get_runtime_context().get_node_id()
+        plan = echo_plan(echo_specs(1, config))
+        await cluster.reserve(plan)
+        worker = cluster.launch(plan.workers[0])
+        async with asyncio.timeout(WAIT_S):
+            await worker.up()
+            samples = [sample(ray.put(group_tokens(length, 1.0)), length)]
+            (column,) = await WorkerGroup(EchoRole, [worker]).logprobs_plus(samples, 100.0)
+        async with asyncio.timeout(WAIT_S / 4):
+            while here not in get_object_locations([column.handle])[column.handle]["node_ids"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        nodes.remove_node(other, allow_graceful=False)
+        assert (ray.get(column.handle, timeout=WAIT_S)[column.index] == 101.0).sum() == length
+    finally:
+        await cluster.stop()
 
 
 @ray.remote
