@@ -248,9 +248,10 @@ def keys(model: type[BaseModel] = Config) -> Iterator[Key]:
         yield from table.keys
 
 
-def known_keys(model: type[BaseModel] = Config) -> list[str]:
+@cache
+def known_keys(model: type[BaseModel] = Config) -> tuple[str, ...]:
     """Return every dotted key that holds a value other than sections, in order; those of a list without index."""
-    return list(dict.fromkeys(key.plain for key in keys(model) if not key.only_sections))
+    return tuple(dict.fromkeys(key.plain for key in keys(model) if not key.only_sections))
 
 
 def one_of(values: Sequence[Any]) -> str:
