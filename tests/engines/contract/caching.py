@@ -152,7 +152,7 @@ class Caching(OfEngine):
 
     @scenario(Feature.TOKENS, Feature.REPRODUCIBLE)
     async def test_finding_a_context_changes_no_answer(self) -> None:
-        parts = [make_calls(row, n=3, length=PROMPT - row) for row in range(4)]
+        parts = [make_calls(row, n=2, length=PROMPT - row) for row in range(3)]
         async with self.harness.serve() as replica:
             together = tokens_of(await collect(replica, *parts))
             again = tokens_of(await collect(replica, *parts))

@@ -89,8 +89,8 @@ class NativeHarness:
     slots = 8
     crowd = 256
     tolerance = 2e-5
-    samples = 6000
-    many = 3_000
+    samples = 3000
+    many = 2_000
     arrival_s = 0.0002
     step_s = 0.0005
 

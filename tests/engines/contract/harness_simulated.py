@@ -73,7 +73,7 @@ class SimulatedHarness:
     crowd = 256
     tolerance = 0.0
     samples = 0
-    many = 10_000
+    many = 2_000
     arrival_s = 2 * STEP_S / crowd
     step_s = STEP_S
 

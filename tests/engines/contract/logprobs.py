@@ -41,8 +41,8 @@ class LogProbs(OfEngine):
     @scenario(Feature.TOKENS)
     async def test_the_reference_can_tell_two_versions_apart(self) -> None:
         async with self.harness.serve() as replica:
-            (answer,) = await collect(replica, make_calls(1, n=1, max_tokens=8))
-            own, other = (forward_logprobs(replica.model(replica.version + i), answer) for i in (0, 1))
+            answers = await collect(replica, make_calls(1, n=1, max_tokens=8))
+            (own,), (other,) = (forward_logprobs(replica.model(replica.version + i), answers) for i in (0, 1))
             assert np.abs(own - other).max() > 1000 * self.harness.tolerance
 
     @scenario(Feature.TOKENS)

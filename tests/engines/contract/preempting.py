@@ -6,7 +6,6 @@ import numpy as np
 
 from headway.data.interfaces.rollout import OnUpdate
 from tests.engines.contract.harness import (
-    CONTEXT,
     Feature,
     OfEngine,
     at_rest,
@@ -22,7 +21,7 @@ from tests.engines.contract.reference import assert_logprobs
 from tests.engines.contract.sessions import Session
 from tests.tiers import mostly_slow
 
-LONG = (60, CONTEXT - 20)
+LONG = (60, 110)
 """Answers of a random session: three slots' worth of them do not fit into memory."""
 
 
@@ -70,7 +69,7 @@ class Preempting(OfEngine):
         async with self.harness.serve(short_memory=True) as replica:
             session = Session(replica, np.random.default_rng(seed), self.harness.features, LONG)
             await session.act()
-            for _ in range(8):
+            for _ in range(4):
                 await session.ask()  # enough for all slots, whatever is left of the others
             assert await session.settle(self.harness.tolerance) > 0
 

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from headway.data.interfaces.rollout import SamplingParams
 from tests.engines.contract.harness import Answer, Replica, text_of
+from tests.engines.rollout.support import logits_behind
 
 Ids = tuple[int, ...]
 
@@ -30,12 +31,10 @@ def next_logits(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> ND
     return logits.double().numpy()
 
 
-def all_logits(model: PreTrainedModel, prompt: NDArray[np.int32], ids: NDArray[np.int32]) -> NDArray[np.float64]:
-    """[T, V] logits that each of ``ids`` was sampled from."""
-    whole = torch.from_numpy(np.concatenate([prompt, ids]).astype(np.int64))
-    with torch.no_grad():
-        logits = model(input_ids=whole[None]).logits[0, len(prompt) - 1 : -1]
-    return logits.double().numpy()
+def all_logits(model: PreTrainedModel, answers: Sequence[Answer]) -> list[NDArray[np.float64]]:
+    """[T, V] logits that each token of an answer was sampled from, of all ``answers``."""
+    pairs = [(answer.prompt, answer.tokens.ids) for answer in answers]
+    return [logits.double().numpy() for logits in logits_behind(model, pairs)]
 
 
 def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -43,11 +42,12 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def forward_logprobs(model: PreTrainedModel, answer: Answer) -> NDArray[np.float64]:
-    """[T] of one answer, unfiltered at temperature 1."""
-    ids = answer.tokens.ids
-    logprobs = log_softmax(all_logits(model, answer.prompt, ids))
-    return logprobs[np.arange(len(ids)), ids]
+def forward_logprobs(model: PreTrainedModel, answers: Sequence[Answer]) -> list[NDArray[np.float64]]:
+    """[T] of each answer, unfiltered at temperature 1."""
+    return [
+        log_softmax(logits)[np.arange(answer.length), answer.tokens.ids]
+        for logits, answer in zip(all_logits(model, answers), answers, strict=True)
+    ]
 
 
 def across(models: Sequence[PreTrainedModel], answer: Answer) -> NDArray[np.float64]:
@@ -68,13 +68,15 @@ def across(models: Sequence[PreTrainedModel], answer: Answer) -> NDArray[np.floa
 
 def assert_logprobs(replica: Replica, answers: Iterable[Answer], tolerance: float) -> None:
     """Every token's log-prob is that of its version's model over the whole sequence before it."""
+    answers = list(answers)
     for answer in answers:
         tokens = answer.tokens
         assert len(tokens.ids) == len(tokens.logprobs) == len(tokens.versions) == answer.length
-        for version in np.unique(tokens.versions):
-            mine = tokens.versions == version
-            expected = forward_logprobs(replica.model(int(version)), answer)
-            np.testing.assert_allclose(tokens.logprobs[mine], expected[mine], atol=tolerance, rtol=0)
+    for version in {version for answer in answers for version in answer.tokens.versions.tolist()}:
+        own = [answer for answer in answers if version in answer.tokens.versions]
+        for answer, expected in zip(own, forward_logprobs(replica.model(version), own), strict=True):
+            mine = answer.tokens.versions == version
+            np.testing.assert_allclose(answer.tokens.logprobs[mine], expected[mine], atol=tolerance, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------ distributions

@@ -20,7 +20,7 @@ from tests.engines.contract.harness import (
     tokens_of,
 )
 
-PARTS = [make_calls(row, n=5, max_tokens=18) for row in range(6)]
+PARTS = [make_calls(row, n=5, max_tokens=9) for row in range(6)]
 
 
 class Reproducing(OfEngine):
@@ -66,7 +66,7 @@ class Reproducing(OfEngine):
 
     @scenario(Feature.TOKENS, Feature.REPRODUCIBLE)
     async def test_stopping_and_going_on_in_place_changes_no_answer(self) -> None:
-        parts = [endless(row, n=3) for row in range(4)]
+        parts = [make_calls(row, n=3, max_tokens=60) for row in range(4)]
         async with self.harness.serve() as replica:
             undisturbed = tokens_of(await collect(replica, *parts))
             running = await submit(replica, *parts)

@@ -146,7 +146,8 @@ class Sampling(OfEngine):
             for row in range(3):
                 first, second = of_row(answers, row)
                 assert first.ids == second.ids
-                for probabilities, token in self.steps(replica, first):
+                (steps,) = self.steps(replica, [first])
+                for probabilities, token in steps:
                     assert token == max(range(len(probabilities)), key=probabilities.__getitem__)
             assert [answer.length for answer in of_row(answers, 2)] == [7, 7]
 
@@ -192,19 +193,18 @@ class Sampling(OfEngine):
 
     def assert_reported(self, replica: Replica, answers: Sequence[Answer]) -> None:
         """Each token's log-prob is that of the exact distribution behind all tokens before it."""
-        for answer in answers:
+        for answer, steps in zip(answers, self.steps(replica, answers), strict=True):
             tolerance = self.harness.tolerance / min(1.0, answer.call.sampling.temperature or 1.0)
-            for (probabilities, token), reported in zip(
-                self.steps(replica, answer), answer.tokens.logprobs, strict=True
-            ):
+            for (probabilities, token), reported in zip(steps, answer.tokens.logprobs, strict=True):
                 assert probabilities[token] > 0
                 assert abs(np.log(probabilities[token]) - reported) < tolerance
 
-    def steps(self, replica: Replica, answer: Answer) -> list[tuple[list[float], int]]:
-        """For each of its tokens the probabilities that it was sampled from."""
-        logits = all_logits(replica.model(replica.version), answer.prompt, answer.tokens.ids).tolist()
-        ids = answer.ids
+    def steps(self, replica: Replica, answers: Sequence[Answer]) -> list[list[tuple[list[float], int]]]:
+        """For each token of each answer the probabilities that it was sampled from."""
         return [
-            (distribution(logits[at], answer.call.sampling, answer.prompt.tolist(), ids[:at]), token)
-            for at, token in enumerate(ids)
+            [
+                (distribution(of[at].tolist(), answer.call.sampling, answer.prompt.tolist(), answer.ids[:at]), token)
+                for at, token in enumerate(answer.ids)
+            ]
+            for answer, of in zip(answers, all_logits(replica.model(replica.version), answers), strict=True)
         ]

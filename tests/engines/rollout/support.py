@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -251,33 +252,59 @@ def tokens_of(groups: Sequence[Group]) -> dict[tuple[int, int], list[int]]:
     return {(g.number, k): r.ids.tolist() for g in groups for k, r in enumerate(g.tokens)}
 
 
+def logits_behind(
+    model: PreTrainedModel, pairs: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
+) -> list[torch.Tensor]:
+    """[T, V] logits of each continuation behind its prompt, of ``pairs`` of both, by one plain Hugging Face forward.
+
+    Shorter ones are padded behind, which no token before that sees.
+    """
+    wholes = [torch.from_numpy(np.concatenate(pair).astype(np.int64)) for pair in pairs]
+    if not wholes:
+        return []
+    with torch.no_grad():
+        logits = model(input_ids=pad_sequence(wholes, batch_first=True)).logits
+    return [of[len(prompt) - 1 : len(prompt) - 1 + len(ids)] for of, (prompt, ids) in zip(logits, pairs, strict=True)]
+
+
+def logprobs_behind(
+    model: PreTrainedModel, pairs: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
+) -> list[NDArray[np.float32]]:
+    """[T] log-probs of each continuation's tokens (see `logits_behind`)."""
+    return [
+        logits.float().log_softmax(-1).gather(1, torch.from_numpy(ids.astype(np.int64))[:, None]).squeeze(1).numpy()
+        for logits, (_, ids) in zip(logits_behind(model, pairs), pairs, strict=True)
+    ]
+
+
 def reference_logprobs(model: PreTrainedModel, group: Group, k: int) -> NDArray[np.float32]:
     """[T] log-probs of one response by a plain Hugging Face forward over prompt and response."""
-    prompt, response = group.tokens[0].prompt_ids, group.tokens[k].ids
-    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0].float(), -1)
-    chosen = logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])
-    return chosen.squeeze(1).numpy()
+    return logprobs_behind(model, [(group.tokens[k].prompt_ids, group.tokens[k].ids)])[0]
 
 
 def assert_logprobs(groups: Sequence[Group], model_of: Mapping[int, PreTrainedModel]) -> None:
     """Every token's log-prob is that of its version's model, over the whole sequence; no other version sampled."""
-    for group in groups:
-        for k, response in enumerate(group.tokens):
-            assert set(response.versions.tolist()) <= set(model_of)
-            for version in np.unique(response.versions):
-                mine = response.versions == version
-                expected = _nearest(model_of[int(version)], group, k, response.logprobs)
-                np.testing.assert_allclose(response.logprobs[mine], expected[mine], atol=TOLERANCE, rtol=0)
+    rows = [row for group in groups for row in group.tokens]
+    assert {version for row in rows for version in row.versions.tolist()} <= set(model_of)
+    for version, model in model_of.items():
+        mine = [row for row in rows if (row.versions == version).any()]
+        for row, expected in zip(mine, _nearest(model, mine), strict=True):
+            own = row.versions == version
+            np.testing.assert_allclose(row.logprobs[own], expected[own], atol=TOLERANCE, rtol=0)
 
 
-def _nearest(model: PreTrainedModel, group: Group, k: int, logprobs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[T] of a plain forward in the model's dtype, and where that is float32 and rounds otherwise, in float64."""
-    plain = reference_logprobs(model, group, k)
-    if model.dtype != torch.float32 or np.allclose(logprobs, plain, atol=TOLERANCE, rtol=0):
+def _nearest(model: PreTrainedModel, rows: Sequence[RowTokens]) -> list[NDArray[np.float32]]:
+    """[T] of each row by a plain forward in the model's dtype, and where that is float32 and rounds otherwise, in
+    float64."""
+    pairs = [(row.prompt_ids, row.ids) for row in rows]
+    plain = logprobs_behind(model, pairs)
+    near = [np.allclose(row.logprobs, of, atol=TOLERANCE, rtol=0) for row, of in zip(rows, plain, strict=True)]
+    if model.dtype != torch.float32 or all(near):
         return plain
     exact_model = copy.deepcopy(model).double()
     exact_model.set_experts_implementation("eager")  # others have no products of float64
-    exact = reference_logprobs(exact_model, group, k)
-    return np.where(np.abs(logprobs - exact) < np.abs(logprobs - plain), exact, plain)
+    exact = logprobs_behind(exact_model, pairs)
+    return [
+        np.where(np.abs(row.logprobs - more) < np.abs(row.logprobs - less), more, less)
+        for row, less, more in zip(rows, plain, exact, strict=True)
+    ]

@@ -13,7 +13,7 @@ from headway.engines.rollout.native.model_runner import ALONE, MOST, TOGETHER, l
 from headway.engines.rollout.native.step_attention import Decoding, PrefillContext
 from tests.engines.rollout.support import FAMILIES, MIXTURES, AskedCore, make_core, make_model, make_request
 
-NUMBERS = range(8)
+NUMBERS = range(6)
 
 
 def drawn(core: AskedCore, order: list[int], at_once: int) -> dict[tuple[int, int], tuple[bytes, bytes]]:
@@ -22,7 +22,7 @@ def drawn(core: AskedCore, order: list[int], at_once: int) -> dict[tuple[int, in
     left = list(order)
     with torch.inference_mode():
         while left or core.has_work:
-            core.ask([make_request(number, n=3) for number in left[:at_once]], "owner")
+            core.ask([make_request(number, n=3, max_tokens=8) for number in left[:at_once]], "owner")
             left = left[at_once:]
             for group in core.groups(core.step()):
                 for k, response in enumerate(group.tokens):

@@ -44,9 +44,9 @@ from tests.engines.rollout.support import (
     reference_logprobs,
     steps,
 )
+from tests.tiers import crossed
 
-every_family = pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
-either_head = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+every_family_and_head = crossed(("family", "tied"), [*FAMILIES, *MIXTURES], [True, False])
 
 
 def updated(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
@@ -59,8 +59,7 @@ def updated(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
     return other
 
 
-@every_family
-@either_head
+@every_family_and_head
 def test_log_probs_equal_a_plain_forward_before_and_after_an_update(family: str, tied: bool) -> None:
     old = make_model(family, tied=tied)
     new = updated(old)
@@ -74,8 +73,7 @@ def test_log_probs_equal_a_plain_forward_before_and_after_an_update(family: str,
     assert_logprobs(groups, {1: new})
 
 
-@every_family
-@either_head
+@every_family_and_head
 def test_log_probs_are_exact_across_an_interrupt(family: str, tied: bool) -> None:
     old = make_model(family, tied=tied)
     new = updated(old)

@@ -20,8 +20,18 @@ from headway.engines.rollout.native.policy_forward import ModuleForward
 from headway.engines.rollout.native.prefix_cache import BLOCK
 from headway.engines.rollout.native.step_attention import PrefillContext
 from headway.engines.rollout.native.supported_models import Windows
-from tests.engines.rollout.support import FAMILIES, MIXTURES, TOLERANCE, VOCABULARY, activate, make_core, make_model
+from tests.engines.rollout.support import (
+    FAMILIES,
+    MIXTURES,
+    TOLERANCE,
+    VOCABULARY,
+    activate,
+    logprobs_behind,
+    make_core,
+    make_model,
+)
 from tests.engines.rollout.test_graphs import Replays
+from tests.tiers import crossed, mostly_slow
 
 LONG = 12 * BLOCK
 OF_TOKEN = 2 * 2 * 2 * 12 * 4
@@ -102,20 +112,15 @@ def play(core: EngineCore, playing: Sequence[Episode], *, at_once: int = 10**6, 
                 core.release([episode.id])
 
 
-def reference(model: PreTrainedModel, context: NDArray[np.int32], call: Completion) -> NDArray[np.float32]:
-    """[T] log-probs of a call's tokens by a plain forward over context and continuation."""
-    ids = torch.from_numpy(np.concatenate([context, call.tokens.ids]).astype(np.int64))
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0].float(), -1)
-    return logprobs[len(context) - 1 : -1].gather(1, ids[len(context) :, None]).squeeze(1).numpy()
-
-
-def assert_reference(model: PreTrainedModel, played: Sequence[Episode]) -> None:
-    for episode in played:
-        for context, call in zip(episode.contexts, episode.calls, strict=True):
-            np.testing.assert_allclose(
-                call.tokens.logprobs, reference(model, context, call), atol=2 * TOLERANCE, rtol=0
-            )
+def assert_reference(model: PreTrainedModel, played: Sequence[Episode], first: int = 0) -> None:
+    """The log-probs of all calls from the ``first`` on are those of a plain forward over context and continuation."""
+    for turn in range(first, max(len(episode.calls) for episode in played)):
+        calls = [
+            (episode.contexts[turn], episode.calls[turn].tokens) for episode in played if len(episode.calls) > turn
+        ]
+        expected = logprobs_behind(model, [(context, tokens.ids) for context, tokens in calls])
+        for (_, tokens), of in zip(calls, expected, strict=True):
+            np.testing.assert_allclose(tokens.logprobs, of, atol=2 * TOLERANCE, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------ prefills
@@ -135,14 +140,9 @@ PACKED = {"hidden_size": 384, "intermediate_size": 400}
 """Its matrices are large enough for a copy in the order of oneDNN."""
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes"), [*((family, {}) for family in FAMILIES), ("llama", PACKED)], ids=[*FAMILIES, "packed"]
-)
-@pytest.mark.parametrize("kind", [FusedForward, ModuleForward])
-def test_a_prefill_gives_the_same_bits_however_it_is_cut_and_whoever_is_beside_it(
-    family: str, sizes: dict[str, int], kind: type
-) -> None:
-    model = long_model(family, **sizes)
+@crossed(("family", "kind"), [*FAMILIES, "packed"], [FusedForward, ModuleForward])
+def test_a_prefill_gives_the_same_bits_however_it_is_cut_and_whoever_is_beside_it(family: str, kind: type) -> None:
+    model = long_model("llama", **PACKED) if family == "packed" else long_model(family)
     windows = Windows.of(model.config, LONG)
     if not make_core(model)._runner.invariant:
         pytest.skip("this CPU's matrix products depend on the number of their rows")
@@ -175,8 +175,7 @@ def test_both_forwards_agree_on_a_continued_prefill(family: str) -> None:
     torch.testing.assert_close(results[0][0], plain, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("fused", [True, False])
+@crossed(("family", "fused"), FAMILIES, [True, False])
 def test_where_prefills_are_not_cut_into_blocks_they_are_as_right(
     family: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,12 +226,12 @@ def test_slots_order_and_company_change_no_bit_of_an_episode() -> None:
     expected: list[Any] = []
     for slots, order, at_once in [(8, 1, 8), (8, -1, 1), (3, 1, 8), (5, -1, 2)]:
         core = long_core(model, slots=slots, tokens=8 * LONG)
-        played = episodes(6)
+        played = episodes(5, turns=4)
         play(core, played[::order], at_once=at_once)
         assert core.stats().unpinned == 0
         expected = expected or [episode.bits() for episode in played]
         assert [episode.bits() for episode in played] == expected, (slots, order, at_once)
-    alone = episodes(6)[4]
+    alone = episodes(5, turns=4)[4]
     play(long_core(model), [alone])
     assert alone.bits() == expected[4]
 
@@ -309,13 +308,7 @@ def test_nothing_of_an_old_version_is_found_under_a_new_one(policy: OnUpdate) ->
     core.resume()
     play(core, played)
     assert core.stats().prefilled_tokens == sum(len(episode.contexts[1]) for episode in played)
-    for episode in played:
-        np.testing.assert_allclose(
-            episode.calls[1].tokens.logprobs,
-            reference(new, episode.contexts[1], episode.calls[1]),
-            atol=2 * TOLERANCE,
-            rtol=0,
-        )
+    assert_reference(new, played, first=1)
 
 
 def test_a_drain_without_an_update_keeps_what_is_there() -> None:
@@ -387,11 +380,11 @@ def test_as_many_open_episodes_as_slots_keep_what_they_have() -> None:
     assert stats.prefilled_tokens < 1.1 * sum(len(episode.contexts[-1]) for episode in played)
 
 
-@pytest.mark.parametrize("tokens", [5 * LONG // 4, 2 * LONG, 3 * LONG])
+@mostly_slow("tokens", [5 * LONG // 4, 2 * LONG, 3 * LONG], quick=[5 * LONG // 4])
 def test_where_memory_is_short_contexts_are_prefilled_again_and_nothing_else_changes(tokens: int) -> None:
     model = long_model()
     core = long_core(model, slots=4, tokens=max(tokens, core_least(model)))
-    played = episodes(12, turns=8, words=(8, 16), answer=12)
+    played = episodes(9, turns=7, words=(8, 16), answer=12)
     play(core, played)
     assert_reference(model, played)
     assert core.stats().unpinned > 0
