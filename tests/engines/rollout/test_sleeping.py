@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.engines.rollout.support import (
     steps,
     tokens_of,
 )
+from tests.tiers import mostly_slow
 
 NEW = make_model(seed=3)
 GREEDY = 100
@@ -200,9 +202,11 @@ def endless_greedy(number: int) -> Group:
     return endless(number, n=2, temperature=0.0)
 
 
-@either_buffer
-@pytest.mark.parametrize("keep_weights", [True, False])
-@pytest.mark.parametrize("wake_first", [True, False])
+@mostly_slow(
+    ("dual_buffer", "keep_weights", "wake_first"),
+    product([True, False], repeat=3),
+    quick=[(True, True, True), (True, False, False), (False, True, False), (False, False, True)],
+)
 async def test_new_weights_reach_an_engine_asleep_and_everything_goes_on_from_there(
     dual_buffer: bool, keep_weights: bool, wake_first: bool
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from tests.engines.rollout.support import (
 )
 from tests.engines.rollout.test_graphs import Replays
 from tests.engines.rollout.test_turns import assert_reference, episodes, long_core, long_model, play
+from tests.tiers import crossed
 
 LAYERS = 2
 
@@ -99,13 +99,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return kernel
 
 
-@pytest.mark.parametrize("recorder", [None, Replays], ids=["eager", "recorded"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_are_those_of_the_whole_sequence(
-    kernel: Kernel, family: str, recorder: Callable[[], Replays] | None
-) -> None:
+@crossed(("family", "recorded"), FAMILIES, [False, True])
+def test_log_probs_are_those_of_the_whole_sequence(kernel: Kernel, family: str, recorded: bool) -> None:
     model = make_model(family)
-    core = make_core(model, recorder=recorder and recorder())
+    core = make_core(model, recorder=Replays() if recorded else None)
     core.ask([make_request(number, length=4 + number, max_tokens=4 + 5 * number) for number in range(5)])
     assert_logprobs(finish(core), {0: model})
     assert kernel.prefills and kernel.read
