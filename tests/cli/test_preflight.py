@@ -36,7 +36,7 @@ def unusable(text): return 1.0
 
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, Any]:
-    """A configuration over files that can be used as it is."""
+    """A configuration over files that can be used as it is. Its reward is tried without a process."""
     (tmp_path / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{i}=", "answer": i}) + "\n" for i in range(9))
     )
@@ -53,7 +53,7 @@ def job(tmp_path: Path) -> dict[str, Any]:
             "max_prompt_length": 16,
             "max_response_length": 16,
         },
-        "reward": {"function": f"{tmp_path}/reward.py:score"},
+        "reward": {"function": "exact_match"},
     }
 
 
@@ -228,6 +228,7 @@ def test_held_out_rows_without_answers_are_taken_where_the_reward_needs_none(
     job: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "val.jsonl").write_text('{"prompt": "1=", "answer": null}\n' * 3)
+    job = job | {"reward": {"function": f"{tmp_path}/reward.py:score"}}
     check_inputs(changed(job, "data", val=str(tmp_path / "val.jsonl"), val_size=0))
 
 
