@@ -29,14 +29,12 @@ from headway.devices import (
     Cuda,
     DeviceKind,
     chosen,
-    host_buffer,
     kind_here,
     kind_of,
     listed_here,
     memory_listed_here,
-    to_device,
-    to_host,
 )
+from headway.engines.host_copies import host_buffer, to_device, to_host
 from headway.errors import ConfigError
 
 SOURCE = Path(headway.__file__).parent

@@ -13,11 +13,9 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,7 +24,6 @@ from headway.gpu_listing import Gpu, listed_gpus, visible
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
 
     Device = torch.device | str
     """A device of some kind, as torch names it: ``cuda:1``, or ``cuda`` for the current one."""
@@ -446,73 +443,6 @@ def kind_of(device: Device) -> DeviceKind:
     if name not in KINDS:
         raise ConfigError(f"Headway computes on {' and '.join(KINDS)}, and not on a device of the kind {name!r}")
     return KINDS[name]
-
-
-def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Return ``nbytes`` of host memory, dtype uint8. ``pinned``: page-locked, where the system allows it."""
-    import torch
-
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    except RuntimeError as refused:  # the limit of locked memory (`ulimit -l`), or none is left
-        if not pinned:
-            raise
-        log.warning("%.1f GB of host memory could not be page-locked, copies take longer: %s", nbytes / 1e9, refused)
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-
-@cache
-def _uploads(side_stream: Callable[[Device], DeviceStream | None], device: Device) -> DeviceStream | None:
-    """Return the stream of copies to ``device``: one, since what is taken on a stream is given back to it alone."""
-    return side_stream(device)
-
-
-def to_device(arrays: Sequence[NDArray[Any]], device: Device, *, beside: bool = False) -> list[torch.Tensor]:
-    """Bring ``arrays`` to ``device`` by one copy, from page-locked memory where that is quicker; nothing waits for it.
-
-    ``beside``: on a stream of its own, so that the copy is made while the device still computes. Returns a tensor of
-    each one's shape and dtype. On a CPU they share the arrays' memory.
-    """
-    import torch
-
-    kind, parts = kind_of(device), [torch.from_numpy(array) for array in arrays]
-    if kind is CPU or not parts:
-        return parts
-    ends = list(accumulate(-(-part.nbytes // 16) * 16 for part in parts))  # views of any dtype begin there
-    buffer = host_buffer(ends[-1], pinned=kind.pins_host_memory)
-    places = [slice(start, start + part.nbytes) for start, part in zip([0, *ends], parts, strict=False)]
-    for place, part in zip(places, parts, strict=True):
-        buffer[place].view(part.dtype).view(part.shape).copy_(part)
-    # Torch keeps the page-locked buffer until the copy is over.
-    if beside and (stream := _uploads(kind.side_stream, device)) is not None:
-        there = stream.bring(buffer)
-    else:
-        there = torch.empty_like(buffer, device=device).copy_(buffer, non_blocking=True)
-    return [there[place].view(part.dtype).view(part.shape) for place, part in zip(places, parts, strict=True)]
-
-
-def to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[Any]]]:
-    """Begin to copy ``tensors`` of one device to host memory, by one copy, page-locked where that is quicker.
-
-    Tensors of wider dtypes come first. Returns a function that waits, and gives an array for each.
-    """
-    import torch
-
-    kind = kind_of(device := tensors[0].device)
-    if kind is CPU:
-        return lambda: [tensor.numpy() for tensor in tensors]
-    # Bytes, so that dtypes can stand side by side; wider ones first, else a view of one would not be aligned.
-    joined = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-    buffer = host_buffer(joined.nbytes, pinned=kind.pins_host_memory)
-    buffer.copy_(joined, non_blocking=True)
-    wait = kind.mark(device)  # behind the copy: work that is queued later is not waited for
-
-    def arrays() -> list[NDArray[Any]]:
-        wait()
-        parts = buffer.split([tensor.nbytes for tensor in tensors])
-        return [part.view(of.dtype).view(of.shape).numpy() for part, of in zip(parts, tensors, strict=True)]
-
-    return arrays
 
 
 def kind_here() -> DeviceKind:

@@ -1,7 +1,6 @@
 """Events: what happens in a run, typed. Metrics, timelines and the live view derive from these alone.
 
-``time`` is the event loop's clock (seconds, monotonic; virtual under simulation). Worker processes on the same machine
-share that clock; their spans arrive as ``[start, end]`` pairs on it.
+``time`` is the event loop's clock (seconds, monotonic; virtual under simulation), which a machine's workers share.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ WAITS_FOR_GROUPS = "groups from the message queue"
 """Value of ``StageChanged.waiting_for`` for a stage that takes batches; reports look for this text."""
 
 Span = tuple[float, float]
-
 DecodeSteps = tuple[int, float, int]
 """Sums (steps, seconds, cached) over decode steps with the same number of active sequences. ``seconds`` is wall time
 from one step's end to the next one's; ``cached`` counts the tokens in the KV cache, once for each step."""

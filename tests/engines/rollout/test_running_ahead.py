@@ -11,7 +11,8 @@ import torch
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
-from headway.devices import KINDS, Cpu, to_device, to_host
+from headway.devices import KINDS, Cpu
+from headway.engines.host_copies import to_device, to_host
 from headway.engines.rollout.native import decode_batch
 from headway.errors import NonFinite
 from tests.engines.rollout.support import (

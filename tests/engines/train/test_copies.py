@@ -25,6 +25,7 @@ from headway import devices
 from headway.config.schema import Config
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, Pack, Packing
+from headway.engines import host_copies
 from headway.engines.train.fsdp.column_engines import FsdpCritic
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.objective import Objective, SplitEpisodes
@@ -80,7 +81,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return _attend if function is flex_attention.flex_attention else function
 
     monkeypatch.setitem(devices.KINDS, "meta", LikeGpu())
-    monkeypatch.setattr(devices, "host_buffer", host_buffer)
+    monkeypatch.setattr(host_copies, "host_buffer", host_buffer)
     monkeypatch.setattr(flex_attention, "_kernel", kernel)
     # Of padded rows transformers itself reads one flag, in each forward pass.
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)

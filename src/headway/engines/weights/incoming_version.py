@@ -24,7 +24,8 @@ from weakref import finalize
 import torch
 
 from headway.data.interfaces.weights import ReceiveReport
-from headway.devices import CPU, host_buffer, kind_of
+from headway.devices import CPU, kind_of
+from headway.engines.host_copies import host_buffer
 from headway.engines.weights.buckets import Tensors, apply
 from headway.engines.weights.digests import RunningDigests, digest
 from headway.engines.weights.protocols import Header, HostCopy, IncomingWeights

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headway.data.interfaces.weights import GatherReport
-from headway.devices import host_buffer
+from headway.engines.host_copies import host_buffer
 from headway.engines.weights.buckets import encode
 from headway.engines.weights.digests import RunningDigests, digest
 from headway.engines.weights.protocols import Chunk, Header, OutgoingWeights

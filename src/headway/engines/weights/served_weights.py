@@ -18,7 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from headway.data.interfaces.weights import ReceiveReport
-from headway.devices import host_buffer, kind_of
+from headway.devices import kind_of
+from headway.engines.host_copies import host_buffer
 from headway.engines.weights.buckets import Parts, Tensors, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Intake
 from headway.engines.weights.protocols import IncomingWeights

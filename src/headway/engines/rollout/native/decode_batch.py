@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from headway.data.types import FinishReason, SampledTokens
-from headway.devices import to_device, to_host
+from headway.engines.host_copies import to_device, to_host
 from headway.engines.rollout.engine_activity import DecodeStep
 from headway.engines.rollout.native.model_runner import BLOCK_ROWS, ModelRunner
 from headway.engines.rollout.native.sampler import BatchSampling, SeenTokens, completed, sample, window

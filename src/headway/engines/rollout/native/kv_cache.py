@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.devices import to_device
+from headway.engines.host_copies import to_device
 from headway.engines.rollout.native.prefix_cache import BLOCK, BlockCopy
 from headway.engines.rollout.native.supported_models import KvGeometry
 

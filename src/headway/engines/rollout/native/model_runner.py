@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.interfaces.rollout import SamplingParams
-from headway.devices import GraphRecorder, kind_of, to_device
+from headway.devices import GraphRecorder, kind_of
+from headway.engines.host_copies import to_device
 from headway.engines.rollout.native.kv_cache import ROOM_STEP, SlotCache, enough
 from headway.engines.rollout.native.policy_forward import RECORDED_SPAN_STEP, DecodeGraphs, PolicyForward
 from headway.engines.rollout.native.sampler import BatchSampling, behaviour_logprobs

@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from headway.data.interfaces.rollout import SamplingParams
-from headway.devices import kind_of, to_device
+from headway.devices import kind_of
+from headway.engines.host_copies import to_device
 from headway.errors import said_by
 
 logger = logging.getLogger(__name__)

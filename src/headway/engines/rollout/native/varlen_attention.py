@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headway.devices import kind_of, to_device
+from headway.devices import kind_of
+from headway.engines.host_copies import to_device
 from headway.engines.rollout.native.step_attention import AttentionShape, DecodeAttention, Decoding, PrefillContext
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from headway.devices import host_buffer
+from headway.engines.host_copies import host_buffer
 from headway.engines.train.fsdp.device_mesh import from_rank_zero, on_rank_zero
 from headway.engines.train.fsdp.shards import Pieces
 from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, is_start, read_state

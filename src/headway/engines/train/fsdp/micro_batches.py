@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headway.data.packing import CollatedRow, Tree, grow
 from headway.data.types import ColumnName
-from headway.devices import to_device
+from headway.engines.host_copies import to_device
 from headway.models.attention.packed_layout import PackedLayout
 from headway.models.attention.sequence_ranks import SequenceRanks
 
