@@ -48,6 +48,9 @@ class LikeGpu(devices.Accelerator):
     def total_memory(self, device: devices.Device) -> int:
         return 8 * 2**30
 
+    def side_stream(self, device: devices.Device) -> None:
+        return None
+
 
 class Copies(TorchDispatchMode):
     """Copies of tensors from host memory to the device."""
