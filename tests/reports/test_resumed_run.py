@@ -34,6 +34,7 @@ from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers.tracker_thread import TrackerState, memory_file
 from tests.pipeline.scenario import Run, Scenario
 from tests.reports.stories import only_late
+from tests.tiers import crossed
 
 SCENARIO = Scenario("on_policy", sections={"trainer": {"save_freq": 1}}, problems=3)
 TIMES = ("idle_ratio", "slot_utilization")
@@ -100,8 +101,7 @@ def resumed(directory: Path, state: dict[str, Any], killed_at: float | None = No
     return run
 
 
-@pytest.mark.parametrize("at", [14.0, 24.0, 33.0])
-@pytest.mark.parametrize("large", [False, True])
+@crossed(("at", "large"), [14.0, 24.0, 33.0], [False, True])
 def test_a_resumed_run_reports_what_an_undisturbed_one_does(
     undisturbed: Path, tmp_path: Path, at: float, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -355,8 +355,8 @@ def test_commands_that_are_no_servers_are_refused_with_what_they_wrote(caplog):
     ):
         McpServer(McpServerSpec("ends", command=("false",))).load()
     greeting = ("sh", "-c", "echo hello, I am no server; cat > /dev/null")
-    with pytest.raises(UserCodeError, match=r"was waited for 2 s, and did not answer .* what it printed is above"):
-        McpServer(McpServerSpec("chatters", command=greeting, timeout_s=2.0)).load()
+    with pytest.raises(UserCodeError, match=r"was waited for 1 s, and did not answer .* what it printed is above"):
+        McpServer(McpServerSpec("chatters", command=greeting, timeout_s=1.0)).load()
     assert [one for one in caplog.records if one.exc_info] == []  # the SDK's tracebacks
     assert "hello, I am no server" in caplog.text
     with pytest.raises(UserCodeError, match=r"agent.mcp.no.command: there is no command 'no-such-server'; install "):
