@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,12 +109,17 @@ def one_copy(part: Callable[[], tuple[Tensor, Sums]], pinned: list[int]) -> None
 
 
 def trainer(config: Config, *, packed: bool = True) -> FsdpEngine:
-    lm = SHAPE.random().eval()
-    assert not packed or use_packed_attention(lm) is None
     engine = object.__new__(FsdpEngine)
     engine._device, engine._objective = META, Objective(config)
-    engine._policy = PolicyModule(lm.to(META), 1.0)
+    engine._policy = policy(packed)
     return engine
+
+
+@cache
+def policy(packed: bool) -> PolicyModule:
+    lm = SHAPE.random().eval()
+    assert not packed or use_packed_attention(lm) is None
+    return PolicyModule(lm.to(META), 1.0)
 
 
 def packs_of(

@@ -24,6 +24,7 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.objective import Objective, SplitEpisodes, collate_columns
 from headway.engines.train.fsdp.step_sums import as_metrics, count, merge
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, whole
+from tests.pipeline.cases import for_each
 
 CPU = torch.device("cpu")
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -88,19 +89,25 @@ ways = st.one_of(
 """For each episode where its row is cut, or how many rows its turns are dealt to."""
 
 
-@settings(deadline=None, max_examples=120)
-@given(
-    st.integers(0, 30),
-    ways,
-    st.sampled_from(LOSS_MODES),
-    st.sampled_from(MODES),
-    st.sampled_from(CORRECTIONS),
-    st.sampled_from([10_000, 60, 14, 1]),
+@pytest.mark.parametrize(
+    ("loss", "examples"),
+    [
+        *((loss, 3) for loss in LOSS_MODES),
+        *(pytest.param(loss, 20, marks=pytest.mark.slow) for loss in LOSS_MODES),
+    ],
 )
 def test_cutting_an_episodes_row_into_several_changes_no_loss_no_gradient_and_no_metric(
-    seed: int, way: list[Any], loss: str, mode: str, correction: dict[str, Any], budget: int
+    loss: str, examples: int
 ) -> None:
     """In one micro-batch, in several that hold most episodes whole, and with a micro-batch for each row."""
+    how = (st.integers(0, 30), ways, st.sampled_from(MODES), st.sampled_from(CORRECTIONS))
+    drawn = st.tuples(*how, st.sampled_from([10_000, 60, 14, 1]))
+    for_each(drawn, examples, lambda one: assert_cut_as_whole(loss, *one))
+
+
+def assert_cut_as_whole(
+    loss: str, seed: int, way: list[Any], mode: str, correction: dict[str, Any], budget: int
+) -> None:
     if correction and LOSSES[loss].weighs_behaviour:
         correction = {"name": "off_policy_sequence_mask", "delta": 0.02}
     config = configured(loss, mode, correction, clip_ratio=0.05)
@@ -143,7 +150,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.integers(0, 30),
     ways,

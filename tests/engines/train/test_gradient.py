@@ -25,6 +25,7 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import plain_loss, random_rows
+from tests.tiers import crossed, mostly_slow
 
 EVERYTHING = {
     "entropy_coeff": 0.01,
@@ -72,14 +73,11 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         torch.testing.assert_close(actual[name].double(), grad.double(), rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("actor", [{}, EVERYTHING], ids=["ppo", "everything"])
-@pytest.mark.parametrize(
-    ("architecture", "tie"), [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False)]
-)
+@crossed(("model", "actor"), [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False)], [{}, EVERYTHING])
 def test_the_gradient_is_that_of_the_loss_written_out_plainly(
-    one_rank: None, model_path: Callable[..., str], architecture: str, tie: bool, actor: dict[str, Any]
+    one_rank: None, model_path: Callable[..., str], model: tuple[str, bool], actor: dict[str, Any]
 ) -> None:
-    path, config = model_path(architecture, tie), configured(MANY_MICRO_BATCHES, actor)
+    path, config = model_path(*model), configured(MANY_MICRO_BATCHES, actor)
     rows = random_rows(9, with_ref=True)
     expected, loss = plain_gradient(path, config, rows)
     actual, metrics = gradient(path, config, [rows])
@@ -114,7 +112,7 @@ def test_recomputing_activations_changes_nothing(one_rank: None, model_path: Cal
         assert torch.equal(grad, recomputed[name]), name
 
 
-@pytest.mark.parametrize("actor", [{}, EVERYTHING], ids=["ppo", "everything"])
+@mostly_slow("actor", [{}, EVERYTHING], quick=[EVERYTHING], ids=["ppo", "everything"])
 def test_the_gradient_does_not_depend_on_how_the_mini_batch_is_split(
     one_rank: None, run_ranks: Callable[..., list[Any]], model_path: Callable[..., str], actor: dict[str, Any]
 ) -> None:

@@ -24,6 +24,7 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.weights.protocols import EndContext, OutgoingWeights
 from headway.errors import ModelError, UpdateFailed
 from tests.engines.train.rows import random_rows, with_columns
+from tests.tiers import crossed
 
 RunRanks = Callable[..., list[Any]]
 ModelPath = Callable[..., str]
@@ -135,8 +136,7 @@ def step(path: str, rows: list[CollatedRow]) -> bytes:
     return buckets(trainer)
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 1024, 2**20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@crossed(("bucket_bytes", "dtype"), [256, 1024, 2**20], [torch.bfloat16, torch.float32])
 def test_what_ranks_gather_does_not_depend_on_their_number_or_on_the_size_of_buckets(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath, bucket_bytes: int, dtype: torch.dtype
 ) -> None:

@@ -23,6 +23,7 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.errors import RunError
 from tests.engines.train.rows import random_rows as any_rows
+from tests.tiers import mostly_slow
 
 ModelPath = Callable[..., str]
 RunRanks = Callable[..., list[Any]]
@@ -80,7 +81,7 @@ def two_versions(path: str, asks: bool, dtype: str = "float32") -> dict[str, Any
     return {"answers": answers, "moved": moved, "reports": reports, "weights": flat}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@mostly_slow("dtype", ["float32", "bfloat16"], quick=["bfloat16"])
 def test_every_batch_of_a_version_gets_the_log_probs_of_its_start_and_training_does_not_notice(
     one_rank: None, model_path: ModelPath, dtype: str
 ) -> None:
