@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from headway.data.packing import LEAST_SHARED, Segments, grow
 from tests.data.trees import rows_and_prompt, seen_by_parents, seen_by_rows
-from tests.tiers import searched
 
 Rows = list[NDArray[np.int32]]
 
@@ -18,7 +17,8 @@ def ids(*tokens: int) -> NDArray[np.int32]:
     return np.array(tokens, np.int32)
 
 
-@searched(150, rows_and_prompt(), st.booleans())
+@settings(max_examples=150)
+@given(rows_and_prompt(), st.booleans())
 def test_every_row_is_found_at_its_places_and_its_tokens_see_those_before_them_in_it_and_no_others(
     given_rows: tuple[Rows, int], shared: bool
 ) -> None:
@@ -38,7 +38,8 @@ def test_every_row_is_found_at_its_places_and_its_tokens_see_those_before_them_i
     assert tree.pairs == seen.sum()
 
 
-@searched(60, rows_and_prompt())
+@settings(max_examples=60)
+@given(rows_and_prompt())
 def test_a_line_has_no_more_tokens_than_its_rows_and_the_prompt_once(given_rows: tuple[Rows, int]) -> None:
     rows, prompt = given_rows
     tokens = sum(map(len, rows))
@@ -46,7 +47,8 @@ def test_a_line_has_no_more_tokens_than_its_rows_and_the_prompt_once(given_rows:
     assert len(grow(rows, None).ids) == tokens
 
 
-@searched(40, rows_and_prompt(), st.randoms(use_true_random=False))
+@settings(max_examples=40)
+@given(rows_and_prompt(), st.randoms(use_true_random=False))
 def test_rows_that_are_there_already_cost_nothing_and_their_order_does_not_matter(
     given_rows: tuple[Rows, int], random: object
 ) -> None:
