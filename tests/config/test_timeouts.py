@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.schema import Config
 from headway.config.sizing import timeouts
 from headway.config.sizing.timeouts import FILE_RATE, Timeouts, file_quiet_s, file_stall_s, model_nbytes
+from tests.tiers import searched
 
 MB, GB, TB = 10**6, 10**9, 10**12
 SIZES = st.integers(MB, TB)
@@ -53,7 +53,7 @@ limits = st.builds(
 
 
 @pytest.mark.parametrize(("watched", "watcher"), PAIRS.items())
-@given(made=limits)
+@searched(100, made=limits)
 def test_a_watcher_is_later_than_what_it_watches_from_a_megabyte_to_a_terabyte(
     made: Timeouts, watched: str, watcher: str
 ) -> None:
@@ -66,12 +66,12 @@ def test_a_watcher_is_later_than_what_it_watches_where_neither_has_a_size(watche
     assert getattr(timeouts, watched) < getattr(timeouts, watcher)
 
 
-@given(nbytes=st.integers(0, TB))
+@searched(100, nbytes=st.integers(0, TB))
 def test_stuck_work_with_files_is_given_up_by_its_caller_before_the_run_is(nbytes: int) -> None:
     assert file_quiet_s(nbytes) < file_stall_s(nbytes)
 
 
-@given(made=limits)
+@searched(100, made=limits)
 def test_a_limit_never_becomes_shorter_by_what_was_measured_or_by_a_larger_model(made: Timeouts) -> None:
     names = {name for pair in PAIRS.items() for name in pair} | {"start_s", "killed_s"}
     before = {name: getattr(made, name) for name in names}

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.interfaces.episode_groups import Group
@@ -17,6 +16,7 @@ from headway.engines.rollout.native.kv_cache import ROOM_STEP, SlotCache
 from headway.engines.rollout.native.supported_models import KvGeometry
 from headway.errors import ConfigError
 from tests.engines.rollout.support import AskedCore, assert_logprobs, make_core, make_model, make_request
+from tests.tiers import searched
 
 GEOMETRY = KvGeometry(layers=2, kv_heads=1, head_dim=4)
 LONG = 4 * ROOM_STEP
@@ -47,8 +47,7 @@ def watched(core: AskedCore, steps: int = 10**6) -> tuple[list[Group], int]:
     return finished, parked
 
 
-@given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@searched(60, data=st.data())
 def test_rows_hold_what_was_put_into_them_however_the_memory_is_divided(data: st.DataObject) -> None:
     slots, context = 6, 3 * ROOM_STEP + 10
     tokens = data.draw(st.integers(context, slots * context))

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.native.prefix_cache import BLOCK, Found, PrefixCache
+from tests.tiers import searched
 
 Bits = tuple[Any, ...]
 """How a token was computed: by what, from which token, behind which bits."""
@@ -122,8 +122,7 @@ def told(context: Sequence[int], prompt: Sequence[int], forgets: float, said: Se
     return [*left, *said]
 
 
-@given(prompt=prompts, played=turns)
-@settings(max_examples=100, deadline=None)
+@searched(100, prompt=prompts, played=turns)
 def test_company_changes_no_bit_of_an_episode(prompt: list[int], played: list[Any]) -> None:
     together = Memory(10**6)
     alone = {k: Memory(10**6) for k in range(4)}
@@ -136,8 +135,7 @@ def test_company_changes_no_bit_of_an_episode(prompt: list[int], played: list[An
     assert len(together.cache) <= sum(len(memory.cache) for memory in alone.values())
 
 
-@given(prompt=prompts, played=turns, data=st.data())
-@settings(max_examples=100, deadline=None)
+@searched(100, prompt=prompts, played=turns, data=st.data())
 def test_whatever_is_found_is_right_however_little_memory_there_is(
     prompt: list[int], played: list[Any], data: st.DataObject
 ) -> None:

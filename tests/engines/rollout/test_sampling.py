@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway import devices
@@ -24,6 +23,7 @@ from headway.engines.rollout.native.sampler import (
 from headway.engines.rollout.scheduler import check_sampling, trajectory_key, uniforms
 from headway.errors import DataError
 from tests.engines.rollout.support import finish, make_core, make_model, make_request, steps, tokens_of
+from tests.tiers import searched
 
 CPU = torch.device("cpu")
 
@@ -87,13 +87,13 @@ def test_uniforms_are_uniform_across_trajectories_and_positions() -> None:
         assert ((counts - 40) ** 2 / 40).sum() < 45.3  # χ²(19), p = 0.0006
 
 
-@given(
+@searched(
+    100,
     logits=st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=12),
     temperature=st.floats(0.3, 3),
     top_k=st.integers(0, 12),
     top_p=st.floats(0.05, 1),
 )
-@settings(max_examples=100, deadline=None)
 def test_log_probs_are_those_of_the_filtered_distribution(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ) -> None:
@@ -108,7 +108,8 @@ def test_log_probs_are_those_of_the_filtered_distribution(
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@given(
+@searched(
+    100,
     logits=st.lists(st.floats(-20, 20, width=32), min_size=4, max_size=12, unique=True),
     temperature=st.floats(0.3, 3),
     min_p=st.floats(0, 1),
@@ -116,7 +117,6 @@ def test_log_probs_are_those_of_the_filtered_distribution(
     bias=st.floats(-5, 5),
     written=st.integers(0, 2),
 )
-@settings(max_examples=100, deadline=None)
 def test_log_probs_are_those_after_bias_minimum_penalty_and_min_p(
     logits: list[float], temperature: float, min_p: float, penalty: float, bias: float, written: int
 ) -> None:
@@ -170,8 +170,7 @@ def test_greedy_takes_the_most_likely_token_and_reports_its_unfiltered_log_prob(
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).amax(-1))
 
 
-@given(st.integers(0, 2**31), st.integers(2, 5000))
-@settings(max_examples=50, deadline=None)
+@searched(50, st.integers(0, 2**31), st.integers(2, 5000))
 def test_a_token_of_probability_zero_is_never_sampled_not_even_at_the_ends(seed: int, vocabulary: int) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(6, vocabulary) * 5

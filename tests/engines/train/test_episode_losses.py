@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.schema import Config
@@ -25,6 +24,7 @@ from headway.engines.train.fsdp.objective import Objective, SplitEpisodes, colla
 from headway.engines.train.fsdp.step_sums import as_metrics, count, merge
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, whole
 from tests.pipeline.cases import for_each
+from tests.tiers import searched
 
 CPU = torch.device("cpu")
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -150,8 +150,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@settings(deadline=None, max_examples=30)
-@given(
+@searched(
+    90,
     st.integers(0, 30),
     ways,
     st.sampled_from(sorted(LOSSES)),

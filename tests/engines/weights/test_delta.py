@@ -6,10 +6,10 @@ import tracemalloc
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engines.weights.buckets import BLOCK_UNITS, apply, encode
+from tests.tiers import searched
 
 Delta = tuple[torch.Tensor | None, int]
 
@@ -90,7 +90,7 @@ def versions(draw: st.DrawFn) -> tuple[bytes, bytes]:
     return old, draw(st.sampled_from([bytes(new), bytes(byte ^ 0xFF for byte in old)]))
 
 
-@given(versions())
+@searched(100, versions())
 def test_any_bytes_come_back_and_the_units_that_differ_are_counted(pair: tuple[bytes, bytes]) -> None:
     old, new = pair
     payload, changed = assert_lossless(tensor(old), tensor(new))
@@ -99,8 +99,8 @@ def test_any_bytes_come_back_and_the_units_that_differ_are_counted(pair: tuple[b
         assert decoded_by_the_book(bytes(payload.tolist()), old) == new
 
 
-@settings(max_examples=40)
-@given(
+@searched(
+    40,
     nbytes=st.sampled_from([BLOCK_BYTES, 2 * BLOCK_BYTES]).flatmap(lambda n: st.integers(n - 3, n + 3)),
     share=st.sampled_from([0.0, 0.001, 0.03, 0.06, 0.1, 0.5]),
     seed=st.integers(0, 100),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -16,6 +15,7 @@ from headway.engines.weights.digests import COLUMNS, RunningDigests, digest
 from headway.engines.weights.weight_layout import build_manifest, combined
 from headway.errors import UpdateFailed
 from tests.engines.weights.versions import MANIFEST
+from tests.tiers import searched
 
 FLAT = torch.arange(MANIFEST.nbytes).to(torch.uint8)
 ROW = 8 * COLUMNS
@@ -48,7 +48,8 @@ def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@given(
+@searched(
+    100,
     nbytes=st.sampled_from([0, 1, 7, 8, 9, ROW - 1, ROW, ROW + 3, 3 * ROW, 5 * ROW - 8]),
     seed=st.integers(0, 9),
     cuts=st.lists(st.integers(0, 5 * ROW), max_size=5).map(sorted),
@@ -74,7 +75,7 @@ def test_devices_that_multiply_no_matrices_of_integers_come_to_the_same(monkeypa
     assert digest(data) == expected == by_definition(data.numpy().tobytes())
 
 
-@given(cuts=st.lists(st.integers(0, MANIFEST.nbytes), max_size=6).map(sorted))
+@searched(100, cuts=st.lists(st.integers(0, MANIFEST.nbytes), max_size=6).map(sorted))
 def test_the_digests_of_tensors_do_not_depend_on_how_their_bytes_pass_by(cuts: list[int]) -> None:
     running = RunningDigests(MANIFEST)
     for start, stop in zip([0, *cuts], [*cuts, MANIFEST.nbytes], strict=True):
@@ -175,7 +176,7 @@ CORRUPTIONS = [
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS)
-@given(seed=st.integers(0, 3), here=st.integers(0, 12 * 4096 - 1), there=st.integers(0, 12 * 4096 - 1))
+@searched(100, seed=st.integers(0, 3), here=st.integers(0, 12 * 4096 - 1), there=st.integers(0, 12 * 4096 - 1))
 def test_what_goes_wrong_on_the_way_is_found(corrupt: Corruption, seed: int, here: int, there: int) -> None:
     data = random_bytes(12 * 4096, seed)
     if corrupt is signs_flipped and (here // 8 - there // 8) % COLUMNS == 0:

@@ -7,7 +7,6 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.engines.weights.buckets import Part, Tensors, pack, view, whole
@@ -22,6 +21,7 @@ from headway.engines.weights.weight_layout import (
     combined,
 )
 from tests.engines.weights.versions import assert_same, contents, hand_over, manifest_of, same_bits, weights, windows
+from tests.tiers import searched
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 SIZES = st.integers(1, 16).map(lambda n: n * ALIGNMENT)
@@ -44,7 +44,7 @@ def bytes_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> bytes:
     return b"".join(bytes(tensors[slot.name].reshape(-1).view(torch.uint8).tolist()) for slot in manifest.slots)
 
 
-@given(tensors=TENSORS, size=SIZES)
+@searched(100, tensors=TENSORS, size=SIZES)
 def test_packed_buckets_are_the_tensors_bytes_one_behind_the_other(tensors: dict[str, torch.Tensor], size: int) -> None:
     manifest = manifest_of(tensors)
     packed = [(offset, bytes(bucket.tolist())) for offset, bucket in windows(tensors, manifest, size)]
@@ -52,7 +52,7 @@ def test_packed_buckets_are_the_tensors_bytes_one_behind_the_other(tensors: dict
     assert [offset for offset, _ in packed] == list(range(0, manifest.nbytes, size))
 
 
-@given(tensors=TENSORS, size=SIZES, window=SIZES)
+@searched(100, tensors=TENSORS, size=SIZES, window=SIZES)
 def test_whatever_is_sent_arrives_bit_by_bit_in_a_buffer_and_in_place(
     tensors: dict[str, torch.Tensor], size: int, window: int
 ) -> None:
@@ -75,7 +75,7 @@ def test_whatever_is_sent_arrives_bit_by_bit_in_a_buffer_and_in_place(
     assert_same(served, tensors)
 
 
-@given(tensors=TENSORS, size=SIZES, senders=st.integers(1, 8), with_delta=st.booleans())
+@searched(100, tensors=TENSORS, size=SIZES, senders=st.integers(1, 8), with_delta=st.booleans())
 def test_whatever_several_senders_send_is_what_one_would(
     tensors: dict[str, torch.Tensor], size: int, senders: int, with_delta: bool
 ) -> None:
@@ -100,7 +100,7 @@ def test_whatever_several_senders_send_is_what_one_would(
             tensor.view(-1).view(torch.uint8)[:1] ^= 1
 
 
-@given(size=SIZES, other=SIZES)
+@searched(100, size=SIZES, other=SIZES)
 def test_equal_weights_have_equal_bytes_and_digests_whatever_the_buckets(size: int, other: int) -> None:
     streams = [Stream(manifest_of(weights(1)), windows(weights(1), bucket=bucket)) for bucket in (size, other)]
     one, two = (b"".join(bytes(chunk.payload.tolist()) for chunk in stream) for stream in streams)
@@ -112,7 +112,9 @@ def test_equal_weights_have_equal_bytes_and_digests_whatever_the_buckets(size: i
     )
 
 
-@given(size=SIZES, shape=st.lists(st.integers(1, 7), min_size=1, max_size=4), copied=st.booleans(), data=st.data())
+@searched(
+    100, size=SIZES, shape=st.lists(st.integers(1, 7), min_size=1, max_size=4), copied=st.booleans(), data=st.data()
+)
 def test_parts_that_several_ranks_pack_add_up_to_the_whole_and_get_their_own_of_it_again(
     size: int, shape: list[int], copied: bool, data: st.DataObject
 ) -> None:
@@ -161,7 +163,7 @@ def test_a_strided_source_is_packed_in_row_major_order() -> None:
     assert same_bits(view(manifest.slots[0], bucket), source.to(torch.bfloat16).contiguous())
 
 
-@given(size=SIZES, shape=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple), data=st.data())
+@searched(100, size=SIZES, shape=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple), data=st.data())
 def test_tensors_that_are_not_contiguous_are_written_where_they_are_and_nothing_else_is(
     size: int, shape: tuple[int, ...], data: st.DataObject
 ) -> None:
