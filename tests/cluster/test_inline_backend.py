@@ -11,20 +11,19 @@ from headway.cluster.backend import start_backend
 from headway.cluster.worker_engines import FLOOR
 from headway.errors import ModelError
 from tests.cluster.one_version import one_version, tiny_config
+from tests.tiers import mostly_slow
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"param_update": {"transport": "shared_memory"}},
+    {"param_update": {"transport": "shared_memory", "encoding": "delta"}},
+    {"param_update": {"transport": "disk"}},
+    {"rollout": {"enable_dual_buffer": False}},
+    {"cluster": {"placement": "shared"}},
+]
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"param_update": {"transport": "shared_memory"}},
-        {"param_update": {"transport": "shared_memory", "encoding": "delta"}},
-        {"param_update": {"transport": "disk"}},
-        {"rollout": {"enable_dual_buffer": False}},
-        {"cluster": {"placement": "shared"}},
-    ],
-    ids=str,
-)
+@mostly_slow("sections", WAYS, quick=[WAYS[0], WAYS[2], WAYS[4], WAYS[5]], ids=str)
 async def test_a_version_goes_round_in_one_process(tiny_model: str, tmp_path: Path, sections: dict[str, Any]) -> None:
     config = tiny_config("inline", **sections)
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 """Quick as they are: a case that fails is run many times more, until it is as small as can be."""
 
 a_few_and_all = pytest.mark.parametrize(
-    "share", [pytest.param(1 / 25, id="a few"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+    "share", [pytest.param(1 / 50, id="a few"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 )
 
 

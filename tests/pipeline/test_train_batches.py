@@ -409,7 +409,8 @@ def test_a_version_that_the_data_leaves_short_ends_before_its_progress_does(rows
     assert progress(run) == [[step / 4 for step in range(min(4, made - first))] for first in range(0, made, 4)]
 
 
-def test_progress_is_a_share_in_every_run():
+@a_share_and_all
+def test_progress_is_a_share_in_every_run(share: float):
     def check(case: Case) -> None:
         run = case.scenario().run()
         k = case.fetches_per_version * case.require_batches * case.ppo_epochs
@@ -419,4 +420,4 @@ def test_progress_is_a_share_in_every_run():
         if run.status is Status.COMPLETED and not case.by_epochs:
             assert [len(version) for version in progress(run)] == [k] * case.versions
 
-    for_each(cases(), 20, check)
+    for_each(cases(), share * 60, check)
