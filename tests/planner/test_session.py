@@ -279,9 +279,7 @@ def test_a_wrong_checksum_ends_the_run(mode: str) -> None:
 
 def test_a_run_that_cannot_go_on_says_who_waits_for_whom() -> None:
     job = profile()
-    simulation = Simulation(
-        job, config(job, "on_policy", activity_interval_s=1e6)
-    )  # fewer reports up to its stall limit
+    simulation = Simulation(job, config(job, "on_policy", activity_interval_s=1e6))  # few reports until it stalls
 
     async def never(version: int, receivers: Sequence[str]) -> float:
         await asyncio.Event().wait()
