@@ -12,11 +12,12 @@ port=${RAY_PORT:-6379}
 read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 on_first=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$first")
 # Its own name may be 127.0.1.1 there, or an IPv6 address: then the first address of its cards.
-address=$("${on_first[@]}" sh -c 'hostname -i; hostname -I' | tr ' ' '\n' | grep -vm1 -e '^127' -e : -e '^$'):$port
+address=$("${on_first[@]}" sh -c 'hostname -i; hostname -I' | tr ' ' '\n' | grep -vm1 -e '^127' -e : -e '^$'):$port ||
+    { echo "error: $first has no IPv4 address beside 127.*, by hostname -i and hostname -I" >&2; exit 1; }
 
 "${on_first[@]}" ray start --head --node-ip-address="${address%:*}" --port="$port" --block &
 if ((SLURM_JOB_NUM_NODES > 1)); then
-    others=$((SLURM_JOB_NUM_NODES - 1)) # without --ntasks it is the job's, one more, and one machine starts Ray twice
+    others=$((SLURM_JOB_NUM_NODES - 1)) # --ntasks: the job's own count is one more, and one machine would start Ray twice
     # `ray start` gives up soon where the head is slow.
     srun --overlap --nodes="$others" --ntasks="$others" --exclude="$first" \
         sh -c 'until ray start --address="$1" --block; do sleep 2; done' others "$address" &

@@ -265,7 +265,10 @@ def test_of_a_machine_free_is_what_programs_may_still_take_and_no_more_than_its_
     said.write_text("MemTotal:  16 kB\nMemFree:  2 kB\nMemAvailable:  7 kB\n")
     assert CPU.free_memory("cpu") == 7 * 1024
     limit.write_text("5000\n")
-    assert CPU.free_memory("cpu") == 5000
+    (tmp_path / "memory.current").write_text("3000\n")
+    assert CPU.free_memory("cpu") == 2000
+    (tmp_path / "memory.stat").write_text("anon 1500\ninactive_file 1400\n")
+    assert CPU.free_memory("cpu") == 3400
 
 
 class Graphs:

@@ -10,6 +10,7 @@ it is. Another accelerator is a class here, in `ACCELERATORS`, and its name amon
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import threading
@@ -192,7 +193,16 @@ class Cpu(DeviceKind):
 
     def free_memory(self, device: Device) -> int | None:
         found = re.search(r"MemAvailable:\s+(\d+)", _text_of(self.memory))
-        return None if found is None else min(1024 * int(found[1]), self.memory_listed())
+        return None if found is None else int(min([1024 * int(found[1]), *map(_left_below, self.limits)]))
+
+
+def _left_below(limit: Path) -> float:
+    """Return the bytes below a container's limit that programs may still take, cached files among them."""
+    used = _text_of(limit.with_name("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes"))
+    if not (_text_of(limit).isdigit() and used.isdigit()):
+        return math.inf
+    cached = re.search(r"^inactive_file (\d+)", _text_of(limit.with_name("memory.stat")), re.MULTILINE)
+    return int(_text_of(limit)) - int(used) + (0 if cached is None else int(cached[1]))
 
 
 def _text_of(file: Path) -> str:

@@ -257,8 +257,8 @@ class Scenario:
     """What it takes to start an episode worker in the place of one that is gone; None where none can be started."""
     resume_from: Mapping[str, Any] | None = None
     """The driver's state of a checkpoint, of another run of the same scenario."""
-    validated: ValidationFinished | None = None
-    """Validation of the version of ``resume_from``, where it had ended."""
+    validated: int | None = None
+    """Version of ``resume_from``, where its validation had ended."""
     journal: Path | None = None
     """The directory of the run's journal; None for a run without any."""
     numbers: Numbers = field(default_factory=dict)

@@ -89,11 +89,19 @@ def killed(folder: Path, at: float, checkpoint: int = -1) -> tuple[Path, dict[st
     return left, json.loads(json.dumps(run.trainer.saved[checkpoint][1]))
 
 
-def resumed(directory: Path, state: dict[str, Any], killed_at: float | None = None) -> Run:
+def resumed(
+    directory: Path, state: dict[str, Any], killed_at: float | None = None, *, keeps_validation: bool = False
+) -> Run:
     lock = RunLock(directory / "run.lock")
     lock.take()
     reports = reopen_reports(
-        SCENARIO.config, RunDirectory.existing(directory), lock, state["version"], balance(state), quiet()
+        SCENARIO.config,
+        RunDirectory.existing(directory),
+        lock,
+        state["version"],
+        balance(state),
+        quiet(),
+        keeps_validation=keeps_validation,
     )
     reports.emit(Note(time=1e6, level="info", text="workers are up"))
     run = observed(replace(SCENARIO, resume_from=state), reports, killed_at)
@@ -120,11 +128,11 @@ def test_a_resumed_run_reports_what_an_undisturbed_one_does(
 
 def test_a_validation_that_had_ended_is_not_made_again(undisturbed: Path, tmp_path: Path) -> None:
     directory, state = killed(tmp_path, 18.0)
-    run = resumed(directory, state)
+    run = resumed(directory, state, keeps_validation=True)
     told = [event for event in read_events(directory / "events.jsonl") if isinstance(event, ValidationFinished)]
     assert [event.version for event in told] == list(range(7))
     assert summary(directory)["eval"] == summary(undisturbed)["eval"]
-    assert state["version"] == 1 and run.validated()[0] == 1, "its result is told at once"
+    assert state["version"] == 1 and run.validated()[0] == 2
     took = told[1].span[1] - told[1].span[0]
     assert summary(directory)["wall_s"] < summary(undisturbed)["wall_s"] - 0.9 * took, "nothing waited for it"
 
@@ -148,7 +156,6 @@ def test_the_row_of_a_validation_that_ends_late_is_there_once_whether_it_survive
             emit(reports, replace(held.pop(event.version - 1), time=event.time))
 
     monkeypatch.setattr(Reports, "emit", emit_late)
-    monkeypatch.setattr("headway.reports.report_manager._validation", lambda *_: None)  # it is made again, as long
     directory, state = killed(tmp_path, 33.0, checkpoint=-2)
     assert [row["version"] for row in rows(directory)] == [0, 0, 1, 2, 2]
     assert state["version"] == 2, "of the late rows the first survives, and the second is undone"

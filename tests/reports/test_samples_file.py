@@ -13,7 +13,7 @@ import pytest
 from headway.config.schema import Config
 from headway.data.mixing import place_of_group
 from headway.errors import DataError, UserError
-from headway.events import GroupSettled, Note
+from headway.events import GroupSettled, Note, RunResumed
 from headway.pipeline.admission.sample_collector import SampleOutlet
 from headway.pipeline.recovery.checkpoint_manager import balance
 from headway.reports import report_manager
@@ -235,13 +235,16 @@ def test_a_resumed_runs_samples_are_those_of_a_run_that_nobody_killed(tmp_path: 
     before = list(read_samples(directory.samples))
     lock = RunLock(directory.lock)
     lock.take()
-    again = reopen_reports(SHOWN.config, directory, lock, state["version"], balance(state), quiet())
+    again = reopen_reports(
+        SHOWN.config, directory, lock, state["version"], balance(state), quiet(), keeps_validation=True
+    )
     survived = list(read_samples(directory.samples))
     assert 0 < len(survived) < len(before)
     kept = [
         s for s in before if s.get("version", -1) < state["version"] and s.get("validation", -1) <= state["version"]
     ]
-    assert survived == kept
+    boundary = next(e.time for e in read_events(directory.events) if isinstance(e, RunResumed))
+    assert survived == [s | {"time": boundary} if s.get("validation") == state["version"] else s for s in kept]
     shown(replace(SHOWN, resume_from=state), again)
     again.close()
     found = list(without_times(directory.samples))

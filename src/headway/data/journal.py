@@ -64,7 +64,8 @@ def records(
     path: Path, at: int = 0, tell: Callable[[str], object] = log.warning, *, values_alone: bool = False
 ) -> Iterator[Record]:
     """Yield the whole records of a file from byte ``at`` on, up to the first torn one; one at a time is in memory.
-    ``values_alone``: their bytes are not read, and no sum is compared: read those again that are used.
+    ``values_alone``: their bytes are not read, and no sum is compared: read a record again
+    before its bytes are used.
 
     ``tell`` is called with a line on what follows the torn one, and with one on a file that cannot be read. A file that
     does not exist has no records.
@@ -84,6 +85,8 @@ def records(
                 try:
                     values = json.loads(header)
                 except ValueError:  # damaged, and no sum was compared
+                    break
+                if not isinstance(values, dict):
                     break
                 yield Record(values, data, at)
                 at += FRAME.size + length

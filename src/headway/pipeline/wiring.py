@@ -23,7 +23,7 @@ from headway.data.interfaces.training import AdvantageFn, CriticEngine, LogProbE
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.data.mixing import share_of
 from headway.data.types import Prompt
-from headway.events import Emit, Event, Observer, ValidationFinished
+from headway.events import Emit, Event, Observer
 from headway.pipeline.actor_critic import Actor, Critic
 from headway.pipeline.admission.ledger import Ledger
 from headway.pipeline.admission.message_queue import MessageQueue
@@ -108,8 +108,8 @@ class Parts:
     """Function that returns the workers to ask for a heartbeat when no event came for long."""
     journal: RunJournal | None = None
     """Journal of what the run finishes; None for none."""
-    validated: ValidationFinished | None = None
-    """Validation of the version that the run is resumed at, where it had ended already."""
+    validated: int | None = None
+    """The version that the run is resumed at, where its validation is not made again."""
     keep_start: Callable[[Taken], bool] | None = None
     """Function that writes the checkpoint of version 0, and returns whether it is there."""
     samples: SampleOutlet | None = None

@@ -117,8 +117,8 @@ class Reports:
         self._dense_observers: list[Observer] = [self._events, metrics, progress]
         """Those who look at events that come with every answer or group, which cost as much as all else about it."""
         self._observers = [*self._dense_observers, view, self._log]
-        self.validated: events.ValidationFinished | None = None
-        """Validation of the version that a run is resumed at; None where it has to be made."""
+        self.validated: int | None = None
+        """The version that a run is resumed at where its validation is told; None where it has to be made."""
         self._closed = False
 
     def on_event(self, event: Event) -> None:
@@ -279,11 +279,13 @@ def reopen_reports(
     version: int,
     saved: Mapping[str, int],
     console: Console | None = None,
+    *,
+    keeps_validation: bool = False,
 ) -> Reports:
     """Reopen a run's reports at the boundary of ``version``. They take over ``lock``, which is held, and release it.
 
-    ``saved``: the ledger's balance as the checkpoint of that version has it. Later checkpoints are removed. The
-    result of that version's validation is kept, as `Reports.validated`.
+    ``saved``: the ledger's balance as the checkpoint of that version has it. Later checkpoints are removed.
+    ``keeps_validation``: the validation of that version is told again where it had ended and all answers have scores.
 
     Raises `DataError` where the record cannot be read or has no such boundary, and `UserError` where its balance
     differs from ``saved`` or the directory cannot be written. Nothing of the run has changed then.
@@ -294,7 +296,7 @@ def reopen_reports(
     rows, samples = draft_of(directory.metrics), draft_of(directory.samples)
     try:
         metrics, last, boundary = _told(directory, version, rows, console)
-        validated = _validation(directory, record, version)
+        validated = _validation(directory, record, version) if keeps_validation else None
         _surviving_samples(directory, samples, version, boundary, validated=validated is not None)
         if (told := metrics.tally.counts()) != saved:
             raise UserError(
@@ -314,8 +316,10 @@ def reopen_reports(
         samples.replace(directory.samples)
     directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
     reports = Reports(config, directory, lock, console, metrics, clock=RunClock(boundary), purge_step=last + 1)
-    reports.validated = validated
     reports.emit(events.RunResumed(time=boundary, version=version, times=record.resumed + 1))
+    if validated is not None:
+        reports.validated = version
+        reports.emit(validated)
     return reports
 
 
@@ -342,12 +346,12 @@ def _told(directory: RunDirectory, version: int, rows: Path, console: Console) -
 
 
 def _validation(directory: RunDirectory, record: SurvivingRecord, version: int) -> events.ValidationFinished | None:
-    """Return the validation of ``version`` that ended behind its boundary; None where none did."""
+    """Return the validation of ``version`` that ended behind its boundary, with scores; None where none did."""
     behind = EventReader(
         directory.events, record=record, after=record.boundaries[version], kinds=(events.ValidationFinished,)
     )
     for event in behind.read():
-        if isinstance(event, events.ValidationFinished) and event.version == version:
+        if isinstance(event, events.ValidationFinished) and event.version == version and not event.failed:
             return event
     return None
 

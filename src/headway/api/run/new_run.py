@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from headway.agents.adapters.program_loader import load_toolbox
 from headway.agents.episodes.program_workers import chats_of, program_spec
-from headway.api.checks.preflight import check_inputs, check_model
+from headway.api.checks.preflight import check_inputs, check_model, go_offline_without_a_hub
 from headway.api.run.training_run import WARMING, StartingModel, TrainingRun, is_of_the_end, note
 from headway.api.storage.stored_run import check_storage, store_of
 from headway.api.storage.uploader import StorageUploader
@@ -33,12 +33,14 @@ from headway.errors import (
     EXIT_INTERRUPTED,
     ConfigError,
     DataError,
+    HeadwayError,
     NonFinite,
     NothingToTrain,
     StoppedByGuard,
     UserError,
 )
 from headway.events import RunFinished
+from headway.pipeline.admission.run_journal import changed_since
 from headway.pipeline.recovery.checkpoint_manager import Taken, balance
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
@@ -213,18 +215,31 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         check_storage(config, path, resumed=True)
         check_trackers(config)
         model = config.model.path or str(directory.initial_model)
-        # A run that was killed is to go on soon: what follows takes as long as the start of Ray.
-        cluster = left.enter_context(begun_cluster(config, path, model))
         with _relative_paths_explained():
+            go_offline_without_a_hub(config)  # before Ray's processes, which take the environment as it is then
+            # A run that was killed is to go on soon: what follows takes as long as the start of Ray.
+            cluster = left.enter_context(begun_cluster(config, path, model))
             rows = check_inputs(config)
             data = check_model(config, rows) or _data(config, rows, directory.initial_model)
         # Before the record is cut: data that differ are refused with the run as it was
         data.train.restore(cursor)
         _check_accepted(config, data)
         # From here on the reports have the lock, and release it.
-        reports = reopen_reports(config, directory, lock, version, balance(taken), console)
+        # What the answers to held-out problems are scored by is what it was
+        keeps_validation = (
+            changed_since(directory.journal, config) == []
+            and not data.train.changes
+            and not any(key.startswith("rollout.val_") for key in changes)
+        )
+        reports = reopen_reports(
+            config, directory, lock, version, balance(taken), console, keeps_validation=keeps_validation
+        )
     except BaseException:
-        with left:
+        try:
+            left.close()
+        except HeadwayError:  # it would hide what is wrong
+            logger.exception("what was begun of the cluster could not be ended")
+        finally:
             lock.release()
         raise
     with left:

@@ -49,7 +49,7 @@ class RayCluster:
         self._up: Future[None] | None = None
         """End of the start of Ray, or of joining it; None before it began, and after `stop`."""
         self._left = Event()
-        """Event that lets the thread end in which Ray was started."""
+        """Event that lets the thread that started Ray end."""
         self._messages = ExitStack()
         """Context that redirects what Ray reports to a log of the run, until it is closed."""
         self._node: RayNode | None = None
@@ -82,12 +82,20 @@ class RayCluster:
                 await check_answers(self._config.cluster.address, timeout_s)
             self._begin()
         if self._up is not None:
-            await asyncio.shield(asyncio.wrap_future(self._up))
-            restore_sigterm()
+            try:
+                await asyncio.shield(asyncio.wrap_future(self._up))
+            finally:
+                restore_sigterm()
         self._device = self._choose_device()
         return self._device
 
     def _begin(self) -> None:
+        # Ray's processes inherit these: no reports to its makers; devices hidden from no worker that asked for none;
+        # workers that do not yield to all else on the machine: niced by 15, as Ray has it, they take minutes to start
+        # beside a few busy processes.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")
         self._up = up = Future[None]()
         self._messages.enter_context(messages_in(self._run_dir / "logs" / "ray.log"))
 
@@ -98,6 +106,8 @@ class RayCluster:
                 up.set_result(None)
             except BaseException as failure:
                 up.set_exception(failure)
+            if self._left.is_set() and self._node is not None:  # it came too late
+                self._node.leave(KILLED_S)
             self._left.wait()  # Ray's processes die with the very thread that started them
 
         Thread(target=live, name="headway-ray", daemon=True).start()
@@ -153,6 +163,7 @@ class RayCluster:
             self._pool = None
         if self._up is not None:
             up, self._up = self._up, None
+            restore_sigterm()  # where it was begun, and never waited for
             try:
                 # Not left to the workers: one that was given up removes nothing.
                 hosts = {host for writer in self._writers if (host := writer.other_host) is not None}
@@ -178,12 +189,6 @@ class RayCluster:
             self._left.set()
 
     def _init(self) -> None:
-        # Ray's processes inherit these: no reports to its makers; devices hidden from no worker that asked for none;
-        # workers that do not yield to all else on the machine: niced by 15, as Ray has it, they take minutes to start
-        # beside a few busy processes.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")
         address = self._config.cluster.address
         if address is not None:
             with boundary(f"cluster.address={address}: cannot join Ray there", ConfigError):

@@ -301,6 +301,7 @@ def restore_sigterm() -> None:
     if threading.current_thread() is threading.main_thread() and handler is not None:
         signal.signal(signal.SIGTERM, handler)
         signal.siginterrupt(signal.SIGTERM, False)  # the same as an event loop's
+        signal.alarm(0)  # where the core's handler was called, it ends the process by an alarm
 
 
 def sessions_of_their_own() -> AbstractContextManager[None]:

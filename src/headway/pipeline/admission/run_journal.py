@@ -83,7 +83,7 @@ class RunJournal:
         """Id of the run. Its files and checkpoints have it, so that those of another run are told apart."""
         self.left_out: str | None = None
         """Reason why what the journal has is not used; None where it is."""
-        if changed := [name for name, digest in self._settings.items() if before.get(name, digest) != digest]:
+        if changed := changed_since(directory, config):
             self.left_out = f"{', '.join(changed)} changed"
 
     def _begin(self) -> None:
@@ -174,6 +174,7 @@ class RunJournal:
         """
         if isinstance(event, EpisodeWorkerLost):
             give_up(self._directory, event.worker)
+            self._given_up.pop(self._directory / f"{GIVEN_UP}{event.worker}", None)  # it has written more since
         if isinstance(event, VersionReached):
             new = {*self._directory.glob(f"{GIVEN_UP}*")} - {*self._given_up}
             # An earlier process may have admitted more groups than are admitted again by now.
@@ -184,6 +185,7 @@ class RunJournal:
                 for path in [path for path, end in (self._until() | self._given_up).items() if end <= floor]:
                     with suppress(OSError):  # it stays, until the next one is saved
                         path.unlink()
+                        self._given_up.pop(path, None)
                 self._floors = {version: of for version, of in self._floors.items() if version >= oldest}
 
     def _until(self) -> dict[Path, int]:
@@ -192,6 +194,15 @@ class RunJournal:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def changed_since(directory: Path, config: Config) -> list[str] | None:
+    """Return the sections of settings that decide about groups and are not those of the journal in ``directory``; None
+    where there is no journal.
+    """
+    if not (before := settings_in(directory)):
+        return None
+    return [name for name, digest in settings_of(config).items() if before.get(name, digest) != digest]
 
 
 def settings_of(config: Config) -> dict[str, str]:

@@ -132,9 +132,9 @@ class Validate(Stage[Validation, None]):
         validators: Validators,
         scoring: Scoring,
         stop_token_ids: tuple[int, ...],
-        told: ValidationFinished | None = None,
+        told: int | None = None,
     ) -> None:
-        """``told``: result of a validation that a resumed run does not make again."""
+        """``told``: version whose validation a resumed run does not make again."""
         super().__init__(state.emit, input)
         self._told = told
         self._state = state
@@ -189,10 +189,9 @@ class Validate(Stage[Validation, None]):
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, due, first = now(), validation.version, validation.version == 0
-        if self._told is not None and self._told.version == due:
+        if due == self._told:
             self._newest = due
             self._validators.let_go(validation)
-            self._emit(self._told.later(started - self._told.time))
             return
         while (answers := await failing_as_one(partial(self._answers_to, validation, first))) is None:
             validation = await self._validators.order_when_served(due)

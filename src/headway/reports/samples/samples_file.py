@@ -159,16 +159,19 @@ def later(sample: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 def write_surviving(path: Path, draft: Path, version: int, boundary: float, *, validated: bool = False) -> None:
     """Write those samples of ``path`` to ``draft`` that belong to a run's history up to the boundary of ``version``,
-    which was at the time ``boundary``, or, with ``validated``, to that version's validation. Lines that are no samples
-    are left out.
+    which was at the time ``boundary``, or, with ``validated``, to that version's validation, which is then told at the
+    boundary. Lines that are no samples are left out.
 
     Raises `OSError` where that cannot be written.
     """
     with draft.open("wb") as kept:
         for line in _lines_of(path):
             with suppress(ValueError, KeyError, TypeError):
-                if _survives(json.loads(line), version, boundary, validated):
+                sample = json.loads(line)
+                if _survives(sample, version, boundary):
                     kept.write(line)
+                elif validated and sample.get("validation") == version:
+                    kept.write(json.dumps(sample | {"time": boundary}).encode() + b"\n")
 
 
 def read_samples(
@@ -227,11 +230,10 @@ def _has(value: Mapping[str, Any], keys: frozenset[str]) -> None:
         raise KeyError(min(missing))
 
 
-def _survives(sample: Sample, version: int, boundary: float, validated: bool) -> bool:
+def _survives(sample: Sample, version: int, boundary: float) -> bool:
     if "group" in sample:
         return bool(sample["version"] < version)
-    told = sample["validation"] < version and sample["time"] <= boundary + 1e-3  # times in samples are rounded
-    return bool(told or (validated and sample["validation"] == version))
+    return bool(sample["validation"] < version and sample["time"] <= boundary + 1e-3)  # times in samples are rounded
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
