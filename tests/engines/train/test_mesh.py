@@ -306,6 +306,7 @@ def test_a_checkpoint_with_tensors_of_another_model_is_refused(
 def test_an_export_of_a_mesh_is_a_folder_with_the_files_names_that_transformers_opens(
     one_rank: None, on_mesh: OnMesh, tmp_path: Path
 ) -> None:
+    """Each rank opens a model and writes its part."""
     path, rows = make_family("qwen3-moe", tmp_path / "of"), random_rows(5)
     saved = on_mesh(train_and_write, (path, ParallelConfig(tp=2, ep=4), rows, tmp_path))[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
