@@ -235,6 +235,7 @@ def test_everything_holds_where_versions_overtake_each_other(share: float):
                 eta=draw(st.sampled_from([Fraction(2), Fraction(5, 2), Fraction(3)])),
                 step_s=draw(st.sampled_from([0.0, 0.5])),
                 load_s=draw(st.sampled_from([2.0, 8.0])),
+                versions=draw(st.integers(4, 8)),
                 slots=8,
                 longest=20,
                 by_epochs=False,

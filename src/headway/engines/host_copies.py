@@ -31,16 +31,16 @@ def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 @cache
-def _uploads(side_stream: Callable[[Device], DeviceStream | None], device: Device) -> DeviceStream | None:
+def _uploads(device: Device) -> DeviceStream | None:
     """Return the stream of copies to ``device``: one, since what is taken on a stream is given back to it alone."""
-    return side_stream(device)
+    return kind_of(device).side_stream(device)
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: Device, *, beside: bool = False) -> list[torch.Tensor]:
     """Bring ``arrays`` to ``device`` by one copy, from page-locked memory where that is quicker; nothing waits for it.
 
-    ``beside``: on a stream of its own, so that the copy is made while the device still computes. Returns a tensor of
-    each one's shape and dtype. On a CPU they share the arrays' memory.
+    ``beside``: copy on another stream, while the device goes on computing. Returns tensors of the arrays' shapes and
+    dtypes. On a CPU they share the arrays' memory.
     """
     kind, parts = kind_of(device), [torch.from_numpy(array) for array in arrays]
     if kind is CPU or not parts:
@@ -51,7 +51,7 @@ def to_device(arrays: Sequence[NDArray[Any]], device: Device, *, beside: bool = 
     for place, part in zip(places, parts, strict=True):
         buffer[place].view(part.dtype).view(part.shape).copy_(part)
     # Torch keeps the page-locked buffer until the copy is over.
-    if beside and (stream := _uploads(kind.side_stream, device)) is not None:
+    if beside and (stream := _uploads(device)) is not None:
         there = stream.bring(buffer)
     else:
         there = torch.empty_like(buffer, device=device).copy_(buffer, non_blocking=True)

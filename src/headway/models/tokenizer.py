@@ -74,9 +74,8 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
         declared = GenerationConfig.from_pretrained(expanded(path)).eos_token_id
     except OSError:  # the file is optional
         declared = None
-    ids = {tokenizer.eos_token_id}
-    ids.update([declared] if isinstance(declared, int) else declared or ())
-    return tuple(sorted(int(i) for i in ids if i is not None))
+    ids = {declared} if isinstance(declared, int) else {*(declared or ())}
+    return tuple(sorted(eos_ids(tokenizer) | ids))
 
 
 def text_of(

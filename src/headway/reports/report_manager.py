@@ -86,6 +86,7 @@ class Reports:
         *,
         clock: RunClock | None = None,
         purge_step: int | None = None,
+        validated: int | None = None,
     ) -> None:
         """Open every report in a run's directory, whose ``run_lock`` is held; the reports release it.
 
@@ -117,7 +118,7 @@ class Reports:
         self._dense_observers: list[Observer] = [self._events, metrics, progress]
         """Those who look at events that come with every answer or group, which cost as much as all else about it."""
         self._observers = [*self._dense_observers, view, self._log]
-        self.validated: int | None = None
+        self.validated = validated
         """The version that a run is resumed at where its validation is told; None where it has to be made."""
         self._closed = False
 
@@ -295,7 +296,7 @@ def reopen_reports(
     record = look_through(directory.events)
     rows, samples = draft_of(directory.metrics), draft_of(directory.samples)
     try:
-        metrics, last, boundary = _told(directory, version, rows, console)
+        metrics, last, boundary = _told(directory, record, version, rows, console)
         validated = _validation(directory, record, version) if keeps_validation else None
         _surviving_samples(directory, samples, version, boundary, validated=validated is not None)
         if (told := metrics.tally.counts()) != saved:
@@ -315,22 +316,32 @@ def reopen_reports(
     if samples.exists():
         samples.replace(directory.samples)
     directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
-    reports = Reports(config, directory, lock, console, metrics, clock=RunClock(boundary), purge_step=last + 1)
+    reports = Reports(
+        config,
+        directory,
+        lock,
+        console,
+        metrics,
+        clock=RunClock(boundary),
+        purge_step=last + 1,
+        validated=None if validated is None else version,
+    )
     reports.emit(events.RunResumed(time=boundary, version=version, times=record.resumed + 1))
     if validated is not None:
-        reports.validated = version
         reports.emit(validated)
     return reports
 
 
-def _told(directory: RunDirectory, version: int, rows: Path, console: Console) -> tuple[RunMetrics, int, float]:
+def _told(
+    directory: RunDirectory, record: SurvivingRecord, version: int, rows: Path, console: Console
+) -> tuple[RunMetrics, int, float]:
     """Read the record up to the boundary of ``version``: its metrics, the last row's version, the boundary's time.
 
     The record's rows are written to ``rows``. Raises `DataError` and `UserError`.
     """
     rows.unlink(missing_ok=True)
     kept = _SurvivingRows(rows, lambda _: None)
-    state = newest(directory, look_through(directory.events), kept, version)
+    state = newest(directory, record, kept, version)
     if not state.offset and directory.events.stat().st_size >= LARGE:
         console.print("no state of the metrics fits this version and this Headway: all events are read again")
     metrics, boundary = state.metrics, state.time

@@ -224,13 +224,13 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         # Before the record is cut: data that differ are refused with the run as it was
         data.train.restore(cursor)
         _check_accepted(config, data)
-        # From here on the reports have the lock, and release it.
-        # What the answers to held-out problems are scored by is what it was
+        # The validation of this version is not made again where what scores it is unchanged.
         keeps_validation = (
             changed_since(directory.journal, config) == []
             and not data.train.changes
             and not any(key.startswith("rollout.val_") for key in changes)
         )
+        # From here on the reports have the lock, and release it.
         reports = reopen_reports(
             config, directory, lock, version, balance(taken), console, keeps_validation=keeps_validation
         )

@@ -176,7 +176,8 @@ class RayCluster:
     def _leave(self, up: Future[None]) -> None:
         """Leave Ray. When it was started here, returns when nothing of it is left."""
         try:
-            wait([up], self._config.cluster.start_timeout_s)  # a start that was interrupted goes on in its thread
+            # Ray may still be starting in its thread: an interrupt ends only the wait for it.
+            wait([up], self._config.cluster.start_timeout_s)
             node, self._node = self._node, None
             if node is None:
                 ray.shutdown()

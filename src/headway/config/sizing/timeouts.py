@@ -52,8 +52,8 @@ SNAPSHOT_S = 30.0
 SETTLE_S = 5.0
 """Seconds for the other receivers to notice that one is gone, and to stop receiving."""
 RANKS_S = 7 * 86_400.0
-"""Seconds for which a rank waits in a collective beyond the longest limit on others: only ranks that nobody ends, since
-their driver is gone, end by it."""
+"""Seconds that a rank waits in a collective beyond the longest other limit. Only ranks whose driver is gone end by it:
+nobody else ends those."""
 
 # ------------------------------------------------------------------------------------------ workers
 
@@ -72,8 +72,7 @@ ASLEEP_S = 10.0
 END_KNOWN_S = 2.0
 """Seconds within which the end of a worker's process is known after a call failed by it."""
 GREETING_S = 30.0
-"""Seconds for a connection to a worker to be made, and for its caller to send the key: some bytes, whatever the run's
-size."""
+"""Seconds to connect to a worker and to send it the key. That is some bytes, whatever the size of the run."""
 RECONNECT_S = 10.0
 """Seconds for which a caller tries to open a broken connection to a worker again: several attempts. A machine that is
 silent is found by the driver's watch of machines, in 20 s."""
@@ -82,7 +81,7 @@ SESSION_S = 1.5 * RECONNECT_S
 ORDERLY_S = 5.0
 """Seconds that a process of Ray has to end by itself, before SIGTERM."""
 TERMINATED_S = 2.0
-"""Seconds that it has to end in order, before SIGKILL. The release of its memory goes on with either."""
+"""Seconds from SIGTERM to SIGKILL of such a process. The system releases its memory after either."""
 KILLED_S = 10.0
 """Seconds for the kernel to end a killed process, and for Ray to report it, beside the release of its memory."""
 CLOSE_S = 60.0
