@@ -4,15 +4,19 @@
           └── ends what that left ─▶ headway train --resume RUN       again, N times at the most
 
 The process's end is the only thing that is looked at: a driver that is killed says nothing. What hangs ends itself, by
-the run's own limits.
+the run's own limits. The process for the next restart waits beside the run, with a run's modules imported: of the time
+from a kill to the next step that is a third.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from importlib import import_module
 from pathlib import Path
 from shlex import quote
 
@@ -30,6 +34,22 @@ HEADWAY = (
     "die_with(owner, signal.SIGTERM); from headway.cli import main; main()"
 )
 """Program of the process that trains: the command, which saves and ends, as after SIGTERM, when this process ends."""
+WAITS = """
+import json, select, sys
+if not select.select([sys.stdin], [], [], 20)[0]:  # until then the run itself starts, and needs the cores
+    sys.path[:] = json.loads(sys.argv[-1])
+    from headway.cli.restarts import import_ahead
+    import_ahead()
+sys.argv[1:1] = json.loads(sys.stdin.readline() or sys.exit())
+"""
+"""Beginning of a program that waits for its arguments on stdin, and ends where none come."""
+IMPORTED = (
+    "headway.api.run",
+    "headway.cluster.on_ray.ray_cluster",
+    "headway.engines.train.fsdp.objective",
+    "transformers.models.auto.tokenization_auto",
+)
+"""The modules by which the process that waits imports most of what a run does: 5 of 6 CPU seconds of its start."""
 
 
 def keep_going(
@@ -45,12 +65,13 @@ def keep_going(
     written = _changed(directory.config)
     # Before the first process: the workers of one that is killed become children of this one, which ends them.
     adopt_orphans()
-    attended = _Attended()
-    with handled(attended.pass_on, interrupting_signals()):
+    attended = _Attended(program)
+    with closing(attended), handled(attended.pass_on, interrupting_signals()):
         while True:
-            code = attended.finish(python_command(program, *arguments, *options))
+            code = attended.finish([*arguments, *options], again=restart < restarts)
             if code and sys.platform == "linux":
-                end_children()  # workers of a driver that was killed hold devices and ports, some for a minute
+                # Workers of a driver that was killed hold devices and ports, some for a minute.
+                end_children(but=attended.waiting)
             if code >= 0 and code != EXIT_FAILED:
                 return code
             if code < 0 and sys.stdout.isatty():
@@ -75,6 +96,17 @@ def keep_going(
             return code if code >= 0 else 128 - code
 
 
+def import_ahead() -> None:
+    """Import what ``headway train --resume`` imports."""
+    from headway.cluster.machine.worker_setup import available_cores, importing, math_environment
+
+    for variable, value in math_environment(available_cores()).items():
+        os.environ.setdefault(variable, value)  # before torch is imported
+    with importing():
+        for name in IMPORTED:
+            import_module(name)
+
+
 def _left_version_0(directory: RunDirectory) -> bool:
     with suppress(DataError):
         return any(look_through(directory.events).boundaries)
@@ -87,24 +119,55 @@ def _changed(file: Path) -> int | None:
 
 
 class _Attended:
-    """Processes that run one after the other, to which this one passes its signals on.
+    """Processes of a program that run one after the other, to which this one passes its signals on.
 
     Each is in a group of its own, so that a terminal's Ctrl-C reaches it once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, program: str) -> None:
+        self._program = program
+        self._waits: subprocess.Popen[bytes] | None = None
+        """The next process, which waits for its arguments."""
         self.told = False
         """True once this process was told to stop."""
         self._process: subprocess.Popen[bytes] | None = None
         self._repeats = Repeats()
 
-    def finish(self, command: Sequence[str]) -> int:
-        """Run ``command`` to its end, and return its exit code."""
-        # A group of its own: Ctrl-C of a terminal would reach it twice, and the second one leaves at once
-        self._process = subprocess.Popen(command, process_group=0)
+    @property
+    def waiting(self) -> list[int]:
+        """The ids of the processes that wait."""
+        return [] if self._waits is None else [self._waits.pid]
+
+    def finish(self, arguments: Sequence[str], *, again: bool) -> int:
+        """Run the program with ``arguments`` to its end, and return its exit code. ``again``: another may follow."""
+        # Groups of their own: Ctrl-C of a terminal would reach them twice, and the second one leaves at once
+        self._process = self._told(arguments) or subprocess.Popen(
+            python_command(self._program, *arguments), process_group=0
+        )
+        if again:
+            command = python_command(WAITS + self._program)
+            self._waits = subprocess.Popen(command, process_group=0, stdin=subprocess.PIPE)
         if self.told:  # between two processes
             self._process.terminate()
         return self._process.wait()
+
+    def _told(self, arguments: Sequence[str]) -> subprocess.Popen[bytes] | None:
+        """Let the process that waits go on with ``arguments``, and return it; None where there is none, or it ended."""
+        waits, self._waits = self._waits, None
+        if waits is None or waits.stdin is None:
+            return None
+        try:
+            with waits.stdin as pipe:
+                pipe.write(json.dumps(arguments).encode() + b"\n")
+        except BrokenPipeError:
+            waits.wait()
+            return None
+        return waits
+
+    def close(self) -> None:
+        if self._waits is not None:
+            self._waits.kill()
+            self._waits.communicate()
 
     def pass_on(self, number: int, frame: object) -> None:
         """Handle a signal."""
