@@ -121,13 +121,13 @@ def fill_memory(machine: Machine, folder: str) -> Undo:
 
 
 def processes(machines: Machines, attending: int, victim: str) -> list[int]:
-    """Ids of the processes of one kind, on all machines. The driver is the one that is attended."""
+    """Ids of the processes of one kind, on all machines. Two are attended: the driver, and one that waits for its end."""
     family = descendants(attending)
-    drivers = [pid for pid in family if b"headway" in title(pid) and parent(pid) == attending]
+    drivers = [pid for pid in family if b"headway" in title(pid) and stat(pid, PARENT) == attending]
     everywhere = [pid for machine in machines.by_name.values() for pid in machine.processes("")]
     match victim:
         case "driver":
-            return drivers
+            return sorted(drivers, key=lambda pid: stat(pid, STARTED))[:1]
         case "reward":
             return [pid for pid in family if b"workers.worker_main" in title(pid)]
         case "raylet":
@@ -142,9 +142,13 @@ def processes(machines: Machines, attending: int, victim: str) -> list[int]:
             return [pid for pid in everywhere if title(pid).startswith(f"ray::{victim}-".encode())]
 
 
-def parent(pid: int) -> int:
+PARENT, STARTED = 1, 19
+"""Fields of proc(5)'s ``stat`` behind the process's name."""
+
+
+def stat(pid: int, field: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[field])
     except (OSError, IndexError):
         return 0
 

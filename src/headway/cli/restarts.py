@@ -4,13 +4,12 @@
           └── ends what that left ─▶ headway train --resume RUN       again, N times at the most
 
 The process's end is the only thing that is looked at: a driver that is killed says nothing. What hangs ends itself, by
-the run's own limits. The process for the next restart waits beside the run, with a run's modules imported: of the time
-from a kill to the next step that is a third.
+the run's own limits. The process that resumes waits beside the run, with its imports made: they are a third of the time
+from a kill to the next step.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -40,9 +39,9 @@ if not select.select([sys.stdin], [], [], 20)[0]:  # until then the run itself s
     sys.path[:] = json.loads(sys.argv[-1])
     from headway.cli.restarts import import_ahead
     import_ahead()
-sys.argv[1:1] = json.loads(sys.stdin.readline() or sys.exit())
+sys.stdin.readline() or sys.exit()
 """
-"""Beginning of a program that waits for its arguments on stdin, and ends where none come."""
+"""Beginning of a program that waits for a line on stdin, and ends where none comes."""
 IMPORTED = (
     "headway.api.run",
     "headway.cluster.on_ray.ray_cluster",
@@ -60,12 +59,12 @@ def keep_going(
     A run that was interrupted, given wrong input, or stopped by its own settings is not resumed. ``debug``: processes
     show the tracebacks of errors. Returns the exit code of the last process, as a shell gives it.
     """
-    options = ["--debug"] if debug else []
+    options, resumes = ["--debug"] if debug else [], ("train", "--resume", str(run))
     directory, restart = RunDirectory(run), 0
     written = _changed(directory.config)
     # Before the first process: the workers of one that is killed become children of this one, which ends them.
     adopt_orphans()
-    attended = _Attended(program)
+    attended = _Attended(program, [*resumes, *options])
     with closing(attended), handled(attended.pass_on, interrupting_signals()):
         while True:
             code = attended.finish([*arguments, *options], again=restart < restarts)
@@ -91,7 +90,7 @@ def keep_going(
                 restart += 1
                 say(f"{ended}; going on from version {saved[-1]}, restart {restart} of {restarts}")
                 if "--resume" not in arguments or _changed(directory.config) != written:  # it has the settings given
-                    arguments = ("train", "--resume", str(run))
+                    arguments = resumes
                 continue
             return code if code >= 0 else 128 - code
 
@@ -124,10 +123,11 @@ class _Attended:
     Each is in a group of its own, so that a terminal's Ctrl-C reaches it once.
     """
 
-    def __init__(self, program: str) -> None:
-        self._program = program
+    def __init__(self, program: str, resumes: Sequence[str]) -> None:
+        """``resumes``: the arguments with which ``program`` goes on with a run."""
+        self._program, self._resumes = program, resumes
         self._waits: subprocess.Popen[bytes] | None = None
-        """The next process, which waits for its arguments."""
+        """The process that goes on with the run when this one has ended."""
         self.told = False
         """True once this process was told to stop."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -141,24 +141,23 @@ class _Attended:
     def finish(self, arguments: Sequence[str], *, again: bool) -> int:
         """Run the program with ``arguments`` to its end, and return its exit code. ``again``: another may follow."""
         # Groups of their own: Ctrl-C of a terminal would reach them twice, and the second one leaves at once
-        self._process = self._told(arguments) or subprocess.Popen(
-            python_command(self._program, *arguments), process_group=0
-        )
-        if again:
-            command = python_command(WAITS + self._program)
+        went_on = arguments == self._resumes and self._goes_on()
+        self._process = went_on or subprocess.Popen(python_command(self._program, *arguments), process_group=0)
+        if again and self._waits is None:
+            command = python_command(WAITS + self._program, *self._resumes)
             self._waits = subprocess.Popen(command, process_group=0, stdin=subprocess.PIPE)
         if self.told:  # between two processes
             self._process.terminate()
         return self._process.wait()
 
-    def _told(self, arguments: Sequence[str]) -> subprocess.Popen[bytes] | None:
-        """Let the process that waits go on with ``arguments``, and return it; None where there is none, or it ended."""
+    def _goes_on(self) -> subprocess.Popen[bytes] | None:
+        """Let the process that waits go on, and return it; None where there is none, or it has ended."""
         waits, self._waits = self._waits, None
         if waits is None or waits.stdin is None:
             return None
         try:
             with waits.stdin as pipe:
-                pipe.write(json.dumps(arguments).encode() + b"\n")
+                pipe.write(b"\n")
         except BrokenPipeError:
             waits.wait()
             return None
