@@ -121,7 +121,7 @@ def fill_memory(machine: Machine, folder: str) -> Undo:
 
 
 def processes(machines: Machines, attending: int, victim: str) -> list[int]:
-    """Ids of the processes of one kind, on all machines. Two are attended: the driver, and one that waits for its end."""
+    """Ids of the processes of one kind, on all machines. The driver is attended, as is one that waits for its end."""
     family = descendants(attending)
     drivers = [pid for pid in family if b"headway" in title(pid) and stat(pid, PARENT) == attending]
     everywhere = [pid for machine in machines.by_name.values() for pid in machine.processes("")]
