@@ -19,6 +19,7 @@ from headway.models.logprobs import probe_rows, probe_vector
 from headway.models.output_layer import check_output_layer
 from headway.models.pretrained import attention
 from tests.engines.rollout.support import CONTEXT, VOCABULARY, finish, make_core, make_request
+from tests.tiers import mostly_slow
 
 TEMPERATURE = 0.7
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8}
@@ -105,7 +106,7 @@ def test_log_probs_entropies_and_gradients_of_the_trainer_are_those_of_the_model
         assert torch.allclose(ours, theirs, atol=1e-4 * max(largest, 1e-2), rtol=1e-4), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@mostly_slow("family", FAMILIES, quick=["gemma2", "granite"])
 def test_the_engines_log_probs_are_those_of_the_models_own_logits(family: str) -> None:
     model = make_model(family)
     core = make_core(model, temperature=TEMPERATURE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from headway.data.packing import Tree, grow
 from headway.models.attention.flex_attention import block_mask, flex
 from headway.models.attention.packed_attention import packed_attention
 from headway.models.attention.packed_layout import PackedLayout
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -33,10 +36,13 @@ def heads(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 4)], ids=["plain", "sinks"])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 3, 150])
-def test_flex_attends_as_the_parts_do(window: int | None, softcap: float | None, sinks: Tensor | None) -> None:
+@mostly_slow(
+    ("window", "softcap", "with_sinks"),
+    product([None, 3, 150], [None, 2.0], [False, True]),
+    quick=[(None, 2.0, False), (3, None, True), (150, 2.0, True)],
+)
+def test_flex_attends_as_the_parts_do(window: int | None, softcap: float | None, with_sinks: bool) -> None:
+    sinks = torch.linspace(-1, 1, 4) if with_sinks else None
     layout = PackedLayout.of(trees(131, [20, 6, 70]))
     query, key, value = heads(layout)
     expected, _ = packed_attention(

@@ -12,6 +12,7 @@ from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ModelError
 from headway.models.made_model import character_tokenizer, make_model, qwen2_character_tokenizer
 from headway.models.tokenizer import load_tokenizer, stop_token_ids, text_of
+from tests.tiers import crossed
 
 TINY = MakeModelConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48
@@ -23,8 +24,7 @@ def tiny(**changes: object) -> MakeModelConfig:
     return MakeModelConfig.model_validate({**TINY.model_dump(), **changes})
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("tie", [True, False])
+@crossed(("architecture", "tie"), ["qwen3", "qwen2", "llama"], [True, False])
 def test_a_made_folder_opens_with_hugging_face_alone(tmp_path: Path, architecture: str, tie: bool) -> None:
     make_model(tiny(architecture=architecture, tie_word_embeddings=tie), 0, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -13,6 +13,7 @@ from headway.errors import ModelError
 from headway.models import logits, output_layer
 from headway.models.logits import LogitRule
 from headway.models.output_layer import check_output_layer
+from tests.tiers import mostly_slow
 
 CAP = {"final_logit_softcapping": 5.0}
 VALUES: dict[str, dict[str, Any]] = {
@@ -47,7 +48,11 @@ def test_every_family_with_a_rule_is_tried() -> None:
     assert set(VALUES) == set(logits._RULES)
 
 
-@pytest.mark.parametrize("family", sorted(set(VALUES) - NOT_BUILT_HERE) + sorted(logits._PLAIN_FAMILIES))
+@mostly_slow(
+    "family",
+    sorted(set(VALUES) - NOT_BUILT_HERE) + sorted(logits._PLAIN_FAMILIES),
+    quick=["falcon_h1", "recurrent_gemma", "xlstm", "granite", "cohere", "gemma2", "minicpm3", "nanochat", "qwen3"],
+)
 def test_a_familys_rule_is_what_its_code_does(family: str) -> None:
     values = VALUES.get(family, {})
     model = on_meta(family, **values)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,6 +18,7 @@ from headway.models.attention.packable import use_packed_attention
 from headway.models.attention.packed_attention import NAME
 from headway.models.attention.packed_layout import PackedLayout
 from headway.models.pretrained import attention
+from tests.tiers import mostly_slow
 
 CPU = torch.device("cpu")
 VOCABULARY, WINDOW = 41, 7
@@ -188,11 +188,20 @@ def gradient(lm: PreTrainedModel, logprobs: Sequence[Tensor]) -> dict[str, Tenso
     return {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("which", "dtype", "tolerance"),
     [
         *((which, torch.float32, 1e-5) for which in PACKED),
         *((which, torch.float64, 1e-11) for which in ("gpt2", "gpt_neox")),  # others normalise in float32 in any case
+    ],
+    quick=[
+        ("gpt2", torch.float64, 1e-11),
+        ("mistral, a window", torch.float32, 1e-5),
+        ("gemma2, windows and soft caps", torch.float32, 1e-5),
+        ("gpt_oss, windows and sinks", torch.float32, 1e-5),
+        ("deepseek_v3, values of another size", torch.float32, 1e-5),
+        ("smollm3, a layer without positions", torch.float32, 1e-5),
+        ("llama, yarn", torch.float32, 1e-5),
     ],
     ids=str,
 )
@@ -214,7 +223,18 @@ def test_a_packed_line_has_the_log_probs_and_the_gradient_of_its_rows_one_by_one
         assert float((found[name] - grad).norm()) < tolerance * max(float(grad.norm()), 0.01 * norm), name
 
 
-@pytest.mark.parametrize("which", REFUSED)
+@mostly_slow(
+    "which",
+    REFUSED,
+    quick=[
+        "bloom",
+        "stablelm, which says nothing of layouts",
+        "mamba",
+        "lfm2, convolutions",
+        "phimoe, a window by a mask",
+        "llama, dynamic positions",
+    ],
+)
 def test_a_model_that_cannot_be_packed_is_refused_with_the_reason_and_stays_as_it_was(which: str) -> None:
     family, values, reason = REFUSED[which]
     lm, (rows, _) = made(family, values), some_rows()

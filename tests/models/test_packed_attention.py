@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from headway.models.attention.packed_attention import packed_attention
 from headway.models.attention.packed_layout import AttentionKind, PackedLayout
 from tests.data.trees import rows_and_prompt, seen_by_rows
 from tests.pipeline.cases import for_each
-from tests.tiers import a_share_and_all, crossed
+from tests.tiers import a_share_and_all, mostly_slow
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -170,7 +171,17 @@ def test_any_line_is_attended_as_its_rows_are(which: str, share: float) -> None:
         for_each(drawn, share * 40, lambda one: assert_as_defined(*one))
 
 
-@crossed(("case", "dtype"), CASES, ["float64", "float32", "bfloat16"])
+@mostly_slow(
+    ("case", "dtype"),
+    product(CASES, ["float64", "float32", "bfloat16"]),
+    quick=[
+        ("grouped queries", "float32"),
+        ("values of another size", "float64"),
+        ("a window of one", "float32"),
+        ("soft caps and a window", "float64"),
+        ("sinks and a window", "bfloat16"),
+    ],
+)
 def test_rows_of_very_different_lengths_are_attended_as_by_themselves(case: str, dtype: str) -> None:
     for which in COSTS:
         with costs(which):
@@ -218,7 +229,7 @@ def test_many_rows_with_a_long_prompt_are_attended_as_by_themselves_at_what_they
     assert_as_defined([grow(rows, 150)], Case(window=20, key_heads=2), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@mostly_slow("dtype", TOLERANCE, quick=[torch.float32], ids=str)
 def test_groups_whose_prompts_are_of_different_lengths_are_attended_together(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(4)
     trees = []

@@ -18,7 +18,7 @@ from tests.engines.contract.harness import (
     versions_of,
 )
 from tests.engines.contract.reference import assert_logprobs
-from tests.engines.contract.sessions import Session
+from tests.engines.contract.sessions import ROUNDS, Session
 from tests.tiers import mostly_slow
 
 LONG = (60, 110)
@@ -62,12 +62,12 @@ class Preempting(OfEngine):
             assert late
             assert_logprobs(replica, late, self.harness.tolerance)
 
-    @mostly_slow("seed", range(2), quick=range(1))
+    @mostly_slow(("seed", "rounds"), [(0, 2), (0, ROUNDS), (1, ROUNDS)], quick=[(0, 2)])
     @scenario(Feature.TOKENS, Feature.SHORT_MEMORY)
-    async def test_random_commands_lose_nothing_while_answers_are_parked(self, seed: int) -> None:
+    async def test_random_commands_lose_nothing_while_answers_are_parked(self, seed: int, rounds: int) -> None:
         """Takes long on a busy machine: answers wait for memory, and are prefilled again and again."""
         async with self.harness.serve(short_memory=True) as replica:
-            session = Session(replica, np.random.default_rng(seed), self.harness.features, LONG)
+            session = Session(replica, np.random.default_rng(seed), self.harness.features, LONG, rounds)
             await session.act()
             for _ in range(4):
                 await session.ask()  # enough for all slots, whatever is left of the others

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from headway.data.types import FinishReason
 from tests.engines.contract.harness import (
@@ -93,8 +92,6 @@ QUICK = (
     "min-p, top-p",
     "bias, penalty, temperature",
     "minimum",
-    "stop strings",
-    "seed",
 )
 """Each step of the distribution is in one of them."""
 
@@ -123,7 +120,7 @@ class Sampling(OfEngine):
                 )
             self.assert_reported(replica, answers[:64])
 
-    @pytest.mark.parametrize("case", CASES)
+    @mostly_slow("case", CASES, quick=QUICK)
     @scenario(Feature.TOKENS)
     async def test_a_log_prob_is_that_of_the_distribution_that_was_sampled_from(self, case: str) -> None:
         options, _ = CASES[case]

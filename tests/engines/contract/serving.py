@@ -55,6 +55,8 @@ REFUSED: dict[str, GenerateRequest] = {
     "a minimum above the maximum": one(max_tokens=4, min_tokens=5),
     "an empty stop string": one(stop=("",)),
 }
+QUICK_REFUSED = ("no room", "a token above the vocabulary", "an infinite bias", "an empty stop string")
+"""Others are refused where these are, by `check_sampling`."""
 
 
 class Serving(OfEngine):
@@ -211,7 +213,7 @@ class Serving(OfEngine):
 
     # ------------------------------------------------------------------------------------- what is refused
 
-    @pytest.mark.parametrize("case", REFUSED)
+    @mostly_slow("case", REFUSED, quick=QUICK_REFUSED)
     @scenario(Feature.TOKENS)
     async def test_what_cannot_be_served_is_refused_and_harms_nobody_else(self, case: str) -> None:
         async with self.harness.serve() as replica:

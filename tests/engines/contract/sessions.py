@@ -33,12 +33,14 @@ class Session:
         rng: np.random.Generator,
         features: frozenset[Feature],
         lengths: tuple[int, int] = (2, 70),
+        rounds: int = ROUNDS,
     ) -> None:
         """``lengths`` of answers: from the first to below the second."""
         self.replica = replica
         self.rng = rng
         self.features = features
         self.lengths = lengths
+        self.rounds = rounds
         self.clients: dict[str, asyncio.Task[list[Answer]]] = {}
         self.asked: dict[str, list[GenerateRequest]] = {}
         self.submitted: dict[str, int] = {}
@@ -55,7 +57,7 @@ class Session:
         if Feature.SLEEP in self.features:
             actions.append(self.sleep)
         # Fixed beforehand: other draws depend on what has finished by then.
-        for index in self.rng.permutation(ROUNDS * len(actions)):
+        for index in self.rng.permutation(self.rounds * len(actions)):
             await actions[index % len(actions)]()
             for _ in range(self.rng.integers(0, 6)):
                 await self.replica.tick()

@@ -27,6 +27,7 @@ from tests.engines.rollout.support import (
     steps,
     tokens_of,
 )
+from tests.tiers import mostly_slow
 
 MODEL = make_model()
 
@@ -99,7 +100,7 @@ def test_a_request_that_cannot_be_served_is_refused_with_everything_submitted_be
     assert core.unfinished() == [] and not core.has_work
 
 
-@pytest.mark.parametrize("slots", [1, 3, 4, 64])
+@mostly_slow("slots", [1, 3, 4, 64], quick=[3, 64])
 def test_a_groups_prompt_is_prefilled_once_however_its_trajectories_start(slots: int) -> None:
     requests = [make_request(i, n=8) for i in range(6)]
     core = make_core(MODEL, slots=slots)
@@ -110,6 +111,7 @@ def test_a_groups_prompt_is_prefilled_once_however_its_trajectories_start(slots:
     assert stats.generated_tokens == sum(t.length for g in groups for t in g.trajectories)
 
 
+@pytest.mark.slow
 def test_the_number_of_slots_does_not_change_what_is_sampled() -> None:
     results = []
     for slots in (1, 3, 64):

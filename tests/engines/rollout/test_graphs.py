@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from headway.data.interfaces.rollout import OnUpdate
 from headway.devices import Compute
-from headway.engines.rollout.native import policy_forward
+from headway.engines.rollout.native import model_runner, policy_forward
 from headway.engines.rollout.native.fused_forward import FusedForward
 from headway.engines.rollout.native.policy_forward import recorded_rows
 from tests.engines.rollout.support import (
@@ -29,9 +29,17 @@ from tests.engines.rollout.support import (
     steps,
     tokens_of,
 )
+from tests.tiers import mostly_slow
 
-LONG = 640
-"""Positions: more than two spans of recorded steps."""
+SPAN = 32
+LONG = 2 * SPAN + 16
+"""Positions: more than two spans of recorded steps, where these are short."""
+
+
+@pytest.fixture
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (policy_forward, model_runner):
+        monkeypatch.setattr(module, "RECORDED_SPAN_STEP", SPAN)
 
 
 class Reads(TorchDispatchMode):
@@ -80,7 +88,7 @@ class Replays:
         self.resets += 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@mostly_slow("family", FAMILIES, quick=["qwen3", "mistral"])
 def test_replayed_steps_give_the_tokens_of_steps_that_are_not_recorded(family: str) -> None:
     model = make_model(family)
     requests = [make_request(number, max_tokens=4 + 5 * number) for number in range(4)]
@@ -96,6 +104,7 @@ def test_replayed_steps_give_the_tokens_of_steps_that_are_not_recorded(family: s
     assert replays.replayed > 3 * replays.recorded > 0
 
 
+@pytest.mark.usefixtures("short_spans")
 def test_a_shape_is_recorded_once_and_longer_answers_are_other_shapes() -> None:
     model = make_model(max_position_embeddings=LONG)
     replays = Replays()
@@ -103,23 +112,24 @@ def test_a_shape_is_recorded_once_and_longer_answers_are_other_shapes() -> None:
     core.ask([make_request(0, n=1, length=5, max_tokens=LONG - 5, stop_token_ids=())], "test")
     groups = finish(core)
     assert_logprobs(groups, {0: model})
-    spans = math.ceil(LONG / policy_forward.RECORDED_SPAN_STEP)
-    assert replays.recorded == spans, "the cache's rows get longer where the span does"
+    assert replays.recorded == math.ceil(LONG / SPAN) == 3, "the cache's rows get longer where the span does"
     assert replays.replayed == LONG - 5 - 1, "one to check each when it is recorded, and one for each later step"
 
 
+@pytest.mark.usefixtures("short_spans")
 def test_what_was_recorded_is_right_when_rows_get_short_again() -> None:
     model = make_model(max_position_embeddings=LONG)
     replays = Replays()
     core = make_core(model, max_context=LONG, recorder=replays)
     recorded = []
     for wave in range(3):
-        core.ask([make_request(wave, n=2, length=5, max_tokens=300, stop_token_ids=())], "test")
+        core.ask([make_request(wave, n=2, length=5, max_tokens=SPAN + 8, stop_token_ids=())], "test")
         assert_logprobs(finish(core), {0: model})
         recorded.append(replays.recorded)
     assert recorded[0] == recorded[1] == recorded[2] > 1, "later waves find the shapes of the first"
 
 
+@pytest.mark.usefixtures("short_spans")
 def test_no_more_shapes_are_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_forward, "MOST_RECORDED", 2)
     model, replays = make_model(max_position_embeddings=LONG), Replays()

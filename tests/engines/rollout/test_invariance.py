@@ -12,6 +12,7 @@ import torch
 from headway.engines.rollout.native.model_runner import ALONE, MOST, TOGETHER, least_invariant_rows
 from headway.engines.rollout.native.step_attention import Decoding, PrefillContext
 from tests.engines.rollout.support import FAMILIES, MIXTURES, AskedCore, make_core, make_model, make_request
+from tests.tiers import mostly_slow
 
 NUMBERS = range(6)
 
@@ -34,9 +35,10 @@ PACKED = {"hidden_size": 384, "intermediate_size": 400}
 """Its matrices are large enough for a copy in the order of oneDNN."""
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("family", "sizes"),
     [*((family, {}) for family in (*FAMILIES, *MIXTURES)), ("llama", PACKED)],
+    quick=[("mistral", {}), ("qwen3_moe", {})],
     ids=[*FAMILIES, *MIXTURES, "packed"],
 )
 def test_slots_order_and_company_change_no_bit(family: str, sizes: dict[str, int]) -> None:

@@ -16,7 +16,7 @@ from headway.engines.rollout.native.kv_cache import ROOM_STEP, SlotCache
 from headway.engines.rollout.native.supported_models import KvGeometry
 from headway.errors import ConfigError
 from tests.engines.rollout.support import AskedCore, assert_logprobs, make_core, make_model, make_request
-from tests.tiers import searched
+from tests.tiers import mostly_slow, searched
 
 GEOMETRY = KvGeometry(layers=2, kv_heads=1, head_dim=4)
 LONG = 4 * ROOM_STEP
@@ -94,18 +94,18 @@ def test_rows_hold_what_was_put_into_them_however_the_memory_is_divided(data: st
 
 def test_what_does_not_fit_waits_and_what_no_longer_fits_is_parked_and_goes_on() -> None:
     core = long_core(4 * LONG, slots=16)
-    requests = [make_request(i, n=2, max_tokens=200, stop_token_ids=(), seed=i) for i in range(8)]
+    requests = [make_request(i, n=2, max_tokens=200, stop_token_ids=(), seed=i) for i in range(5)]
     core.ask(requests, "owner")
     finished, parked = watched(core)
     assert core.stats().preempted >= parked > 0
-    assert sorted(group.number for group in finished) == list(range(8))
+    assert sorted(group.number for group in finished) == list(range(5))
     assert all(len(response.ids) == 200 for group in finished for response in group.tokens)
     assert_logprobs(finished, {0: make_model(max_position_embeddings=LONG)})
 
 
 def test_with_memory_for_every_slot_nobody_is_parked() -> None:
     core = long_core(8 * LONG, slots=8)
-    core.ask([make_request(i, n=2, max_tokens=200, stop_token_ids=()) for i in range(6)], "owner")
+    core.ask([make_request(i, n=2, max_tokens=200, stop_token_ids=()) for i in range(4)], "owner")
     _, parked = watched(core)
     assert core.stats().preempted == parked == 0
 
@@ -133,7 +133,7 @@ def test_no_more_memory_is_taken_than_every_slot_can_use() -> None:
     assert not long_core(7 * LONG, slots=8).reproducible
 
 
-@pytest.mark.parametrize("policy", OnUpdate)
+@mostly_slow("policy", OnUpdate, quick=[OnUpdate.DRAIN, OnUpdate.INTERRUPT])
 def test_a_pause_ends_with_rows_parked_for_want_of_memory_in_the_queue(policy: OnUpdate) -> None:
     core = long_core(4 * LONG, slots=16)
     core.ask([make_request(i, n=2, max_tokens=150, stop_token_ids=()) for i in range(4)], "owner")

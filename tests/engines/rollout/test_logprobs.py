@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ from tests.engines.rollout.support import (
     reference_logprobs,
     steps,
 )
-from tests.tiers import crossed
+from tests.tiers import crossed, mostly_slow
 
 every_family_and_head = crossed(("family", "tied"), [*FAMILIES, *MIXTURES], [True, False])
 
@@ -73,7 +74,9 @@ def test_log_probs_equal_a_plain_forward_before_and_after_an_update(family: str,
     assert_logprobs(groups, {1: new})
 
 
-@every_family_and_head
+@mostly_slow(
+    ("family", "tied"), product([*FAMILIES, *MIXTURES], [True, False]), quick=[("mistral", True), ("mixtral", False)]
+)
 def test_log_probs_are_exact_across_an_interrupt(family: str, tied: bool) -> None:
     old = make_model(family, tied=tied)
     new = updated(old)
@@ -191,7 +194,7 @@ def test_a_fused_forward_that_differs_is_not_used(
     assert "differs from the module" in caplog.text
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@mostly_slow("attention", ["sdpa", "eager"], quick=["sdpa"])
 def test_other_decoders_run_as_the_modules_that_they_are(attention: str) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
@@ -259,7 +262,7 @@ def test_bfloat16_is_served_with_float32_log_probs() -> None:
             np.testing.assert_allclose(response.logprobs, reference_logprobs(model, group, k), atol=0.2, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@mostly_slow("family", FAMILIES, quick=["qwen3"])
 def test_a_bfloat16_model_of_large_logits_takes_the_fused_forward(family: str) -> None:
     """A bfloat16 of 16 or more is 0.125 from the next one: no absolute limit tells rounding from a mistake."""
     model = make_model(family, tied=False)
@@ -276,8 +279,11 @@ def test_a_context_beyond_the_models_positions_is_refused() -> None:
         make_core(make_model(), max_context=65)
 
 
-@pytest.mark.parametrize("forward", [FusedForward, ModuleForward])
-@pytest.mark.parametrize("windowed_from", [0, 1, 2], ids=["all layers", "one layer", "no layer"])
+@mostly_slow(
+    ("windowed_from", "forward"),
+    product([0, 1, 2], [FusedForward, ModuleForward]),
+    quick=[(0, FusedForward), (1, FusedForward), (1, ModuleForward)],
+)
 def test_a_sliding_window_hides_what_lies_before_it(
     forward: type, windowed_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +325,7 @@ def test_an_unknown_kind_of_attention_is_refused() -> None:
         make_core(model)
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3", "longrope"])
+@mostly_slow("kind", ["linear", "dynamic", "yarn", "llama3", "longrope"], quick=["dynamic", "yarn"])
 def test_every_scaling_of_rotary_positions_is_the_modules(kind: str) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
     if kind == "yarn":

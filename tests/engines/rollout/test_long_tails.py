@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import pytest
 
 from headway.engines.rollout.native.decode_batch import DecodeRows
 from headway.engines.rollout.native.model_runner import SPAN_STEP, blocks_of
 from headway.engines.rollout.scheduler import CallRun
 from tests.engines.rollout.support import VOCABULARY, make_call, make_request
+from tests.tiers import mostly_slow
 
 ROWS, MEAN, LONGEST = 256, 1000, 4096
 
@@ -42,7 +42,7 @@ def trace(rows: DecodeRows, refilled: int, seed: int) -> Iterator[None]:
         step += 1
 
 
-@pytest.mark.parametrize("refilled", [0, 3 * MEAN], ids=["drain", "refill"])
+@mostly_slow("refilled", [0, 3 * MEAN], quick=[0], ids=["drain", "refill"])
 def test_blocks_of_ordered_rows_read_little_more_than_the_rows_have(refilled: int) -> None:
     rows = DecodeRows(ROWS, LONGEST + 400, ordered=True)
     read = needed = calls = steps = 0

@@ -57,6 +57,7 @@ async def test_concurrent_calls_share_the_batch_and_get_their_own_groups() -> No
         assert [sorted(g.number for g in groups) for groups in results] == [[i, i + 10] for i in range(5)]
 
 
+@pytest.mark.slow
 async def test_one_wave_gives_the_same_tokens_every_time() -> None:
     wave = [make_request(i) for i in range(6)]
     results = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import numpy as np
 import pytest
@@ -23,18 +24,20 @@ from tests.engines.rollout.support import (
     steps,
     tokens_of,
 )
+from tests.tiers import mostly_slow
 
 MODEL = make_model()
 REQUESTS = [make_request(i, stop_token_ids=(1, 3, 5)) for i in range(6)]
 
 
+@cache
 def undisturbed() -> dict[tuple[int, int], list[int]]:
     core = make_core(MODEL, slots=5)
     core.ask(REQUESTS, "owner")
     return tokens_of(finish(core))
 
 
-@pytest.mark.parametrize("policy", list(OnUpdate))
+@mostly_slow("policy", OnUpdate, quick=[OnUpdate.DRAIN, OnUpdate.INTERRUPT])
 def test_a_pause_without_an_update_changes_no_token(policy: OnUpdate) -> None:
     core = make_core(MODEL, slots=5)
     core.ask(REQUESTS, "owner")
@@ -239,7 +242,7 @@ class Schedule:
         activate(self.core, version, model)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@mostly_slow("seed", range(4), quick=[3])
 def test_random_commands_lose_nothing_and_every_token_is_its_versions(seed: int) -> None:
     schedule = Schedule(make_core(MODEL, slots=6), seed)
     for _ in range(40):

@@ -32,6 +32,7 @@ from tests.engines.rollout.support import (
     steps,
     tokens_of,
 )
+from tests.tiers import crossed, mostly_slow
 
 
 def reference(model: PreTrainedModel, temperature: float = 1.0) -> NDArray[np.float32]:
@@ -70,8 +71,7 @@ def test_rows_split_the_sequences_into_prompt_and_response() -> None:
     assert all(row.prompt_length == PROBE_PREFILL and row.loss_mask.all() for row in rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@crossed(("family", "tied"), FAMILIES, [True, False])
 def test_it_equals_a_plain_forward(family: str, tied: bool) -> None:
     model = make_model(family, tied=tied)
     core = make_core(model)
@@ -117,7 +117,7 @@ def stale_gate_up(core: EngineCore) -> None:
     goes_stale(core._runner._forward._layers[0].gate_up)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("go_stale", [stale_head, stale_qkv, stale_gate_up])
+@mostly_slow("go_stale", [stale_head, stale_qkv, stale_gate_up], quick=[stale_qkv])
 def test_a_tensor_that_an_update_does_not_reach_is_noticed(go_stale: Callable[[EngineCore], None]) -> None:
     old, new = make_model(), make_model()
     torch.manual_seed(1)
@@ -140,7 +140,7 @@ def test_a_packed_copy_that_is_not_made_again_is_noticed(monkeypatch: pytest.Mon
     assert np.abs(probe(core) - reference(new)).max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("policy", list(OnUpdate))
+@mostly_slow("policy", OnUpdate, quick=[OnUpdate.KEEP])
 def test_probing_at_any_time_changes_no_token(policy: OnUpdate) -> None:
     requests = [make_request(i, stop_token_ids=(1, 3)) for i in range(5)]
     outcomes = []

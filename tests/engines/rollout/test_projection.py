@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native.fused_forward import FusedForward, Projection, RmsNorm, can_pack
 from tests.engines.rollout.support import FAMILIES, activate, assert_logprobs, finish, make_core, make_model, steps
 from tests.engines.rollout.support import make_request as request
+from tests.tiers import mostly_slow
 
 PACKED_FROM = "headway.engines.rollout.native.fused_forward.PACKED_FROM"
 packed_or_not = pytest.mark.parametrize("packed_from", [0, 10**9], ids=["packed", "as they are"])
@@ -58,8 +61,11 @@ def test_bfloat16_is_packed_only_where_the_cpu_has_kernels_for_it(monkeypatch: p
     assert can_pack(torch.zeros(1000, 1000))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", OnUpdate)
+@mostly_slow(
+    ("family", "policy"),
+    product(FAMILIES, OnUpdate),
+    quick=[("llama", OnUpdate.DRAIN), ("mistral", OnUpdate.INTERRUPT), ("qwen3", OnUpdate.KEEP)],
+)
 def test_with_packed_weights_every_token_has_the_log_prob_of_its_version(
     family: str, policy: OnUpdate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

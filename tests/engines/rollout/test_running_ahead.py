@@ -25,6 +25,7 @@ from tests.engines.rollout.support import (
     make_request,
     steps,
 )
+from tests.tiers import mostly_slow
 
 MODELS = [make_model(seed=seed) for seed in range(3)]
 SAMPLINGS: list[dict[str, Any]] = [
@@ -89,7 +90,7 @@ def test_ends_and_updates_behind_a_drain_give_the_same_tokens_with_few_slots() -
     assert_logprobs([group for group in ahead if group.number % len(SAMPLINGS) == 0], dict(enumerate(MODELS)))
 
 
-@pytest.mark.parametrize("before", [1, 2, 5])
+@mostly_slow("before", [1, 2, 5], quick=[2])
 def test_interrupts_aborts_and_updates_in_between_find_every_token_that_was_launched(before: int) -> None:
     def play(core: AskedCore) -> list[Group]:
         asked(core, range(8))

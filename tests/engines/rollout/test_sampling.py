@@ -23,7 +23,7 @@ from headway.engines.rollout.native.sampler import (
 from headway.engines.rollout.scheduler import check_sampling, trajectory_key, uniforms
 from headway.errors import DataError
 from tests.engines.rollout.support import finish, make_core, make_model, make_request, steps, tokens_of
-from tests.tiers import searched
+from tests.tiers import mostly_slow, searched
 
 CPU = torch.device("cpu")
 
@@ -189,9 +189,10 @@ def test_the_inverse_cdf_maps_intervals_to_tokens() -> None:
     assert inverse_cdf(logprobs, uniform).tolist() == [0, 0, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "sampling",
     [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"temperature": 1.5, "top_k": 12, "top_p": 0.8}],
+    quick=[{"temperature": 1.5, "top_k": 12, "top_p": 0.8}],
     ids=str,
 )
 def test_the_engine_samples_the_exact_distribution(sampling: dict[str, float]) -> None:
@@ -248,8 +249,8 @@ def test_parameters_that_make_no_sense_are_refused(wrong: dict[str, float]) -> N
 
 def test_no_stop_token_is_sampled_before_the_minimum() -> None:
     free, held = make_core(make_model()), make_core(make_model())
-    free.ask([make_request(i, max_tokens=12) for i in range(6)], "owner")
-    held.ask([make_request(i, max_tokens=12, min_tokens=8) for i in range(6)], "owner")
+    free.ask([make_request(i, max_tokens=12) for i in range(3)], "owner")
+    held.ask([make_request(i, max_tokens=12, min_tokens=8) for i in range(3)], "owner")
     assert min(map(len, tokens_of(finish(free)).values())) < 8
     lengths = [len(tokens) for tokens in tokens_of(finish(held)).values()]
     assert min(lengths) >= 8

@@ -48,13 +48,14 @@ def long_core(model: PreTrainedModel, slots: int = 40, **changes: Any) -> AskedC
     return make_core(model, slots=slots, max_context=LONG, max_batched_tokens=400, **changes)
 
 
-def requests() -> list[Group]:
+def requests(max_tokens: int = 12) -> list[Group]:
     """Groups with prompts of which one is shorter than what is attended to apart."""
-    return [make_request(i, n=N, length=length, max_tokens=12) for i, length in enumerate((LEAST_TOKENS, 150, 40, 171))]
+    lengths = (LEAST_TOKENS, 150, 40, 171)
+    return [make_request(i, n=N, length=length, max_tokens=max_tokens) for i, length in enumerate(lengths)]
 
 
 def answers(core: AskedCore) -> dict[tuple[int, int], tuple[list[int], bytes]]:
-    core.ask(requests())
+    core.ask(requests(max_tokens=5))
     return {
         (group.number, k): (row.ids.tolist(), row.logprobs.tobytes())
         for group in finish(core)

@@ -107,11 +107,7 @@ def test_a_wrong_version_would_be_noticed() -> None:
         assert all("v_proj" in name or not torch.equal(a, b) for (name, a), b in pairs)
 
 
-QUICK = [
-    (True, OnUpdate.INTERRUPT, QUICK_UPDATES),
-    (False, OnUpdate.KEEP, QUICK_UPDATES),
-    (True, OnUpdate.DRAIN, QUICK_UPDATES),
-]
+QUICK = [(True, OnUpdate.INTERRUPT, QUICK_UPDATES), (False, OnUpdate.KEEP, QUICK_UPDATES)]
 
 
 @mostly_slow(("dual_buffer", "policy", "updates"), [*QUICK, *product([True, False], OnUpdate, [UPDATES])], quick=QUICK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from tests.engines.rollout.support import (
     make_model,
 )
 from tests.engines.rollout.test_graphs import Replays
-from tests.tiers import crossed, mostly_slow
+from tests.tiers import mostly_slow
 
 LONG = 12 * BLOCK
 OF_TOKEN = 2 * 2 * 2 * 12 * 4
@@ -140,7 +141,11 @@ PACKED = {"hidden_size": 384, "intermediate_size": 400}
 """Its matrices are large enough for a copy in the order of oneDNN."""
 
 
-@crossed(("family", "kind"), [*FAMILIES, "packed"], [FusedForward, ModuleForward])
+@mostly_slow(
+    ("family", "kind"),
+    product([*FAMILIES, "packed"], [FusedForward, ModuleForward]),
+    quick=[("mistral", FusedForward), ("packed", FusedForward), ("llama", ModuleForward)],
+)
 def test_a_prefill_gives_the_same_bits_however_it_is_cut_and_whoever_is_beside_it(family: str, kind: type) -> None:
     model = long_model("llama", **PACKED) if family == "packed" else long_model(family)
     windows = Windows.of(model.config, LONG)
@@ -175,7 +180,7 @@ def test_both_forwards_agree_on_a_continued_prefill(family: str) -> None:
     torch.testing.assert_close(results[0][0], plain, atol=TOLERANCE, rtol=0)
 
 
-@crossed(("family", "fused"), FAMILIES, [True, False])
+@mostly_slow(("family", "fused"), product(FAMILIES, [True, False]), quick=[("mistral", True), ("qwen2", False)])
 def test_where_prefills_are_not_cut_into_blocks_they_are_as_right(
     family: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +200,7 @@ def test_where_prefills_are_not_cut_into_blocks_they_are_as_right(
 # ------------------------------------------------------------------------------------------ episodes
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+@mostly_slow("family", [*FAMILIES, *MIXTURES], quick=["mistral", "qwen3_moe"])
 def test_log_probs_over_many_turns_equal_a_plain_forward(family: str) -> None:
     model = long_model(family)
     played = episodes(3)
@@ -224,14 +229,14 @@ def test_ten_turns_prefill_little_more_than_what_is_new() -> None:
 def test_slots_order_and_company_change_no_bit_of_an_episode() -> None:
     model = long_model()
     expected: list[Any] = []
-    for slots, order, at_once in [(8, 1, 8), (8, -1, 1), (3, 1, 8), (5, -1, 2)]:
+    for slots, order, at_once in [(8, 1, 8), (3, 1, 8), (5, -1, 2)]:
         core = long_core(model, slots=slots, tokens=8 * LONG)
-        played = episodes(5, turns=4)
+        played = episodes(5, turns=3)
         play(core, played[::order], at_once=at_once)
         assert core.stats().unpinned == 0
         expected = expected or [episode.bits() for episode in played]
         assert [episode.bits() for episode in played] == expected, (slots, order, at_once)
-    alone = episodes(5, turns=4)[4]
+    alone = episodes(5, turns=3)[4]
     play(long_core(model), [alone])
     assert alone.bits() == expected[4]
 
@@ -297,7 +302,7 @@ def after_one_turn(core: EngineCore, count: int = 2) -> list[Episode]:
     return played
 
 
-@pytest.mark.parametrize("policy", [OnUpdate.DRAIN, OnUpdate.INTERRUPT])
+@mostly_slow("policy", [OnUpdate.DRAIN, OnUpdate.INTERRUPT], quick=[OnUpdate.INTERRUPT])
 def test_nothing_of_an_old_version_is_found_under_a_new_one(policy: OnUpdate) -> None:
     old, new = long_model(), long_model(seed=3)
     core = long_core(old)
@@ -320,7 +325,7 @@ def test_a_drain_without_an_update_keeps_what_is_there() -> None:
     assert all(episode.calls[1].cached for episode in played)
 
 
-@pytest.mark.parametrize("paused", [True, False])
+@mostly_slow("paused", [True, False], quick=[True])
 def test_under_keep_open_episodes_go_on_with_what_they_have_and_new_ones_do_not(paused: bool) -> None:
     old, new = long_model(), long_model(seed=3)
     core = long_core(old)
@@ -363,7 +368,7 @@ def test_recorded_steps_write_over_no_block() -> None:
     """Rows that fill a recorded step up are written to, too."""
     model, replays = long_model(), Replays()
     core = long_core(model, slots=6, recorder=replays)
-    played = episodes(6, turns=10, words=(8, 16), answer=12)
+    played = episodes(6, turns=5, words=(8, 16), answer=12)
     play(core, played, at_once=2)
     assert_reference(model, played)
     assert replays.replayed > 0
@@ -384,7 +389,7 @@ def test_as_many_open_episodes_as_slots_keep_what_they_have() -> None:
 def test_where_memory_is_short_contexts_are_prefilled_again_and_nothing_else_changes(tokens: int) -> None:
     model = long_model()
     core = long_core(model, slots=4, tokens=max(tokens, core_least(model)))
-    played = episodes(9, turns=7, words=(8, 16), answer=12)
+    played = episodes(6, turns=5, words=(8, 16), answer=12)
     play(core, played)
     assert_reference(model, played)
     assert core.stats().unpinned > 0

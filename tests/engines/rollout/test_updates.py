@@ -18,6 +18,7 @@ from headway.engines.weights.protocols import Chunk, HostCopy, IncomingWeights, 
 from headway.errors import RunError, UpdateFailed
 from tests.engines.rollout.serving import MODEL, WAIT_S, Source, collect, endless, outgoing, serving
 from tests.engines.rollout.support import assert_logprobs, make_model, make_request
+from tests.tiers import mostly_slow
 
 NEW = make_model(seed=3)
 either_buffer = pytest.mark.parametrize("dual_buffer", [True, False], ids=["dual", "in place"])
@@ -74,7 +75,9 @@ async def asleep_without_weights(engine: NativeEngine) -> None:
 States = Callable[[NativeEngine], Awaitable[None]]
 
 
-@pytest.mark.parametrize("enter", [running, draining, paused, asleep, asleep_without_weights])
+@mostly_slow(
+    "enter", [running, draining, paused, asleep, asleep_without_weights], quick=[running, asleep_without_weights]
+)
 async def test_with_a_back_buffer_an_update_may_arrive_at_any_time(enter: States) -> None:
     async with serving(Source(NEW), slots=4) as engine:
         assert engine.capabilities.double_buffered
@@ -90,7 +93,7 @@ async def test_with_a_back_buffer_an_update_may_arrive_at_any_time(enter: States
         assert_logprobs(await collect(engine, [make_request(3)]), {1: NEW})
 
 
-@pytest.mark.parametrize("enter", [running, draining])
+@mostly_slow("enter", [running, draining], quick=[draining])
 async def test_in_place_an_update_is_refused_while_anything_decodes(enter: States) -> None:
     async with serving(Source(NEW), slots=4, dual_buffer=False) as engine:
         assert not engine.capabilities.double_buffered
@@ -103,7 +106,7 @@ async def test_in_place_an_update_is_refused_while_anything_decodes(enter: State
         assert_logprobs(await waiting, {0: MODEL})
 
 
-@pytest.mark.parametrize("enter", [paused, asleep, asleep_without_weights])
+@mostly_slow("enter", [paused, asleep, asleep_without_weights], quick=[paused, asleep_without_weights])
 async def test_in_place_an_update_arrives_while_nothing_decodes(enter: States) -> None:
     async with serving(Source(NEW), slots=4, dual_buffer=False) as engine:
         waiting = asyncio.create_task(collect(engine, [endless(0), endless(1)]))
@@ -288,8 +291,8 @@ every_fault = pytest.mark.parametrize(
     ("fault", "message"),
     [
         (Corrupting, "are not those that the trainer sent"),
-        (Losing, "bucket 2, .* is due"),
-        (Repeating, "bucket 3, .* is due"),
+        pytest.param(Losing, "bucket 2, .* is due", marks=pytest.mark.slow),
+        pytest.param(Repeating, "bucket 3, .* is due", marks=pytest.mark.slow),
         (Ending, r"ended after \d+ of \d+ bytes"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tests.engines.rollout.support import (
 )
 from tests.engines.rollout.test_graphs import Replays
 from tests.engines.rollout.test_turns import assert_reference, episodes, long_core, long_model, play
-from tests.tiers import crossed
+from tests.tiers import crossed, mostly_slow
 
 LAYERS = 2
 
@@ -99,16 +100,16 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return kernel
 
 
-@crossed(("family", "recorded"), FAMILIES, [False, True])
+@mostly_slow(("family", "recorded"), product(FAMILIES, [False, True]), quick=[("mistral", False), ("llama", True)])
 def test_log_probs_are_those_of_the_whole_sequence(kernel: Kernel, family: str, recorded: bool) -> None:
     model = make_model(family)
     core = make_core(model, recorder=Replays() if recorded else None)
-    core.ask([make_request(number, length=4 + number, max_tokens=4 + 5 * number) for number in range(5)])
+    core.ask([make_request(number, length=4 + number, max_tokens=4 + 5 * number) for number in range(4)])
     assert_logprobs(finish(core), {0: model})
     assert kernel.prefills and kernel.read
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@mostly_slow("family", FAMILIES, quick=["mistral"])
 def test_contexts_that_continue_others_attend_to_all_that_was_there(kernel: Kernel, family: str) -> None:
     model = long_model(family)
     played = episodes(4, turns=4)
@@ -174,8 +175,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cpu")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", varlen_attention.DTYPES, ids=str)
+@crossed(("family", "dtype"), FAMILIES, varlen_attention.DTYPES)
 def test_a_kernel_that_computes_attention_is_used(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, family: str
 ) -> None:

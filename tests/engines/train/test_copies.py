@@ -37,7 +37,7 @@ from tests.engines.train.episodes import dealt, whole
 from tests.engines.train.test_episode_losses import CORRECTIONS, LOSS_MODES, configured
 
 META = torch.device("meta")
-SHAPE = Shape("tiny", 64, 64, 2, heads=4, kv_heads=2, intermediate=64)
+SHAPE = Shape("tiny", 64, 64, 1, heads=4, kv_heads=2, intermediate=64)
 
 
 class LikeGpu(devices.Accelerator):

@@ -26,7 +26,7 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.errors import ModelError
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, with_columns, without_column
-from tests.tiers import crossed
+from tests.tiers import crossed, mostly_slow
 
 ModelPath = Callable[..., str]
 RunRanks = Callable[..., list[Any]]
@@ -207,7 +207,7 @@ def test_half_precision_computes_so_but_keeps_a_float32_head(one_rank: None, mod
 # ---------------------------------------------------------------------------------------------- steps
 
 
-@pytest.mark.parametrize(("architecture", "tie"), [("qwen3", True), ("qwen2", False), ("llama", True)])
+@mostly_slow(("architecture", "tie"), [("qwen3", True), ("qwen2", False), ("llama", True)], quick=[("qwen2", False)])
 def test_the_gradient_is_that_of_the_loss_written_out_plainly(
     one_rank: None, model_path: ModelPath, architecture: str, tie: bool
 ) -> None:
@@ -310,6 +310,7 @@ def test_returns_far_from_zero_have_the_explained_variance_that_numpy_finds(
     assert build(model_path()).train_step(rows).metrics["vf_explained_var"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_critic_learns_returns_that_stay_the_same(one_rank: None, model_path: ModelPath) -> None:
     """Each step as a batch of its own: the values are what the critic says before it."""
     critic, rows = build(model_path(), head=False, steps=40), random_rows(6)
@@ -341,7 +342,7 @@ def broken(row: CollatedRow, value: float) -> CollatedRow:
     return with_columns(row, returns=returns)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@mostly_slow("value", [np.nan, np.inf], quick=[np.inf])
 def test_a_return_that_is_not_finite_leaves_everything_as_it_was(
     one_rank: None, model_path: ModelPath, value: float
 ) -> None:
@@ -381,6 +382,7 @@ def skip_on_two_ranks(path: str, rows: list[CollatedRow]) -> dict[str, Any]:
     return {"first": first, "skipped": skipped.skipped, "next": critic.train_step(mine), "values": before}
 
 
+@pytest.mark.slow
 def test_a_return_that_is_not_finite_on_one_rank_skips_the_step_on_all(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath
 ) -> None:
@@ -398,6 +400,7 @@ def test_a_return_that_is_not_finite_on_one_rank_skips_the_step_on_all(
 # ---------------------------------------------------------------------------------------------- files, company
 
 
+@pytest.mark.slow
 def test_training_resumes_bit_for_bit(one_rank: None, model_path: ModelPath, tmp_path: Path) -> None:
     config = configured(optim=OptimConfig(lr=1e-2, lr_warmup_steps=2, lr_scheduler_type="cosine"))
     batches = [valued_rows(5, seed) for seed in range(5)]

@@ -19,6 +19,7 @@ from headway.engines.train.fsdp import checkpoint
 from headway.engines.train.state_file import STATE_FILE, read_state
 from headway.errors import ModelError, RunError
 from tests.engines.train.test_engine import ModelPath, engine
+from tests.tiers import mostly_slow
 
 Damage = Callable[[Path], object]
 
@@ -39,7 +40,9 @@ def cut_in_half(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: (path / STATE_FILE).write_text(""), "state.json cannot be read: "),
+        pytest.param(
+            lambda path: (path / STATE_FILE).write_text(""), "state.json cannot be read: ", marks=pytest.mark.slow
+        ),
         (lambda path: other_bytes(shard(path)), "rank 0: UnpicklingError: Weights only load failed. Remove it"),
         (lambda path: other_bytes(path / ".metadata"), ".metadata cannot be read: "),
     ],
@@ -61,7 +64,7 @@ def test_a_damaged_file_is_one_message_that_says_what_to_do(
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@mostly_slow("name", [".metadata", "__0_0.distcp"], quick=["__0_0.distcp"])
 def test_a_file_that_is_missing_or_cut_off_is_known_without_reading_it(
     name: str, model_path: ModelPath, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ from headway.errors import ModelError, RunError
 from headway.models.pretrained import load_model
 from headway.runtime.progress import Progress, count_for
 from tests.engines.train.rows import plain_loss, random_rows, response_logprobs, with_columns, without_column
+from tests.tiers import crossed, mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ class Counting(Progress):
         self.places.append(place)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@mostly_slow("recompute", [True, False], quick=[True])
 def test_each_layer_of_a_step_counts_as_progress_forward_and_backward(model_path: ModelPath, recompute: bool) -> None:
     """Two layers, and rows that make two micro-batches."""
     progress = Counting()
@@ -121,8 +122,7 @@ def test_files_and_weights_on_their_way_count_as_progress_too(model_path: ModelP
     contextvars.copy_context().run(works)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("tie", [True, False])
+@crossed(("architecture", "tie"), ["qwen3", "qwen2", "llama"], [True, False])
 def test_log_probs_are_those_of_the_hugging_face_model(model_path: ModelPath, architecture: str, tie: bool) -> None:
     rows = random_rows(7)
     model = load_model(model_path(architecture, tie), dtype=torch.float64)
@@ -295,6 +295,7 @@ def test_the_optimizers_settings_are_those_of_the_run_that_resumes(model_path: M
         torch.testing.assert_close(much[name], step, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_replaces_the_one_before_it(model_path: ModelPath, tmp_path: Path) -> None:
     trainer = engine(model_path())
     trainer.save(tmp_path / "latest", {"version": 1})
@@ -309,13 +310,14 @@ def test_a_folder_without_a_checkpoint_is_an_error(model_path: ModelPath, tmp_pa
         engine(model_path()).load(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_an_error(model_path: ModelPath, tmp_path: Path) -> None:
     engine(model_path("qwen3")).save(tmp_path / "checkpoint", {})
     with pytest.raises(ModelError, match="does not fit this model"):
         engine(model_path("qwen2")).load(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize(("architecture", "tie"), [("qwen3", True), ("qwen2", False), ("llama", True)])
+@mostly_slow(("architecture", "tie"), [("qwen3", True), ("qwen2", False), ("llama", True)], quick=[("qwen3", True)])
 def test_an_exported_folder_opens_with_hugging_face_alone(
     model_path: ModelPath, tmp_path: Path, architecture: str, tie: bool
 ) -> None:

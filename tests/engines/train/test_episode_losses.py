@@ -24,7 +24,7 @@ from headway.engines.train.fsdp.objective import Objective, SplitEpisodes, colla
 from headway.engines.train.fsdp.step_sums import as_metrics, count, merge
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, whole
 from tests.pipeline.cases import for_each
-from tests.tiers import searched
+from tests.tiers import mostly_slow, searched
 
 CPU = torch.device("cpu")
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -247,7 +247,12 @@ def of_the_model(path: str, rows: Sequence[CollatedRow], config: Config) -> list
     return near
 
 
-@pytest.mark.parametrize("correction", [{}, {"name": "off_policy_sequence_mask", "delta": 0.005}], ids=["none", "mask"])
+@mostly_slow(
+    "correction",
+    [{}, {"name": "off_policy_sequence_mask", "delta": 0.005}],
+    quick=[{"name": "off_policy_sequence_mask", "delta": 0.005}],
+    ids=["none", "mask"],
+)
 def test_through_the_engine_an_episode_in_several_micro_batches_has_the_gradient_of_its_one_row(
     one_rank: None,
     run_ranks: Callable[..., list[Any]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import plain_loss, random_rows
-from tests.tiers import crossed, mostly_slow
+from tests.tiers import mostly_slow
 
 EVERYTHING = {
     "entropy_coeff": 0.01,
@@ -73,7 +74,11 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         torch.testing.assert_close(actual[name].double(), grad.double(), rtol=1e-5, atol=1e-5, msg=name)
 
 
-@crossed(("model", "actor"), [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False)], [{}, EVERYTHING])
+@mostly_slow(
+    ("model", "actor"),
+    product([("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False)], [{}, EVERYTHING]),
+    quick=[(("llama", True), {}), (("qwen2", False), EVERYTHING)],
+)
 def test_the_gradient_is_that_of_the_loss_written_out_plainly(
     one_rank: None, model_path: Callable[..., str], model: tuple[str, bool], actor: dict[str, Any]
 ) -> None:
@@ -112,7 +117,8 @@ def test_recomputing_activations_changes_nothing(one_rank: None, model_path: Cal
         assert torch.equal(grad, recomputed[name]), name
 
 
-@mostly_slow("actor", [{}, EVERYTHING], quick=[EVERYTHING], ids=["ppo", "everything"])
+@pytest.mark.slow
+@pytest.mark.parametrize("actor", [{}, EVERYTHING], ids=["ppo", "everything"])
 def test_the_gradient_does_not_depend_on_how_the_mini_batch_is_split(
     one_rank: None, run_ranks: Callable[..., list[Any]], model_path: Callable[..., str], actor: dict[str, Any]
 ) -> None:
@@ -131,6 +137,7 @@ def test_the_gradient_does_not_depend_on_how_the_mini_batch_is_split(
             assert split_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows_takes_part(
     one_rank: None, run_ranks: Callable[..., list[Any]], model_path: Callable[..., str]
 ) -> None:
@@ -141,6 +148,7 @@ def test_a_rank_without_rows_takes_part(
         assert_close(grads, expected)
 
 
+@pytest.mark.slow
 def test_gathering_once_for_forward_and_backward_gives_the_same_gradient(
     one_rank: None, run_ranks: Callable[..., list[Any]], model_path: Callable[..., str]
 ) -> None:

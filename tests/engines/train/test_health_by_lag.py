@@ -20,6 +20,7 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, response_logprobs, with_columns
+from tests.tiers import mostly_slow
 
 ModelPath = Callable[..., str]
 RunRanks = Callable[..., list[Any]]
@@ -130,7 +131,7 @@ def step(path: str, budget: int, rows: list[CollatedRow], cut: int) -> tuple[lis
     return trainer.forward_logprobs(mine), trainer.train_step(mine, CONTEXT)
 
 
-@pytest.mark.parametrize("budget", [ONE_MICRO_BATCH, MANY_MICRO_BATCHES])
+@mostly_slow("budget", [ONE_MICRO_BATCH, MANY_MICRO_BATCHES], quick=[MANY_MICRO_BATCHES])
 def test_each_lag_has_the_metrics_of_its_own_tokens(one_rank: None, model_path: ModelPath, budget: int) -> None:
     path, rows = model_path(), of_versions(random_rows(24), range(VERSION + 1))
     logprobs, report = step(path, budget, rows, 0)
@@ -139,14 +140,19 @@ def test_each_lag_has_the_metrics_of_its_own_tokens(one_rank: None, model_path: 
     assert all(0 < fraction < 1 for fraction in fractions)
 
 
-def test_ranks_and_micro_batches_add_up_to_the_same(one_rank: None, run_ranks: RunRanks, model_path: ModelPath) -> None:
+@mostly_slow(
+    ("budget", "cut"),
+    [(ONE_MICRO_BATCH, 6), (MANY_MICRO_BATCHES, 9), (MANY_MICRO_BATCHES, 1)],
+    quick=[(MANY_MICRO_BATCHES, 1)],
+)
+def test_ranks_and_micro_batches_add_up_to_the_same(
+    run_ranks: RunRanks, model_path: ModelPath, budget: int, cut: int
+) -> None:
     """In the last split one rank has no more than one answer, so that it lacks most lags."""
     path, rows = model_path(), of_versions(random_rows(13), range(VERSION + 1))
-    entropy = entropies(path, rows)
-    for budget, cut in ((ONE_MICRO_BATCH, 6), (MANY_MICRO_BATCHES, 9), (MANY_MICRO_BATCHES, 1)):
-        (first, report), (second, other) = run_ranks(2, step, (path, budget, rows, cut))
-        assert report == other
-        assert_reported(report, rows, first + second, entropy)
+    (first, report), (second, other) = run_ranks(2, step, (path, budget, rows, cut))
+    assert report == other
+    assert_reported(report, rows, first + second, entropies(path, rows))
 
 
 def test_a_lag_without_tokens_has_no_metrics(one_rank: None, model_path: ModelPath) -> None:

@@ -22,6 +22,7 @@ from headway.models import pretrained
 from headway.reports import checkpoint_folders
 from headway.reports.checkpoint_folders import Checkpoints, Retention
 from tests.engines.train.test_engine import ModelPath, engine
+from tests.tiers import mostly_slow
 
 
 class Killed(BaseException):
@@ -63,7 +64,11 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("there", ["the one before", "half of it", "it, but the driver was not told"])
+@mostly_slow(
+    "there",
+    ["the one before", "half of it", "it, but the driver was not told"],
+    quick=["it, but the driver was not told"],
+)
 def test_a_kill_at_any_step_of_a_checkpoint(there: str, model_path: ModelPath, tmp_path: Path) -> None:
     """Some twenty checkpoints of a tiny model, which take 5 s beside other work."""
     trained, before = engine(model_path()), tmp_path / "before"

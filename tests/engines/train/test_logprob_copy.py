@@ -26,6 +26,7 @@ from headway.errors import ModelError, RunError, UpdateFailed
 from headway.models.logprobs import probe_rows, probe_vector
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, response_logprobs
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ModelPath = Callable[..., str]
@@ -123,8 +124,10 @@ def pair(model_path: ModelPath) -> Any:
         each.copy.close()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "tie"), [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False)]
+@mostly_slow(
+    ("architecture", "tie"),
+    [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False)],
+    quick=[("qwen3", True), ("qwen2", False)],
 )
 async def test_its_log_probs_are_those_of_the_trainer_and_of_the_hugging_face_model(
     pair: Any, model_path: ModelPath, architecture: str, tie: bool

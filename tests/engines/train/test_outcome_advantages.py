@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithms.advantages import ADVANTAGES, looks_at_tokens
@@ -19,6 +18,7 @@ from headway.data.types import Outcomes
 from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.errors import ConfigError, RunError
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, in_rows, whole
+from tests.tiers import searched
 
 FROM_OUTCOMES = sorted(name for name in ADVANTAGES.names() if not looks_at_tokens(ADVANTAGES.get(name)))
 
@@ -54,8 +54,8 @@ def test_what_looks_at_tokens_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", FROM_OUTCOMES)
-@settings(max_examples=25, deadline=None)
-@given(
+@searched(
+    25,
     seed=st.integers(0, 10**6),
     holes=st.booleans(),
     cuts=per_episode(st.lists(st.integers(0, 20), max_size=3)),

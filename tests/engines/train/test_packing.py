@@ -152,7 +152,7 @@ def test_the_batches_of_these_tests_fork_and_are_cut() -> None:
     assert Packing(30).apart(rows, Packing(30)(rows, whole_episodes=True))
 
 
-@mostly_slow(("architecture", "seed"), product(["qwen3", "llama"], range(3)), quick=[("qwen3", 0), ("llama", 1)])
+@mostly_slow(("architecture", "seed"), product(["qwen3", "llama"], range(3)), quick=[("qwen3", 0)])
 def test_packed_rows_have_the_gradient_of_padded_ones_and_of_the_loss_written_out(
     one_rank: None, model_path: ModelPath, architecture: str, seed: int
 ) -> None:
@@ -202,6 +202,7 @@ def test_packed_rows_have_the_same_gradient_on_any_number_of_ranks_with_layers_r
             assert_same_numbers(own, [logprobs[i] for i in places])
 
 
+@pytest.mark.slow
 def test_every_policy_loss_has_the_gradient_of_padded_rows(one_rank: None, model_path: ModelPath) -> None:
     """By two engines that each loss is given to: to open a model takes longer than a gradient."""
     engines = [built(model_path(), configured(packing)) for packing in ("padded", "shared")]
@@ -222,7 +223,7 @@ def replace_k(episode: TrajectoryId | None, k: int) -> TrajectoryId:
     return TrajectoryId(*episode[:-1], k)
 
 
-@pytest.mark.parametrize("budget", [25, 1])
+@mostly_slow("budget", [25, 1], quick=[25])
 def test_a_sequence_whose_episode_is_in_several_packed_micro_batches_has_the_ratio_of_the_whole(
     one_rank: None, model_path: ModelPath, budget: int
 ) -> None:
@@ -312,7 +313,7 @@ def test_steps_of_all_kinds_are_compiled_in_few_variants(
 # ---------------------------------------------------------------------------------------------- the other roles
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@mostly_slow("budget", BUDGETS, quick=[30])
 def test_the_critic_has_the_values_and_the_gradient_of_padded_rows(
     one_rank: None, model_path: ModelPath, budget: int
 ) -> None:
@@ -335,7 +336,7 @@ def test_the_critic_has_the_values_and_the_gradient_of_padded_rows(
     assert own_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@mostly_slow("budget", BUDGETS, quick=[30])
 def test_reference_and_copy_of_the_policy_have_the_log_probs_of_rows_one_by_one(
     one_rank: None, model_path: ModelPath, budget: int
 ) -> None:
@@ -378,8 +379,11 @@ def bloom(folder: Path, _: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("made", "reason"), [(dynamic, "depends on the longest"), (bloom, "attention is its own")], ids=["rope", "bloom"]
+@mostly_slow(
+    ("made", "reason"),
+    [(dynamic, "depends on the longest"), (bloom, "attention is its own")],
+    quick=[(bloom, "attention is its own")],
+    ids=["rope", "bloom"],
 )
 def test_a_model_that_cannot_be_packed_is_trained_with_padded_rows(
     one_rank: None, model_path: ModelPath, tmp_path: Path, made: Callable[[Path, str], str], reason: str
@@ -396,6 +400,7 @@ def test_a_model_that_cannot_be_packed_is_trained_with_padded_rows(
     assert all(torch.equal(grads[name], grad) for name, grad in before.items())
 
 
+@pytest.mark.slow
 def test_a_refused_model_is_padded_on_every_rank(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath, tmp_path: Path
 ) -> None:

@@ -168,6 +168,7 @@ def all_modes(path: str, rows: list[CollatedRow]) -> list[Report]:
     return reports
 
 
+@pytest.mark.slow
 def test_on_two_ranks_the_modes_agree_to_the_last_bit_too(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath
 ) -> None:
@@ -196,7 +197,7 @@ def stale(rows: Sequence[CollatedRow], seed: int = 0) -> list[CollatedRow]:
     ]
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS_AT_WORK[:3], ids=lambda c: c.name or "none")
+@mostly_slow("correction", CORRECTIONS_AT_WORK[:3], quick=CORRECTIONS_AT_WORK[1:2], ids=lambda c: c.name or "none")
 def test_before_the_first_step_the_anchor_of_an_older_token_is_the_policy_itself_recomputed_or_interpolated(
     one_rank: None, model_path: ModelPath, correction: CorrectionConfig
 ) -> None:
@@ -212,6 +213,7 @@ def test_before_the_first_step_the_anchor_of_an_older_token_is_the_policy_itself
     assert abs(reports[BEHAVIOUR][1]["loss"] - reports[RECOMPUTE][1]["loss"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_in_one_batch_each_token_has_the_anchor_of_its_own_lag(one_rank: None, model_path: ModelPath) -> None:
     """Tokens of the current version keep π_behav where it is interpolated, which recomputing would also give them."""
     path, context = model_path(), StepContext(version=VERSION)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.weights.protocols import EndContext, OutgoingWeights
 from headway.errors import ModelError, UpdateFailed
 from tests.engines.train.rows import random_rows, with_columns
-from tests.tiers import crossed
+from tests.tiers import mostly_slow
 
 RunRanks = Callable[..., list[Any]]
 ModelPath = Callable[..., str]
@@ -118,6 +119,7 @@ def test_layers_that_stay_gathered_are_trained_like_others(run_ranks: RunRanks, 
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_step_on_two_ranks_ends_where_one_rank_does(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath
 ) -> None:
@@ -136,7 +138,11 @@ def step(path: str, rows: list[CollatedRow]) -> bytes:
     return buckets(trainer)
 
 
-@crossed(("bucket_bytes", "dtype"), [256, 1024, 2**20], [torch.bfloat16, torch.float32])
+@mostly_slow(
+    ("bucket_bytes", "dtype"),
+    product([256, 1024, 2**20], [torch.bfloat16, torch.float32]),
+    quick=[(256, torch.bfloat16)],
+)
 def test_what_ranks_gather_does_not_depend_on_their_number_or_on_the_size_of_buckets(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath, bucket_bytes: int, dtype: torch.dtype
 ) -> None:
@@ -151,7 +157,7 @@ def gathered(path: str, bucket_bytes: int, dtype: torch.dtype) -> bytes:
     return buckets(engine(path), bucket_bytes, dtype)
 
 
-@pytest.mark.parametrize("encoding", ["full", "delta"])
+@mostly_slow("encoding", ["full", "delta"], quick=["full"])
 def test_after_a_send_that_failed_half_way_the_next_one_sends_what_the_weights_are(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath, encoding: str
 ) -> None:
@@ -198,7 +204,7 @@ class Interrupted:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("senders", [1, 2])
+@mostly_slow("senders", [1, 2], quick=[2])
 def test_gathering_holds_a_bucket_of_its_own_and_one_of_other_shares_and_nothing_else(
     run_ranks: RunRanks, model_path: ModelPath, senders: int
 ) -> None:

@@ -22,6 +22,7 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, response_logprobs
+from tests.tiers import mostly_slow
 
 ModelPath = Callable[..., str]
 RunRanks = Callable[..., list[Any]]
@@ -81,7 +82,7 @@ def assert_as_trained(found: TrainedRow, row: CollatedRow, path: str) -> None:
     assert (found.episode, found.cut) == (row.episode, 0)
 
 
-@pytest.mark.parametrize("packing", ["shared", "packed", "padded"])
+@mostly_slow("packing", ["shared", "packed", "padded"], quick=["shared"])
 def test_rows_of_drawn_groups_are_shown_as_the_step_saw_them(
     one_rank: None, model_path: ModelPath, packing: str
 ) -> None:
@@ -131,6 +132,7 @@ def on_a_rank(path: str, shares: list[list[CollatedRow]]) -> StepReport:
     return engine(path).train_step(shares[dist.get_rank()], context)
 
 
+@pytest.mark.slow
 def test_each_rank_shows_its_own_rows(run_ranks: RunRanks, model_path: ModelPath) -> None:
     """Over 5 s: a second rank is a process that imports torch."""
     rows, path = fetch(), model_path()

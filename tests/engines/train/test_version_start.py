@@ -93,6 +93,7 @@ def test_every_batch_of_a_version_gets_the_log_probs_of_its_start_and_training_d
     assert asked["weights"] == unasked["weights"]
 
 
+@pytest.mark.slow
 def test_so_it_is_on_two_ranks_which_hold_half_of_every_tensor(run_ranks: RunRanks, model_path: ModelPath) -> None:
     """Trains on two ranks, whose start takes seconds."""
     asked = run_ranks(2, two_versions, (model_path("llama", False), True))

@@ -33,6 +33,7 @@ from headway.engines.weights.weight_layout import build_manifest, combined
 from headway.errors import UpdateFailed
 from tests.engines.weights.ends import HOST, PROCESSES, Site, arrival
 from tests.engines.weights.versions import MANIFEST, GivesUp, Wrapped, assert_same, contents, stream, weights
+from tests.tiers import mostly_slow
 
 HERE = EndContext(HOST)
 
@@ -183,12 +184,12 @@ def test_a_sender_killed_in_send_is_named_by_every_receiver_in_bounded_time_and_
 
 
 def test_a_receiver_that_never_joins_is_named(site: Site) -> None:
-    link = site.link("broadcast", "a", timeout_s=1.0)
-    with pytest.raises(UpdateFailed, match=r"trainer waited 1 s for a to join"):
+    link = site.link("broadcast", "a", timeout_s=0.3)
+    with pytest.raises(UpdateFailed, match=r"trainer waited 0\.3 s for a to join"):
         open_sender(link, HERE)
 
 
-@pytest.mark.parametrize("phase", ["the first bucket", "a later bucket", "the end"])
+@mostly_slow("phase", ["the first bucket", "a later bucket", "the end"], quick=["a later bucket"])
 def test_a_receiver_that_falls_silent_is_given_up_and_the_others_fail_at_once(site: Site, phase: str) -> None:
     """It stops before it takes part in the phase's collective, as a process that was stopped does."""
     link = site.link("broadcast", "well", "silent", timeout_s=1.0)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from headway.engines.weights.buckets import BLOCK_UNITS, apply, encode
-from tests.tiers import searched
+from tests.tiers import mostly_slow, searched
 
 Delta = tuple[torch.Tensor | None, int]
 
@@ -184,7 +184,11 @@ def test_a_changed_unit_takes_four_bytes_and_a_block_four_more() -> None:
     assert payload_of(delta).numel() == 4 * 777 + 4 * 5
 
 
-@pytest.mark.parametrize(("changes", "where"), [(4095, 2 * 4095), (4096, 8192), (4097, 8192), (40_000, 8192)])
+@mostly_slow(
+    ("changes", "where"),
+    [(4095, 2 * 4095), (4096, 8192), (4097, 8192), (40_000, 8192)],
+    quick=[(4095, 2 * 4095), (4096, 8192), (4097, 8192)],
+)
 def test_where_more_than_one_in_sixteen_changed_their_places_are_bits(changes: int, where: int) -> None:
     old = random_bytes(BLOCK_BYTES)
     new = with_units_changed(old, random.Random(0).sample(range(BLOCK_UNITS), changes))

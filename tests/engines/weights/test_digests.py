@@ -91,17 +91,17 @@ def test_many_tensors_have_the_digests_of_each() -> None:
 
 
 def test_sums_are_kept_of_some_tensors_at_a_time_however_many_there_are() -> None:
-    """A row of sums takes 4 KiB: of 20,000 tensors at once they would be 81 MB."""
-    manifest = build_manifest((f"w{k}", (1,), torch.uint8) for k in range(20_000))
+    """A row of sums takes 4 KiB: of 5,000 tensors at once they would be 20 MB."""
+    manifest = build_manifest((f"w{k}", (1,), torch.uint8) for k in range(5_000))
     flat, running = random_bytes(manifest.nbytes), RunningDigests(manifest)
     most = 0
-    for start in range(0, manifest.nbytes, 65_536):
-        running.add(start, flat[start : start + 65_536])
+    for start in range(0, manifest.nbytes, 4096):
+        running.add(start, flat[start : start + 4096])
         assert running._sums is not None
         most = max(most, running._sums.untyped_storage().nbytes())
     assert most <= 2**20
     values = running.finished()
-    for k in (0, 63, 64, 12_345, 19_999):
+    for k in (0, 63, 64, 3_210, 4_999):
         assert values[k] == digest(flat[manifest.slots[k].offset : manifest.slots[k].end])
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, bucket_bytes, buckets, build_manifest, slots_in
+from tests.tiers import searched
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -19,7 +19,7 @@ LAYOUTS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=12).map(
 SIZES = st.integers(1, 64).map(lambda n: n * ALIGNMENT)
 
 
-@given(manifest=LAYOUTS)
+@searched(100, manifest=LAYOUTS)
 def test_tensors_lie_without_gaps_each_at_a_multiple_of_its_dtypes_size(manifest: Manifest) -> None:
     end = 0
     for slot in manifest.slots:
@@ -31,13 +31,13 @@ def test_tensors_lie_without_gaps_each_at_a_multiple_of_its_dtypes_size(manifest
     assert manifest.nbytes == end
 
 
-@given(manifest=LAYOUTS)
+@searched(100, manifest=LAYOUTS)
 def test_the_widest_dtypes_come_first_and_equally_wide_ones_in_the_order_given(manifest: Manifest) -> None:
     order = [(-getattr(torch, slot.dtype).itemsize, int(slot.name[1:])) for slot in manifest.slots]
     assert order == sorted(order)
 
 
-@given(nbytes=st.integers(0, 10_000), size=SIZES)
+@searched(100, nbytes=st.integers(0, 10_000), size=SIZES)
 def test_buckets_cover_all_bytes_in_order_and_begin_aligned(nbytes: int, size: int) -> None:
     spans = list(buckets(nbytes, size))
     assert [at for start, stop in spans for at in range(start, stop)] == list(range(nbytes))
@@ -45,7 +45,7 @@ def test_buckets_cover_all_bytes_in_order_and_begin_aligned(nbytes: int, size: i
         assert start % ALIGNMENT == 0 and 0 < stop - start <= size
 
 
-@given(manifest=LAYOUTS, size=SIZES)
+@searched(100, manifest=LAYOUTS, size=SIZES)
 def test_a_layouts_buckets_have_each_tensors_bytes_once_and_in_order(manifest: Manifest, size: int) -> None:
     pieces: dict[str, list[int]] = {slot.name: [] for slot in manifest.slots}
     for start, stop in buckets(manifest.nbytes, size):
@@ -56,7 +56,7 @@ def test_a_layouts_buckets_have_each_tensors_bytes_once_and_in_order(manifest: M
     assert pieces == {slot.name: list(range(slot.nbytes)) for slot in manifest.slots}
 
 
-@given(manifest=LAYOUTS, senders=st.integers(1, 9))
+@searched(100, manifest=LAYOUTS, senders=st.integers(1, 9))
 def test_shares_have_all_tensors_in_order_and_about_as_many_bytes_each(manifest: Manifest, senders: int) -> None:
     shares = replace(manifest, senders=senders).shares()
     assert 1 <= len(shares) <= senders

@@ -14,6 +14,13 @@ from tests.engines.weights.ends import PROCESSES, Site, arrival
 from tests.engines.weights.versions import MANIFEST, GivesUp, assert_same, contents, stream, weights
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _older_objects_are_not_looked_through() -> None:
+    """By each collection of `mapped`: there are a million of them, modules' and other tests'."""
+    gc.collect()
+    gc.freeze()
+
+
 def mapped() -> int:
     """How much memory for weights this process maps: the same twice counts twice."""
     gc.collect()

@@ -20,6 +20,7 @@ from headway.engines.weights.protocols import EndContext, TransportAddress, make
 from headway.engines.weights.weight_layout import buckets, build_manifest
 from tests.engines.weights.ends import arrival
 from tests.engines.weights.versions import hand_over
+from tests.tiers import mostly_slow
 
 MIB = 2**20
 BUCKET = MIB
@@ -147,7 +148,7 @@ def test_a_back_buffer_takes_one_copy_and_filling_it_nothing_more() -> None:
     assert extra.other < SMALL
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@mostly_slow("dtype", [torch.bfloat16, torch.float32], quick=[torch.float32])
 def test_in_place_takes_one_bucket_of_the_senders(dtype: torch.dtype) -> None:
     served = {"a": torch.zeros(3 * MIB, dtype=dtype), "b": torch.zeros(1000, 1000, dtype=dtype)}
     target = InPlace(MANIFEST, Tensors(MANIFEST, whole(served)), window=64 * 1024)
