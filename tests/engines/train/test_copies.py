@@ -137,11 +137,12 @@ CONFIGS = {
 
 @pytest.mark.parametrize(("name", "packed"), [*product(CONFIGS, [True]), ("ppo_clip", False)])
 def test_a_micro_batch_is_one_page_locked_copy_and_reads_nothing(name: str, packed: bool, pinned: list[int]) -> None:
+    """Of most losses one micro-batch: several differ in their rows alone."""
     rows, _ = whole(0)
     engine, totals = trainer(CONFIGS[name], packed=packed), count(rows)
     packs = packs_of(rows, packed=packed)
     assert len(packs) > 1
-    for own, pack in packs:
+    for own, pack in packs if name in ("ppo_clip", "gspo") else packs[:1]:
         one_copy(partial(engine._part, StepContext(version=4), own, pack.trees, totals), pinned)
 
 
@@ -151,11 +152,11 @@ def test_rows_of_other_micro_batches_are_in_the_same_copy(pinned: list[int]) -> 
     engine, totals = trainer(config), count(rows)
     apart, seen = SplitEpisodes(rows, [row.columns["now"] for row in rows]), 0
     for own, pack in packs_of(rows, 12):
-        if apart.beside(own).rows:
+        if seen < 2 and apart.beside(own).rows:
             part = partial(engine._part, StepContext(version=4), own, pack.trees, totals, apart=apart)
             one_copy(part, pinned)
             seen += 1
-    assert seen > 1
+    assert seen == 2
 
 
 def test_functions_of_the_users_own_read_nothing_for_their_padded_rows(pinned: list[int], tmp_path: Path) -> None:
