@@ -90,11 +90,16 @@ def test_the_layers_in_the_docs_are_those_of_the_linter() -> None:
 
 def imported_by(source: str) -> Iterator[str]:
     """Every name that a module imports, in functions and for the type checker, too: ``package.module.name``."""
-    for node in ast.walk(ast.parse(source)):
+    nodes: list[ast.AST] = [ast.parse(source)]
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{name.name}" for name in node.names)
+        else:  # what may hold a statement: expressions, which are most of all nodes, hold none
+            nodes += (
+                n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.excepthandler | ast.match_case)
+            )
 
 
 def test_imports_make_no_circle_among_the_modules_and_packages_of_a_package() -> None:

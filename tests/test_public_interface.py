@@ -65,14 +65,32 @@ def in_a_fresh_process(code: str, *options: str) -> str:
     [
         ("from headway.programs.chat import Chat", "headway.agents.interface.program_chat"),
         ("from headway.rewards.request import ScoreRequest", "headway.agents.rewards.score_request"),
-        ("from headway.rewards.mathematics import equals", "headway.agents.rewards.mathematics"),
+        pytest.param(
+            "from headway.rewards.mathematics import equals",
+            "headway.agents.rewards.mathematics",
+            marks=pytest.mark.slow,
+        ),
         ("from headway.rewards.code import code_of", "headway.agents.rewards.code_reward"),
-        ("from headway.interfaces.rollout import RolloutEngine", "headway.data.interfaces.rollout"),
+        pytest.param(
+            "from headway.interfaces.rollout import RolloutEngine",
+            "headway.data.interfaces.rollout",
+            marks=pytest.mark.slow,
+        ),
         ("from headway.interfaces.calls import Call", "Call is now GenerateRequest"),
-        ("from headway.data.interfaces.generation import GenerateRequest", "headway.data.interfaces.rollout"),
-        ("from headway.weights.protocols import Parcel", "Parcel is now StoredVersion"),
+        pytest.param(
+            "from headway.data.interfaces.generation import GenerateRequest",
+            "headway.data.interfaces.rollout",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "from headway.weights.protocols import Parcel", "Parcel is now StoredVersion", marks=pytest.mark.slow
+        ),
         ("from headway.user_code import pickled_beside", "headway.runtime.user_code"),
-        ("from headway.interfaces.keeper import Keeper", "Keeper is now EpisodeWorkerProtocol"),
+        pytest.param(
+            "from headway.interfaces.keeper import Keeper",
+            "Keeper is now EpisodeWorkerProtocol",
+            marks=pytest.mark.slow,
+        ),
         ("from headway.interfaces import keeper", "headway.data.interfaces.episode_groups"),
     ],
 )

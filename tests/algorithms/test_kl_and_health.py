@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithms.health import MAX_REDUCED, health, ratio_sums
 from headway.algorithms.kl import KINDS, kl_in_reward, kl_penalty
 from headway.algorithms.scores import has_variance
 from headway.errors import ConfigError
+from tests.tiers import searched
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64)
 REF = torch.tensor([0.1, 0.4, -0.5, 0.2], dtype=torch.float64).log_softmax(-1)
@@ -112,8 +112,7 @@ def test_a_plus_in_the_reward_has_no_effect_and_is_refused() -> None:
         kl_in_reward(one, one, one, one > 0, coef=0.1, kind="k3+")
 
 
-@settings(deadline=None)
-@given(st.floats(-25, 25), st.sampled_from(KINDS))
+@searched(100, st.floats(-25, 25), st.sampled_from(KINDS))
 def test_the_penalty_of_one_token_is_the_formula(d: float, kind: str) -> None:
     x = max(-20.0, min(20.0, d))
     expected = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x, "abs": abs(x)}[kind.removesuffix("+")]

@@ -22,6 +22,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "block"), BLOCKS)
 def test_the_usage_on_a_page_is_a_configuration(minimal: Load, page: str, block: str) -> None:
     settings = {"agent.environment": None, **flat(block)}

@@ -5,6 +5,7 @@ import pytest
 
 from headway.config.loading import load
 from headway.errors import ConfigError
+from tests.tiers import crossed
 
 from .conftest import Load, Write
 
@@ -27,11 +28,11 @@ def refusal(*overrides: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize(("key", "values"), [(key, values) for key, values, _ in FIXED])
-@pytest.mark.parametrize("prefix", ["", "+", "actor_rollout_ref.", "+actor_rollout_ref."])
+@crossed(("accepted", "prefix"), FIXED, ["", "+", "actor_rollout_ref.", "+actor_rollout_ref."])
 def test_a_key_of_the_recipes_is_accepted_at_the_value_that_headway_always_has(
-    prefix: str, key: str, values: list[str]
+    accepted: tuple[str, list[str], list[str]], prefix: str
 ) -> None:
+    key, values, _ = accepted
     for value in values:
         loaded = load(None, [f"{prefix}{key}={value}"])
         assert (loaded.config, loaded.user_keys) == (load(None).config, frozenset())

@@ -1,3 +1,4 @@
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.presets import PRESETS
 from headway.errors import ConfigError
-from tests.tiers import crossed
+from tests.tiers import mostly_slow
 
 from .conftest import Load, Write
 
@@ -46,7 +47,11 @@ PASSING = [
 ]
 
 
-@crossed(("mode", "overrides"), PRESETS, PASSING)
+@mostly_slow(
+    ("mode", "overrides"),
+    product(PRESETS, PASSING),
+    quick=[*zip(["colocate_sync", "on_policy", "async_partial"], [PASSING[4], PASSING[1], PASSING[3]], strict=True)],
+)
 def test_what_passed_once_passes_again_from_its_dump(
     minimal: Load, tmp_path: Path, mode: str, overrides: tuple[str, ...]
 ) -> None:

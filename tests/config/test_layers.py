@@ -1,11 +1,11 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.layers import flatten, nest, overlay, read_file, read_overrides
 from headway.errors import ConfigError
+from tests.tiers import searched
 
 from .conftest import Write
 
@@ -17,12 +17,12 @@ trees = st.recursive(
 ).filter(lambda tree: isinstance(tree, dict))
 
 
-@given(trees)
+@searched(100, trees)
 def test_a_tree_survives_being_flattened_and_nested_again(tree: dict[str, Any]) -> None:
     assert nest(dict(flatten(tree))) == tree
 
 
-@given(trees, trees)
+@searched(100, trees, trees)
 def test_overlaying_flat_layers_equals_merging_trees(below: dict[str, Any], above: dict[str, Any]) -> None:
     def merge(one: Any, other: Any) -> Any:
         if not isinstance(one, dict) or not isinstance(other, dict) or not other:

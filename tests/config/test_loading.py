@@ -1,10 +1,10 @@
 import math
 import os
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.checks import without_effect
@@ -13,7 +13,7 @@ from headway.config.presets import PRESETS
 from headway.config.schema import AsyncTrainingConfig, Config, Order
 from headway.errors import ConfigError
 from tests.pipeline.cases import for_each
-from tests.tiers import a_share_and_all, crossed
+from tests.tiers import a_share_and_all, mostly_slow, searched
 
 from .conftest import Load, Write
 
@@ -303,7 +303,17 @@ DUMPED = [
 ]
 
 
-@crossed(("mode", "overrides"), PRESETS, DUMPED)
+@mostly_slow(
+    ("mode", "overrides"),
+    product(PRESETS, DUMPED),
+    quick=[
+        *zip(
+            ["one_step_off", "async_stale", "overlapped", "colocate_async"],
+            [DUMPED[6], DUMPED[8], DUMPED[2], DUMPED[5]],
+            strict=True,
+        )
+    ],
+)
 def test_a_dumped_configuration_loads_back_to_an_equal_one(
     minimal: Load, tmp_path: Path, mode: str, overrides: tuple[str, ...]
 ) -> None:
@@ -329,14 +339,14 @@ def test_a_reference_that_was_escaped_stays_so_from_dump_to_dump(minimal: Load, 
     equal_after_dump(loaded, tmp_path)
 
 
-@given(st.fractions(min_value=0, max_value=1000))
+@searched(100, st.fractions(min_value=0, max_value=1000))
 def test_eta_is_kept_exactly_through_a_dump(eta: Fraction) -> None:
     settings = AsyncTrainingConfig(staleness_threshold=eta)
     again = AsyncTrainingConfig.model_validate(settings.model_dump(mode="json"))
     assert again.staleness_threshold == settings.staleness_threshold == eta
 
 
-@given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 10_000))
+@searched(100, st.integers(0, 999), st.integers(1, 6), st.integers(1, 10_000))
 def test_eta_written_as_a_decimal_is_that_decimal(digits: int, places: int, b: int) -> None:
     eta = AsyncTrainingConfig.model_validate({"staleness_threshold": digits / 10**places}).staleness_threshold
     assert eta == Fraction(digits, 10**places)

@@ -10,6 +10,7 @@ from headway.config.loading import dump, load
 from headway.config.schema_keys import tables
 from headway.config.sections.losses import LOSSES
 from headway.errors import ConfigError
+from tests.tiers import mostly_slow
 
 from .conftest import MINIMAL, Load, Write
 
@@ -18,7 +19,7 @@ TAU = "algorithm.policy_loss.tau_neg"
 C = "algorithm.policy_loss.clip_ratio_c"
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@mostly_slow("loss", LOSSES, quick=[*LOSSES][::4])
 def test_the_resolved_configuration_shows_the_defaults_that_apply(minimal: Load, write: Write, loss: str) -> None:
     config = minimal(f"{MODE}={loss}").config
     shown = yaml.safe_load(dump(config))["algorithm"]["policy_loss"]
@@ -27,7 +28,7 @@ def test_the_resolved_configuration_shows_the_defaults_that_apply(minimal: Load,
     assert load(write(dump(config))).config == config
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@mostly_slow("loss", LOSSES, quick=[*LOSSES][1::4])
 def test_the_reference_shows_each_losss_keys_and_defaults(loss: str) -> None:
     [part] = [part for part in tables() if part.chosen_by == f"loss_mode: {loss}"]
     shown = {key.name.rpartition(".")[2]: yaml.safe_load(key.default) for key in part.keys}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from headway.data.packing import CollatedRow, Packing
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.sharded_module import PolicyModule
 from headway.models.attention.packed_attention import NAME
+from tests.tiers import mostly_slow
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -78,8 +80,11 @@ def test_the_count_of_parameters_is_that_of_transformers(family: str) -> None:
     assert shape_of(config).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@mostly_slow(
+    ("family", "dtype"),
+    product(FAMILIES, [torch.float32, torch.bfloat16]),
+    quick=[*zip(FAMILIES, cycle([torch.float32, torch.bfloat16]), strict=False)],
+)
 def test_what_a_forward_pass_saves_is_what_is_expected(family: str, dtype: torch.dtype) -> None:
     config = FAMILIES[family]()
     step = TrainingStep(Mesh(1, ParallelConfig()), TOKENS, dtype.itemsize)

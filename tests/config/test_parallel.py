@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from headway.config.sections.learning import ParallelConfig, expert_problems, model_problems
+from tests.tiers import searched
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 
@@ -54,7 +55,7 @@ def test_a_mesh_that_fits_gives_each_rank_as_many_query_heads_for_each_of_its_ke
         assert (kv_heads * queries // tp // cp) % (keys // cp) == 0
 
 
-@given(st.integers(1, 24), st.integers(1, 12), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
+@searched(100, st.integers(1, 24), st.integers(1, 12), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
 def test_each_rank_holds_an_expert_of_what_is_advised_or_passes(ranks: int, experts: int, tp: int, ep: int) -> None:
     """FSDP2 gives the ranks of a group what `torch.chunk` gives them."""
 

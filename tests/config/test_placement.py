@@ -1,7 +1,6 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.schema import Config
@@ -17,6 +16,7 @@ from headway.config.sizing.placement import (
     resolve_placement,
 )
 from headway.errors import ConfigError
+from tests.tiers import searched
 
 counts = st.integers(1, 6)
 
@@ -37,7 +37,7 @@ def test_counts_put_training_first_and_generation_after_it() -> None:
     assert (placed.total, placed.idle) == (7, ())
 
 
-@given(st.integers(1, 3), st.integers(1, 12), st.sampled_from([1, 2, 3, 4]))
+@searched(100, st.integers(1, 3), st.integers(1, 12), st.sampled_from([1, 2, 3, 4]))
 def test_replicas_have_neighbours_of_one_machine_and_all_devices_or_are_refused(
     nodes: int, each: int, size: int
 ) -> None:
@@ -135,7 +135,7 @@ def test_generation_without_devices_is_refused() -> None:
         resolve_placement(config(rollout={"nnodes": 0}))
 
 
-@given(counts, counts, counts, counts, st.integers(0, 3), counts, st.booleans())
+@searched(100, counts, counts, counts, counts, st.integers(0, 3), counts, st.booleans())
 def test_counts_use_every_device_once(tn: int, tg: int, rn: int, rg: int, fn: int, fg: int, kl: bool) -> None:
     placed = resolve_placement(
         config(
@@ -156,7 +156,7 @@ def test_counts_use_every_device_once(tn: int, tg: int, rn: int, rg: int, fn: in
     assert (REF in placed.devices) == kl
 
 
-@given(st.integers(2, 24), st.data())
+@searched(100, st.integers(2, 24), st.data())
 def test_whole_shares_give_their_devices_and_roles_overlap_only_where_they_must(
     total: int, data: st.DataObject
 ) -> None:

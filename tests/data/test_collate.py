@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headway.data.packing import CollatedRow, by_episode, token_budget_batches
 from headway.data.types import RowTokens, TrainSample, TrajectoryId, TurnSpan
 from tests.data.resolving import resolve
+from tests.tiers import searched
 
 episodes = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), max_size=12)
 """The lengths of each episode's rows."""
@@ -34,7 +35,7 @@ def test_rows_that_belong_to_nobody_are_batched_longest_first(lengths: list[int]
     assert token_budget_batches(lengths, budget, [[index] for index in range(len(lengths))]) == expected
 
 
-@given(episodes, st.integers(1, 100))
+@searched(100, episodes, st.integers(1, 100))
 def test_rows_of_a_unit_share_a_batch_unless_they_alone_exceed_the_budget(
     lengths: list[list[int]], budget: int
 ) -> None:

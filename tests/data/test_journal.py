@@ -34,7 +34,7 @@ from headway.data.journal import (
     written,
 )
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId
-from tests.tiers import searched
+from tests.tiers import a_share_and_all, searched
 
 values = st.dictionaries(st.text(max_size=5), st.integers(-5, 5) | st.text(max_size=8), max_size=3)
 several = st.lists(st.builds(Record, values, st.binary(max_size=40)), min_size=1, max_size=6)
@@ -200,7 +200,10 @@ def test_a_finished_call_is_found_with_its_tokens_log_probs_and_versions(journal
         assert have.tobytes() == want.tobytes()
 
 
-def test_calls_behind_one_with_a_damaged_byte_are_found_and_none_is_answered_by_other_tokens(journals, tmp_path: Path):
+@a_share_and_all
+def test_calls_behind_one_with_a_damaged_byte_are_found_and_none_is_answered_by_other_tokens(
+    journals, tmp_path: Path, share: float
+):
     """Which calls are in a file is read without their tokens, and without copies of those of whole groups."""
     first, second = journals
     for k in range(3):
@@ -210,7 +213,7 @@ def test_calls_behind_one_with_a_damaged_byte_are_found_and_none_is_answered_by_
     whole = path.read_bytes()
     starts = [record.at for record in records(path)]
     assert len(starts) == 7, "the first one names the run"
-    for place in range(starts[3], starts[4]):  # the second call
+    for place in range(starts[3], starts[4], int(1 / share)):  # the second call
         for change in (1, 128):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ change]) + whole[place + 1 :])
             second.reread(6)

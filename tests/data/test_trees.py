@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from headway.data.packing import LEAST_SHARED, Segments, grow
 from tests.data.trees import rows_and_prompt, seen_by_parents, seen_by_rows
+from tests.tiers import searched
 
 Rows = list[NDArray[np.int32]]
 
@@ -17,8 +18,7 @@ def ids(*tokens: int) -> NDArray[np.int32]:
     return np.array(tokens, np.int32)
 
 
-@settings(max_examples=150)
-@given(rows_and_prompt(), st.booleans())
+@searched(150, rows_and_prompt(), st.booleans())
 def test_every_row_is_found_at_its_places_and_its_tokens_see_those_before_them_in_it_and_no_others(
     given_rows: tuple[Rows, int], shared: bool
 ) -> None:

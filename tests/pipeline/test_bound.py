@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import product
 from math import floor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from headway.pipeline.admission.staleness import admission_limit, lag_bound
 from tests.pipeline.adversary import Live, State, World, exceeds, reachable, worst
 from tests.pipeline.fakes import FakeReward, without_variance
 from tests.pipeline.scenario import Run, Scenario
+from tests.tiers import mostly_slow
 
 HALF = Fraction(1, 2)
 B = 4
@@ -44,7 +46,7 @@ SMALL = [
     (3, Fraction(1, 3), 3, 1),
     (3, Fraction(2, 3), 2, 1),
 ]
-every_small_world = pytest.mark.parametrize(("b", "eta", "window", "replicas"), SMALL)
+every_small_world = mostly_slow(("b", "eta", "window", "replicas"), SMALL, quick=[*SMALL[:9], *SMALL[10:12]])
 
 
 @every_small_world
@@ -171,8 +173,11 @@ def test_wait_can_block_below_its_threshold(b: int, eta: Fraction):
     assert any(blocked(world, state) for state in reachable(world))
 
 
-@pytest.mark.parametrize("eta", [Fraction(1, 4), HALF, Fraction(1), Fraction(2), Fraction(3)])
-@pytest.mark.parametrize("more", [0, 1])
+@mostly_slow(
+    ("eta", "more"),
+    product([Fraction(1, 4), HALF, Fraction(1), Fraction(2), Fraction(3)], [0, 1]),
+    quick=[(Fraction(1, 4), 0), (HALF, 1), (Fraction(1), 0), (Fraction(3), 1)],
+)
 def test_the_pipeline_keeps_max_lag_by_waiting(eta: Fraction, more: int):
     """Everything that is ahead under version 0 is scored so late that all younger groups could overtake it."""
     ahead = range(B, admission_limit(0, eta, B))
@@ -287,12 +292,12 @@ def section(title: str) -> str:
     return rest.partition("\n#")[0]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.title)
+@mostly_slow("example", EXAMPLES, quick=[EXAMPLES[0], EXAMPLES[2], EXAMPLES[4], EXAMPLES[5]])
 def test_the_worked_examples_are_what_the_pipeline_does(example: Example):
     assert markdown(example.table()) in section(example.title)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.title)
+@mostly_slow("example", EXAMPLES, quick=[EXAMPLES[1], EXAMPLES[3]])
 def test_the_worked_examples_name_their_bound(example: Example):
     run = example.run()
     bound = run.of(RunStarted)[0].lag_bound

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from benchmarks.long_run import PROFILE
@@ -83,6 +84,7 @@ class Looks:
     def close(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_nothing_grows_with_groups_and_versions_but_a_leak_that_is_planted(tmp_path: Path) -> None:
     """Simulates 28 versions with their reports; the leak is of one entry every second version."""
     profile = Profile.model_validate({**PROFILE, "validation": {"problems": 4, "n": 1, "test_freq": 1}})

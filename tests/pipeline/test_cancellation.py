@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from itertools import product
 from math import ceil
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.invariants import cancelled_after
 from tests.pipeline.machines import check_machines
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import a_share_and_all, enough
+from tests.tiers import a_share_and_all, enough, mostly_slow
 
 # ---------------------------------------------------------------------------------------------- whole runs
 
@@ -47,7 +48,7 @@ def small(mode: str) -> Scenario:
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["async_partial", "colocate_async"])
 def test_a_run_that_is_cancelled_at_any_event_is_over_at_once(mode: str, share: float):
     """A whole run for each of 40 places, or for a share of them."""
     events = len(small(mode).run().assert_completed().events)
@@ -56,7 +57,7 @@ def test_a_run_that_is_cancelled_at_any_event_is_over_at_once(mode: str, share: 
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "overlapped"])
 def test_a_second_cancellation_while_the_first_is_under_way_changes_nothing(mode: str, share: float):
     """Runs a job once for each of many moments."""
     events = len(small(mode).run().assert_completed().events)
@@ -82,7 +83,7 @@ def test_a_random_run_may_be_cancelled_at_any_moment(share: float):
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["async_stale", "colocate_sync"])
 def test_a_run_that_is_cancelled_between_any_two_turns_of_the_loop_is_over_at_once(mode: str, share: float):
     """Also where nothing is said: 40 places spread over all callbacks of the run, or a share of them."""
 
@@ -243,8 +244,11 @@ def test_things_done_concurrently_all_end_when_they_are_cancelled_at_any_turn():
 
 
 @a_share_and_all
-@pytest.mark.parametrize("policy", list(OnUpdate))
-@pytest.mark.parametrize("mode", ["async_partial", "colocate_async"])
+@mostly_slow(
+    ("mode", "policy"),
+    product(["async_partial", "colocate_async"], OnUpdate),
+    quick=[("async_partial", OnUpdate.DRAIN), ("colocate_async", OnUpdate.INTERRUPT)],
+)
 def test_whoever_waits_for_a_halt_or_the_lease_may_be_cancelled_at_every_turn(
     mode: str, policy: OnUpdate, share: float
 ):

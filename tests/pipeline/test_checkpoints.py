@@ -12,6 +12,7 @@ from headway.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, 
 from headway.pipeline.run import Status
 from tests.pipeline.fake_policies import FakeCritic
 from tests.pipeline.scenario import Run, Scenario
+from tests.tiers import mostly_slow
 
 SAVES: dict[str, Any] = {"trainer": {"save_freq": 1}}
 MODES = ["on_policy", "colocate_sync", "async_partial", "overlapped"]
@@ -24,7 +25,7 @@ def scenario(mode: str = "async_partial", fails: tuple[str, ...] = (), **further
     return Scenario(mode, **{"sections": SAVES, "script": script, **further})
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "overlapped"])
 def test_training_stands_still_for_the_copy_alone(mode: str):
     run = scenario(mode, trainer={"save_s": 30.0, "copy_s": 0.25}).run().assert_completed()
     first, *_ = run.trainer.writes
@@ -34,7 +35,7 @@ def test_training_stands_still_for_the_copy_alone(mode: str):
     assert not any(span[0] < copied[1] and copied[0] < span[1] for _, span in run.trainer.computed if span != copied)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["colocate_sync", "async_partial"])
 def test_a_checkpoint_has_the_state_of_its_boundary_whatever_was_trained_meanwhile(mode: str):
     run = scenario(mode, trainer={"save_s": 4.0}).run().assert_completed()
     reached = {event.version: event.groups for event in run.of(VersionReached)}

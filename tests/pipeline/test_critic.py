@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tests.pipeline.machines import overlap
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_end_of_run import ENDS
 from tests.pipeline.test_update_recovery import failed
-from tests.tiers import a_share_and_all, enough
+from tests.tiers import a_share_and_all, enough, mostly_slow
 
 places = pytest.mark.parametrize("inside", [True, False], ids=["inside the batch", "ranks of its own"])
 
@@ -103,8 +103,11 @@ def check_all(run: Run) -> Run:
 # ---------------------------------------------------------------------------------------------- order
 
 
-@places
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow(
+    ("mode", "inside"),
+    product(MODES, [True, False]),
+    quick=[("colocate_async", True), ("on_policy", False), ("async_partial", True), ("overlapped", False)],
+)
 def test_every_batch_is_valued_then_given_advantages_then_trained_on(mode: str, inside: bool):
     run = Scenario(mode, critic=FakeCritic(), critic_on_trainer_ranks=inside, replicas=2, problems=2).run()
     check_all(run.assert_completed())
@@ -113,7 +116,7 @@ def test_every_batch_is_valued_then_given_advantages_then_trained_on(mode: str, 
     assert stages == (set() if inside else {"Values", "CriticTrain"})
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "stream_off_policy"])
 def test_inside_the_batch_it_is_trained_before_the_actor_and_the_ranks_do_one_thing_at_a_time(mode: str):
     run = Scenario(mode, critic=FakeCritic(), critic_on_trainer_ranks=True).run().assert_completed()
     for fetch in run.of(BatchTaken):
@@ -130,7 +133,7 @@ def test_the_critics_training_inside_the_batch_is_the_trainers_work():
     check_figures(run)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "async_stale"])
 def test_on_ranks_of_its_own_it_is_trained_beside_the_actor(mode: str):
     run = Scenario(mode, critic=FakeCritic(step_s=2.0)).run().assert_completed()
     for fetch in run.of(BatchTaken):
@@ -230,17 +233,18 @@ def test_as_many_as_are_borne_between_finite_ones_change_nothing(monkeypatch: py
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("step_s", [0.25, 8.0])
-@places
+@mostly_slow(("inside", "step_s"), product([True, False], [0.25, 8.0]), quick=[(True, 0.25), (False, 8.0)])
 def test_its_last_checkpoint_comes_before_the_trainers_and_after_all_its_steps(inside: bool, step_s: float):
     run = Scenario("async_partial", critic=FakeCritic(step_s=step_s), critic_on_trainer_ranks=inside).run()
     check_all(run.assert_completed())
     assert [path.name for path, _ in critic(run).saved] == ["version_6"]
 
 
-@pytest.mark.parametrize("step_s", [0.25, 8.0])
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("mode", ["one_step_off", "async_stale", "async_partial", "overlapped"])
+@mostly_slow(
+    ("mode", "inside", "step_s"),
+    product(["one_step_off", "async_stale", "async_partial", "overlapped"], [True, False], [0.25, 8.0]),
+    quick=[("one_step_off", True, 0.25), ("overlapped", False, 8.0), ("async_stale", False, 0.25)],
+)
 def test_so_do_those_for_which_the_next_batch_is_already_valued(mode: str, inside: bool, step_s: float):
     run = Scenario(
         mode, critic=FakeCritic(step_s=step_s), critic_on_trainer_ranks=inside, sections={"trainer": {"save_freq": 1}}

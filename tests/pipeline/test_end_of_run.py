@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 
 import pytest
 
@@ -10,18 +11,18 @@ from headway.events import BatchTaken, CheckpointSaved, GroupAdmitted, RunFinish
 from headway.pipeline.run import Status
 from tests.pipeline.fakes import FakeReward, fails, without_variance
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import a_share_and_all
+from tests.tiers import a_share_and_all, mostly_slow
 
 # ---------------------------------------------------------------------------------------------- by number of groups
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["colocate_sync", "async_stale", "overlapped"])
 def test_with_a_total_no_surplus_is_admitted(mode: str):
     run = Scenario(mode).run().assert_completed()
     assert run.groups["trained"] == run.groups["admitted"] == run.of(RunStarted)[0].total_groups
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_partial", "colocate_async"])
 def test_with_a_total_discards_are_refilled_and_the_exact_number_is_trained(mode: str):
     reward = FakeReward(lambda p: fails("unlucky") if p.row % 5 == 2 else [1.0, 1.0] if p.row % 7 == 3 else [0.0, 1.0])
     run = Scenario(mode, reward=reward, group_filter=without_variance).run().assert_completed()
@@ -70,9 +71,11 @@ ENDS = {
 """Rows of one epoch, for four fetches of four groups a version."""
 
 
-@pytest.mark.parametrize("test_freq", [1, 7])
-@pytest.mark.parametrize("mode", ["stream_off_policy", "async_stale", "async_partial"])
-@pytest.mark.parametrize("rows", ENDS.values(), ids=ENDS)
+@mostly_slow(
+    ("rows", "mode", "test_freq"),
+    product(ENDS.values(), ["stream_off_policy", "async_stale", "async_partial"], [1, 7]),
+    quick=[(32, "stream_off_policy", 1), (40, "async_stale", 7), (42, "async_partial", 1), (3, "stream_off_policy", 7)],
+)
 def test_when_the_data_ends_everything_is_trained_and_the_last_version_validated(rows: int, mode: str, test_freq: int):
     run = Scenario(mode, rows=rows, epochs=1, problems=2, test_freq=test_freq).run().assert_completed()
     versions = -(-rows // 16)
@@ -137,8 +140,16 @@ def interrupted(scenario: Scenario, seconds: float) -> Run:
 
 
 @a_share_and_all
-@pytest.mark.parametrize("by", ["total", "epochs"])
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow(
+    ("mode", "by"),
+    product(MODES, ["total", "epochs"]),
+    quick=[
+        ("on_policy", "epochs"),
+        ("stream_off_policy", "total"),
+        ("overlapped", "epochs"),
+        ("colocate_async", "total"),
+    ],
+)
 def test_a_stop_at_any_moment_ends_at_a_version_boundary_with_a_checkpoint_and_balanced_books(
     mode: str, by: str, share: float
 ):

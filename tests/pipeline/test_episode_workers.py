@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from headway.runtime.task_groups import Tasks, failing_as_one
 from tests.pipeline.fakes import FakeEpisodeWorker, prompt
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import crossed
+from tests.tiers import mostly_slow
 
 
 def at(seconds: float, what: Callable[[Run], object]) -> Callable[[Run], Coroutine[Any, Any, None]]:
@@ -37,7 +38,11 @@ def first_dies(run: Run) -> None:
     run.episode_workers[0].die()
 
 
-@crossed(("mode", "seconds"), MODES, [0.0, 0.25, 2.0, 8.0, 14.0])
+@mostly_slow(
+    ("mode", "seconds"),
+    product(MODES, [0.0, 0.25, 2.0, 8.0, 14.0]),
+    quick=[("colocate_sync", 0.0), ("one_step_off", 0.25), ("async_partial", 2.0), ("overlapped", 8.0)],
+)
 def test_the_only_episode_worker_may_die_at_any_moment(mode: str, seconds: float) -> None:
     run = check_everything(Scenario(mode, problems=2, beside=at(seconds, first_dies)).run().assert_completed())
     assert [event.worker for event in run.of(EpisodeWorkerLost)] == ["episode-worker-0"]

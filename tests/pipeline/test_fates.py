@@ -18,11 +18,12 @@ from headway.events import (
 from headway.pipeline import off_policy_guard
 from tests.pipeline.fakes import FakeReward, fails, without_variance
 from tests.pipeline.scenario import MODES, Scenario
+from tests.tiers import mostly_slow
 
 # ---------------------------------------------------------------------------------------------- filtered and failed
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "colocate_async"])
 def test_filtering_everything_does_not_stall_but_ends_with_the_filters_statistics(mode: str):
     reward = FakeReward(lambda _: [1.0, 1.0])
     run = Scenario(mode, reward=reward, group_filter=without_variance).run()
@@ -61,7 +62,7 @@ def test_failing_rewards_give_failed_fates_with_their_reason_and_the_run_goes_on
     assert {event.number for event in failed}.isdisjoint(event.number for event in run.of(GroupRewarded))
 
 
-@pytest.mark.parametrize("mode", ["async_partial", "on_policy", "colocate_sync"])
+@mostly_slow("mode", ["async_partial", "on_policy", "colocate_sync"], quick=["on_policy"])
 def test_failed_episodes_are_left_out_and_the_books_of_episodes_balance(mode: str):
     def failing(number: int, k: int) -> str | None:
         return "too slow" if number % 5 == 0 and (k == 1 or number % 10 == 0) else None

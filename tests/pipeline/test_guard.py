@@ -37,7 +37,7 @@ from tests.pipeline.cases import ETAS, Case, cases, faulty, for_each
 from tests.pipeline.figures import check_figures
 from tests.pipeline.machines import check_machines
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import a_share_and_all, enough
+from tests.tiers import a_share_and_all, enough, mostly_slow
 
 LEAST = 0.5
 AHEAD = ["one_step_off", "async_stale", "async_partial", "overlapped", "colocate_async"]
@@ -144,7 +144,7 @@ def test_the_clip_range_is_halved_down_to_an_eighth_and_widens_back(ess: Sequenc
     ]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "overlapped"])
 def test_the_width_reaches_every_step(mode: str):
     def ess(step: int) -> float:
         return 0.9 if step % 7 in (2, 6) else 0.1
@@ -234,7 +234,7 @@ def check_lowered(run: Run) -> Ahead:
     return ahead
 
 
-@pytest.mark.parametrize("mode", AHEAD)
+@mostly_slow("mode", AHEAD, quick=["one_step_off", "async_stale"])
 def test_a_run_whose_data_stays_far_off_policy_becomes_on_policy_and_ends(mode: str):
     run = guarded("lower_eta", lambda _: 0.1, mode, replicas=2).run().assert_completed()
     ahead = check_lowered(run)
@@ -247,7 +247,7 @@ def test_a_run_whose_data_stays_far_off_policy_becomes_on_policy_and_ends(mode: 
     assert run.version == 6
 
 
-@pytest.mark.parametrize("mode", AHEAD)
+@mostly_slow("mode", AHEAD, quick=["overlapped", "colocate_async"])
 def test_when_the_size_comes_back_so_does_eta(mode: str):
     """Low for the first third of the steps; the run is long enough for every halving to be undone."""
     per_version = Scenario(mode).config.groups_per_version // 4
@@ -303,7 +303,7 @@ def test_the_bound_holds_and_the_run_ends_whatever_the_sizes(share: float):
 # ---------------------------------------------------------------------------------------------- stop
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_partial"])
 def test_the_run_stops_after_the_version_with_a_checkpoint_and_says_why(mode: str):
     per_version = Scenario(mode).config.groups_per_version // 4
     run = guarded("stop", lambda step: 0.1 if step >= 2 * per_version else 0.9, mode, problems=2).run()

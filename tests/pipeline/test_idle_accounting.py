@@ -6,11 +6,11 @@ window. The second compares whole runs; random ones are compared in test_random_
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.events import (
@@ -32,7 +32,7 @@ from headway.reports.metrics.summary import summary
 from tests.pipeline.fakes import FakeReward
 from tests.pipeline.figures import check_figures, near, replay
 from tests.pipeline.scenario import MODES, Scenario
-from tests.tiers import crossed
+from tests.tiers import mostly_slow, searched
 
 TICKS = 64
 """Of a second each, in the made-up runs."""
@@ -81,8 +81,7 @@ windows = st.tuples(st.integers(0, TICKS // 2), st.integers(TICKS // 2 + 1, TICK
 works = st.lists(st.tuples(st.sampled_from(["forward", "step", "gather", "save", "send"]), spans), max_size=12)
 
 
-@settings(max_examples=150)
-@given(windows, works)
+@searched(150, windows, works)
 def test_the_trainers_idle_ratio_is_the_share_of_ticks_in_no_span_of_its_own_work(window, work):
     """Overlaps count once, what lies outside the window not at all, and saving or sending is no work."""
     first, last = window
@@ -91,8 +90,7 @@ def test_the_trainers_idle_ratio_is_the_share_of_ticks_in_no_span_of_its_own_wor
     assert near(told(run_of(first, last, *events))["trainer/idle_ratio"], busy.count(False) / len(busy))
 
 
-@settings(max_examples=150)
-@given(windows, st.lists(st.lists(spans, max_size=4), max_size=5), st.lists(spans, max_size=4))
+@searched(150, windows, st.lists(st.lists(spans, max_size=4), max_size=5), st.lists(spans, max_size=4))
 def test_the_rollouters_idle_ratio_is_the_mean_of_each_replicas_idle_ticks(window, reports, other):
     """A replica that reports nothing is idle all the time. Reports may come in any pieces."""
     first, last = window
@@ -101,8 +99,7 @@ def test_the_rollouters_idle_ratio_is_the_mean_of_each_replicas_idle_ticks(windo
     assert near(told(run_of(first, last, *events))["rollouter/idle_ratio"], sum(idle) / 2)
 
 
-@settings(max_examples=100)
-@given(windows, st.lists(st.tuples(times, st.integers(1, 8), st.integers(1, 4)), max_size=5))
+@searched(100, windows, st.lists(st.tuples(times, st.integers(1, 8), st.integers(1, 4)), max_size=5))
 def test_slot_utilization_is_busy_slots_over_all_slots_tick_by_tick(window, reports):
     """Each report has one span in which a number of slots is busy; its part outside the window does not count."""
     first, last = window
@@ -142,8 +139,7 @@ def test_the_slots_of_a_late_replica_count_from_its_join():
     assert figures["rollouter/slot_utilization"] == 192 / (6 * 64 + 6 * 32)
 
 
-@settings(max_examples=150)
-@given(windows, times, times, st.lists(spans, max_size=4), st.lists(spans, max_size=4))
+@searched(150, windows, times, times, st.lists(spans, max_size=4), st.lists(spans, max_size=4))
 def test_the_ticks_of_a_replica_count_from_its_join_to_its_loss(window, join, loss, early, late):
     """One is lost, another joins; a third, which is there all the time, does nothing."""
     first, last = window
@@ -168,7 +164,11 @@ def reward() -> FakeReward:
     return FakeReward(seconds=lambda prompt: 4.0 if prompt.row % 5 == 0 else 0.25)
 
 
-@crossed(("mode", "replicas"), MODES, [1, 2])
+@mostly_slow(
+    ("mode", "replicas"),
+    product(MODES, [1, 2]),
+    quick=[("colocate_sync", 2), ("one_step_off", 1), ("async_partial", 2), ("overlapped", 2)],
+)
 def test_the_figures_of_a_run_are_those_of_its_ticks(mode: str, replicas: int):
     """Validation after the last step is outside the window; answers are long and short, steps quick and slow."""
     run = Scenario(
@@ -183,7 +183,7 @@ def test_the_figures_of_a_run_are_those_of_its_ticks(mode: str, replicas: int):
     check_figures(run.assert_completed())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "overlapped", "colocate_async"])
 def test_reports_in_any_rhythm_give_the_same_figures(mode: str):
     """Activity is reported every so often; how often says nothing about the run."""
 

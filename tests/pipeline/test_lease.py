@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from headway.events import (
 )
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import Run, Scenario
+from tests.tiers import mostly_slow
 
 SHARED = ["colocate_sync", "colocate_async"]
 
@@ -50,8 +51,7 @@ def several_fetches(**more: Any) -> Scenario:
     return Scenario("colocate_async", async_training=values, total=32, slots=4, **more)
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("mode", SHARED)
+@mostly_slow(("mode", "replicas"), product(SHARED, [1, 3]), quick=[("colocate_sync", 3), ("colocate_async", 1)])
 def test_training_and_generation_never_compute_at_once(mode: str, replicas: int):
     scenario = Scenario(mode, replicas=replicas, problems=3, lengths=long_or_short, slots=3)
     run = check_everything(scenario.run().assert_completed())
@@ -138,7 +138,7 @@ def any_load_in(run: Run, halt: ReplicaHalted) -> bool:
     return any(halt.span[0] < time <= halt.span[1] for _, time in run.rollouts[0].loads)
 
 
-@pytest.mark.parametrize("moment", [0.5, 2.0, 4.0, 5.5, 6.0, 7.25, 9.0])
+@mostly_slow("moment", [0.5, 2.0, 4.0, 5.5, 6.0, 7.25, 9.0], quick=[0.5, 5.5, 6.0])
 def test_one_of_several_replicas_may_die_whoever_has_the_devices(moment: float):
     async def beside(run: Run) -> None:
         await asyncio.sleep(moment)

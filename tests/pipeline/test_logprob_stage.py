@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle, product
 
 import pytest
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from tests.pipeline.machines import ROUNDING, overlap
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_end_of_run import ENDS
 from tests.pipeline.test_update_recovery import SCHEDULES, TIMEOUT_S, both_schedules, failed
-from tests.tiers import a_share_and_all, enough
+from tests.tiers import a_share_and_all, enough, mostly_slow
 
 STREAMING = ["stream_off_policy", "async_stale", "async_partial"]
 """Modes with four fetches a version."""
@@ -69,8 +70,11 @@ def check_ahead(run: Run) -> Run:
 # ---------------------------------------------------------------------------------------------- on ranks of its own
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow(
+    ("mode", "ranks"),
+    product(MODES, [1, 3]),
+    quick=[("on_policy", 1), ("one_step_off", 3), ("stream_off_policy", 1), ("overlapped", 3)],
+)
 def test_on_ranks_of_its_own_it_computes_every_batch_under_the_version_that_trains_it(mode: str, ranks: int):
     run = check_ahead(Scenario(mode, logp_ranks=ranks, replicas=2, problems=2).run().assert_completed())
     assert len(logp(run).asked) == run.groups["trained"] // 4
@@ -104,7 +108,7 @@ def test_what_the_trainer_would_have_computed_itself_takes_it_no_time():
     assert inside.assert_completed().ended - beside.assert_completed().ended == 8.0
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "async_partial", "overlapped"])
+@mostly_slow("mode", ["one_step_off", "async_partial", "overlapped"], quick=["one_step_off", "overlapped"])
 def test_time_in_which_the_trainer_computes_is_no_time_in_which_it_waits_for_groups(mode: str):
     run = Scenario(mode, logp_ranks=1, trainer={"step_s": lambda _: 8.0}).run().assert_completed()
     metrics, _ = replay(run)
@@ -117,7 +121,7 @@ def test_time_in_which_the_trainer_computes_is_no_time_in_which_it_waits_for_gro
         assert summary(metrics)["bottleneck"].startswith("Training was the bottleneck")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_partial", "overlapped"])
 def test_it_takes_no_batch_of_a_version_that_the_trainer_has_not_reached(mode: str):
     """It is much faster than the trainer, and much more is generated than the trainer takes."""
     scenario = Scenario(mode, logp_ranks=1, logp_s=0.0, lengths=lambda _: 1, slots=64)
@@ -130,7 +134,7 @@ def test_it_takes_no_batch_of_a_version_that_the_trainer_has_not_reached(mode: s
         assert fetch.version == index // per_version
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "async_stale", "overlapped"])
 def test_the_first_batch_of_a_version_waits_until_all_its_ranks_serve_it(mode: str):
     def slow(run: Run) -> None:
         run.others[1]._load_s = 5.0
@@ -144,8 +148,9 @@ def test_the_first_batch_of_a_version_waits_until_all_its_ranks_serve_it(mode: s
     assert waited or mode not in RUN_AHEAD, "groups were there before"
 
 
-@pytest.mark.parametrize("mode", STREAMING)
-@pytest.mark.parametrize("rows", ENDS.values(), ids=ENDS)
+@mostly_slow(
+    ("rows", "mode"), product(ENDS.values(), STREAMING), quick=[*zip(ENDS.values(), cycle(STREAMING), strict=False)]
+)
 def test_when_the_data_gives_out_the_last_batch_is_short_and_an_empty_one_is_not_asked_about(rows: int, mode: str):
     run = check_ahead(Scenario(mode, rows=rows, epochs=1, problems=2, logp_ranks=1).run().assert_completed())
     assert run.groups["trained"] == run.groups["admitted"] == rows
@@ -153,7 +158,7 @@ def test_when_the_data_gives_out_the_last_batch_is_short_and_an_empty_one_is_not
     assert [ask.samples for ask in logp(run).asked] == [8] * (rows // 4) + [2 * (rows % 4)] * (rows % 4 > 0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_stale", "overlapped"])
 def test_discards_change_nothing_about_it(mode: str):
     reward = FakeReward(lambda p: fails("unlucky") if p.row % 5 == 2 else [1.0, 1.0] if p.row % 7 == 3 else [0.0, 1.0])
     run = Scenario(mode, reward=reward, group_filter=without_variance, logp_ranks=1, replicas=3).run()
@@ -197,7 +202,8 @@ def test_everything_holds_in_every_run_with_it(share: float):
     assert ahead >= enough(20, share), "cases in which nothing is computed ahead prove little"
 
 
-@a_share_and_all
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1], ids=["all"])
 def test_a_run_may_be_stopped_at_any_time_and_ends_at_a_version(share: float):
     stopped = 0
 
@@ -210,7 +216,8 @@ def test_a_run_may_be_stopped_at_any_time_and_ends_at_a_version(share: float):
     assert stopped >= enough(20, share)
 
 
-@a_share_and_all
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1], ids=["all"])
 def test_replicas_may_die_join_or_hang_meanwhile(share: float):
     """Takes seconds: many random schedules."""
 
@@ -251,8 +258,11 @@ def never_loads(rank: FakeReceiver) -> None:
     rank.never_loads = True
 
 
-@pytest.mark.parametrize("hangs", [never_receives, never_loads])
-@both_schedules
+@mostly_slow(
+    ("mode", "hangs"),
+    product(SCHEDULES, [never_receives, never_loads]),
+    quick=[("async_partial", never_receives), ("overlapped", never_loads)],
+)
 def test_a_rank_that_says_nothing_during_an_update_ends_the_run_with_its_name(
     mode: str, hangs: Callable[[FakeReceiver], None]
 ):
@@ -311,8 +321,17 @@ def test_ranks_that_compute_for_ever_end_the_run_with_the_stages_name_when_nothi
 # ---------------------------------------------------------------------------------------------- on the trainer's ranks
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+@mostly_slow(
+    ("mode", "shape"),
+    product(MODES, [(1, 1), (2, 2)]),
+    quick=[
+        ("on_policy", (2, 2)),
+        ("one_step_off", (1, 1)),
+        ("stream_off_policy", (1, 1)),
+        ("overlapped", (2, 2)),
+        ("colocate_sync", (1, 1)),
+    ],
+)
 def test_on_the_trainers_ranks_it_is_asked_once_per_batch_and_before_a_versions_first_step(
     mode: str, shape: tuple[int, int]
 ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
+from itertools import product
 from math import floor
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.fakes import FakeReward
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import Run, Scenario
-from tests.tiers import a_share_and_all
+from tests.tiers import mostly_slow
 
 B = 4
 
@@ -53,8 +54,7 @@ def test_without_a_largest_lag_a_slow_group_is_overtaken_again_and_again():
 # ---------------------------------------------------------------------------------------------- wait
 
 
-@pytest.mark.parametrize("eta", [0.5, 1, 2])
-@pytest.mark.parametrize("more", [0, 1])
+@mostly_slow(("eta", "more"), product([0.5, 1, 2], [0, 1]), quick=[(0.5, 0), (1, 1), (2, 0)])
 def test_wait_keeps_the_largest_lag_and_drops_nothing(eta: float, more: int):
     max_lag = floor(1 + Fraction(str(eta)) - Fraction(1, B)) + more
     run = check_everything(ready("wait", max_lag, eta, lengths=rare_and_long, total=48).run().assert_completed())
@@ -94,7 +94,8 @@ def test_a_group_with_newer_tokens_than_its_admission_is_due_later():
     assert max(lags(narrow)) <= max(lags(run)) == 1
 
 
-@a_share_and_all
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1], ids=["all"])
 def test_waiting_never_deadlocks_and_never_exceeds_its_bound_in_any_case(share: float):
     """A hundred whole runs and more."""
     waited: Counter[bool] = Counter()
@@ -112,8 +113,11 @@ def test_waiting_never_deadlocks_and_never_exceeds_its_bound_in_any_case(share: 
 # ---------------------------------------------------------------------------------------------- drop
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 2])
-@pytest.mark.parametrize("on_update", ["drain", "interrupt", "keep"])
+@mostly_slow(
+    ("max_lag", "on_update"),
+    product([0, 1, 2], ["drain", "interrupt", "keep"]),
+    quick=[(0, "interrupt"), (1, "keep"), (2, "drain")],
+)
 def test_drop_keeps_the_largest_lag_and_refills_what_it_drops(max_lag: int, on_update: str):
     scenario = ready("drop", max_lag, lengths=rare_and_long, total=48)
     scenario.async_training["on_update"] = on_update

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle, product
+
 import pytest
 
 from headway.events import (
@@ -17,7 +19,7 @@ from headway.events import (
 )
 from tests.pipeline.fakes import FakeReward
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import crossed
+from tests.tiers import mostly_slow
 
 MANY_SPEEDS = [0.125, 1.0, 8.0]
 """Seconds of an optimizer step: the trainer starves, keeps up, is the bottleneck."""
@@ -27,7 +29,7 @@ def spans_more_than_one_version(run: Run) -> list[TrajectoryFinished]:
     return [t for t in run.of(TrajectoryFinished) if len({version for _, version in t.version_spans}) > 1]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "stream_off_policy", "colocate_async"])
 def test_every_group_has_exactly_one_fate_and_the_exact_number_is_trained(mode: str):
     run = Scenario(mode, problems=3).run().assert_completed()
     total = run.of(RunStarted)[0].total_groups
@@ -37,7 +39,11 @@ def test_every_group_has_exactly_one_fate_and_the_exact_number_is_trained(mode: 
     assert run.validated() == [0, 1, 2, 3, 4, 5, 6]
 
 
-@crossed(("mode", "step_s"), MODES, MANY_SPEEDS)
+@mostly_slow(
+    ("mode", "step_s"),
+    product(MODES, MANY_SPEEDS),
+    quick=[*zip(["colocate_sync", "one_step_off", "async_stale", "overlapped"], cycle(MANY_SPEEDS), strict=False)],
+)
 def test_no_group_exceeds_the_bound_on_lag(mode: str, step_s: float):
     run = Scenario(mode, trainer={"step_s": lambda _: step_s}).run().assert_completed()
     bound = run.of(RunStarted)[0].lag_bound
@@ -45,7 +51,7 @@ def test_no_group_exceeds_the_bound_on_lag(mode: str, step_s: float):
     assert max(lag for step in run.of(OptimizerStepped) for lag in step.lags) <= bound
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["async_stale", "overlapped", "colocate_async"])
 def test_drain_never_cuts_an_answer_short(mode: str):
     run = Scenario(mode, async_training={"on_update": "drain"}, slots=3).run().assert_completed()
     assert spans_more_than_one_version(run) == []
@@ -147,7 +153,7 @@ def test_keep_goes_on_in_place():
     assert spans_more_than_one_version(run)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "async_partial", "overlapped"])
 def test_several_replicas_load_every_version_and_share_the_work(mode: str):
     run = Scenario(mode, replicas=3, problems=2, slots=4).run().assert_completed()
     for rollout in run.rollouts:
@@ -157,7 +163,7 @@ def test_several_replicas_load_every_version_and_share_the_work(mode: str):
     assert {t.replica for t in run.of(TrajectoryFinished)} == {"rollout-0", "rollout-1", "rollout-2"}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "overlapped", "colocate_sync"])
 def test_each_update_has_its_five_phases_and_its_stalls(mode: str):
     run = Scenario(mode, replicas=2).run().assert_completed()
     for version in range(1, 7):

@@ -3,6 +3,7 @@ until a whole version is there. The fake raises where that is not so."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.pipeline.fakes import FakeRollout
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_update_recovery import SCHEDULES, TIMEOUT_S, both_schedules, failed, is_phase, lost, when
-from tests.tiers import a_share_and_all
+from tests.tiers import mostly_slow
 
 GATHER_AND_RECV_S = 0.25 + 2.0
 
@@ -34,8 +35,11 @@ def one_buffer(mode: str = "async_partial", replicas: int = 2, **more: Any) -> S
     )
 
 
-@pytest.mark.parametrize("policy", ["drain", "interrupt", "keep"])
-@both_schedules
+@mostly_slow(
+    ("mode", "policy"),
+    product(SCHEDULES, ["drain", "interrupt", "keep"]),
+    quick=[("async_partial", "drain"), ("overlapped", "interrupt"), ("overlapped", "keep")],
+)
 def test_nothing_decodes_from_before_the_transfer_to_after_the_load(mode: str, policy: str):
     run = check_everything(one_buffer(mode, async_training={"on_update": policy}).run().assert_completed())
     for replica in run.rollouts:
@@ -46,7 +50,7 @@ def test_nothing_decodes_from_before_the_transfer_to_after_the_load(mode: str, p
     assert not run.of(UpdateRetried)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "async_stale", "overlapped"])
 def test_it_works_in_every_mode(mode: str):
     run = check_everything(Scenario(mode, replicas=2, engine={"double_buffered": False}).run().assert_completed())
     assert run.version == 6
@@ -132,7 +136,8 @@ def test_a_version_that_is_overtaken_while_a_replica_drains_is_not_sent():
     assert not {p.version for p in run.of(UpdatePhase) if p.where == "rollout-0"} & set(superseded)
 
 
-@a_share_and_all
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1], ids=["all"])
 def test_everything_holds_in_random_runs_whoever_dies_joins_or_receives_corrupted_weights(share: float):
     """A hundred whole runs and more."""
     for_each(

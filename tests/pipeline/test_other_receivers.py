@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -12,10 +13,19 @@ from tests.pipeline.fake_policies import FakeReceiver
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_replicas import at, joins
-from tests.pipeline.test_update_recovery import TIMEOUT_S, both_schedules, failed, hangs_in_recv, lost, scenario
+from tests.pipeline.test_update_recovery import (
+    SCHEDULES,
+    TIMEOUT_S,
+    both_schedules,
+    failed,
+    hangs_in_recv,
+    lost,
+    scenario,
+)
+from tests.tiers import mostly_slow
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "async_partial", "overlapped"])
 def test_it_gets_every_version_in_order_before_the_update_is_over(mode: str):
     run = check_everything(Scenario(mode, replicas=2, receivers=("logp",)).run().assert_completed())
     (logp,) = run.others
@@ -76,8 +86,11 @@ def never_loads(logp: FakeReceiver) -> None:
     logp.never_loads = True
 
 
-@pytest.mark.parametrize("hangs", [never_receives, never_loads])
-@both_schedules
+@mostly_slow(
+    ("mode", "hangs"),
+    product(SCHEDULES, [never_receives, never_loads]),
+    quick=[("async_partial", never_loads), ("overlapped", never_receives)],
+)
 def test_its_silence_ends_the_run_with_its_name_in_bounded_time(mode: str, hangs: Callable[[FakeReceiver], None]):
     run = failed(
         scenario(mode, receivers=("logp",), script=lambda run: hangs(run.others[0])),

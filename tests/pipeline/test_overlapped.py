@@ -8,7 +8,6 @@ from itertools import pairwise
 from math import floor
 from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from headway.data.types import TrajectoryId
@@ -27,7 +26,7 @@ from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.fakes import FakeReward, FakeRollout, fails
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import Run, Scenario
-from tests.tiers import a_share_and_all, enough
+from tests.tiers import a_share_and_all, enough, mostly_slow
 
 
 def overlapped(eta: int = 1, recv_s: float = 0.25, load_s: float = 0.125, **more: object) -> Scenario:
@@ -107,7 +106,7 @@ def test_a_version_that_is_due_and_superseded_is_validated_with_the_next_one_tha
     assert run.validated() == [0, 4, 6]
 
 
-@pytest.mark.parametrize("eta", [1, 2, 3])
+@mostly_slow("eta", [1, 2, 3], quick=[2])
 def test_replicas_differ_by_at_most_one_plus_eta_versions_and_that_much_is_reached(eta: int):
     """Replica 0 validates for 25 s what it has loaded, and loads nothing meanwhile."""
     scenario = overlapped(eta=eta, replicas=2, problems=1, slots=64, lengths=slow_validation, total=48)

@@ -21,7 +21,7 @@ from tests.pipeline.cases import for_each
 from tests.pipeline.episode_books import programs_of, run_and_check
 from tests.pipeline.episodes import MANY, SOME, EpisodeCase, TellingRollout, episode_cases
 from tests.pipeline.test_random_runs import log
-from tests.tiers import enough
+from tests.tiers import enough, mostly_slow
 
 pytestmark = pytest.mark.timeout(900)
 """Quick as they are: a case that fails is run many times more, until it is as small as can be."""
@@ -112,7 +112,7 @@ def check(case: EpisodeCase) -> Counter[str]:
 
 
 @a_few_and_all
-@pytest.mark.parametrize("name", SEARCHES)
+@mostly_slow("name", SEARCHES, quick=["undisturbed", "troubled", "drained by episodes", "lost machines"])
 def test_everything_holds_in_every_run_of_episodes(name: str, share: float):
     """Hundreds of whole runs: rare coincidences of moments are found by their number alone. All take two minutes."""
     search, seen = SEARCHES[name], Counter[str]()

@@ -32,7 +32,8 @@ def test_a_stop_at_any_moment_ends_a_run_with_its_books_balanced(share: float):
     assert ends[Status.INTERRUPTED] > sum(ends.values()) / 2
 
 
-@a_share_and_all
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1], ids=["all"])
 def test_replicas_may_die_at_any_moment(share: float):
     """Hundreds of whole runs, as deaths come between any two events."""
     happened: Counter[str] = Counter()
@@ -47,7 +48,8 @@ def test_replicas_may_die_at_any_moment(share: float):
     assert min(happened["went on"], happened["ended by it"]) > enough(50, share), happened
 
 
-@a_share_and_all
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1], ids=["all"])
 def test_replicas_may_join_at_any_moment(share: float):
     """Hundreds of whole runs, as replicas join between any two events."""
     joined = 0
@@ -61,7 +63,8 @@ def test_replicas_may_join_at_any_moment(share: float):
     assert joined > enough(100, share)
 
 
-@a_share_and_all
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1], ids=["all"])
 def test_episode_workers_may_die_at_any_moment_and_no_run_ends_by_it(share: float):
     """Hundreds of whole runs, as deaths come between any two events. Replicas die, too."""
     happened: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -21,7 +21,7 @@ from tests.pipeline.books import Rules
 from tests.pipeline.cases import SCHEDULES, Case, cases, faulty, for_each
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import a_share_and_all, crossed, enough
+from tests.tiers import a_share_and_all, crossed, enough, mostly_slow
 
 pytestmark = pytest.mark.timeout(600)
 """Quick as they are: a case that fails is run many times more, until it is as small as can be."""
@@ -65,7 +65,8 @@ def test_the_same_seed_gives_the_same_event_log_byte_for_byte(share: float):
     for_each(faulty("joins", "stop", discards=(0.0, 0.0)), share * 60, check)
 
 
-@a_share_and_all
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1], ids=["all"])
 def test_the_same_seed_gives_the_same_event_log_although_the_run_fails(share: float):
     """Dozens of tasks are cancelled then, and each of them has something to say."""
     failed = 0
@@ -112,7 +113,8 @@ def test_how_much_is_admitted_under_a_version_depends_on_nothing_but_the_version
     for_each(cases(**undiscarded), share * SCHEDULES["admission"], check)
 
 
-@a_share_and_all
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1], ids=["all"])
 def test_waves_are_as_large_whatever_the_order_in_which_groups_finish(share: float):
     """Takes seconds: many random schedules."""
 
@@ -136,7 +138,11 @@ def test_a_drained_answer_has_one_version_and_no_answer_is_cut_short(share: floa
     for_each(cases(on_update="drain", overlapped=False, on_overdue="wait", longest=120), share * 40, check)
 
 
-@crossed(("eta", "window"), [Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(2)], [1, 4, 8])
+@mostly_slow(
+    ("eta", "window"),
+    product([Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(2)], [1, 4, 8]),
+    quick=[(Fraction(1, 4), 8), (Fraction(1), 4), (Fraction(3, 2), 1)],
+)
 def test_the_bound_on_lag_is_reached(eta: Fraction, window: int):
     """By the last group that a version admits, when its answer is so long that W − 1 others overtake it."""
     largest = 0
@@ -156,7 +162,11 @@ def test_the_bound_on_lag_is_reached(eta: Fraction, window: int):
     assert largest == lag_bound(eta, 8, window)
 
 
-@pytest.mark.parametrize(("eta", "b"), [("0.3", 10), ("4/3", 9), ("2/3", 9), ("4/3", 3), ("0.1", 10), ("1/3", 3)])
+@mostly_slow(
+    ("eta", "b"),
+    [("0.3", 10), ("4/3", 9), ("2/3", 9), ("4/3", 3), ("0.1", 10), ("1/3", 3)],
+    quick=[("0.3", 10), ("4/3", 3)],
+)
 def test_eta_is_exact_at_the_boundary(eta: str, b: int):
     """Where η·B is a whole number, one bit too few under ⌊·⌋ would cost a group."""
     scenario = Scenario("async_partial", async_training={"staleness_threshold": eta, "trigger_parameter_sync_step": b})

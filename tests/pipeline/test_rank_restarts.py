@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from headway.pipeline.recovery.liveness import ProcessLook
 from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.mortal_ranks import MortalCritic, MortalReference, MortalTrainer
 from tests.pipeline.scenario import Run, Scenario
-from tests.tiers import a_share_and_all, enough
+from tests.tiers import a_share_and_all, enough, mostly_slow
 
 MODES = ["on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial", "overlapped"]
 
@@ -72,7 +73,7 @@ def check(run: Run) -> Run:
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "async_stale", "overlapped"])
 def test_it_may_be_lost_at_any_moment_in_every_mode(mode: str, share: float):
     """Some twenty whole runs on the virtual clock, or a share of them."""
     length = scenario(mode).run().ended
@@ -121,7 +122,7 @@ def check_shared(run: Run) -> Run:
 
 
 @a_share_and_all
-@pytest.mark.parametrize(("mode", "settings"), SHARED)
+@mostly_slow(("mode", "settings"), SHARED, quick=SHARED[1:])
 def test_on_shared_devices_replicas_come_back_with_the_ranks_at_any_moment(
     mode: str, settings: dict[str, Any], share: float
 ):
@@ -304,7 +305,7 @@ def restarted(run: Run, role: str) -> int:
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_partial"])
 def test_a_reference_may_be_lost_at_any_moment(mode: str, share: float):
     whole = check(scenario(mode, reference=MortalReference()).run())
     lost = 0
@@ -317,7 +318,7 @@ def test_a_reference_may_be_lost_at_any_moment(mode: str, share: float):
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_stale"])
 def test_ranks_of_log_probs_may_be_lost_at_any_moment_and_compute_under_the_version_they_are_asked_for(
     mode: str, share: float
 ):
@@ -344,9 +345,11 @@ def test_a_trainer_that_has_gone_on_is_brought_back_to_the_version_that_log_prob
 
 
 @a_share_and_all
-@pytest.mark.parametrize("shares", [False, True], ids=["own ranks", "the trainer's ranks"])
-@pytest.mark.parametrize("role", ["actor", "critic"])
-@pytest.mark.parametrize("mode", ["on_policy", "stream_off_policy"])
+@mostly_slow(
+    ("mode", "role", "shares"),
+    product(["on_policy", "stream_off_policy"], ["actor", "critic"], [False, True]),
+    quick=[("on_policy", "critic", False), ("on_policy", "actor", True), ("stream_off_policy", "actor", False)],
+)
 def test_policy_and_critic_are_trained_as_if_nothing_had_happened(mode: str, role: str, shares: bool, share: float):
     """Whole runs on the virtual clock."""
     if shares and role == "critic":

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-
 from headway.events import OptimizerStepped, StageChanged, TrainerBusy
 from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import mostly_slow
 
 
 def columns(run: Run) -> set[tuple[str, ...]]:
     return {tuple(sample.columns) for samples in run.trainer.steps for sample in samples}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "async_partial", "colocate_async"])
 def test_on_ranks_of_its_own_it_is_a_stage_before_the_queue(mode: str):
     reference = FakeReference()
     run = Scenario(mode, reference=reference, problems=2).run().assert_completed()
@@ -30,7 +29,7 @@ def test_on_ranks_of_its_own_it_takes_all_groups_that_wait_as_one_batch():
     assert max(reference.batches) > 10
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "stream_off_policy", "colocate_sync"])
 def test_on_the_trainers_ranks_it_runs_once_inside_each_batch(mode: str):
     """The fake trainer asserts that it is never asked to do two things at once."""
     run = Scenario(mode, reference_on_trainer_ranks=True).run().assert_completed()

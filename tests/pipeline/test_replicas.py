@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -23,7 +24,7 @@ from headway.events import (
 from headway.pipeline.run import Status
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import a_share_and_all
+from tests.tiers import a_share_and_all, mostly_slow
 
 SPLIT = [mode for mode in MODES if not mode.startswith("colocate")]
 """Modes in which a replica may join."""
@@ -44,7 +45,7 @@ def joins(run: Run) -> None:
 # ---------------------------------------------------------------------------------------------- joining
 
 
-@pytest.mark.parametrize("mode", SPLIT)
+@mostly_slow("mode", SPLIT, quick=["one_step_off", "async_partial", "overlapped"])
 def test_a_late_replica_serves_nothing_before_it_has_the_current_version(mode: str):
     run = check_everything(Scenario(mode, problems=1, beside=at(1.0, joins)).run().assert_completed())
     (joined,) = run.of(ReplicaJoined)
@@ -58,7 +59,7 @@ def test_a_late_replica_serves_nothing_before_it_has_the_current_version(mode: s
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", SPLIT)
+@mostly_slow("mode", SPLIT, quick=["on_policy", "async_partial", "overlapped"])
 def test_a_replica_may_join_at_any_moment_of_an_update(mode: str, share: float):
     """Before it begins, while weights are gathered, sent, registered and loaded, and after it: every 1/8 s, or 10/8."""
     healthy = Scenario(mode).run().assert_completed()
@@ -112,7 +113,7 @@ def test_a_name_is_given_once(name: str):
 # ---------------------------------------------------------------------------------------------- who gets what
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "stream_off_policy", "colocate_async"])
 def test_a_group_stays_on_one_replica_that_has_free_slots(mode: str):
     run = check_everything(Scenario(mode, replicas=3, n=4, slots=64).run().assert_completed())
     where: dict[int, set[str]] = {}
@@ -188,8 +189,11 @@ def test_a_stop_succeeds_though_a_replica_has_died_unnoticed():
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", SPLIT)
-@pytest.mark.parametrize("joined_before", [True, False])
+@mostly_slow(
+    ("mode", "joined_before"),
+    product(SPLIT, [True, False]),
+    quick=[("on_policy", True), ("one_step_off", False), ("async_partial", True), ("overlapped", False)],
+)
 def test_the_only_replica_dies_at_any_moment_and_the_run_goes_on_with_another(
     mode: str, joined_before: bool, share: float
 ):

@@ -49,7 +49,7 @@ from tests.pipeline.fake_policies import FakeCritic
 from tests.pipeline.fakes import FakeReward, FakeSource, fails
 from tests.pipeline.kills import check_history, run_with_kills
 from tests.pipeline.scenario import Run, Scenario
-from tests.tiers import a_share_and_all, enough
+from tests.tiers import a_share_and_all, enough, mostly_slow
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -90,7 +90,7 @@ def test_whatever_is_killed_when_nothing_is_lost_and_nothing_trained_twice(share
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_partial"])
 def test_any_moment_will_do_in_every_mode(mode: str, share: float):
     """Two runs that are killed, and one to the end, for each of 15 moments or a share of them."""
     scenario = Scenario(mode, sections=SAVES, problems=2, rows=90, epochs=1, replicas=2)
@@ -346,7 +346,8 @@ def test_with_a_journal_open_groups_keep_their_numbers_and_batches_are_what_they
     assert repeated > enough(15, share), "batches that are never repeated prove nothing"
 
 
-@a_share_and_all
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1], ids=["all"])
 def test_a_journal_whose_files_are_torn_anywhere_never_costs_a_group_or_the_balance(
     share: float, tmp_path_factory: pytest.TempPathFactory
 ):
@@ -371,7 +372,9 @@ def test_a_journal_whose_files_are_torn_anywhere_never_costs_a_group_or_the_bala
     assert torn > enough(50, share)
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "stream_off_policy", "async_stale", "async_partial"])
+@mostly_slow(
+    "mode", ["one_step_off", "stream_off_policy", "async_stale", "async_partial"], quick=["one_step_off", "async_stale"]
+)
 def test_on_other_replicas_and_episode_workers_groups_keep_their_numbers_and_batches(mode: str, tmp_path: Path):
     """Four replicas and two episode workers, then two and one, then three and four."""
     scenario = Scenario(mode, sections=SAVES, replicas=4, episode_workers=2)
@@ -451,7 +454,7 @@ def test_a_start_that_is_killed_leaves_the_journal_whole(tmp_path: Path, monkeyp
         assert journal.end(0, made.group_id) == (Fate.FAILED, "no answer", 0)
 
 
-@pytest.mark.parametrize("moment", [1.0, 2.0, 4.0])
+@mostly_slow("moment", [1.0, 2.0, 4.0], quick=[2.0])
 def test_a_stop_does_not_say_that_a_batch_did_not_come_again(moment: float, tmp_path: Path):
     scenario = Scenario("async_partial", sections=SAVES, journal=tmp_path / "journal")
     _, state = in_mid_run(scenario, version=5)
@@ -586,7 +589,7 @@ def fails_to(what: str) -> None:
     raise PermissionError(f"may not {what}")
 
 
-@pytest.mark.parametrize("what", ["another run", "damaged", "gone", "none before"])
+@mostly_slow("what", ["another run", "damaged", "gone", "none before"], quick=["another run", "damaged"])
 def test_a_journal_that_is_not_the_one_of_the_checkpoint_is_left_out_with_the_reason(what: str, tmp_path: Path):
     scenario = Scenario("async_partial", sections=SAVES, journal=tmp_path / "journal")
     _, state = in_mid_run(scenario)

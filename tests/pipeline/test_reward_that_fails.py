@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -12,6 +13,7 @@ from headway.events import Note, ValidationFinished
 from headway.pipeline.admission.ledger import FAILED_AT_FIRST, FAILED_AT_VALIDATION, Fate, all_discarded
 from tests.pipeline.fakes import FakeReward, fails, without_variance
 from tests.pipeline.scenario import MODES, Scenario
+from tests.tiers import mostly_slow
 
 BOOM = "exception: ValueError: boom"
 
@@ -34,8 +36,11 @@ def test_a_first_validation_of_which_nothing_can_be_scored_ends_the_run(mode: st
     assert run.of(ValidationFinished) == []
 
 
-@pytest.mark.parametrize("seconds", [0.25, 60.0])
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow(
+    ("mode", "seconds"),
+    product(MODES, [0.25, 60.0]),
+    quick=[("on_policy", 0.25), ("async_partial", 60.0), ("overlapped", 60.0), ("colocate_sync", 0.25)],
+)
 def test_it_does_so_although_training_prompts_can_be_scored_whatever_was_trained_meanwhile(mode: str, seconds: float):
     """Also where scores come in long after the answers. How far the run has come by then depends on the mode."""
     reward = FakeReward(

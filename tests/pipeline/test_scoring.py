@@ -13,6 +13,7 @@ from headway.pipeline.run import Status
 from headway.pipeline.stages.reward import LEAST_PATIENCE_S, MOST_MISSES, MOST_PATIENCE_S
 from tests.pipeline.fakes import FakeReward, without_variance
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import mostly_slow
 
 NEVER = 1e6
 """Seconds that a reward takes which hangs."""
@@ -141,7 +142,7 @@ def test_a_stop_ends_in_time_where_every_further_group_is_filtered(save_freq: in
     assert [saved.version for saved in run.of(CheckpointSaved)] == ([1] if save_freq == 1 else [])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_stale", "colocate_async"])
 def test_a_stop_ends_in_time_where_a_step_or_an_episode_never_ends(mode: str):
     step = Scenario(mode, script=lambda run: run.trainer.hangs_at.add(1), problems=2, beside=stops_at(30.0)).run()
     told = [note.text for note in within_a_minute(step).of(Note)]

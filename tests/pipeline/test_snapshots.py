@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from headway.events import (
     CheckpointCopied,
     CheckpointFailed,
@@ -21,7 +19,7 @@ from headway.events import (
 from tests.pipeline.mortal_ranks import MortalCritic, Snapshots
 from tests.pipeline.scenario import Run, Scenario
 from tests.pipeline.test_rank_restarts import MODES, check, trainer
-from tests.tiers import a_share_and_all, enough
+from tests.tiers import a_share_and_all, enough, mostly_slow
 
 
 def scenario(
@@ -71,7 +69,7 @@ def warnings(run: Run) -> list[str]:
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "stream_off_policy"])
 def test_a_lost_trainer_goes_back_to_the_snapshot_and_ends_with_the_same_weights(mode: str, share: float):
     length = scenario(mode).run().ended
     loaded = 0
@@ -170,7 +168,7 @@ def test_batches_are_kept_until_a_checkpoint_for_a_snapshot_may_be_lost():
     check(scenario("on_policy", beside=beside).run())
 
 
-@pytest.mark.parametrize("shares", [False, True], ids=["own ranks", "the trainer's ranks"])
+@mostly_slow("shares", [False, True], quick=[True])
 def test_a_critic_goes_back_with_the_trainer_where_it_shares_its_ranks(shares: bool):
     """Whole runs on the virtual clock."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import groupby
+from itertools import groupby, product
 from math import floor
 
 import pytest
@@ -28,7 +28,7 @@ from tests.pipeline.fakes import FakeReward, fails, prompt, without_variance
 from tests.pipeline.invariants import check_everything, check_however_it_ended
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_end_of_run import ENDS
-from tests.tiers import a_share_and_all
+from tests.tiers import a_share_and_all, mostly_slow
 
 # ---------------------------------------------------------------------------------------------- taken alone
 
@@ -283,15 +283,18 @@ def queued(run: Run) -> int:
     return len({e.number for e in before if isinstance(e, GroupRewarded)} - gone)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "async_stale", "overlapped"])
 def test_in_every_mode_the_first_batch_finds_one_plus_eta_versions_of_groups(mode: str):
     run = check_everything(filled(mode, replicas=2, problems=2).run().assert_completed())
     config = run.pipeline.config
     assert queued(run) == floor((1 + config.async_training.staleness_threshold) * config.groups_per_version)
 
 
-@pytest.mark.parametrize("eta", ["0", "1", "7/3"])
-@pytest.mark.parametrize("mode", ["one_step_off", "async_partial"])
+@mostly_slow(
+    ("mode", "eta"),
+    product(["one_step_off", "async_partial"], ["0", "1", "7/3"]),
+    quick=[("one_step_off", "0"), ("one_step_off", "7/3"), ("async_partial", "1")],
+)
 def test_discards_are_refilled_before_the_first_batch(mode: str, eta: str):
     reward = FakeReward(lambda p: fails("unlucky") if p.row % 5 == 2 else [1.0, 1.0] if p.row % 7 == 3 else [0.0, 1.0])
     scenario = filled(mode, reward=reward, group_filter=without_variance)
@@ -389,8 +392,11 @@ def progress(run: Run) -> list[list[float]]:
     return [[c.progress for c in group] for _, group in groupby(contexts, key=lambda context: context.version)]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 3)])
-@pytest.mark.parametrize("mode", ["async_partial", "overlapped", "colocate_async"])
+@mostly_slow(
+    ("mode", "shape"),
+    product(["async_partial", "overlapped", "colocate_async"], [(1, 1), (3, 1), (2, 3)]),
+    quick=[("async_partial", (1, 1)), ("overlapped", (3, 1)), ("colocate_async", (2, 3))],
+)
 def test_progress_runs_through_the_steps_of_every_version(mode: str, shape: tuple[int, int]):
     """``shape``: mini-batches per batch and epochs."""
     batches, epochs = shape

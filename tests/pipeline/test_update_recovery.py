@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from math import floor
 
 import pytest
@@ -23,6 +23,7 @@ from headway.events import (
 from headway.pipeline.run import Status
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import Run, Scenario
+from tests.tiers import mostly_slow
 
 TIMEOUT_S = 7.0
 SCHEDULES = {"async_partial": "synchronous", "overlapped": "overlapped"}
@@ -98,8 +99,17 @@ def hangs_in_stats(run: Run) -> None:
 HANGS = [hangs_in_recv, hangs_in_load, hangs_in_resume, hangs_in_pause, hangs_in_stats]
 
 
-@pytest.mark.parametrize("hangs", HANGS)
-@both_schedules
+@mostly_slow(
+    ("mode", "hangs"),
+    product(SCHEDULES, HANGS),
+    quick=[
+        ("async_partial", hangs_in_recv),
+        ("async_partial", hangs_in_resume),
+        ("overlapped", hangs_in_load),
+        ("overlapped", hangs_in_pause),
+        ("overlapped", hangs_in_stats),
+    ],
+)
 def test_a_replica_that_stops_answering_is_fenced_off_and_the_others_go_on(mode: str, hangs: Callable[[Run], None]):
     run = check_everything(scenario(mode, script=when(updated(1), hangs)).run().assert_completed())
     assert lost(run) == ["rollout-1"]
@@ -110,8 +120,11 @@ def test_a_replica_that_stops_answering_is_fenced_off_and_the_others_go_on(mode:
     assert not any(t.replica == "rollout-1" and t.finished > event.time for t in run.of(TrajectoryFinished))
 
 
-@pytest.mark.parametrize("hangs", HANGS)
-@both_schedules
+@mostly_slow(
+    ("mode", "hangs"),
+    product(SCHEDULES, HANGS),
+    quick=[("async_partial", hangs_in_pause), ("overlapped", hangs_in_recv), ("overlapped", hangs_in_resume)],
+)
 def test_fencing_takes_no_longer_than_the_time_out_allows(mode: str, hangs: Callable[[Run], None]):
     """One attempt together, and one for whoever hangs in a collective alone; everybody else is quick."""
     run = scenario(mode, script=when(updated(1), hangs)).run().assert_completed()
@@ -120,8 +133,11 @@ def test_fencing_takes_no_longer_than_the_time_out_allows(mode: str, hangs: Call
     assert fenced - healthy[2] < 2 * TIMEOUT_S + 2
 
 
-@pytest.mark.parametrize("hangs", HANGS)
-@both_schedules
+@mostly_slow(
+    ("mode", "hangs"),
+    product(SCHEDULES, HANGS),
+    quick=[("async_partial", hangs_in_load), ("async_partial", hangs_in_stats), ("overlapped", hangs_in_recv)],
+)
 def test_the_only_replica_that_stops_answering_ends_the_run_with_its_name(mode: str, hangs: Callable[[Run], None]):
     def script(run: Run) -> None:
         run.rollouts.insert(0, run.rollouts[0])  # so that number 1 is the only one
@@ -239,8 +255,9 @@ def test_a_trainer_that_never_finishes_sending_ends_the_run():
 # ---------------------------------------------------------------------------------------------- death
 
 
-@pytest.mark.parametrize("supervised", [False, True])
-@both_schedules
+@mostly_slow(
+    ("mode", "supervised"), product(SCHEDULES, [False, True]), quick=[("async_partial", True), ("overlapped", False)]
+)
 def test_a_replica_that_dies_in_recv_is_left_out(mode: str, supervised: bool):
     def dies(run: Run) -> None:
         run.rollouts[1].die(WorkerDied("rollout-1 was killed"))

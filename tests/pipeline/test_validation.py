@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
-
-import pytest
 
 from headway.agents.episodes.program_episode import EpisodeLimits, Hosting
 from headway.config.schema import Config
@@ -20,7 +19,7 @@ from headway.planner.simulation.simulated_prompts import SimulatedPrograms, Simu
 from headway.reports.live.plain_log import validation_line
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import crossed
+from tests.tiers import mostly_slow
 
 PROGRAM = {"agent": {"program": "x.py:run"}}
 
@@ -30,7 +29,7 @@ def slow_validation(trajectory: TrajectoryId) -> int:
     return 200 if trajectory.epoch == -1 else 8 + trajectory.row % 5
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_partial", "overlapped"])
 def test_a_replica_loads_nothing_newer_until_its_validation_is_done(mode: str):
     run = Scenario(mode, problems=3, lengths=slow_validation).run().assert_completed()
     assert run.validated() == [0, 1, 2, 3, 4, 5, 6]
@@ -47,7 +46,11 @@ def test_the_wait_for_a_validation_is_told_as_such():
     assert first.rollout_stall_s == 0.125
 
 
-@crossed(("mode", "test_freq"), MODES, [1, 2, 4, 5, -1])
+@mostly_slow(
+    ("mode", "test_freq"),
+    product(MODES, [1, 2, 4, 5, -1]),
+    quick=[("on_policy", -1), ("one_step_off", 4), ("async_stale", 5), ("overlapped", 2)],
+)
 def test_the_first_and_the_last_version_are_validated_exactly_once(mode: str, test_freq: int):
     run = Scenario(mode, problems=2, test_freq=test_freq).run().assert_completed()
     between = [version for version in range(1, 6) if test_freq > 0 and version % test_freq == 0]
@@ -138,7 +141,7 @@ def validated_programs(mode: str, **further: Any) -> Run:
     return scenario.run().assert_completed()
 
 
-@pytest.mark.parametrize("mode", ON_TIME)
+@mostly_slow("mode", ON_TIME, quick=["colocate_sync"])
 def test_without_staleness_all_replicas_validate_programs_and_load_nothing_newer_meanwhile(mode: str):
     run = validated_programs(mode, replicas=3)
     assert run.validated() == [0, 1, 2, 3, 4, 5, 6]
@@ -152,7 +155,7 @@ def test_without_staleness_all_replicas_validate_programs_and_load_nothing_newer
             assert validation.version == 6 or validation.span[1] - 0.25 <= loads[validation.version + 1]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ON_TIME])
+@mostly_slow("mode", [mode for mode in MODES if mode not in ON_TIME], quick=["one_step_off", "overlapped"])
 def test_with_staleness_no_update_waits_for_a_validation_by_programs(mode: str):
     run = validated_programs(mode, replicas=3, async_training={"on_update": "interrupt"})
     assert (run.validated()[0], run.validated()[-1]) == (0, 6)
@@ -161,14 +164,18 @@ def test_with_staleness_no_update_waits_for_a_validation_by_programs(mode: str):
     assert all(rollout.validated for rollout in run.rollouts)
 
 
-@crossed(("mode", "test_freq"), MODES, [1, 2, 5, -1])
+@mostly_slow(
+    ("mode", "test_freq"),
+    product(MODES, [1, 2, 5, -1]),
+    quick=[("on_policy", 5), ("one_step_off", 2), ("overlapped", -1), ("colocate_async", 2)],
+)
 def test_versions_are_validated_by_programs_exactly_once(mode: str, test_freq: int):
     run = Scenario(mode, problems=2, test_freq=test_freq, replicas=2, sections=PROGRAM).run().assert_completed()
     between = [version for version in range(1, 6) if test_freq > 0 and version % test_freq == 0]
     assert run.validated() == [0, *between, 6]
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "async_partial"])
+@mostly_slow("mode", ["on_policy", "async_partial"], quick=["on_policy"])
 def test_a_replica_that_dies_in_a_validation_by_programs_leaves_its_answers_to_the_others(mode: str):
     def script(run: Run) -> None:
         asyncio.get_running_loop().call_at(12.0, run.rollouts[0].die, WorkerDied("killed"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -19,11 +20,21 @@ from headway.events import (
 )
 from tests.pipeline.fakes import FakeReward, fails, without_variance
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import mostly_slow
 
 
-@pytest.mark.parametrize("order", ["fifo", "window", "ready"])
-@pytest.mark.parametrize("admission", ["group", "batch"])
-@pytest.mark.parametrize("on_update", ["drain", "interrupt", "keep"])
+@mostly_slow(
+    ("order", "admission", "on_update"),
+    product(["fifo", "window", "ready"], ["group", "batch"], ["drain", "interrupt", "keep"]),
+    quick=[
+        ("fifo", "group", "drain"),
+        ("window", "batch", "interrupt"),
+        ("ready", "group", "keep"),
+        ("ready", "batch", "drain"),
+        ("window", "group", "drain"),
+        ("fifo", "batch", "keep"),
+    ],
+)
 def test_zero_staleness_makes_progress(order: str, admission: str, on_update: str):
     values = {"staleness_threshold": 0, "order": order, "admission": admission, "on_update": on_update}
     window = {"window": "B" if order == "window" else None}
@@ -36,7 +47,7 @@ def test_the_smallest_run_of_all_makes_progress():
     assert run.groups["trained"] == 1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "stream_off_policy", "colocate_async"])
 def test_filtered_groups_do_not_eat_capacity(mode: str):
     """Three of four groups are filtered, far more than there is room for at once."""
     reward = FakeReward(lambda prompt: [0.0, 1.0] if prompt.row % 4 == 0 else [1.0, 1.0])
@@ -44,7 +55,7 @@ def test_filtered_groups_do_not_eat_capacity(mode: str):
     assert run.groups["filtered"] > 2 * run.groups["trained"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "async_stale", "overlapped"])
 def test_how_much_is_admitted_does_not_depend_on_the_order_in_which_groups_finish(mode: str):
     def admissions(lengths) -> Counter[int]:
         run = Scenario(mode, lengths=lengths, slots=64).run().assert_completed()
@@ -55,7 +66,7 @@ def test_how_much_is_admitted_does_not_depend_on_the_order_in_which_groups_finis
     assert oldest_first == youngest_first
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["colocate_sync", "one_step_off", "async_partial", "overlapped"])
 def test_a_receiver_killed_in_the_middle_of_an_update_is_a_named_error_in_bounded_time(mode: str):
     """Also where nothing decodes meanwhile, and no other call could notice the death."""
     healthy = Scenario(mode).run().assert_completed()
@@ -71,7 +82,7 @@ def test_a_receiver_killed_in_the_middle_of_an_update_is_a_named_error_in_bounde
     assert run.assert_clean().trainer.saved == []
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_stale", "overlapped"])
 def test_one_receiver_of_several_killed_in_the_middle_of_an_update_is_left_out_and_the_update_completes(mode: str):
     healthy = Scenario(mode, replicas=2).run().assert_completed()
     loaded = healthy.rollouts[1].loads[1][1]

@@ -123,6 +123,7 @@ def test_what_is_faster_beside_the_other_side_is_not_slowed_down() -> None:
     assert fit_slowdown([(0.0, 2.0, 1, 1), (1.0, 1.0, 1, 1)] * 10) == 1.0
 
 
+@pytest.mark.slow
 def test_contention_is_found_again_in_a_simulated_run_and_so_are_the_costs_without_it(tmp_path: Path) -> None:
     truth = TRUE.model_copy(update={"contention": ContentionProfile(train=1.3, rollout=1.6)})
     record(tmp_path / "run", "stream_off_policy", truth, report_every_s=1.0, versions=12)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headway.planner.profiles.costs import DecodeCost, decode_cost, phase_seconds, train_cost
 from headway.planner.profiles.job_profile import PhaseProfile, RolloutProfile, TrainPoint, TrainProfile
+from tests.tiers import searched
 
 COST = DecodeCost(curve=(0.01, 0.01, 0.015, 0.03), kv_token_s=2e-6)
 
@@ -16,7 +17,7 @@ caches = st.integers(3, 100_000)
 steps = st.floats(0, 5_000)
 
 
-@given(actives, caches, st.integers(0, 500))
+@searched(100, actives, caches, st.integers(0, 500))
 def test_whole_steps_take_the_sum_of_the_steps(active: int, kv: int, count: int):
     one_by_one = sum(COST.step_s(active, kv + active * step) for step in range(count))
     assert COST.seconds(active, kv, count) == pytest.approx(one_by_one, rel=1e-12)

@@ -23,6 +23,7 @@ def test_fewer_than_two_batches_have_no_error_that_is_known():
     assert mean_of_times([4.0, 5.0, 4.0], 2)[1] == math.inf
 
 
+@pytest.mark.slow
 def test_the_quantiles_are_those_of_students_t():
     draws = np.random.default_rng(0).standard_t(np.arange(1, MOST_BATCHES), (400_000, MOST_BATCHES - 1))
     inside = (np.abs(draws) <= np.array(T_QUANTILES)).mean(axis=0)
@@ -34,7 +35,7 @@ def test_times_that_alternate_are_certain_in_pairs_and_uncertain_one_by_one():
     assert mean_of_times([2.0, 6.0] * 4)[1] > 1
 
 
-@pytest.mark.parametrize(("count", "multiple"), [(4, 1), (12, 1), (30, 1), (8, 2), (30, 2)])
+@mostly_slow(("count", "multiple"), [(4, 1), (12, 1), (30, 1), (8, 2), (30, 2)], quick=[(4, 1), (12, 1), (8, 2)])
 def test_the_interval_covers_the_true_mean_more_often_than_nineteen_times_in_twenty(count, multiple):
     """It is wider than it had to be for a single look."""
     draws = np.random.default_rng(0)
@@ -42,7 +43,7 @@ def test_the_interval_covers_the_true_mean_more_often_than_nineteen_times_in_twe
     assert 0.95 <= fmean(abs(mean - 10) <= half_width for mean, half_width in found) <= 0.985
 
 
-@mostly_slow("deviation", [0.2, 0.4], quick=[0.4])
+@mostly_slow("deviation", [0.2, 0.4], quick=[])
 def test_an_interval_that_is_looked_at_after_every_version_still_covers_the_mean(deviation):
     """Takes seconds: many random runs of numbers."""
     draws = np.random.default_rng(0)

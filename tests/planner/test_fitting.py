@@ -26,6 +26,7 @@ from headway.planner.measurement.cost_fitting import (
     without_outliers,
 )
 from headway.planner.profiles.costs import DecodeCost
+from tests.tiers import searched
 
 SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=30)
 SECONDS = st.floats(1e-4, 1e3)
@@ -40,7 +41,7 @@ def test_a_line_is_recovered_exactly() -> None:
     assert (line.fixed_s, line.unit_s, line.separated) == (pytest.approx(0.5), pytest.approx(0.002), True)
 
 
-@given(st.data())
+@searched(100, st.data())
 def test_a_line_keeps_the_total_and_is_nowhere_negative(data: st.DataObject) -> None:
     sizes = data.draw(SIZES)
     seconds = data.draw(st.lists(SECONDS, min_size=len(sizes), max_size=len(sizes)))

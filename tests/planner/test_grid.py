@@ -3,13 +3,13 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.presets import PRESETS
 from headway.errors import ConfigError
 from headway.planner.grid import around, full, own, setting_of, splits, triggers
 from tests.planner.planning import profile_of
+from tests.tiers import searched
 
 
 def test_few_devices_are_split_in_every_possible_way():
@@ -35,7 +35,7 @@ def test_replicas_of_several_devices_are_not_planned_on_shared_ones():
     assert kinds == {1: {True, False}, 2: {False}}
 
 
-@given(devices=st.integers(2, 2000), per_replica=st.integers(1, 16), least=st.integers(1, 64))
+@searched(100, devices=st.integers(2, 2000), per_replica=st.integers(1, 16), least=st.integers(1, 64))
 def test_every_split_has_whole_replicas_and_enough_devices_to_train(devices, per_replica, least):
     profile = profile_of(devices=devices, rollout={"devices": per_replica}, train={"min_devices": least})
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.sections.learning import ParallelConfig
@@ -15,6 +14,7 @@ from headway.planner.planner import plan, to_json
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.simulation.simulated_run import config_for
 from tests.planner.planning import profile_of
+from tests.tiers import searched
 
 MESHES = st.builds(
     lambda replicate, tp, cp, experts: {"replicate": replicate, "tp": tp, "cp": cp, "ep": experts and experts * tp},
@@ -48,7 +48,7 @@ def test_a_mesh_needs_so_many_devices(parallel: dict[str, int], unit: int) -> No
     assert ParallelConfig.model_validate(parallel).least_ranks == unit
 
 
-@given(parallel=MESHES, ranks=st.integers(1, 200))
+@searched(100, parallel=MESHES, ranks=st.integers(1, 200))
 def test_multiples_of_the_least_number_of_ranks_and_no_others_make_a_mesh(parallel: dict[str, int], ranks: int) -> None:
     mesh = ParallelConfig.model_validate(parallel)
     one_machine = [problem for problem in mesh.problems(1, ranks, "here") if "no multiple of tp" not in problem]
@@ -75,7 +75,8 @@ def test_a_replica_has_its_devices_on_one_machine() -> None:
     assert found(4) == ["4:3"]
 
 
-@given(
+@searched(
+    100,
     parallel=MESHES,
     devices=st.integers(1, 300),
     per_replica=st.integers(1, 9),
@@ -115,7 +116,7 @@ def test_a_plan_never_proposes_a_part_of_a_mesh_or_of_a_replica(
             assert any(set(range(first, first + mesh.inner)) <= machine for machine in machines)
 
 
-@given(parallel=MESHES, meshes=st.integers(1, 4))
+@searched(100, parallel=MESHES, meshes=st.integers(1, 4))
 def test_what_a_plan_simulates_is_a_configuration_that_trains(parallel: dict[str, int], meshes: int) -> None:
     mesh = ParallelConfig.model_validate(parallel)
     job = meshed(parallel, devices=meshes * mesh.least_ranks + 1)

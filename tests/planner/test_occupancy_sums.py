@@ -12,6 +12,7 @@ from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.reports.metrics.occupancy import Occupancy
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary, time_shares
+from tests.tiers import mostly_slow
 
 from .jobs import RICH, Recorder, profile
 
@@ -31,7 +32,7 @@ class Rows:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("mode", ["async_partial", "overlapped", "colocate_sync"])
+@mostly_slow("mode", ["async_partial", "overlapped", "colocate_sync"], quick=["overlapped"])
 def test_sums_give_the_figures_that_all_intervals_give(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     simulation_of(profile(RICH, batch={"groups_per_version": 8}), mode, 12, [recorder]).run()

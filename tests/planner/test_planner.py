@@ -231,6 +231,7 @@ def test_even_answers_and_cheap_generation_are_told_that_asynchrony_does_not_hel
     assert found.advice.recommended.setting.preset == "colocate_sync"
 
 
+@pytest.mark.slow
 def test_a_long_tail_is_told_that_asynchrony_helps():
     """Simulates a dozen runs."""
     found = small_plan(
@@ -244,6 +245,7 @@ def test_a_long_tail_is_told_that_asynchrony_helps():
     assert (found.advice.recommended.speedup or 0) > 1.3
 
 
+@pytest.mark.slow
 def test_the_same_profile_gives_the_same_rows(monkeypatch):
     monkeypatch.setattr("headway.planner.measure.MOST_VERSIONS", 5)
     job = {"response": {"kind": "lognormal", "mean": 30, "sigma": 1, "max": 200}}

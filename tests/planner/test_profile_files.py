@@ -2,12 +2,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.profiles.profile_files import dump_profile, load_profile
+from tests.tiers import searched
 
 from .jobs import PLAIN, RICH, profile
 
@@ -83,7 +83,8 @@ texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), m
 seconds = st.floats(0, 1e6)
 
 
-@given(
+@searched(
+    100,
     name=texts,
     assumptions=st.lists(texts, max_size=3),
     groups=st.lists(st.lists(st.integers(1, 10**6), min_size=1, max_size=20), min_size=1, max_size=5),
@@ -244,6 +245,7 @@ def test_what_is_no_readable_file_is_refused(tmp_path: Path) -> None:
         load_profile(tmp_path / "binary")
 
 
+@pytest.mark.slow
 def test_a_measured_profile_with_thousands_of_groups_is_read_and_written(file: Path) -> None:
     groups = [[1 + (31 * i + 7 * k) % 3000 for k in range(16)] for i in range(4000)]
     job = profile(response={"kind": "empirical", "groups": groups})

@@ -33,6 +33,7 @@ from headway.reports.run_directory import RunDirectory
 from tests.planner.jobs import RICH
 from tests.planner.jobs import profile as build_profile
 from tests.planner.recorded_run import RecordedRun, two_slopes
+from tests.tiers import mostly_slow
 
 CLOSE = 2e-3
 """Relative: what rounding to four digits and a curve of few knots may cost."""
@@ -184,7 +185,7 @@ def test_each_epoch_goes_through_the_mini_batches_of_the_batch_again() -> None:
     assert all(step.seconds == pytest.approx(0.3 + 2e-4 * step.tokens) for step in steps)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1])
+@mostly_slow("noise", [0.0, 0.1], quick=[0.1])
 def test_a_simulation_of_the_profile_takes_as_long_as_the_run(tmp_path: Path, noise: float) -> None:
     run = RecordedRun(versions=8, filtered=0, noise=noise, overrides={"rollout.test_freq": -1})
     profile = profile_run(run.write(tmp_path / "run"), replay=True).model_copy(update={"validation": None})

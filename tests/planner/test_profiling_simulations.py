@@ -108,7 +108,7 @@ def record(
     return events
 
 
-@mostly_slow("mode", MODES, quick=MODES[::2])
+@mostly_slow("mode", MODES, quick=["async_stale"])
 def test_the_costs_of_a_simulated_run_are_found_again(tmp_path: Path, mode: str) -> None:
     record(tmp_path / "run", mode)
     found = profile_run(tmp_path / "run")
@@ -133,7 +133,7 @@ def test_the_costs_of_a_simulated_run_are_found_again(tmp_path: Path, mode: str)
         )
 
 
-@mostly_slow("mode", MODES, quick=MODES[1::2])
+@mostly_slow("mode", MODES, quick=["one_step_off"])
 def test_a_replay_of_a_simulated_run_takes_as_long_as_it_did(tmp_path: Path, mode: str) -> None:
     # Without a validation, whose answers are not on record.
     true = seconds_per_version(record(tmp_path / "run", mode, TRUE.model_copy(update={"validation": None})))
@@ -141,7 +141,7 @@ def test_a_replay_of_a_simulated_run_takes_as_long_as_it_did(tmp_path: Path, mod
     assert seconds_per_version(simulate(found, configured(found, mode))) == pytest.approx(true, rel=0.02)
 
 
-@pytest.mark.parametrize(("parallel", "devices"), [({"tp": 2}, 4), ({"tp": 2}, 6), ({"cp": 2, "ep": 2}, 4)])
+@mostly_slow(("parallel", "devices"), [({"tp": 2}, 4), ({"tp": 2}, 6), ({"cp": 2, "ep": 2}, 4)], quick=[({"tp": 2}, 6)])
 def test_a_profile_of_a_run_on_a_mesh_says_which_and_costs_what_a_data_rank_cost(
     tmp_path: Path, parallel: dict[str, int], devices: int
 ) -> None:

@@ -204,6 +204,7 @@ def steps_s(job: Profile) -> dict[int, float]:
     return {row.setting.split.replicas: row.step_s for row in found.rows}
 
 
+@pytest.mark.slow
 def test_more_replicas_help_where_generation_is_the_bottleneck_and_not_where_environments_are(monkeypatch):
     """Simulates several runs."""
     monkeypatch.setattr("headway.planner.measure.MOST_VERSIONS", 8)  # no small differences are looked for

@@ -47,6 +47,7 @@ def test_an_example_is_short_enough_to_read(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 40
 
 
+@pytest.mark.slow
 def test_short_answers_gain_nothing_from_running_ahead_and_the_plan_says_so() -> None:
     """Simulates the runs of a plan."""
     found = planned(SHORT, train_devices=3)
@@ -72,6 +73,7 @@ def test_the_fitted_profile_is_what_the_calibration_writes(tmp_path: Path) -> No
     assert load_profile(PAPER) == load_profile(written)
 
 
+@pytest.mark.slow
 def test_the_fitted_profile_repeats_the_published_training_and_comes_close_to_the_steps() -> None:
     """Simulates a version of a large job."""
     for devices, fitted in calibrate.simulated(calibrate.shipped(), versions=1).items():

@@ -401,6 +401,7 @@ def test_a_pause_is_not_busy_time():
     assert run_virtual(main()) == [(0.0, 1.0), (2.0, 3.0)]
 
 
+@pytest.mark.slow
 def test_the_memory_of_finished_calls_is_freed_without_the_garbage_collector():
     """Looks at all objects of the process, several times."""
 

@@ -28,7 +28,7 @@ from headway.pipeline.run import Status
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
 from tests.pipeline.cases import for_each
-from tests.tiers import a_share_and_all
+from tests.tiers import a_share_and_all, mostly_slow
 
 from .jobs import RICH, Recorder, profile
 
@@ -178,7 +178,7 @@ def test_every_preset_runs_a_job_with_everything_in_it(mode: str) -> None:
     assert {event.replica for event in run.of(TrajectoryFinished)} == set(run.of(RunStarted)[0].slots)
 
 
-@pytest.mark.parametrize("mode", PRESETS)
+@mostly_slow("mode", PRESETS, quick=["async_partial", "overlapped", "colocate_async"])
 def test_the_same_seed_gives_the_same_events(mode: str) -> None:
     devices = {"train_devices": 4, "replicas": 4}
 

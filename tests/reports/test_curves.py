@@ -111,7 +111,7 @@ def test_the_curves_of_a_week_take_a_bounded_part_of_a_page() -> None:
         "offpolicy/kl",
         "actor/grad_norm",
     )
-    log = log_of(*(row(v, **{name: math.sin(v * (i + 1)) for i, name in enumerate(names)}) for v in range(20_000)))
+    log = log_of(*(row(v, **{name: math.sin(v * (i + 1)) for i, name in enumerate(names)}) for v in range(5_000)))
     packed = to_json(log)
     assert all(len(curve["y"]) <= MOST_POINTS for chart in packed["charts"] for curve in chart["curves"])
     assert len(json.dumps(packed)) < 40_000 * len(names)

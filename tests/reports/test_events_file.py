@@ -75,11 +75,12 @@ def write(path: Path, run: list[Event], report: Callable[[str], None] = unexpect
     file.close()
 
 
+@pytest.mark.parametrize("examples", [5, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cls", ALONE, ids=lambda cls: cls.kind)
-def test_every_kind_of_event_comes_back_as_it_was_written(cls: type[Event], tmp_path: Path) -> None:
+def test_every_kind_of_event_comes_back_as_it_was_written(cls: type[Event], examples: int, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
 
-    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
     @given(st.builds(cls, **fields_of(cls)))
     def round_trip(event: Event) -> None:
         path.unlink(missing_ok=True)

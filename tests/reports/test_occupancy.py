@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import (
@@ -113,7 +112,7 @@ def test_a_report_that_straddles_the_windows_edge_counts_by_the_part_inside() ->
     assert occupancy.slot_utilization((5.0, 10.0)) == pytest.approx(1.0)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["forward", "step", "gather", "save"]), spans)), windows)
+@searched(100, st.lists(st.tuples(st.sampled_from(["forward", "step", "gather", "save"]), spans)), windows)
 def test_the_trainers_idle_ratio_is_a_share(work: list[tuple[str, Span]], window: Span) -> None:
     occupancy = Occupancy()
     for what, span in work:

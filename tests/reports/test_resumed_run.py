@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers.tracker_thread import TrackerState, memory_file
 from tests.pipeline.scenario import Run, Scenario
 from tests.reports.stories import only_late
-from tests.tiers import crossed
+from tests.tiers import mostly_slow
 
 SCENARIO = Scenario("on_policy", sections={"trainer": {"save_freq": 1}}, problems=3)
 TIMES = ("idle_ratio", "slot_utilization")
@@ -109,7 +110,7 @@ def resumed(
     return run
 
 
-@crossed(("at", "large"), [14.0, 24.0, 33.0], [False, True])
+@mostly_slow(("at", "large"), product([14.0, 24.0, 33.0], [False, True]), quick=[(24.0, False), (33.0, True)])
 def test_a_resumed_run_reports_what_an_undisturbed_one_does(
     undisturbed: Path, tmp_path: Path, at: float, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +138,7 @@ def test_a_validation_that_had_ended_is_not_made_again(undisturbed: Path, tmp_pa
     assert summary(directory)["wall_s"] < summary(undisturbed)["wall_s"] - 0.9 * took, "nothing waited for it"
 
 
-@pytest.mark.parametrize("large", [False, True])
+@mostly_slow("large", [False, True], quick=[True])
 def test_the_row_of_a_validation_that_ends_late_is_there_once_whether_it_survives_or_is_undone(
     undisturbed: Path, tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ def test_the_row_of_a_validation_that_ends_late_is_there_once_whether_it_survive
     assert list(whole.values()) == expected
 
 
+@pytest.mark.slow
 def test_a_run_may_be_resumed_and_killed_again_and_again(undisturbed: Path, tmp_path: Path) -> None:
     directory, state = killed(tmp_path, 14.0)
     for _ in range(3):
@@ -223,6 +225,7 @@ def test_tensorboard_forgets_what_is_undone(undisturbed: Path, tmp_path: Path) -
     assert points(directory, "reward/mean") == [row["version"] for row in rows(undisturbed) if "reward/mean" in row]
 
 
+@pytest.mark.slow
 def test_a_tensorboard_folder_that_was_removed_is_made_again(undisturbed: Path, tmp_path: Path) -> None:
     directory, state = killed(tmp_path, 33.0)
     shutil.rmtree(directory / "tensorboard")

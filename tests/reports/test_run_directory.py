@@ -16,6 +16,7 @@ from headway.errors import UserError
 from headway.reports.record.file_access import replace_file, whole_file
 from headway.reports.run_directory import ROOM, Occupied, RunDirectory, RunLock, is_trained, signs_of_life
 from tests.full_disk import files_of_at_most
+from tests.tiers import mostly_slow
 
 CONFIG = Config()
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
@@ -30,7 +31,7 @@ def test_a_run_directory_holds_the_resolved_config_and_places_for_the_rest(tmp_p
     assert not run.model.exists()
 
 
-@pytest.mark.parametrize("recipe", ["demo.yaml", "agents/guess.yaml", "agents/lookup.yaml"])
+@mostly_slow("recipe", ["demo.yaml", "agents/guess.yaml", "agents/lookup.yaml"], quick=["agents/lookup.yaml"])
 def test_the_configuration_of_a_run_can_be_used_for_another_one(tmp_path: Path, recipe: str) -> None:
     config = load(DEMO.parent / recipe, ["mode=async_stale"]).config
     again = load(RunDirectory.create(tmp_path, config).config)

@@ -108,6 +108,7 @@ def test_a_full_disk_is_an_error_of_that_row_and_later_ones_are_written(
     assert scalars(folder) == {"reward/mean": [(0, 0.5), (1, 0.75)]}
 
 
+@pytest.mark.slow
 def test_neither_torch_nor_tensorflow_is_imported_by_any_report() -> None:
     program = (
         "import sys, tempfile, pathlib\n"

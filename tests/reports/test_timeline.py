@@ -35,8 +35,10 @@ from headway.reports.timeline.timeline import MarkKind, Timeline, build_timeline
 from headway.reports.timeline.worker_lanes import REPLICAS, TRAINER
 from tests.reports.scripted_run import ScriptedRun
 from tests.reports.timelines import cut_short, failed, simulated, simulated_events, started
+from tests.tiers import mostly_slow
 
 MODES = tuple(PRESETS)
+in_modes = mostly_slow("mode", MODES, quick=["stream_off_policy", "overlapped", "colocate_async"])
 
 
 def lane(timeline: Timeline, name: str, group: str | None = None) -> Lane:
@@ -55,7 +57,7 @@ def counter(timeline: Timeline, name: str) -> Counter:
     return next(counter for counter in timeline.counters if counter.name == name)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_modes
 def test_spans_of_a_lane_are_disjoint_and_lie_within_the_run(mode: str) -> None:
     timeline = simulated(mode)
     assert timeline.spans > 100
@@ -67,7 +69,7 @@ def test_spans_of_a_lane_are_disjoint_and_lie_within_the_run(mode: str) -> None:
             assert shown.spans[-1].end <= timeline.window[1] + 1e-9
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_modes
 def test_idle_time_with_its_reasons_adds_up_to_the_idle_ratios(mode: str) -> None:
     timeline = simulated(mode)
     shares = {TRAINER: 0.0, REPLICAS: 0.0}
@@ -77,13 +79,13 @@ def test_idle_time_with_its_reasons_adds_up_to_the_idle_ratios(mode: str) -> Non
     assert shares[REPLICAS] == pytest.approx(timeline.summary["rollouter/idle_ratio"], abs=1e-9)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_modes
 def test_nearly_all_idle_time_has_a_reason(mode: str) -> None:
     unknown = sum(found.share for found in idle_reasons(simulated(mode)) if found.reason == "nothing reported")
     assert unknown < 0.01
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_modes
 def test_every_update_is_marked_and_every_replica_shows_the_versions_that_it_served(mode: str) -> None:
     events, timeline = simulated_events(mode), simulated(mode)
     updates = [f"v{event.version}" for event in events if isinstance(event, UpdateFinished)]
@@ -321,7 +323,7 @@ def test_the_queue_holds_groups_from_their_reward_until_they_are_taken_or_discar
     ]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_modes
 def test_no_counter_falls_below_zero_or_rises_above_its_limit(mode: str) -> None:
     for found in simulated(mode).counters:
         assert min(found.values) >= 0

@@ -14,6 +14,7 @@ import pytest
 from headway.reports.timeline.timeline import Timeline, build_timeline
 from headway.reports.timeline.trace import write_trace
 from tests.reports.timelines import cut_short, failed, simulated, started
+from tests.tiers import mostly_slow
 
 TICK = 1e-3
 """Microseconds: times are rounded to whole nanoseconds."""
@@ -40,7 +41,7 @@ def names(trace: dict[str, Any], kind: str) -> dict[tuple[int, int], str]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["async_partial", "overlapped", "colocate_async"])
+@mostly_slow("mode", ["async_partial", "overlapped", "colocate_async"], quick=["overlapped"])
 def test_every_event_has_what_its_phase_asks_for(mode: str, tmp_path: Path) -> None:
     trace = written(simulated(mode), tmp_path)
     assert trace["displayTimeUnit"] == "ms"

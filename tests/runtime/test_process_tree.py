@@ -66,7 +66,14 @@ def environment(mark: str) -> dict[str, str]:
     return {**os.environ, "HEADWAY_MARK": mark, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "end",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_left_of_a_tree_whose_owner_ends(end: signal.Signals, tmp_path: Path) -> None:
     mark = f"owner-{os.getpid()}-{end}"
     command = [sys.executable, "-c", OWNER, f"{TREE}\ntime.sleep(600)"]
@@ -77,7 +84,12 @@ def test_nothing_is_left_of_a_tree_whose_owner_ends(end: signal.Signals, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("way", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 11)", -signal.SIGSEGV), ("time.sleep(600)", -9)]
+    ("way", "code"),
+    [
+        ("sys.exit(7)", 7),
+        pytest.param("os.kill(os.getpid(), 11)", -signal.SIGSEGV, marks=pytest.mark.slow),
+        ("time.sleep(600)", -9),
+    ],
 )
 def test_a_guard_ends_as_its_process_does_once_nothing_is_left_of_it(way: str, code: int) -> None:
     mark = f"guard-{os.getpid()}{code}"

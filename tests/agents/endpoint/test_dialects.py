@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import cycle, product
 from typing import Any
 
 import anthropic
@@ -19,6 +20,7 @@ from headway.agents.chat.conversations import ChatPrompt, Conversations, PromptK
 from headway.agents.interface.program_messages import Access, TurnNote
 from tests.agents.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.agents.episodes.conftest import renderer_of
+from tests.tiers import mostly_slow
 
 SAYS = [calling(1, 2), "let me see\n" + calling(3, 3) + "\n" + calling(4, 5), "it is 3, 6 and 9", "good bye"]
 """A conversation: a call, a text with two calls, and two answers."""
@@ -163,8 +165,9 @@ def shown(texts: Sequence[str], dialect: Any) -> list[str]:
     return list(texts) if dialect in (completions, generate) else ["", "let me see", *texts[2:]]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", DIALECTS)
+@mostly_slow(
+    ("dialect", "stream"), product(DIALECTS, [False, True]), quick=[*zip(DIALECTS, cycle([True, False]), strict=False)]
+)
 async def test_a_conversation_in_any_dialect_is_one_row_with_what_the_engine_sampled(dialect, stream):
     said: list[str] = []
 
@@ -178,8 +181,11 @@ async def test_a_conversation_in_any_dialect_is_one_row_with_what_the_engine_sam
     episode.check(rows=1)
 
 
-@pytest.mark.parametrize("template", ["qwen3", "llama3", "mistral"])
-@pytest.mark.parametrize("dialect", [chat, responses, messages])
+@mostly_slow(
+    ("dialect", "template"),
+    product([chat, responses, messages], ["qwen3", "llama3", "mistral"]),
+    quick=[(chat, "mistral"), (responses, "qwen3"), (messages, "llama3")],
+)
 async def test_dialects_make_the_same_prompts_of_a_conversation(dialect, template, monkeypatch):
     says = [calling(1, 2, template=template), calling(3, 3, template=template), "it is 3 and 6", "good bye"]
     monkeypatch.setattr(f"{__name__}.SAYS", says)
@@ -200,8 +206,11 @@ THOUGHTS = ["<think>\nI add\n</think>\n\n", "<think>hm</think>", "<think>\nah\n<
 SAYS_THINKING = [thought + text for thought, text in zip(THOUGHTS, SAYS, strict=True)]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", [chat, responses, messages])
+@mostly_slow(
+    ("dialect", "stream"),
+    product([chat, responses, messages], [False, True]),
+    quick=[(chat, False), (responses, True), (messages, True)],
+)
 async def test_thinking_is_apart_in_every_dialect_and_a_conversation_with_it_is_one_row(dialect, stream, monkeypatch):
     monkeypatch.setattr(f"{__name__}.SAYS", SAYS_THINKING)
     said: list[str] = []
@@ -228,9 +237,18 @@ SENT_BACK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("tools", [True, False])
-@pytest.mark.parametrize("form", SENT_BACK)
-@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "deepseek_r1"])
+@mostly_slow(
+    ("form", "template", "tools"),
+    product(SENT_BACK, ["qwen2_5", "qwen3", "deepseek_r1"], [True, False]),
+    quick=[
+        ("reasoning_content", "qwen3", True),
+        ("reasoning", "qwen2_5", True),
+        ("in tags", "deepseek_r1", False),
+        ("left out", "qwen3", False),
+        ("left out", "deepseek_r1", False),
+        ("in tags", "qwen2_5", False),
+    ],
+)
 async def test_an_answer_is_known_again_in_whatever_form_its_thinking_comes_back(form, template, tools):
     if template == "deepseek_r1" and tools:
         return  # its template has none

@@ -312,7 +312,9 @@ async def test_a_limit_ends_the_episode_and_its_agent_is_told() -> None:
     assert long.episode.limit == "tokens"
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses/input_tokens"])
+@pytest.mark.parametrize(
+    "path", ["chat/completions", pytest.param("completions", marks=pytest.mark.slow), "responses/input_tokens"]
+)
 async def test_text_of_ten_megabytes_is_refused_at_once_and_holds_up_nobody(path: str) -> None:
     text = "2026-11-23 12:07 error in /usr/lib/x31.so: code 7919\n" * 200_000
     form = {"chat/completions": "messages", "completions": "prompt"}.get(path, "input")
@@ -386,10 +388,10 @@ async def test_a_stream_has_the_same_turn_in_pieces() -> None:
     assert pieces[-1].usage.completion_tokens == made.episode.length
 
 
-async def test_no_request_is_lost_over_a_hundred_updates_and_the_death_of_a_replica() -> None:
-    """Takes some seconds: a hundred updates of 10 ms, and as much between them, in real time."""
+@pytest.mark.parametrize("updates", [40, pytest.param(100, marks=pytest.mark.slow)])
+async def test_no_request_is_lost_over_many_updates_and_the_death_of_a_replica(updates: int) -> None:
+    """Takes some seconds: each update lasts 10 ms, and as much lies between two of them, in real time."""
     policies = [Policy(name, seconds=0.02) for name in ("a", "b")]
-    updates = 100
 
     async def agent(access: Access) -> int:
         turns = 0

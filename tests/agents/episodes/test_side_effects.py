@@ -156,6 +156,7 @@ def test_a_program_whose_contexts_do_not_come_again_is_told_with_what_is_lost(tm
     assert all(trained(row) for row in group.tokens)
 
 
+@pytest.mark.slow
 def test_a_tool_that_is_named_and_not_there_is_one_message(tmp_path: Path):
     """Starts a process that loads the tools."""
     (tmp_path / "tools.py").write_text(

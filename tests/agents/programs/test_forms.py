@@ -134,6 +134,7 @@ def test_a_process_for_user_code_imports_neither_torch_nor_numpy():
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_a_process_for_tools_imports_no_torch(tmp_path):
     (tmp_path / "tools.py").write_text(
         'def f(a: list[int]) -> int:\n    """Do.\n\n    Args:\n        a: a\n    """\n    return 0\n'

@@ -14,8 +14,8 @@ from tests.agents.rewards.test_reward_workers import reward_of
 @pytest.mark.parametrize(
     ("content", "function", "message"),
     [
-        ("def score(:", "score", "does not import: SyntaxError"),
-        ("def other(response): return 1", "score", "has no 'score'"),
+        pytest.param("def score(:", "score", "does not import: SyntaxError", marks=pytest.mark.slow),
+        pytest.param("def other(response): return 1", "score", "has no 'score'", marks=pytest.mark.slow),
         ("def score(text): return 1", "score", "a reward has a parameter response"),
     ],
 )
@@ -36,7 +36,9 @@ async def test_a_file_that_ends_its_process_is_found_at_the_start(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("start_s", "call_s"), [(0.5, 0.25), (0.25, 0.5)], ids=["as long as a start may take", "or a call, if longer"]
+    ("start_s", "call_s"),
+    [pytest.param(0.5, 0.25, marks=pytest.mark.slow), (0.25, 0.5)],
+    ids=["as long as a start may take", "or a call, if longer"],
 )
 async def test_a_file_whose_import_never_ends_is_found_at_the_start(
     monkeypatch, tmp_path: Path, start_s: float, call_s: float
@@ -61,7 +63,8 @@ async def test_whatever_is_raised_while_a_worker_loads_the_reward_is_told_at_the
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [("exact", "known: code, exact_match, format"), ("task", "needs data.task")]
+    ("function", "message"),
+    [("exact", "known: code, exact_match, format"), pytest.param("task", "needs data.task", marks=pytest.mark.slow)],
 )
 async def test_an_unknown_reward_is_a_config_error(function: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -264,6 +264,7 @@ async def test_an_asynchronous_call_that_is_late_or_raises_fails_its_group_and_l
     assert "in moody_async" in log.read_text()
 
 
+@pytest.mark.slow
 async def test_asynchronous_calls_that_compute_do_not_use_up_the_time_of_other_groups(user_file: Path) -> None:
     """The 80 calls compute for 1.6 s together, each of them a fiftieth of its limit."""
     async with reward_of(f"{user_file}:computes", timeout_s=1) as reward:
@@ -271,6 +272,7 @@ async def test_asynchronous_calls_that_compute_do_not_use_up_the_time_of_other_g
     assert [scores.rewards.sum() for scores in groups] == [16.0] * 5
 
 
+@pytest.mark.slow
 async def test_loading_an_asynchronous_reward_to_check_it_starts_one_process(user_file: Path, tmp_path: Path) -> None:
     log = tmp_path / "reward.log"
     spec = RewardSpec((RewardPart.of(f"{user_file}:awaited"),), 10.0)
@@ -285,7 +287,8 @@ async def test_loading_an_asynchronous_reward_to_check_it_starts_one_process(use
 
 
 @pytest.mark.parametrize(
-    ("response", "reason"), [("block", "timeout after 1 s"), ("die", "worker ended with exit code 3")]
+    ("response", "reason"),
+    [pytest.param("block", "timeout after 1 s", marks=pytest.mark.slow), ("die", "worker ended with exit code 3")],
 )
 async def test_an_asynchronous_call_that_ends_its_process_costs_no_try_of_other_groups(
     user_file: Path, response: str, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -386,7 +389,7 @@ OTHERS = [
 ]
 
 
-@mostly_slow(("function", "reason"), OTHERS, quick=OTHERS[:1])
+@mostly_slow(("function", "reason"), OTHERS, quick=[])
 async def test_what_functions_of_other_forms_do_wrong_is_the_reason(
     user_file: Path, function: str, reason: str
 ) -> None:
@@ -401,6 +404,7 @@ async def test_a_failure_is_tried_again_within_the_budget(user_file: Path) -> No
         assert (await reward.score(prompt(), ["a"])).rewards.tolist() == [1.0]
 
 
+@pytest.mark.slow
 async def test_endless_and_dying_calls_fail_their_group_and_the_others_go_on(
     user_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,6 +438,7 @@ async def test_a_worker_that_is_killed_while_it_scores_costs_one_try_of_its_own_
     assert [one.rewards.tolist() for one in scored if isinstance(one, Scores)] == [[1.0]] * (3 - len(lost))
 
 
+@pytest.mark.slow
 async def test_a_function_that_forks_is_answered_by_its_worker(user_file: Path) -> None:
     async with reward_of(f"{user_file}:forks") as reward:
         for responses in (["a"], ["bb", "ccc"], ["dddd"]):
@@ -441,7 +446,7 @@ async def test_a_function_that_forks_is_answered_by_its_worker(user_file: Path) 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="watches processes through pidfd")
-@pytest.mark.parametrize("response", ["waits", "leaves it"])
+@mostly_slow("response", ["waits", "leaves it"], quick=["leaves it"])
 async def test_what_a_function_starts_ends_with_its_worker(user_file: Path, tmp_path: Path, response: str) -> None:
     """Whether the worker is killed over it, or closed later on."""
     pid_file = tmp_path / "pid"
@@ -495,6 +500,7 @@ async def test_what_workers_print_goes_to_the_log_only(user_file: Path, tmp_path
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_file: Path) -> None:
     reward = RewardWorkers(
         RewardSpec((RewardPart.of(f"{user_file}:moody"),), timeout_s=60), workers=2, retries=3, log_path=None
@@ -527,6 +533,7 @@ async def test_a_reward_that_closes_its_output_costs_its_own_group_alone(
             await reward.score(prompt(), ["a"])
 
 
+@pytest.mark.slow
 async def test_a_killed_idle_worker_is_replaced(user_file: Path) -> None:
     async with reward_of(f"{user_file}:pids") as reward:
         before = int((await reward.score(prompt(), ["a"])).rewards[0])

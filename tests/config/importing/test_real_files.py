@@ -18,6 +18,7 @@ from headway.config.migration.settings_files import read
 from headway.config.migration.translation import WIDTH, Translation, recipe, recognise, report, translate
 from headway.config.migration_tables.projects import PROJECTS
 from headway.config.migration_tables.table_rows import ReportPart
+from tests.tiers import mostly_slow
 
 FILES = Path(__file__).parent / "files"
 WHOLE: Mapping[str, tuple[str, ...]] = {
@@ -170,7 +171,7 @@ def settings_in(file: Path) -> Iterator[str]:
             yield from re.findall(r"^ +(\w+)=(?!GRPOConfig|AsyncGRPOConfig|config)", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@mostly_slow("name", WHOLE, quick=[*WHOLE][::4])
 def test_every_setting_of_a_file_is_in_one_part_of_the_report(name: str) -> None:
     found = imported(name)
     parts = [{one.key for one in found.of(part) if one.given} for part in ReportPart]
@@ -191,7 +192,7 @@ def test_a_file_is_recognised_and_nine_in_ten_of_its_settings_have_a_row(name: s
     assert sum(one.known for one in given) >= 0.9 * len(given)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@mostly_slow("name", WHOLE, quick=[*WHOLE][1::3])
 def test_the_recipe_loads_with_the_values_in_our_units(name: str, tmp_path: Path) -> None:
     found = imported(name)
     file = tmp_path / "recipe.yaml"

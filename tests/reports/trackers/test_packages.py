@@ -65,7 +65,7 @@ def run_to_the_end(path: Path, versions: int = 3) -> tuple[Reports, str]:
 @pytest.mark.parametrize(
     ("where", "does", "why"),
     [
-        ("on_init", "time.sleep(5)", "did not answer within 1 s"),
+        pytest.param("on_init", "time.sleep(5)", "did not answer within 1 s", marks=pytest.mark.slow),
         ("on_init", "sys.exit(1)", "SystemExit: 1"),
         ("on_config", "raise ConnectionError('no route to host')", "ConnectionError: no route to host"),
     ],

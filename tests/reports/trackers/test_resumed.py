@@ -18,6 +18,7 @@ from headway.reports.trackers import tracker_set
 from headway.reports.trackers.tracker_tools import TRACKERS
 from tests.pipeline.scenario import Run, Scenario
 from tests.reports.trackers.fakes import SOON_S, Tool
+from tests.tiers import mostly_slow
 
 SCENARIO = Scenario(
     "on_policy",
@@ -46,7 +47,7 @@ def rows_in(directory: Path) -> list[int]:
     return [json.loads(line)["version"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("hangs_at", ["", "on_row"])
+@mostly_slow("hangs_at", ["", "on_row"], quick=["on_row"])
 def test_a_resumed_run_goes_on_in_its_entry(hangs_at: str, tools: list[Tool], tmp_path: Path) -> None:
     """Killed at a time when the tool has all rows, or none of them."""
     before = tmp_path / "before"

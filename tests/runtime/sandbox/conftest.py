@@ -67,7 +67,7 @@ def sandbox() -> Sandbox:
     return made
 
 
-@pytest.fixture(params=["as who tests", "as a user without rights"])
+@pytest.fixture(params=["as who tests", pytest.param("as a user without rights", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, sandbox: Sandbox) -> Run:
     """Run code in the sandbox: run(code, stdin="", limits=SMALL)."""
     if request.param == "as a user without rights":

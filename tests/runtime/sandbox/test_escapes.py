@@ -53,6 +53,7 @@ def told(run: Run, code: str, **arguments: object) -> object:
 # ---------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.parametrize("run", ["as who tests", "as a user without rights"], indirect=True)
 def test_files_of_the_host_are_not_there(run: Run, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(SECRET)
     tmp_path.chmod(0o755)

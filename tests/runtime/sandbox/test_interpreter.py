@@ -59,7 +59,8 @@ def home(installed: Path) -> Iterator[Path]:
         yield home
 
 
-@pytest.mark.parametrize("installed", ["/tmp", pytest.param("/var/tmp", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", ["/tmp", "/var/tmp"], indirect=True)
 def test_an_interpreter_in_a_home_runs_without_the_home(
     sandbox: Sandbox, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,11 +22,12 @@ LITTLE = replace(SMALL, memory_mib=128)
     ("code", "limit"),
     [
         ("import time; time.sleep(60)", "wall"),
-        ("import os, time; os.close(1); os.close(2); time.sleep(60)", "wall"),
+        pytest.param("import os, time; os.close(1); os.close(2); time.sleep(60)", "wall", marks=pytest.mark.slow),
         ("import signal, time\nfor n in set(range(1, 65)) - {9, 19, 32, 33}: signal.signal(n, lambda *_: 0)\n"
          "while True: time.sleep(1)", "wall"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "wall"),
-        ("input('is there anybody?')\nimport sys, time\nsys.stdin.read(); time.sleep(60)", "wall"),
+        pytest.param("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "wall", marks=pytest.mark.slow),
+        pytest.param("input('is there anybody?')\nimport sys, time\nsys.stdin.read(); time.sleep(60)", "wall",
+                     marks=pytest.mark.slow),
     ],
     ids=["sleeps", "closes its outputs", "ignores signals", "stops itself", "reads on"],
 )  # fmt: skip
@@ -47,6 +48,7 @@ def test_time_of_the_processor_is_counted_over_all_processes(run: Run) -> None:
     assert run(code, limits=replace(SMALL, cpu_s=0.5)).limit == "cpu"
 
 
+@pytest.mark.slow
 def test_time_of_the_processor_is_counted_where_signals_are_ignored(here: Run) -> None:
     """Takes as long as a process needs for its time on cores that others use, too."""
     code = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
@@ -262,6 +264,7 @@ def test_output_is_bounded_where_all_of_it_comes_at_the_end(here: Run) -> None:
     assert ran.limit == "output"
 
 
+@pytest.mark.slow
 def test_what_unpacks_to_much_more_than_it_was_is_stopped_in_memory_and_on_disk(here: Run) -> None:
     code = """
     import io, zipfile, zlib

@@ -340,12 +340,12 @@ def test_limits_alone_run_code_in_a_directory_of_its_own_that_is_gone_afterwards
     ("code", "limit"),
     [
         ("import time; time.sleep(60)", "wall"),
-        ("while True: print('x' * 1000)", "output"),
+        pytest.param("while True: print('x' * 1000)", "output", marks=pytest.mark.slow),
         ("import os, time\nfor _ in range(8):\n  if os.fork() == 0: x = b'x' * (30 << 20); time.sleep(60)\n"
          "time.sleep(60)", "memory"),
         ("import os, time\nfor _ in range(40):\n  if os.fork() == 0: time.sleep(60)\ntime.sleep(60)", "processes"),
         ("import os, time\nfor n in range(9): open(str(n), 'wb').write(b'x' * (1 << 20))\ntime.sleep(60)", "scratch"),
-        ("while True: pass", "cpu"),
+        pytest.param("while True: pass", "cpu", marks=pytest.mark.slow),
     ],
     ids=["time", "output", "memory", "processes", "files", "processor"],
 )  # fmt: skip

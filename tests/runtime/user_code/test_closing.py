@@ -12,6 +12,7 @@ from headway.config.schema import Config
 from headway.config.sections.agent_section import AgentConfig
 from headway.errors import ProgramFailed
 from tests.agents.programs.scripted import Script
+from tests.tiers import mostly_slow
 
 GAME = """
 import os
@@ -35,7 +36,7 @@ class Game:
 """
 
 
-@pytest.mark.parametrize("a", ["", "async "], ids=["synchronous", "asynchronous"])
+@mostly_slow("a", ["", "async "], quick=["async "])
 async def test_every_environment_that_was_made_is_closed(a: str, tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(GAME.format(a=a))
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headway.runtime.workers import user_code_worker as process
 from headway.runtime.workers import worker_pool
 from headway.runtime.workers.worker_pool import WorkerPool
 from tests.runtime.user_code.test_workers import ended, workers_of
+from tests.tiers import mostly_slow
 
 STALL_S = 0.4
 PATIENT_S = 0.8
@@ -34,7 +36,7 @@ async def patiently(workers: WorkerPool, *job: Any, on_ask: Any = None, tries: i
     raise AssertionError("unreachable")
 
 
-@pytest.mark.parametrize("job", ["holds_the_loop", "holds_the_loop_in_a_task"])
+@mostly_slow("job", ["holds_the_loop", "holds_the_loop_in_a_task"], quick=["holds_the_loop"])
 async def test_a_job_that_holds_its_event_loop_is_named_and_the_others_of_its_worker_are_not(job: str) -> None:
     """Starts two processes of user code, and waits for one to be taken for lost."""
     async with workers_of("shared", stall_s=STALL_S) as workers:
@@ -54,7 +56,7 @@ async def test_a_job_that_holds_its_event_loop_is_named_and_the_others_of_its_wo
         assert await workers.run(("pid",)) != before
 
 
-@pytest.mark.parametrize("job", ["backtracks", "keeps_the_lock", "stops"])
+@mostly_slow("job", ["backtracks", "keeps_the_lock", "stops"], quick=["keeps_the_lock"])
 async def test_a_loop_that_nothing_of_python_can_interrupt_is_replaced(job: str) -> None:
     async with workers_of("shared", stall_s=STALL_S) as workers:
         with pytest.raises(RunnerLost, match="its worker's event loop was held"):
@@ -63,7 +65,11 @@ async def test_a_loop_that_nothing_of_python_can_interrupt_is_replaced(job: str)
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(signal.SIGKILL, "ended with SIGKILL"), (signal.SIGSTOP, "event loop was held")]
+    ("number", "text"),
+    [
+        (signal.SIGKILL, "ended with SIGKILL"),
+        pytest.param(signal.SIGSTOP, "event loop was held", marks=pytest.mark.slow),
+    ],
 )
 async def test_of_a_worker_that_somebody_else_kills_or_stops_no_job_is_to_blame(number: int, text: str) -> None:
     """Starts four processes of user code, and waits for three limits."""
@@ -88,8 +94,9 @@ async def test_of_a_worker_that_somebody_else_kills_or_stops_no_job_is_to_blame(
         assert [(text in str(end), end.culprit) for end in lost] == [(True, None)] * 3
 
 
-@pytest.mark.parametrize("guard", ["too", "not"])
-@pytest.mark.parametrize("kind", ["spawned", "forked"])
+@mostly_slow(
+    ("kind", "guard"), product(["spawned", "forked"], ["too", "not"]), quick=[("spawned", "too"), ("forked", "not")]
+)
 async def test_a_worker_without_a_loop_that_somebody_stops_is_replaced(
     kind: str, guard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +152,7 @@ async def test_a_host_that_stands_still_itself_replaces_nobody() -> None:
         assert await workers.run(("pid",)) == before
 
 
+@pytest.mark.slow
 async def test_a_machine_that_stands_still_costs_nobody() -> None:
     """Takes longer than the limit, during which neither host nor worker does anything, though a ping is due.
 
@@ -165,6 +173,7 @@ async def test_a_machine_that_stands_still_costs_nobody() -> None:
         assert await workers.run(("pid",)) == pid
 
 
+@pytest.mark.slow
 async def test_a_job_that_was_left_and_holds_its_loop_still_costs_its_worker_alone() -> None:
     """Starts two processes of user code, and waits for one to be taken for lost."""
     async with workers_of("shared", stall_s=STALL_S) as workers:

@@ -35,7 +35,7 @@ def wait_for_the_end(process: int) -> None:
     os.close(ends)
 
 
-@mostly_slow("tools", ["asynchronous", "synchronous"], quick=["asynchronous"])
+@mostly_slow("tools", ["asynchronous", "synchronous"], quick=[])
 async def test_a_servers_process_serves_the_episodes_of_a_worker_and_none_survives_it(tmp_path, tools):
     """WorkerPool and servers are processes of Python, some of which import transformers or the SDK."""
     (tmp_path / "tools.py").write_text(BLOCKING)

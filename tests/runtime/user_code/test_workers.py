@@ -20,7 +20,7 @@ from headway.runtime.process_tree import descendants
 from headway.runtime.workers import user_code_worker as process_module
 from headway.runtime.workers.worker_pool import WorkerPool
 from tests.runtime.user_code.code import CodeSpec
-from tests.tiers import crossed
+from tests.tiers import crossed, mostly_slow
 
 KINDS: dict[str, dict[str, Any]] = {
     "spawned": {"at_once": 1},
@@ -209,7 +209,7 @@ async def test_the_others_in_a_process_that_ends_are_told_that_it_was_not_they()
             assert (str(lost), lost.culprit) == ("its worker was lost: it ended with exit code 3", False)
 
 
-@alone
+@mostly_slow("kind", ["spawned", "forked"], quick=["forked"])
 async def test_a_time_limit_of_the_kernels_or_of_the_hosts_ends_the_process(kind: str) -> None:
     async with workers_of(kind) as workers:
         before = await workers.run(("pid",))
@@ -230,7 +230,7 @@ async def test_a_time_limit_ends_the_job_alone_where_others_share_its_process() 
         assert await other == "slept"
 
 
-@each_kind
+@mostly_slow("kind", KINDS, quick=["forked", "shared"])
 async def test_cancelling_ends_the_job(kind: str) -> None:
     job = ("sleeps", 60) if kind == "shared" else ("holds_the_loop", 60)
     async with workers_of(kind) as workers:
@@ -260,7 +260,7 @@ async def test_jobs_wait_in_order_and_one_that_is_cancelled_leaves_its_place() -
     assert order == [0, 1, 2, 4, 5]
 
 
-@pytest.mark.parametrize(("kind", "at_once"), [("spawned", 1), ("forked", 1), ("shared", 2)])
+@mostly_slow(("kind", "at_once"), [("spawned", 1), ("forked", 1), ("shared", 2)], quick=[("forked", 1), ("shared", 2)])
 async def test_there_are_never_more_processes_and_jobs_in_them_than_allowed(kind: str, at_once: int) -> None:
     running = most = 0
     full = asyncio.Event()
@@ -292,7 +292,7 @@ async def test_shared_jobs_spread_over_the_processes() -> None:
             task.cancel()
 
 
-@pytest.mark.parametrize("kind", ["spawned", "shared"])
+@mostly_slow("kind", ["spawned", "shared"], quick=["shared"])
 async def test_a_child_that_user_code_forks_ends_where_the_worker_goes_on(kind: str) -> None:
     async with workers_of(kind) as workers:
         for _ in range(3):
@@ -332,7 +332,7 @@ async def test_code_that_does_not_load_is_told_at_the_start(kind: str, case: tup
             await workers.start()
 
 
-@pytest.mark.parametrize("kind", ["spawned", "forked"])
+@mostly_slow("kind", ["spawned", "forked"], quick=["forked"])
 async def test_code_that_never_loads_is_told_at_the_start(kind: str) -> None:
     async with workers_of(kind, loading="hangs", start_timeout_s=0.5) as workers:
         with pytest.raises(WorkerDied, match=r"no worker was ready within 0.5 s: it was loading code.py:Code"):
@@ -345,7 +345,7 @@ async def test_jobs_that_wait_for_code_that_does_not_load_fail_with_its_error() 
     assert [str(end) for end in ends] == ["there is no such code"] * 3
 
 
-@each_kind
+@mostly_slow("kind", KINDS, quick=["forked", "shared"])
 async def test_closing_leaves_no_process_descriptor_or_task_and_fails_what_is_awaited(kind: str) -> None:
     descriptors = open_descriptors()
     busy = ("sleeps", 60) if kind == "shared" else ("backtracks",)
@@ -370,7 +370,7 @@ async def test_closing_leaves_no_process_descriptor_or_task_and_fails_what_is_aw
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-@each_kind
+@mostly_slow("kind", KINDS, quick=["spawned"])
 async def test_a_start_that_is_given_up_leaves_no_process(kind: str) -> None:
     async with workers_of(kind, loading="hangs") as workers:
         with pytest.raises(TimeoutError):
@@ -381,7 +381,7 @@ async def test_a_start_that_is_given_up_leaves_no_process(kind: str) -> None:
         os.kill(pids[0], 0)
 
 
-@each_kind
+@mostly_slow("kind", KINDS, quick=["forked"])
 async def test_a_worker_leads_a_session_of_its_own_and_ignores_ctrl_c(kind: str) -> None:
     async with workers_of(kind) as workers:
         pid = await workers.run(("pid",))
@@ -426,7 +426,7 @@ async def test_secrets_are_hidden_in_the_log_and_in_errors(kind: str, to: str, t
     assert "hunter2" not in log.read_text().replace("environ[name]", "")
 
 
-@each_kind
+@mostly_slow("kind", KINDS, quick=["shared"])
 async def test_user_code_gets_no_secret_of_the_host_and_is_told_how_it_gets_a_variable(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
