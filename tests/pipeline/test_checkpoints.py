@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from headway.errors import RunError, WorkerDied
 from headway.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, Note, OptimizerStepped, VersionReached
 from headway.pipeline.run import Status
@@ -62,7 +60,7 @@ def test_the_run_ends_after_its_last_checkpoint_is_written():
     assert run.ended >= run.trainer.writes[-1][1]
 
 
-@pytest.mark.parametrize("what", ["write", "copy"])
+@mostly_slow("what", ["write", "copy"], quick=["write"])
 def test_a_failure_is_told_and_the_next_one_is_saved(what: str):
     run = scenario(fails=("", what, what)).run().assert_completed()
     assert [event.version for event in run.of(CheckpointSaved)] == [1, 4, 5, 6]

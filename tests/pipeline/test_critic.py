@@ -216,7 +216,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_naming_the_critics_learning
     assert not any(event.what == "gather" for event in run.of(TrainerBusy)) or limit > 0
 
 
-@places
+@mostly_slow("inside", [True, False], quick=[True])
 def test_as_many_as_are_borne_between_finite_ones_change_nothing(monkeypatch: pytest.MonkeyPatch, inside: bool):
     """Nor do the actor's, which are counted for themselves."""
     monkeypatch.setattr(off_policy_guard, "MOST_SKIPPED", 2)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 
 import pytest
 
 from headway.errors import WorkerDied
 from tests.pipeline.scenario import Run, Scenario
+from tests.tiers import mostly_slow
 
 PROGRAM = {"agent": {"program": "x.py:run"}}
 
 
-@pytest.mark.parametrize("drain", ["turn", "episode"])
-@pytest.mark.parametrize("mode", ["async_stale", "overlapped"])
+@mostly_slow(
+    ("mode", "drain"),
+    product(["async_stale", "overlapped"], ["turn", "episode"]),
+    quick=[("async_stale", "episode"), ("overlapped", "turn")],
+)
 def test_a_replica_that_dies_while_it_is_halted_holds_nobody_back(drain: str, mode: str):
     def script(run: Run) -> None:
         victim = run.rollouts[1]

@@ -98,7 +98,7 @@ def test_when_all_replicas_die_one_after_another_the_last_one_ends_the_run():
     assert [event.replica for event in run.of(ReplicaLost)] == ["rollout-0", "rollout-1", "rollout-2"]
 
 
-@pytest.mark.parametrize("policy", ["drain", "interrupt"])
+@mostly_slow("policy", ["drain", "interrupt"], quick=["interrupt"])
 def test_a_replica_that_dies_in_the_middle_of_an_update_ends_the_run(policy: str):
     """The transfer begins at 1.25 s after the version's last step began and takes half a second."""
     healthy = Scenario("async_stale", async_training={"on_update": policy}).run().assert_completed()
@@ -127,7 +127,9 @@ def test_a_watch_that_has_nothing_to_tell_does_not_keep_the_run_from_ending():
 # ---------------------------------------------------------------------------------------------- stages
 
 
-@crossed(("mode", "step"), MODES, [0, 3, 9])
+@mostly_slow(
+    ("mode", "step"), product(MODES, [0, 3, 9]), quick=[("on_policy", 0), ("async_partial", 3), ("overlapped", 9)]
+)
 def test_a_trainer_that_raises_ends_the_run_and_names_the_stage(mode: str, step: int):
     def script(run: Run) -> None:
         run.trainer.raises_at[step] = ArithmeticError("overflow")

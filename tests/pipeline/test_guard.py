@@ -323,7 +323,7 @@ def test_the_run_stops_after_the_version_with_a_checkpoint_and_says_why(mode: st
     assert run.validated()[-1] == 3, "the version that was reached is validated"
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "async_partial"])
+@mostly_slow("mode", ["on_policy", "async_partial"], quick=["on_policy"])
 def test_a_low_size_in_the_last_version_does_not_make_a_complete_run_an_interrupted_one(mode: str):
     last = 6 * Scenario(mode).config.groups_per_version // 4 - 1
     run = guarded("stop", lambda step: 0.1 if step == last else 0.9, mode).run()

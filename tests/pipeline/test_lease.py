@@ -223,7 +223,7 @@ def test_a_transfer_to_sleeping_replicas_that_fails_once_is_tried_again():
     assert len(run.of(UpdateRetried)) == 1 and run.of(ReplicaLost) == []
 
 
-@pytest.mark.parametrize("call", ["activate", "resume"])
+@mostly_slow("call", ["activate", "resume"], quick=["activate"])
 def test_one_of_several_that_stops_answering_asleep_is_fenced_off(call: str):
     def script(run: Run) -> None:
         run.rollouts[1].silent_on.add(call)

@@ -89,7 +89,7 @@ def test_the_run_names_its_stages_in_the_order_in_which_data_flows():
     assert {event.stage for event in run.of(StageChanged)} == set(flow)
 
 
-@pytest.mark.parametrize("mode", STREAMING)
+@mostly_slow("mode", STREAMING, quick=["async_stale"])
 def test_it_works_on_a_versions_next_batches_while_the_trainer_is_busy(mode: str):
     run = Scenario(mode, logp_ranks=1, logp_s=1.0, trainer={"step_s": lambda _: 4.0}).run().assert_completed()
     asked, made = logp(run).asked, steps(run)

@@ -58,7 +58,7 @@ def test_drain_never_cuts_an_answer_short(mode: str):
     assert sum(update.interrupted for update in run.of(UpdateFinished)) == 0
 
 
-@pytest.mark.parametrize("step_s", MANY_SPEEDS)
+@mostly_slow("step_s", MANY_SPEEDS, quick=[1.0])
 def test_on_policy_every_group_has_lag_zero(step_s: float):
     run = Scenario("on_policy", problems=3, trainer={"step_s": lambda _: step_s}).run().assert_completed()
     assert run.lags_by_version() == {version: {0} for version in range(6)}
@@ -120,7 +120,7 @@ def test_one_step_off_training_a_batch_never_delays_the_launch_of_the_next(step_
         assert launches[4 * (batch + 1)] <= fetches[batch].time
 
 
-@pytest.mark.parametrize("step_s", MANY_SPEEDS)
+@mostly_slow("step_s", MANY_SPEEDS, quick=[8.0])
 def test_stream_off_policy_streams_within_a_version_at_lag_zero(step_s: float):
     run = Scenario("stream_off_policy", trainer={"step_s": lambda _: step_s}).run().assert_completed()
     assert run.lags_by_version() == {version: {0} for version in range(6)}

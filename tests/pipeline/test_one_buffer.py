@@ -74,7 +74,7 @@ def test_only_the_replica_that_needs_it_is_halted_for_the_transfer():
     assert set(stalls[0]) == {GATHER_AND_RECV_S + 0.125} and set(stalls[1]) == {0.125}
 
 
-@both_schedules
+@mostly_slow("mode", SCHEDULES, quick=["async_partial"])
 def test_after_a_failed_attempt_it_stands_until_a_whole_version_has_come(mode: str):
     """The fake refuses to resume with torn weights."""
 
@@ -86,7 +86,7 @@ def test_after_a_failed_attempt_it_stands_until_a_whole_version_has_come(mode: s
     assert max(end - start for start, end in run.rollouts[1].stood) > 4.0, "both attempts"
 
 
-@both_schedules
+@mostly_slow("mode", SCHEDULES, quick=["overlapped"])
 def test_it_is_fenced_off_torn_as_it_is_when_the_attempts_keep_failing(mode: str):
     def script(run: Run) -> None:
         run.rollouts[1].fails_to_receive = [UpdateFailed("corrupted") for _ in range(2)]
@@ -105,7 +105,7 @@ def test_the_only_one_is_not_released_when_the_run_ends_over_it(mode: str):
     assert run.rollouts[0].torn and run.rollouts[0].paused
 
 
-@both_schedules
+@mostly_slow("mode", SCHEDULES, quick=["overlapped"])
 def test_one_that_does_not_stop_is_fenced_before_anything_is_sent_to_it(mode: str):
     def script(run: Run) -> None:
         run.rollouts[1].silent_on.add("pause")
@@ -114,7 +114,7 @@ def test_one_that_does_not_stop_is_fenced_before_anything_is_sent_to_it(mode: st
     assert lost(run) == ["rollout-1"] and run.rollouts[1].received == []
 
 
-@both_schedules
+@mostly_slow("mode", SCHEDULES, quick=["overlapped"])
 def test_one_that_dies_halted_holds_nobody_up(mode: str):
     def dies(run: Run) -> None:
         run.rollouts[1].die(WorkerDied("rollout-1 was killed"))

@@ -122,7 +122,7 @@ def check_shared(run: Run) -> Run:
 
 
 @a_share_and_all
-@mostly_slow(("mode", "settings"), SHARED, quick=SHARED[1:])
+@mostly_slow(("mode", "settings"), SHARED, quick=SHARED[2:])
 def test_on_shared_devices_replicas_come_back_with_the_ranks_at_any_moment(
     mode: str, settings: dict[str, Any], share: float
 ):
@@ -137,7 +137,7 @@ def test_on_shared_devices_replicas_come_back_with_the_ranks_at_any_moment(
 
 
 @a_share_and_all
-@pytest.mark.parametrize("settings", [{}, {"trigger_parameter_sync_step": 3}])
+@mostly_slow("settings", [{}, {"trigger_parameter_sync_step": 3}], quick=[{"trigger_parameter_sync_step": 3}])
 def test_on_shared_devices_each_batch_has_the_steps_of_a_run_that_nothing_happened_to(
     settings: dict[str, Any], share: float
 ):

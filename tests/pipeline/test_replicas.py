@@ -240,7 +240,7 @@ def test_a_start_that_takes_longer_than_the_stall_limit_is_no_stall():
 
 
 @a_share_and_all
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["on_policy", "async_partial", "overlapped", "colocate_sync"])
 def test_the_last_replicas_death_is_the_error_whatever_notices_it_first(mode: str, share: float):
     """Also when a wave is on its way to it at that moment."""
     for k in range(20, 400, int(19 / share)):

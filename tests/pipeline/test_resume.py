@@ -258,7 +258,7 @@ def test_validations_go_on_in_step(version: int, test_freq: int, expected: list[
     assert [event.version for event in of(resumed(scenario, state).events, ValidationFinished)] == expected
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@mostly_slow("inside", [True, False], quick=[True])
 def test_the_critics_turns_go_on(inside: bool):
     def scenario() -> Scenario:
         return Scenario("async_stale", sections=SAVES, critic=FakeCritic(), critic_on_trainer_ranks=inside)

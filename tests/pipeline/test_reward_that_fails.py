@@ -22,7 +22,7 @@ def held_out(prompt: Prompt) -> bool:
     return prompt.epoch == -1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow("mode", MODES, quick=["one_step_off", "async_partial", "colocate_async"])
 def test_a_first_validation_of_which_nothing_can_be_scored_ends_the_run(mode: str):
     reward = FakeReward(lambda _: fails(BOOM))
     run = Scenario(mode, problems=FAILED_AT_VALIDATION, reward=reward).run()
@@ -119,7 +119,7 @@ def test_without_validation_the_first_groups_decide():
     assert run.groups["failed"] == FAILED_AT_FIRST < 10 * Scenario("async_partial").config.groups_per_version
 
 
-@pytest.mark.parametrize("works", [[0.0, 1.0], [1.0, 1.0]])
+@mostly_slow("works", [[0.0, 1.0], [1.0, 1.0]], quick=[[1.0, 1.0]])
 def test_a_reward_that_worked_once_is_given_its_ten_versions(works: list[float]):
     """Also where the filter took that group out: that the reward works was seen."""
     reward = FakeReward(lambda prompt: works if prompt.row == 5 else fails(BOOM))

@@ -125,7 +125,7 @@ def stops_at(seconds: float) -> Callable[[Run], Coroutine[object, object, None]]
     return beside
 
 
-@pytest.mark.parametrize("save_freq", [1, -1])
+@mostly_slow("save_freq", [1, -1], quick=[1])
 def test_a_stop_ends_in_time_where_every_further_group_is_filtered(save_freq: int):
     """After a checkpoint nothing is admitted any more; without one the next boundary is tried for, within the time."""
     reward = FakeReward(

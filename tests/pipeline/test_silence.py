@@ -21,6 +21,7 @@ from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import OpenWork
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import Run, Scenario
+from tests.tiers import mostly_slow
 
 TIMEOUT_S = 45.0
 """More than an engine needs here for its longest prefill, so that this is how long it may be silent."""
@@ -58,7 +59,7 @@ def scenario(mode: str, replicas: int, script: Callable[[Run], None], **more: An
     return Scenario(mode, replicas=replicas, script=script, sections=sections, lengths=lambda _: 200, **more)
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "async_partial"])
+@mostly_slow("mode", ["on_policy", "async_partial"], quick=["on_policy"])
 def test_a_replica_whose_core_hangs_while_it_answers_is_fenced_off_and_the_others_go_on(mode: str) -> None:
     run = scenario(mode, 2, hangs_when(tokens_of("rollout-1", 3), 1)).run().assert_completed()
     (lost,) = run.of(ReplicaLost)

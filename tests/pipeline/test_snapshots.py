@@ -69,7 +69,7 @@ def warnings(run: Run) -> list[str]:
 
 
 @a_share_and_all
-@mostly_slow("mode", MODES, quick=["one_step_off", "stream_off_policy"])
+@mostly_slow("mode", MODES, quick=["one_step_off"])
 def test_a_lost_trainer_goes_back_to_the_snapshot_and_ends_with_the_same_weights(mode: str, share: float):
     length = scenario(mode).run().ended
     loaded = 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from headway.events import RunFinished
 from headway.pipeline.run import Status
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import crossed
+from tests.tiers import mostly_slow
 
 LENGTHS = {
     "a total": {"total": 32},
@@ -35,7 +37,11 @@ def stopped(mode: str, length: dict[str, int], consumed: int, reward: FakeReward
     return run.assert_clean()
 
 
-@crossed(("mode", "name"), MODES, LENGTHS)
+@mostly_slow(
+    ("mode", "name"),
+    product(MODES, LENGTHS),
+    quick=[*zip(["on_policy", "async_partial", "overlapped"], LENGTHS, strict=True)],
+)
 def test_a_stop_while_the_last_groups_are_trained_leaves_a_complete_run(mode: str, name: str) -> None:
     length = LENGTHS[name]
     groups = length.get("total") or length["rows"] * length["epochs"]
@@ -45,7 +51,11 @@ def test_a_stop_while_the_last_groups_are_trained_leaves_a_complete_run(mode: st
     assert (run.status, run.of(RunFinished)[0].status) == (Status.COMPLETED, "completed")
 
 
-@crossed(("mode", "name"), MODES, LENGTHS)
+@mostly_slow(
+    ("mode", "name"),
+    product(MODES, LENGTHS),
+    quick=[*zip(["one_step_off", "colocate_async", "async_stale"], LENGTHS, strict=True)],
+)
 def test_a_stop_before_that_leaves_an_interrupted_one(mode: str, name: str) -> None:
     run = stopped(mode, LENGTHS[name], 1)
     assert run.groups["trained"] < 26

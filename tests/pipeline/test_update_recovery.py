@@ -359,7 +359,7 @@ def test_the_trainers_death_in_send_ends_the_run():
 # ---------------------------------------------------------------------------------------------- failures
 
 
-@both_schedules
+@mostly_slow("mode", SCHEDULES, quick=["async_partial"])
 def test_a_version_that_arrives_corrupted_once_is_sent_once_more(mode: str):
     def script(run: Run) -> None:
         run.rollouts[1].fails_to_receive = [UpdateFailed("the bytes of 'lm_head' are not those that the trainer sent")]
@@ -385,7 +385,7 @@ def test_a_checksum_that_differs_counts_as_corrupted():
     assert lost(run) == []
 
 
-@both_schedules
+@mostly_slow("mode", SCHEDULES, quick=["overlapped"])
 def test_a_replica_that_alone_receives_corrupted_weights_again_is_fenced_off(mode: str):
     def script(run: Run) -> None:
         run.transport.corrupted.add(("rollout-1", 2))

@@ -13,7 +13,8 @@ from headway.events import ReplicaHalted, UpdateFinished, UpdatePhase
 from tests.pipeline.fakes import FakeRollout
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import Run, Scenario
-from tests.pipeline.test_update_recovery import both_schedules, failed, lost, scenario
+from tests.pipeline.test_update_recovery import SCHEDULES, both_schedules, failed, lost, scenario
+from tests.tiers import mostly_slow
 
 
 def logprobs(version: int, off_by: float = 0.0) -> NDArray[np.float32]:
@@ -40,7 +41,7 @@ def differences(run: Run) -> dict[tuple[int, str], float]:
     return {(event.version, event.where): event.probe_difference or 0.0 for event in told}
 
 
-@both_schedules
+@mostly_slow("mode", SCHEDULES, quick=["overlapped"])
 def test_each_load_is_verified_against_the_trainers_probe_of_that_version(mode: str):
     run = check_everything(scenario(mode, receivers=("logp",), script=probing(4e-4)).run().assert_completed())
     loaded = {(version, replica.name) for replica in run.rollouts for version, _ in replica.loads}
@@ -140,7 +141,7 @@ class OfOneMachine(FakeRollout):
         self.copy = "the machine's"
 
 
-@both_schedules
+@mostly_slow("mode", SCHEDULES, quick=["async_partial"])
 def test_replicas_that_load_from_one_copy_compute_the_probe_in_turn(mode: str):
     run = scenario(mode, rollout=OfOneMachine, script=probing()).run().assert_completed()
     found = differences(run)
