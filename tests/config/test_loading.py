@@ -297,7 +297,7 @@ DUMPED = [
     ("trainer.use_nodes_ratios=[1/3, 0, 1/3, 1/3]", "trainer.n_gpus_per_node=3", "actor.use_kl_loss=true"),
     (
         "run.name='on'",
-        "data.task.params={deep: {list: [1, [2, x]], text: 'null'}}",
+        "data.task.params={deep: {list: [1, [2, x]], text: 'null', number: '1e9'}}",
         'model.make.vocabulary="\'\\"#"',
     ),
 ]

@@ -53,6 +53,10 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(
     list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 )
+# Loading takes 1e9 for a number, which YAML 1.1 does not: a text like that gets quotes.
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*)?\.?\d+[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,14 +128,16 @@ class _Loader(SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-# To YAML 1.1 a number like 1e9 is a text: it wants a point, and a sign in the exponent.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*)?\.?\d+[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
 class _ProfileDumper(SafeDumper):
     """YAML dumper that writes sections as blocks and lists on one line, except lists of text."""
+
+
+# To YAML 1.1 a number like 1e9 is a text: it wants a point, and a sign in the exponent. Writing knows it, too: a text
+# like that gets quotes.
+for _kind in (_Loader, _ProfileDumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*)?\.?\d+[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 def _represent_list(dumper: SafeDumper, data: list[Any]) -> SequenceNode:
