@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib import import_module
 from inspect import isclass, signature
@@ -14,6 +12,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 import pytest
+from grimp import build_graph
 
 from headway.pipeline import run, stages
 from headway.pipeline.actor_critic import Actor, Critic
@@ -88,30 +87,20 @@ def test_the_layers_in_the_docs_are_those_of_the_linter() -> None:
     assert told == [layer.split(" | ") for layer in layers]
 
 
-def imported_by(source: str) -> Iterator[str]:
-    """Every name that a module imports, in functions and for the type checker, too: ``package.module.name``."""
-    nodes: list[ast.AST] = [ast.parse(source)]
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{name.name}" for name in node.names)
-        else:  # what may hold a statement: expressions, which are most of all nodes, hold none
-            nodes += (
-                n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.excepthandler | ast.match_case)
-            )
-
-
 def test_imports_make_no_circle_among_the_modules_and_packages_of_a_package() -> None:
-    """A circle of modules anywhere is one of the children of the package that they share."""
-    source = ROOT / "src"
-    files = {path.relative_to(source).with_suffix("").parts: path for path in source.rglob("*.py")}
+    """A circle of modules anywhere is one of the children of the package that they share.
+
+    Imports in functions and for the type checker count, too.
+    """
+    graph = build_graph("headway", cache_dir=None)
     imports: dict[tuple[str, ...], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for module, path in files.items():
-        for name in imported_by(path.read_text(encoding="utf-8")):
-            parts = tuple(name.split("."))
-            found = (parts, parts[:-1], (*parts, "__init__"), (*parts[:-1], "__init__"))
-            target = next((one for one in found if one in files), module)
+
+    def place(module: str) -> tuple[str, ...]:
+        return (*module.split("."), "__init__") if graph.find_children(module) else tuple(module.split("."))
+
+    for importer in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(importer):
+            module, target = place(importer), place(imported)
             shared = next((n for n, (own, other) in enumerate(zip(module, target, strict=False)) if own != other), None)
             if shared is not None:
                 imports[module[:shared]][module[shared]].add(target[shared])
