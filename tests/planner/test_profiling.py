@@ -130,6 +130,7 @@ def test_many_groups_are_thinned_evenly_and_that_is_said(tmp_path: Path, monkeyp
     assert any("10 of 20 groups" in text for text in few.assumptions)
 
 
+@pytest.mark.slow
 def test_a_large_run_is_profiled_by_its_newest_versions_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from headway.agents.interface.tool import Toolbox, make_tool
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.agents.programs.scripted import Script, calling, play, start
 from tests.agents.programs.served import served
+from tests.tiers import mostly_slow
 
 pytest.importorskip("mcp", reason="the extra mcp")
 
@@ -332,8 +333,9 @@ def process(*arguments: str, **more: Any) -> McpServerSpec:
     return McpServerSpec("digits", command=(sys.executable, str(SERVER), *arguments), **more)
 
 
-async def test_a_servers_process_is_called_and_started_anew_after_it_died(monkeypatch):
-    """Servers are started three times, each of which imports the SDK."""
+@mostly_slow("deaths", [1, 2], quick=[1])
+async def test_a_servers_process_is_called_and_started_anew_after_it_died(deaths, monkeypatch):
+    """Servers are started two or three times, each of which imports the SDK."""
     monkeypatch.setenv("SECRET", "s3")
     spec = ProgramSpec(mcp=(process(env={"KEY": "it is $SECRET$$"}),))
     assert spec.shown == "tools agent.mcp.digits"
@@ -341,7 +343,7 @@ async def test_a_servers_process_is_called_and_started_anew_after_it_died(monkey
     called = calling(("environment", {"name": "KEY"}), ("environment", {"name": "SECRET"}), ("look_up", {"key": "x"}))
     await play(loaded, ask := Script(called, calling(("look_up", {"key": "z"})), "done"))
     assert heard(ask) == ["it is s3$", "not set", "3", "Error: look_up failed: Error executing tool look_up"]
-    for _ in range(2):
+    for _ in range(deaths):
         await play(loaded, ask := Script(calling(("count", {})), "done"))
         assert heard(ask)[0].startswith("1 in ")
         with pytest.raises(ProgramAway, match=r"digits: the server went away during the call of its tool 'die': Conn"):

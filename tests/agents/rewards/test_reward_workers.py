@@ -446,7 +446,7 @@ async def test_a_function_that_forks_is_answered_by_its_worker(user_file: Path) 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="watches processes through pidfd")
-@mostly_slow("response", ["waits", "leaves it"], quick=["leaves it"])
+@mostly_slow("response", ["waits", "leaves it"], quick=[])
 async def test_what_a_function_starts_ends_with_its_worker(user_file: Path, tmp_path: Path, response: str) -> None:
     """Whether the worker is killed over it, or closed later on."""
     pid_file = tmp_path / "pid"
@@ -480,6 +480,7 @@ async def test_the_parts_of_a_sum_come_with_it_from_a_worker_that_stays_light(us
     assert (nothing.rewards.tolist(), nothing.parts) == ([], {name: [] for name in scores.parts})
 
 
+@pytest.mark.slow
 async def test_one_groups_endless_call_does_not_hold_up_the_others(user_file: Path) -> None:
     async with reward_of(f"{user_file}:moody", timeout_s=5, workers=2) as reward:
         endless = asyncio.create_task(reward.score(prompt(), ["loop"]))
@@ -578,7 +579,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="watches processes through pidfd")
-@mostly_slow("busy_with", ["loop", "backtrack"], quick=["backtrack"])
+@mostly_slow("busy_with", ["loop", "backtrack"], quick=[])
 def test_a_busy_worker_prints_to_its_parents_stderr_and_dies_with_it(
     user_file: Path, tmp_path: Path, busy_with: str
 ) -> None:

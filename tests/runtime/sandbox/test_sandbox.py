@@ -411,6 +411,7 @@ async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(
     assert (await first).limit == "wall"
 
 
+@pytest.mark.slow
 def test_a_call_is_given_what_is_its_own_whatever_descriptors_are_free(sandbox: Sandbox) -> None:
     """Small ones, such as that of a closed input, are those that a shell on the way might take for itself."""
     code = "import sys; print(sys.stdin.read(), *(open(str(n)).read() for n in range(8)))"

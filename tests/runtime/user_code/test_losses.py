@@ -94,9 +94,7 @@ async def test_of_a_worker_that_somebody_else_kills_or_stops_no_job_is_to_blame(
         assert [(text in str(end), end.culprit) for end in lost] == [(True, None)] * 3
 
 
-@mostly_slow(
-    ("kind", "guard"), product(["spawned", "forked"], ["too", "not"]), quick=[("spawned", "too"), ("forked", "not")]
-)
+@mostly_slow(("kind", "guard"), product(["spawned", "forked"], ["too", "not"]), quick=[("forked", "not")])
 async def test_a_worker_without_a_loop_that_somebody_stops_is_replaced(
     kind: str, guard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +198,7 @@ async def test_workers_without_jobs_are_not_looked_after() -> None:
         assert await workers.run(("echo", 2)) == 2
 
 
+@pytest.mark.slow
 async def test_a_killed_fork_server_takes_its_workers_along_and_is_replaced() -> None:
     async with workers_of("forked", processes=3) as workers:
         pids = await asyncio.gather(*(workers.run(("pid",)) for _ in range(3)))

@@ -70,6 +70,7 @@ async def run_all(shared: int, forked: int, *, with_holders: bool) -> tuple[Turn
     return turns, lost
 
 
+@pytest.mark.slow
 async def test_jobs_that_hold_the_interpreters_lock_for_ever_cost_nobody_else_their_end() -> None:
     await run_all(60, 6, with_holders=True)
 

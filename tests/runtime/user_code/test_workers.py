@@ -260,7 +260,7 @@ async def test_jobs_wait_in_order_and_one_that_is_cancelled_leaves_its_place() -
     assert order == [0, 1, 2, 4, 5]
 
 
-@mostly_slow(("kind", "at_once"), [("spawned", 1), ("forked", 1), ("shared", 2)], quick=[("forked", 1), ("shared", 2)])
+@mostly_slow(("kind", "at_once"), [("spawned", 1), ("forked", 1), ("shared", 2)], quick=[("shared", 2)])
 async def test_there_are_never_more_processes_and_jobs_in_them_than_allowed(kind: str, at_once: int) -> None:
     running = most = 0
     full = asyncio.Event()
@@ -309,6 +309,7 @@ async def test_a_child_that_user_code_forks_does_not_go_on_with_jobs_of_an_event
     assert (tmp_path / "notes").read_text() == "went on\n"
 
 
+@pytest.mark.slow
 async def test_a_child_that_user_code_forks_says_nothing_as_it_ends(tmp_path: Path) -> None:
     async with workers_of("spawned", log_path=tmp_path / "log") as workers:
         assert await workers.run(("forks",)) == "once"
@@ -345,7 +346,7 @@ async def test_jobs_that_wait_for_code_that_does_not_load_fail_with_its_error() 
     assert [str(end) for end in ends] == ["there is no such code"] * 3
 
 
-@mostly_slow("kind", KINDS, quick=["forked", "shared"])
+@mostly_slow("kind", KINDS, quick=["shared"])
 async def test_closing_leaves_no_process_descriptor_or_task_and_fails_what_is_awaited(kind: str) -> None:
     descriptors = open_descriptors()
     busy = ("sleeps", 60) if kind == "shared" else ("backtracks",)
