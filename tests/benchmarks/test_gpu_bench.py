@@ -67,7 +67,7 @@ def test_what_a_check_finds_is_heard_at_once_and_its_process_makes_the_next(tmp_
         ),
         ("sys.exit(3)", "ended with exit code 3; the last that it printed: nothing"),
         ("break", "ended with exit code 0; "),
-        ("os.fork() or time.sleep(60); os._exit(4)", "ended with exit code 4; "),
+        pytest.param("os.fork() or time.sleep(60); os._exit(4)", "ended with exit code 4; ", marks=pytest.mark.slow),
     ],
     ids=["segmentation fault", "exit code", "no answer", "what it forked lives on"],
 )
@@ -83,6 +83,7 @@ def test_what_was_found_before_its_process_ended_is_kept_and_it_is_said_how(
     assert lane.make("logprobs", 20.0, heard.append)["outcome"] == "failed", "the next check has a process again"
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     """Takes 4 s: the check's limit, within which two processes have to have started."""
     child = tmp_path / "child"

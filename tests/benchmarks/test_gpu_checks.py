@@ -61,7 +61,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------- as things are
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "check",
     [
         engine.logprobs,
@@ -78,6 +78,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         speed.decoding_speed,
         speed.steps,
     ],
+    quick=[engine.decoding, training.fsdp, transports.transports, transports.updating_speed, speed.decoding_speed],
     ids=lambda check: check.__name__,
 )
 def test_a_check_passes_in_its_cpu_form_and_says_what_it_found(

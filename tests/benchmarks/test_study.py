@@ -36,6 +36,7 @@ from benchmarks.study_staleness import (
 from benchmarks.table import markdown
 from headway.config.doctor import diagnose
 from headway.config.loading import load
+from tests.tiers import mostly_slow
 
 RUN = Run("naive PPO", eta=4, lr=2e-4, seed=0)
 
@@ -66,7 +67,7 @@ def grid() -> list[Result]:
 # ---------------------------------------------------------------------------------------------- the runs
 
 
-@pytest.mark.parametrize("run", [r for r in FULL if r.seed == 0] + list(QUICK), ids=lambda run: run.name)
+@mostly_slow("run", [r for r in FULL if r.seed == 0] + list(QUICK), quick=QUICK, ids=lambda run: run.name)
 def test_every_setting_of_a_run_is_permitted_and_has_an_effect(run: Run, tmp_path: Path) -> None:
     loaded = load(DEMO, [f"model.path={tmp_path}", *START, *run.settings()])
     diagnose(loaded)
@@ -247,6 +248,7 @@ def test_the_figure_names_each_panels_measured_lag_and_every_loss(tmp_path: Path
     assert set(LOSSES) <= set(words)
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_figure(tmp_path: Path) -> None:
     of_one_rate = [one for one in grid() if one.run.lr == 1e-4]
     for name in ("one", "other"):

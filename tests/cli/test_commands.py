@@ -243,8 +243,8 @@ def test_a_mistake_in_the_data_leaves_no_run_directory(recipe: str, tmp_path: Pa
     """So that the same command with the mistake corrected finds its ``run.dir`` free."""
     (tmp_path / "train.jsonl").write_text("no JSON\n")
     overrides = [f"data.train={tmp_path / 'train.jsonl'}", f"run.dir={tmp_path / 'run'}"]
-    done = python("-m", "headway", "train", recipe, *overrides)
-    assert done.returncode == 2
+    done = run("train", recipe, *overrides)
+    assert done.exit_code == 2
     assert "train.jsonl, line 1: not JSON" in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -344,7 +344,7 @@ def test_an_output_that_nobody_reads_any_more_is_no_error(
 @mostly_slow(
     ("command", "unbuffered"),
     product([["--version"], ["doctor"]], ["", "1"]),
-    quick=[(["--version"], ""), (["doctor"], "1")],
+    quick=[(["--version"], "")],
 )
 def test_an_output_that_cannot_be_written_is_one_message(recipe: str, command: list[str], unbuffered: str) -> None:
     arguments = [*command, recipe] if command == ["doctor"] else command

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import headway
 from tests.cli.evaluations import SHORT, write
 
@@ -47,6 +49,7 @@ raise RuntimeError(f"a fork is {first}, and {fork()} after torch's own check")
 """
 
 
+@pytest.mark.slow
 def test_vllm_can_fork_after_all_that_goes_before_it(tiny: Path, tmp_path: Path) -> None:
     """In a process of its own, whose imports take seconds. A part of a GPU is the hardest: torch asks CUDA for it."""
     (tmp_path / "vllm").mkdir()

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headway.config.sections.model_section import MakeModelConfig
 from headway.models.made_model import make_model
 from tests.cli.evaluations import SHORT, lines_of, said, write
@@ -80,6 +82,7 @@ def score(prompts, completions):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_for_trl_reads_the_conversation_of_a_program(tmp_path: Path) -> None:
     """Starts processes for the program and the reward, each once to look at it and once to work."""
     chatting_model(tmp_path, vocabulary="0123456789abcdefghijklmnopqrstuvwxyz:+= ")

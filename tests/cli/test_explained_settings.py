@@ -117,10 +117,11 @@ def test_names_files_and_settings_are_completed(tmp_path: Path, monkeypatch: pyt
     [
         ("bash", {"COMP_WORDS": "headway de", "COMP_CWORD": "1"}, "demo"),
         ("zsh", {"_TYPER_COMPLETE_ARGS": "headway train algorithms/gs"}, "algorithms/gspo"),
-        (
+        pytest.param(
             "fish",
             {"_TYPER_COMPLETE_ARGS": "headway train demo cluster.b", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
             "cluster.backend=ray",
+            marks=pytest.mark.slow,
         ),
         ("bash", {"COMP_WORDS": "headway init m d.jsonl agent.tr", "COMP_CWORD": "4"}, "agent.train_on_limit="),
     ],

@@ -36,7 +36,7 @@ def profile(tmp_path: Path) -> Path:
 
 
 def test_a_plan_names_what_to_choose_and_whether_asynchrony_helps(profile: Path) -> None:
-    done = run("plan", str(profile), "--budget", "2")
+    done = run("plan", str(profile), "--budget", "0.5")
     assert done.exit_code == 0, done.output
     assert "Recommended" in done.output
     assert "synchron" in done.output.split("Recommended")[1]
@@ -45,7 +45,7 @@ def test_a_plan_names_what_to_choose_and_whether_asynchrony_helps(profile: Path)
 
 def test_json_has_every_row_and_html_is_one_page(profile: Path, tmp_path: Path) -> None:
     rows, page = tmp_path / "rows.json", tmp_path / "page.html"
-    done = run("plan", str(profile), "--budget", "2", "--json", str(rows), "--html", str(page), "--row", "1")
+    done = run("plan", str(profile), "--budget", "0.5", "--json", str(rows), "--html", str(page), "--row", "1")
     assert done.exit_code == 0, done.output
     written = json.loads(rows.read_text())["rows"]
     wanted = {"preset", "split", "eta", "trigger", "require_batches", "step_s", "samples_per_s", "lag_mean", "lag_max"}

@@ -236,8 +236,8 @@ def test_held_out_rows_without_answers_are_taken_where_the_reward_needs_none(
     ("function", "error", "message"),
     [
         ("exact", ConfigError, "unknown reward 'exact'"),
-        ("nowhere.py:score", UserCodeError, "there is no file"),
-        ("FOLDER/reward.py:scores", UserCodeError, "has no 'scores'"),
+        pytest.param("nowhere.py:score", UserCodeError, "there is no file", marks=pytest.mark.slow),
+        pytest.param("FOLDER/reward.py:scores", UserCodeError, "has no 'scores'", marks=pytest.mark.slow),
         ("FOLDER/reward.py:unusable", UserCodeError, r"takes \(text\)"),
         ("FOLDER/reward.py:levelled", UserCodeError, "levelled needs 'level', but the rows have nothing beside"),
     ],

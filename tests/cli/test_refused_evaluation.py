@@ -23,7 +23,7 @@ from tests.cli.test_commands import run
         (["MODEL", "test.txt"], "DATA: got test.txt: no such file; expected a .jsonl, .csv or .parquet file"),
         (["MODEL", "nowhere.jsonl"], "DATA: got nowhere.jsonl: no such file"),
         (["nowhere", "sort"], "nowhere: no such folder"),
-        (["MODEL", "reasoning_gym/leg_countin"], "did you mean 'leg_counting'"),
+        pytest.param(["MODEL", "reasoning_gym/leg_countin"], "did you mean 'leg_counting'", marks=pytest.mark.slow),
         (["MODEL", "sort", "--n", "4"], "greedy answers (--temperature 0) are all equal"),
         (["MODEL", "sort", "--n", "2", "--temperature", "1", "--k", "1,4"], "--k 1,4: expected numbers from 1 to --n"),
         (["MODEL", "sort", "--k", "one"], "--k one: expected numbers"),
@@ -32,7 +32,7 @@ from tests.cli.test_commands import run
         (["MODEL", "sort", "data.epochs=1"], "data.epochs: no effect on an evaluation"),
         (["MODEL", "sort", "rollout.n=4"], "rollout.n: --n says that here"),
         (["MODEL", "sort", "data.train=a.jsonl"], "data.train: DATA says what is read"),
-        (["MODEL", "sort", "reward.function=nowhere.py:score"], "there is no file"),
+        pytest.param(["MODEL", "sort", "reward.function=nowhere.py:score"], "there is no file", marks=pytest.mark.slow),
         (["MODEL", "sort", "data.max_prompt_length=4096"], "more than the 1024 positions"),
         (["MODEL", "sort", "-o", "/nowhere/answers.jsonl"], "--output /nowhere/answers.jsonl cannot be written"),
         (["MODEL", "sort", "-o", "/proc/answers.jsonl"], "--output /proc/answers.jsonl cannot be written"),
@@ -160,7 +160,7 @@ def test_a_model_s_folder_is_looked_at_as_before_a_run(tiny: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("import os; os._exit(3)\n", "a reward worker ended while it loaded"),
+        pytest.param("import os; os._exit(3)\n", "a reward worker ended while it loaded", marks=pytest.mark.slow),
         ("while True: pass\n", "was not imported within 0.5 s; see to it that the file imports quickly"),
         ("def score(response, level): return 1.0\n", "score needs 'level', but the rows have nothing beside prompt"),
     ],

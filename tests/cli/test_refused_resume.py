@@ -25,6 +25,7 @@ from headway.reports.run_directory import RunDirectory
 from headway.runtime.process_tree import descendants
 from tests.cli.test_bad_input import _matches, _table
 from tests.integration.support import make_job, run_here
+from tests.tiers import mostly_slow
 
 NOTHING = Ledger().counts()
 
@@ -90,6 +91,7 @@ def ledger(run: Stopped) -> Mapping[str, Any]:
 
 LONGER = "rollout.total_rollout_steps=64"
 FIVE = ("rollout.total_rollout_steps=null", "data.epochs=5")
+UNREADABLE = b'{"kind": "note", "\xff"}\n'
 
 
 def before_the_record(run: Stopped, line: bytes) -> None:
@@ -105,7 +107,7 @@ class Case:
 
 
 REFUSED = {
-    "a record that is not UTF-8": Case(lambda run: before_the_record(run, b'{"kind": "note", "\xff"}\n')),
+    "a record that is not UTF-8": Case(lambda run: before_the_record(run, UNREADABLE)),
     "a record with a line that is no event": Case(lambda run: before_the_record(run, b"{}\n")),
     "a checkpoint whose state.json is empty": Case(lambda run: run.state_file.write_text("")),
     "a checkpoint without a file of its weights": Case(lambda run: run.state_file.with_name("__0_0.distcp").unlink()),
@@ -148,7 +150,19 @@ def test_the_document_lists_the_cases_and_nothing_else() -> None:
     assert {row.exit_code for row in MESSAGES.values()} == {2}
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@mostly_slow(
+    "name",
+    REFUSED,
+    quick=[
+        "a record with a line that is no event",
+        "a checkpoint whose state.json is empty",
+        "a checkpoint of another run",
+        "other data",
+        "fewer groups than it has trained",
+        "more epochs after data that ended within a version",
+        "a run that is complete",
+    ],
+)
 def test_what_is_refused_leaves_the_run_as_it_was(name: str, recipe: Path, tmp_path: Path) -> None:
     """Takes seconds: some are refused only when a model is loaded."""
     case = REFUSED[name]
@@ -187,7 +201,7 @@ def test_a_length_in_epochs_may_be_as_short_as_what_was_begun(
     assert said in refused(run, "data.epochs=4")
 
 
-@pytest.mark.parametrize("line", [b'{"kind": "note", "\xff"}\n', b"{}\n"])
+@mostly_slow("line", [UNREADABLE, b"{}\n"], quick=[UNREADABLE])
 def test_a_damaged_record_is_one_message_of_profile_too(line: bytes, recipe: Path, tmp_path: Path) -> None:
     run = Stopped(recipe, tmp_path / "run")
     before_the_record(run, line)
@@ -219,7 +233,7 @@ def test_a_damaged_checkpoint_of_the_critic_is_known_as_early(recipe: Path, tmp_
     assert f"critic/version_4: the checkpoint is damaged: __0_0.distcp is missing. {REMOVE}" in refused(run, LONGER)
 
 
-@pytest.mark.parametrize("what", ["data.train", "model.path"])
+@mostly_slow("what", ["data.train", "model.path"], quick=["data.train"])
 def test_data_and_a_model_of_another_directory_are_explained(
     what: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from headway.cli import cli, restarts
 from headway.runtime.process_tree import IMPORTS_AS_HERE
+from tests.tiers import mostly_slow
 
 TOLD = """
 import pathlib
@@ -57,7 +58,7 @@ def after(run: Path, ends: str, most: int) -> tuple[int, list[str], str]:
     return code, (run / "told").read_text().splitlines(), said
 
 
-@pytest.mark.parametrize("end", ["1", f"-{signal.SIGKILL:d}", f"-{signal.SIGSEGV:d}"])
+@mostly_slow("end", ["1", f"-{signal.SIGKILL:d}", f"-{signal.SIGSEGV:d}"], quick=[f"-{signal.SIGKILL:d}"])
 def test_a_run_that_fails_or_is_killed_is_resumed(tmp_path: Path, end: str) -> None:
     code, told, said = after(tmp_path, f"{end} 0", 3)
     assert code == 0
@@ -65,7 +66,7 @@ def test_a_run_that_fails_or_is_killed_is_resumed(tmp_path: Path, end: str) -> N
     assert "going on from version 1, restart 1 of 3" in said
 
 
-@pytest.mark.parametrize("end", [0, 2, 3, 130])
+@mostly_slow("end", [0, 2, 3, 130], quick=[2])
 def test_what_would_end_again_in_the_same_way_is_not_resumed(tmp_path: Path, end: int) -> None:
     assert after(tmp_path, f"{end} 0", 3) == (end, ["train recipe.yaml"], "")
 
@@ -83,9 +84,10 @@ def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     assert "before its first checkpoint (trainer.save_freq), and is not restarted; start it over" in said
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("end", "version", "again"),
     [("sys.exit(1)", 0, False), ("sys.exit(1)", 3, True), ("os.kill(os.getpid(), 9)", 0, True)],
+    quick=[("sys.exit(1)", 0, False), ("sys.exit(1)", 3, True)],
 )
 def test_before_its_first_checkpoint_a_run_is_resumed_unless_it_fails_within_version_0(
     tmp_path: Path, end: str, version: int, again: bool

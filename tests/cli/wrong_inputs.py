@@ -250,7 +250,7 @@ CASES = {
     "a key twice, once with dots": recipe(RECIPE + "rollout.n: 4\n"),
     "a setting and a key in it": setting("model.make=null", "model.make.head_dim=8"),
     "not UTF-8": written("recipe.yaml", b"run: {name: \xe9}\n"),
-    "nesting without an end": recipe("a: " + "[" * 3000),
+    "nesting without an end": recipe("a: " + "[" * 1000),
     "defaults that do not exist": recipe("defaults: [base.yaml]\n" + RECIPE),
     "defaults in a circle": recipe("defaults: [recipe.yaml]\n" + RECIPE),
     # settings
@@ -500,19 +500,22 @@ IN_A_PROCESS = (
     "tools that give no reward",
     "a tool without a docstring",
     "a server of tools that is not there",
+    "a server of tools that is away",
     "a server of tools that ends",
     "a server of tools that is late",
     "a tool without a name",
     "a tool that a server has twice",
     "a tool of two servers",
+    "an environment of no known form",
     "an environment that lacks a method",
     "no such program",
     "no such agent",
+    "an agent that is not installed",
     "an agent that takes no row",
     "an agent that asks for more than there is",
     "an agent that yields",
 )
-"""Cases that others are like: they, too, start a process that loads the user's code or reads the data."""
+"""Cases that others are like: they, too, start a process that loads the user's code, read the data or ask a server."""
 
 IN_THE_RUN = {
     "returns None": SCORE + " return None\n",

@@ -23,7 +23,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@mostly_slow("sections", WAYS, quick=[WAYS[0], WAYS[2], WAYS[4], WAYS[5]], ids=str)
+@mostly_slow("sections", WAYS, quick=[WAYS[2], WAYS[4]], ids=str)
 async def test_a_version_goes_round_in_one_process(tiny_model: str, tmp_path: Path, sections: dict[str, Any]) -> None:
     config = tiny_config("inline", **sections)
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)

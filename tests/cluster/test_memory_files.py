@@ -17,13 +17,17 @@ with directory_in_memory(Path(sys.argv[1])) as path:
 """
 
 
-def holder(parent: Path) -> tuple[subprocess.Popen[str], Path]:
-    """A process that has a directory in ``parent``, and that directory."""
-    process = subprocess.Popen(
+def holder(parent: Path) -> subprocess.Popen[str]:
+    """A process that has a directory in ``parent``, and says which."""
+    return subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(parent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+
+
+def directory_of(process: subprocess.Popen[str]) -> Path:
+    """Once it has one."""
     assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
+    return Path(process.stdout.readline().strip())
 
 
 def test_a_directory_ends_with_its_block(tmp_path: Path) -> None:
@@ -35,9 +39,9 @@ def test_a_directory_ends_with_its_block(tmp_path: Path) -> None:
 def test_the_directory_of_a_process_that_was_killed_is_removed_by_the_next_one_and_that_of_a_living_one_is_not(
     tmp_path: Path,
 ) -> None:
-    killed, abandoned = holder(tmp_path)
-    living, held = holder(tmp_path)
+    killed, living = holder(tmp_path), holder(tmp_path)
     with killed, living:
+        abandoned, held = directory_of(killed), directory_of(living)
         killed.kill()
         killed.wait()
         assert (abandoned / "weights").exists()

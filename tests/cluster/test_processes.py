@@ -49,7 +49,7 @@ def test_a_child_that_outlives_its_parent_and_ignores_sigterm_is_ended(
     parent.wait()
     family.update()  # the orphan is nobody's descendant any more
     assert family.left_after(0.05) == [child]
-    assert family.end(orderly_s=0, terminated_s=1) == []
+    assert family.end(orderly_s=0, terminated_s=0.1) == []
     assert parent.stdout is not None
     assert parent.stdout.read() == "", "nobody holds the pipe's other end any more"
 

@@ -28,6 +28,7 @@ WAIT_S = 120.0
 """For processes to start, and to be seen to have ended, on a machine with other work."""
 
 
+@pytest.mark.slow
 async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_ends_in_a_named_error(
     tiny_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

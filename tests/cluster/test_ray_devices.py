@@ -41,9 +41,9 @@ async def test_a_start_without_free_devices_says_what_is_lacking_before_its_time
 ) -> None:
     """Waits for devices that another run has, as long as a start may wait."""
     others = await ResourcePool.reserve(node_shares("other", range(199), 199), on_gpus=False, timeout_s=60)
-    config = tiny_config("ray", cluster={"start_timeout_s": 4})
+    config = tiny_config("ray", cluster={"start_timeout_s": 2})
     try:
-        with pytest.raises(StallError, match=r"has 1 node.s. with 200 process.es., 1 free; .*room within 3\.\d+ s"):
+        with pytest.raises(StallError, match=r"has 1 node.s. with 200 process.es., 1 free; .*room within 1\.\d+ s"):
             await start_backend(config, model_path="m", run_dir=tmp_path, total_optimizer_steps=1)
     finally:
         others.release()

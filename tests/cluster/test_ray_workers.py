@@ -283,6 +283,7 @@ async def test_a_peer_tells_what_a_workers_method_raises_from_a_death_unless_its
     assert isinstance(await peer._translated("generate", ConnectionEnded("cut")), WorkerDied)
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_is_noticed_while_nobody_calls_it(workers: list[RayWorker]) -> None:
     watching = [asyncio.create_task(worker.died()) for worker in workers]
     await workers[1].call("describe")
@@ -295,6 +296,7 @@ async def test_a_killed_worker_is_noticed_while_nobody_calls_it(workers: list[Ra
         task.cancel()
 
 
+@pytest.mark.slow
 async def test_a_stopped_worker_is_given_up_while_one_that_computes_is_not(workers: list[RayWorker]) -> None:
     """A stopped process is looked at for two seconds, and was asked for its heartbeat up to three seconds before."""
     watching = [asyncio.create_task(worker.lost()) for worker in workers]

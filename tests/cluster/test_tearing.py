@@ -32,7 +32,7 @@ from headway.engines.weights.transports.process_group import open_store
 from headway.engines.weights.weight_layout import Manifest, buckets
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
 from tests.engines.rollout.support import make_request
-from tests.engines.rollout.test_tearing import QUICK_UPDATES, UPDATES, Watching, assert_from_the_table, model
+from tests.engines.rollout.test_tearing import UPDATES, Watching, assert_from_the_table, model
 from tests.tiers import mostly_slow
 
 BUCKET_MB = 0.0005
@@ -45,12 +45,13 @@ WAYS = [
     if encoding == "full" or facts.carries_delta
 ]
 
+FEW_UPDATES = 12
 QUICK = [
-    ("broadcast", "overlapped", "delta", QUICK_UPDATES),
-    ("local", "synchronous", "full", QUICK_UPDATES),
-    ("object_store", "synchronous", "full", QUICK_UPDATES),
-    ("shared_memory", "synchronous", "delta", QUICK_UPDATES),
-    ("disk", "overlapped", "full", QUICK_UPDATES),
+    ("broadcast", "overlapped", "delta", FEW_UPDATES),
+    ("local", "synchronous", "full", FEW_UPDATES),
+    ("object_store", "synchronous", "full", FEW_UPDATES),
+    ("shared_memory", "synchronous", "delta", FEW_UPDATES),
+    ("disk", "overlapped", "full", FEW_UPDATES),
 ]
 """Each transport, and each schedule with each encoding."""
 

@@ -35,9 +35,10 @@ from tests.full_disk import small_disk
 from tests.integration import support
 from tests.integration.support import START_S, alive, events, finish, run_here, start, summary, wait_for
 from tests.integration.test_on_policy import weights
-from tests.tiers import mostly_slow
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
+SHORT = ("rollout.total_rollout_steps=4", "rollout.test_freq=-1", "reward.function=task")
+"""One version, scored without a process and never validated."""
 
 
 def inline(recipe: Path, run_dir: Path, *overrides: str) -> tuple[str, ...]:
@@ -201,7 +202,7 @@ def test_a_command_that_is_terminated_before_any_run_is_interrupted_in_one_line(
 
 
 def test_a_run_trains_in_another_thread_than_the_main_one(recipe: Path, tmp_path: Path) -> None:
-    _, _, *overrides = inline(recipe, tmp_path / "run", "rollout.total_rollout_steps=4", "rollout.test_freq=-1")
+    _, _, *overrides = inline(recipe, tmp_path / "run", *SHORT)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with ThreadPoolExecutor(1) as another:
         assert another.submit(train, load_checked(recipe, overrides)).result() == 0
@@ -273,7 +274,7 @@ def test_one_signal_while_the_model_is_exported_leaves_all_of_it_or_nothing(
 
     monkeypatch.setattr(TrainGroup, "export", endless)
     run_dir = tmp_path / "run"
-    _, _, *overrides = inline(recipe, run_dir, "rollout.total_rollout_steps=4", "rollout.test_freq=-1")
+    _, _, *overrides = inline(recipe, run_dir, *SHORT)
     assert train(load_checked(recipe, overrides)) == 130
     assert "left at once; nothing more was saved. The newest checkpoint is that of version 1" in capsys.readouterr().out
     told = summary(run_dir)
@@ -294,7 +295,7 @@ def test_an_export_that_fails_after_an_interrupt_is_told_and_the_run_stays_an_in
 
     monkeypatch.setattr(Interrupts, "asking", interrupted)
     monkeypatch.setattr(TrainGroup, "export", refused)
-    _, _, *overrides = inline(recipe, tmp_path / "run", "rollout.test_freq=-1")
+    _, _, *overrides = inline(recipe, tmp_path / "run", *SHORT[1:])
     with pytest.raises(RunError, match="could not export the model"):
         train(load_checked(recipe, overrides))
     told = summary(tmp_path / "run")
@@ -390,7 +391,8 @@ def test_a_full_disk_at_one_checkpoint_is_told_and_training_goes_on_as_if_nothin
     assert weights(run_dir / "model") == weights(undisturbed / "model")
 
 
-@mostly_slow("in_a_row", [2, 3], quick=[2])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_a_row", [2, 3])
 def test_a_disk_that_is_full_for_some_checkpoints_keeps_the_last_good_one(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_row: int
 ) -> None:

@@ -114,7 +114,7 @@ def at(phase: Phase, monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) ->
     monkeypatch.setattr(InlineWorker, "each", noted_each)
 
 
-@mostly_slow("name", PHASES, quick=["start", "training", "load", "export"])
+@mostly_slow("name", PHASES, quick=["start", "training", "export"])
 def test_ctrl_c_in_any_phase_ends_the_run_in_order(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -210,6 +210,7 @@ def test_a_model_folder_that_breaks_while_the_run_trains_is_told_at_the_export_o
     assert summary(run_dir)["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_one_line_that_does_not_send_to_that_checkpoint_again(
     undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ def test_the_examples_train_together(tmp_path: Path) -> None:
         tmp_path / "run",
         "cluster.backend=inline",
         "mode=one_step_off",
+        "rollout.test_freq=-1",
         f"algorithm.adv_estimator={EXAMPLES}/advantage.py:by_rank",
         f"algorithm.policy_loss.loss_mode={EXAMPLES}/loss.py:soft_trust_region",
         f"algorithm.rollout_correction.name={EXAMPLES}/correction.py:fading",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.integration.support import make_job, run_here, summary
-from tests.tiers import mostly_slow
 
 RAISES = "def score(response, answer):\n    raise ValueError('boom')\n"
 
 
-@mostly_slow(("reward", "code"), [("reward.py", 0), ("raises.py", 3)], quick=[("raises.py", 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("reward", "code"), [("reward.py", 0), ("raises.py", 3)])
 def test_training_prompts_that_were_too_long_are_told_of_where_the_run_fails_too(
     tmp_path: Path, reward: str, code: int
 ) -> None:

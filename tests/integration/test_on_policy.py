@@ -25,8 +25,8 @@ def test_on_policy_equals_a_plain_synchronous_loop_bit_for_bit(
 
 @pytest.mark.slow
 def test_so_it_does_over_ray(ray_here: None, recipe: Path, plain_weights: dict[str, bytes], tmp_path: Path) -> None:
-    """Starts Ray, where no test has, and two workers that import torch. In `make test`: one version of it over Ray, in
-    tests/cluster/test_ray_backend.py, and a whole run of another mode, in `test_updates`.
+    """Starts Ray, where no test has, and two workers that import torch. `make test` has such a run in `test_resume`,
+    of which a rank is killed.
     """
     train(recipe, tmp_path / "run", "cluster.backend=ray")
     check_equal(recipe, plain_weights, tmp_path / "run")
@@ -54,7 +54,7 @@ def test_slots_and_replicas_change_no_bit_of_it(
 ) -> None:
     """Takes seconds: a whole run."""
     run_dir = recipe.parent / "-".join(settings).replace("=", "-")
-    train(recipe, run_dir, "cluster.backend=inline", *settings)
+    train(recipe, run_dir, "cluster.backend=inline", "rollout.test_freq=-1", *settings)
     trained = weights(run_dir / "model")
     assert [name for name in trained if trained[name] != plain_weights[name]] == []
 

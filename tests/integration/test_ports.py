@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.integration.support import make_job, run_here
-from tests.tiers import mostly_slow
 
 
 @pytest.fixture
@@ -35,7 +34,8 @@ def web_server() -> Iterator[int]:
         serving.join()
 
 
-@mostly_slow("who", ["silent", "web_server"], quick=["silent"])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["silent", "web_server"])
 def test_an_address_at_which_something_else_than_ray_listens_is_one_message_in_bounded_time(
     tmp_path: Path, request: pytest.FixtureRequest, who: str
 ) -> None:

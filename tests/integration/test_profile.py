@@ -57,13 +57,11 @@ def ops(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_a_profile_has_the_trainers_products_and_the_engines_steps_and_changes_nothing_else(
-    recipe: Path, tmp_path: Path
+    recipe: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Makes two whole runs: what was trained is compared to the bit."""
-    settings = ["cluster.backend=inline", "rollout.total_rollout_steps=24"]
-    train(recipe, tmp_path / "alone", *settings)
+    """Makes a whole run: what was trained is compared to the bit with another one."""
     with Asking(tmp_path / "run"):
-        train(recipe, tmp_path / "run", *settings)
+        train(recipe, tmp_path / "run", "cluster.backend=inline")
     (taken,) = events(tmp_path / "run", "profile.taken")
     assert (taken["files"], taken["reason"], taken["versions"]) == (["actor-0_rollout-0.json.gz"], None, 1)
 
@@ -78,9 +76,9 @@ def test_a_profile_has_the_trainers_products_and_the_engines_steps_and_changes_n
     }
 
     for file in ("model.safetensors", "config.json"):
-        assert (tmp_path / "run" / "model" / file).read_bytes() == (tmp_path / "alone" / "model" / file).read_bytes()
-    metrics = [[step["metrics"]["grad_norm"] for step in events(tmp_path / name, "optimizer.stepped")]
-               for name in ("run", "alone")]  # fmt: skip
+        assert (tmp_path / "run" / "model" / file).read_bytes() == (undisturbed / "model" / file).read_bytes()
+    metrics = [[step["metrics"]["grad_norm"] for step in events(run, "optimizer.stepped")]
+               for run in (tmp_path / "run", undisturbed)]  # fmt: skip
     assert metrics[0] == metrics[1]
     assert not (tmp_path / "run" / "profile.json").exists()
 

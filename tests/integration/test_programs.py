@@ -132,7 +132,7 @@ def episodes(run: Path) -> list[dict[str, Any]]:
     return events(run, "trajectory.finished")
 
 
-@mostly_slow("name", ["Count", "talk", "asks", "blocks", "Loop"], quick=["Count", "asks"])
+@mostly_slow("name", ["Count", "talk", "asks", "blocks", "Loop"], quick=["asks"])
 def test_an_agent_trains_in_a_run_like_any_other(recipe: Path, tmp_path: Path, name: str) -> None:
     """Takes a while: processes are started for the program, once to look at it and once for the run."""
     result = train(recipe, tmp_path / "run", program(recipe, name), "cluster.backend=inline")
@@ -154,6 +154,7 @@ def test_an_agent_trains_in_a_run_like_any_other(recipe: Path, tmp_path: Path, n
     )
 
 
+@pytest.mark.slow
 def test_a_group_goes_on_with_the_episodes_that_did_not_fail(recipe: Path, tmp_path: Path) -> None:
     """Takes a while: processes are started for the program, once to look at it and once for the run."""
     result = train(recipe, tmp_path / "run", program(recipe, "some_fail"), "cluster.backend=inline")
@@ -163,6 +164,7 @@ def test_a_group_goes_on_with_the_episodes_that_did_not_fail(recipe: Path, tmp_p
     assert said == {None, "program programs.py:some_fail raised RuntimeError: the sandbox has burnt down"}
 
 
+@pytest.mark.slow
 def test_on_policy_episodes_are_the_same_in_every_run(recipe: Path, tmp_path: Path) -> None:
     """Two runs, each of which starts processes for the program."""
 

@@ -28,6 +28,7 @@ from tests.integration.support import (
     wait_for,
 )
 from tests.integration.test_on_policy import weights
+from tests.tiers import mostly_slow
 
 REACHED = '"kind": "version.reached", '
 
@@ -237,6 +238,7 @@ runpy.run_module("headway", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     recipe: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -256,8 +258,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["version_3", "version_4"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@mostly_slow("how", [signal.SIGKILL, signal.SIGSTOP], quick=[signal.SIGKILL], ids=["dies", "hangs"])
 def test_a_training_rank_that_is_lost_is_started_again_inside_the_run_bit_for_bit(
     recipe: Path, undisturbed: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
@@ -266,7 +267,8 @@ def test_a_training_rank_that_is_lost_is_started_again_inside_the_run_bit_for_bi
     settings = ("trainer.save_freq=3", "cluster.backend=ray", "cluster.stall_timeout_s=60", "param_update.timeout_s=30")
     process = start("-m", "headway", "train", str(recipe), *settings, f"run.dir={run_dir}")
     wait_for(REACHED, process, run_dir, times=3)
-    os.kill(next(pid for pid in descendants(process.pid) if "actor-0" in title(pid)), how)
+    started = descendants(process.pid)
+    os.kill(next(pid for pid in started if "actor-0" in title(pid)), how)
     killed = time.time()
     wait_for("ranks.lost", process, run_dir)
     assert time.time() - killed < 10, "a stopped process is a fact, and no matter of a limit"
@@ -278,6 +280,7 @@ def test_a_training_rank_that_is_lost_is_started_again_inside_the_run_bit_for_bi
     assert (told["trainer_restarts"], told["resumed"], told["balanced"]) == (1, 0, True)
     assert (told["groups"], told["eval"]) == (expected["groups"], expected["eval"])
     assert len(events(run_dir, "ranks.lost")) == 1
+    assert alive(started) == []
 
 
 @pytest.mark.slow
@@ -499,6 +502,7 @@ def going_on(recipe: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     assert alive([process.pid]) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_trained_is_not_resumed(going_on: tuple[subprocess.Popen[str], Path]) -> None:
     process, run_dir = going_on
     code, output = resume(run_dir)
@@ -507,6 +511,7 @@ def test_a_run_that_is_being_trained_is_not_resumed(going_on: tuple[subprocess.P
     assert "trains this run right now" in output
 
 
+@pytest.mark.slow
 def test_a_run_does_not_disturb_another_one_that_goes_on_beside_it(
     going_on: tuple[subprocess.Popen[str], Path], recipe: Path, tmp_path: Path
 ) -> None:

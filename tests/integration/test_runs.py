@@ -26,10 +26,12 @@ from tests.integration.support import (
 from tests.tiers import mostly_slow
 
 
-@mostly_slow("mode", PRESETS, quick=["colocate_sync", "async_partial"])
+@mostly_slow("mode", PRESETS, quick=[mode for mode in PRESETS if mode not in ("on_policy", "one_step_off")])
 def test_every_mode_runs_by_switching_its_name_alone(recipe: Path, tmp_path: Path, mode: str) -> None:
-    """Makes a whole run. Two more modes run in `make test`: see `test_updates`."""
-    result = train(recipe, tmp_path / "run", f"mode={mode}", "cluster.backend=inline", "rollout.total_rollout_steps=32")
+    """Makes a whole run. In `make test`, the two others run in `undisturbed` and in the test below."""
+    small = ("data.max_response_length=8", "data.task.val_size=2", "reward.function=task")
+    settings = ("cluster.backend=inline", "rollout.total_rollout_steps=32", *small)
+    result = train(recipe, tmp_path / "run", f"mode={mode}", *settings)
     groups, lag = result["groups"], result["lag"]
     assert groups["trained"] == 32
     assert groups["admitted"] == sum(groups[fate] for fate in groups if fate != "admitted")

@@ -21,10 +21,10 @@ from tests.integration.support import (
     train,
     wait_for,
 )
-from tests.tiers import mostly_slow
 
 
-@mostly_slow(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "overrides",
     [
         ("mode=overlapped", "rollout.n_gpus_per_node=2"),
@@ -34,7 +34,6 @@ from tests.tiers import mostly_slow
         ("mode=colocate_async", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2"),
         ("mode=colocate_sync", "async_training.trigger_parameter_sync_step=2"),
     ],
-    quick=[("mode=colocate_async", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2")],
     ids=" ".join,
 )
 def test_a_run_balances_whichever_way_its_weights_take(

@@ -40,7 +40,7 @@ def written(architecture: str, kind: str, *settings: str) -> Path:
     return Path("recipe.yaml")
 
 
-@mostly_slow(("architecture", "kind"), PAIRS, quick=[("llama", "sums"), ("gpt2", "saved"), ("mistral", "verl")])
+@mostly_slow(("architecture", "kind"), PAIRS, quick=[("llama", "sums"), ("gpt2", "saved")])
 def test_a_recipe_is_short_and_passes_a_dry_run(architecture: str, kind: str) -> None:
     """Unit tests are tried in a sandbox, which takes seconds to start where other tests run beside this one."""
     recipe = written(architecture, kind)
