@@ -107,6 +107,7 @@ def test_all_sides_compute_one_gradient_and_a_wrong_one_ends_the_benchmark(
         check(TAILED, {**gradients, "shared": wrong})
 
 
+@pytest.mark.slow
 def test_peak_memory_is_what_was_held_at_once_beyond_what_was_there() -> None:
     class Holds(Plain):
         def __init__(self) -> None:

@@ -204,7 +204,7 @@ def test_a_port_of_the_endpoint_that_is_in_use_is_one_message_and_leaves_the_dir
     assert not (here / "run").exists()
 
 
-@mostly_slow("name", IN_THE_RUN, quick=["raises", "always the same"])
+@mostly_slow("name", IN_THE_RUN, quick=["raises"])
 def test_a_reward_of_no_use_ends_the_run_with_its_reason(name: str, here: Path) -> None:
     """Makes a whole run, with processes that score."""
     row = WHILE_IT_RUNS[name]

@@ -142,7 +142,8 @@ def test_a_recipe_takes_as_many_gpus_as_its_comments_say(
 
 
 @pytest.mark.timeout(300)
-@mostly_slow("recipe", DATA, quick=["dapo-math"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", DATA)
 def test_a_recipe_trains_a_tiny_model_to_its_first_version(
     recipe: str, tiny: Path, data: Callable[[str], list[str]], tmp_path: Path
 ) -> None:
@@ -169,12 +170,13 @@ def test_a_recipe_trains_a_tiny_model_to_its_first_version(
 # ------------------------------------------------------------------------------------------- data
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("kind", "columns", "reward_model", "extra_info"),
     [
         ("gsm8k", "openai/gsm8k", {"ground_truth", "style"}, {"answer", "index", "question", "split"}),
         ("dapo-math", "math_dapo", {"ground_truth", "style"}, {"index"}),
     ],
+    quick=[("dapo-math", "math_dapo", {"ground_truth", "style"}, {"index"})],
 )
 def test_small_files_have_the_columns_of_the_public_ones(
     kind: str, columns: str, reward_model: set[str], extra_info: set[str], tmp_path: Path

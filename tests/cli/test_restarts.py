@@ -87,7 +87,7 @@ def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path) -> None:
 @mostly_slow(
     ("end", "version", "again"),
     [("sys.exit(1)", 0, False), ("sys.exit(1)", 3, True), ("os.kill(os.getpid(), 9)", 0, True)],
-    quick=[("sys.exit(1)", 0, False), ("sys.exit(1)", 3, True)],
+    quick=[("sys.exit(1)", 0, False)],
 )
 def test_before_its_first_checkpoint_a_run_is_resumed_unless_it_fails_within_version_0(
     tmp_path: Path, end: str, version: int, again: bool

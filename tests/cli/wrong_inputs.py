@@ -486,6 +486,8 @@ CASES = {
 }
 
 IN_A_PROCESS = (
+    "a file that ends the process",
+    "a column that no row has",
     "a file that does not import",
     "a file that does not parse",
     "no such function",
@@ -501,11 +503,15 @@ IN_A_PROCESS = (
     "a tool without a docstring",
     "a server of tools that is not there",
     "a server of tools that is away",
+    "a server of tools that breaks the protocol",
     "a server of tools that ends",
     "a server of tools that is late",
     "a tool without a name",
     "a tool that a server has twice",
     "a tool of two servers",
+    "tools that the template does not show",
+    "a program and no chat template",
+    "a program that is not asynchronous",
     "an environment of no known form",
     "an environment that lacks a method",
     "no such program",

@@ -44,6 +44,7 @@ async def test_a_version_goes_round_in_one_process(tiny_model: str, tmp_path: Pa
     await workers.close()
 
 
+@pytest.mark.slow
 async def test_two_replicas_and_a_reference_of_its_own_in_one_process(tiny_model: str, tmp_path: Path) -> None:
     config = tiny_config("inline", rollout={"n_gpus_per_node": 2}, ref={"nnodes": 1})
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)

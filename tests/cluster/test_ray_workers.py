@@ -221,6 +221,7 @@ async def test_a_roles_own_error_arrives_as_it_was_raised_though_the_other_rank_
 
 
 @on_their_loop
+@pytest.mark.slow
 async def test_a_foreign_error_names_the_worker_the_method_and_the_log(lasting: list[RayWorker]) -> None:
     with pytest.raises(RunError, match=r"worker echo-\d failed in 'raise_foreign': KeyError: 'lost'.*echo-\d\.log"):
         await ranks(lasting).raise_foreign()

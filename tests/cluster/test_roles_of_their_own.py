@@ -257,6 +257,7 @@ async def test_ranks_of_their_own_compute_what_the_trainers_ranks_would(tiny_mod
     assert_same(*outcomes)
 
 
+@pytest.mark.slow
 async def test_on_shared_devices_a_critic_and_a_reference_of_their_own_change_nothing(
     tiny_model: str, tmp_path: Path
 ) -> None:

@@ -282,6 +282,7 @@ def test_one_signal_while_the_model_is_exported_leaves_all_of_it_or_nothing(
     assert [path.name for path in run_dir.iterdir() if "model" in path.name] == []
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_after_an_interrupt_is_told_and_the_run_stays_an_interrupted_one(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

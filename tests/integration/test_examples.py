@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.support import events, make_job, train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DECOUPLED = ("async_training.use_rollout_log_probs=false", "async_training.staleness_threshold=1")
 
 
+@pytest.mark.slow
 def test_the_examples_train_together(tmp_path: Path) -> None:
     """One run with all three; the functions' files are tried in processes of their own first."""
     recipe = make_job(tmp_path)

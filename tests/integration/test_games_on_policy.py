@@ -99,6 +99,7 @@ def by_hand(inline: tuple[Path, Trained]) -> tuple[Path, Trained]:
     return out, trained
 
 
+@pytest.mark.slow
 def test_games_on_policy_equal_a_plain_synchronous_loop_bit_for_bit(
     inline: tuple[Path, Trained], by_hand: tuple[Path, Trained]
 ) -> None:

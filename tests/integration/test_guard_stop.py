@@ -5,18 +5,20 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import pytest
+
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import look_through
 from headway.reports.run_directory import RunDirectory
 from tests.integration.support import make_job, run_here, summary
-from tests.tiers import mostly_slow
 
 GROUPS_PER_VERSION = 4
 OFF_POLICY = ("actor.ppo_epochs=2", "actor.optim.lr=0.1", "algorithm.guard.min_ess=0.999")
 """The second epoch of a version is far from the policy that sampled it."""
 
 
-@mostly_slow("versions", [1, 2], quick=[2], ids=["in the last version", "before"])
+@pytest.mark.slow
+@pytest.mark.parametrize("versions", [1, 2], ids=["in the last version", "before"])
 def test_a_run_that_its_guard_stops_has_failed_and_goes_on_without_the_guard(tmp_path: Path, versions: int) -> None:
     """Makes two whole runs, the second of which resumes the first."""
     recipe, path = make_job(tmp_path), tmp_path / "a run"

@@ -26,7 +26,7 @@ def test_on_policy_equals_a_plain_synchronous_loop_bit_for_bit(
 @pytest.mark.slow
 def test_so_it_does_over_ray(ray_here: None, recipe: Path, plain_weights: dict[str, bytes], tmp_path: Path) -> None:
     """Starts Ray, where no test has, and two workers that import torch. `make test` has such a run in `test_resume`,
-    of which a rank is killed.
+    of which a training rank is killed.
     """
     train(recipe, tmp_path / "run", "cluster.backend=ray")
     check_equal(recipe, plain_weights, tmp_path / "run")

@@ -25,12 +25,14 @@ from tests.integration.support import (
 )
 from tests.tiers import mostly_slow
 
+SMALL = ("data.max_response_length=8", "data.task.val_size=2", "reward.function=task")
+"""Short answers, scored without a process."""
+
 
 @mostly_slow("mode", PRESETS, quick=[mode for mode in PRESETS if mode not in ("on_policy", "one_step_off")])
 def test_every_mode_runs_by_switching_its_name_alone(recipe: Path, tmp_path: Path, mode: str) -> None:
     """Makes a whole run. In `make test`, the two others run in `undisturbed` and in the test below."""
-    small = ("data.max_response_length=8", "data.task.val_size=2", "reward.function=task")
-    settings = ("cluster.backend=inline", "rollout.total_rollout_steps=32", *small)
+    settings = ("cluster.backend=inline", "rollout.total_rollout_steps=32", *SMALL)
     result = train(recipe, tmp_path / "run", f"mode={mode}", *settings)
     groups, lag = result["groups"], result["lag"]
     assert groups["trained"] == 32
@@ -43,7 +45,8 @@ def test_every_mode_runs_by_switching_its_name_alone(recipe: Path, tmp_path: Pat
 
 def test_one_step_off_has_lag_0_then_1_for_ever(recipe: Path, tmp_path: Path) -> None:
     """Makes a whole run."""
-    train(recipe, tmp_path / "run", "mode=one_step_off", "cluster.backend=inline", "rollout.total_rollout_steps=24")
+    settings = ("mode=one_step_off", "cluster.backend=inline", "rollout.total_rollout_steps=24", *SMALL)
+    train(recipe, tmp_path / "run", *settings)
     assert [set(step["lags"]) for step in events(tmp_path / "run", "optimizer.stepped")] == [{0}, *[{1}] * 5]
 
 

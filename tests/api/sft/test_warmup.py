@@ -103,6 +103,7 @@ def test_a_jump_over_the_window_goes_back_and_on_in_smaller_steps(model, tokeniz
     assert torch.linalg.norm(inside - below) < torch.linalg.norm(above - below) / 4
 
 
+@pytest.mark.slow
 def test_the_window_does_not_count_before_min_steps(model, tokenizer) -> None:
     result, _, _ = run(model, tokenizer, [0.5, 0.5, 0.55], min_steps=10)
     assert result == WarmupResult(0.55, 12)
