@@ -15,6 +15,7 @@ from benchmarks import evidence
 from headway.data.journal import segments
 from tests.integration.support import make_job, train
 
+pytestmark = pytest.mark.slow
 Sample = dict[str, Any]
 
 

@@ -25,12 +25,13 @@ def test_a_benchmark_imports(name: str) -> None:
     importlib.import_module(f"benchmarks.{name}")
 
 
+@pytest.mark.slow
 def test_a_long_run_balances_and_is_looked_at_after_each_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulates ten small versions, with the real reports beside them."""
+    """Simulates thirty small versions, with the real reports beside them."""
     small = {"groups_per_version": 4, "ppo_mini_batch_size": 1, "n": 2}
     monkeypatch.setitem(long_run.PROFILE, "batch", small)
-    looks, balanced = long_run.measured(40, tmp_path)
-    assert [look["groups"] for look in looks] == [*range(4, 41, 4)]
+    looks, balanced = long_run.measured(120, tmp_path)
+    assert [look["groups"] for look in looks] == [*range(12, 121, 12)]
     assert balanced
     assert all(look["ms per row"] > 0 and look["ms per version"] > 0 for look in looks)
 

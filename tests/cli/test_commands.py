@@ -82,6 +82,7 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_tokenizers_without_torch_come_without_advice_on_installing_it() -> None:
     code = (
         "from headway.models.tokenizer import torch_hidden\nwith torch_hidden(): from transformers import AutoTokenizer"
@@ -374,7 +375,8 @@ def test_a_file_or_socket_that_refuses_is_not_taken_for_the_output(
         assert "standard output" not in said
 
 
-@mostly_slow("closed", [(1,), (0, 1), (0, 1, 2)], quick=[(0, 1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [(1,), (0, 1), (0, 1, 2)])
 def test_what_is_closed_of_the_standard_files_is_nowhere(recipe: str, tmp_path: Path, closed: tuple[int, ...]) -> None:
     """For the process that tries the reward, too."""
     (tmp_path / "reward.py").write_text("def score(response): return 1.0\n")

@@ -65,6 +65,7 @@ def test_greedy_answers_are_those_of_transformers_and_are_counted(
     assert "12 of 12 problems" in done.stderr
 
 
+@pytest.mark.slow
 def test_several_answers_are_counted_by_pass_at_k_and_come_again_with_the_seed(tiny: Path, tmp_path: Path) -> None:
     """Three whole evaluations, each with its engine and a reward worker."""
     (tmp_path / "reward.py").write_text("def score(response): return float(response[:1] < 'h')\n")

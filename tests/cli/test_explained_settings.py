@@ -123,7 +123,12 @@ def test_names_files_and_settings_are_completed(tmp_path: Path, monkeypatch: pyt
             "cluster.backend=ray",
             marks=pytest.mark.slow,
         ),
-        ("bash", {"COMP_WORDS": "headway init m d.jsonl agent.tr", "COMP_CWORD": "4"}, "agent.train_on_limit="),
+        pytest.param(
+            "bash",
+            {"COMP_WORDS": "headway init m d.jsonl agent.tr", "COMP_CWORD": "4"},
+            "agent.train_on_limit=",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_each_shell_is_answered(shell: str, environment: dict[str, str], expected: str) -> None:

@@ -249,6 +249,7 @@ def test_a_reward_that_could_not_score_any_row_is_refused(
         check_inputs(changed(job, "reward", function=function.replace("FOLDER", str(tmp_path))))
 
 
+@pytest.mark.slow
 def test_a_reward_may_need_a_column_that_the_rows_have_or_give_it_a_default(
     job: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -170,13 +170,13 @@ def test_a_recipe_trains_a_tiny_model_to_its_first_version(
 # ------------------------------------------------------------------------------------------- data
 
 
-@mostly_slow(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("kind", "columns", "reward_model", "extra_info"),
     [
         ("gsm8k", "openai/gsm8k", {"ground_truth", "style"}, {"answer", "index", "question", "split"}),
         ("dapo-math", "math_dapo", {"ground_truth", "style"}, {"index"}),
     ],
-    quick=[("dapo-math", "math_dapo", {"ground_truth", "style"}, {"index"})],
 )
 def test_small_files_have_the_columns_of_the_public_ones(
     kind: str, columns: str, reward_model: set[str], extra_info: set[str], tmp_path: Path

@@ -204,6 +204,7 @@ def test_restarts_of_a_run_that_saves_at_its_end_alone_are_refused() -> None:
     assert "--restarts=2 has no effect with trainer.save_freq=-1" in refused.output
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_as_it_is_told_to_stop_says_how_to_go_on(tmp_path: Path) -> None:
     """What it left behind is ended, too."""
     asks = (
