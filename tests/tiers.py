@@ -21,6 +21,11 @@ a_share_and_all = pytest.mark.parametrize(
 )
 """A random search in both tiers. Its test takes the ``share`` of the examples that it makes."""
 
+a_twentieth_and_all = pytest.mark.parametrize(
+    "share", [pytest.param(QUICK_SHARE / 2, id="a twentieth"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+)
+"""The same for a search among whole runs, each of which looks at all that holds."""
+
 
 def searched(examples: int, *strategies: Any, **named: Any) -> Callable[[Callable[..., None]], Any]:
     """`hypothesis.given` in both tiers: `make test` tries a fifth of so many ``examples``, `make test-slow` all."""

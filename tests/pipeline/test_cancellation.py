@@ -26,7 +26,7 @@ from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.invariants import cancelled_after
 from tests.pipeline.machines import check_machines
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import a_share_and_all, enough, mostly_slow
+from tests.tiers import a_share_and_all, a_twentieth_and_all, enough, mostly_slow
 
 # ---------------------------------------------------------------------------------------------- whole runs
 
@@ -65,7 +65,7 @@ def test_a_second_cancellation_while_the_first_is_under_way_changes_nothing(mode
         check_cancelled(cancelled_after(small(mode), k, k + 1, k + 3))
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_a_random_run_may_be_cancelled_at_any_moment(share: float):
     """Hundreds of whole runs, as a cancellation comes between any two events."""
     left_at_once = 0

@@ -26,7 +26,7 @@ from tests.pipeline.machines import ROUNDING, overlap
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_end_of_run import ENDS
 from tests.pipeline.test_update_recovery import SCHEDULES, TIMEOUT_S, both_schedules, failed
-from tests.tiers import a_share_and_all, enough, mostly_slow
+from tests.tiers import a_share_and_all, a_twentieth_and_all, enough, mostly_slow
 
 STREAMING = ["stream_off_policy", "async_stale", "async_partial"]
 """Modes with four fetches a version."""
@@ -184,7 +184,7 @@ def beside(case: Case) -> Scenario:
     return scenario
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_everything_holds_in_every_run_with_it(share: float):
     """Dozens of whole runs."""
     ends: set[Status | None] = set()

@@ -26,7 +26,7 @@ from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.fakes import FakeReward, FakeRollout, fails
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import Run, Scenario
-from tests.tiers import a_share_and_all, enough, mostly_slow
+from tests.tiers import a_twentieth_and_all, enough, mostly_slow
 
 
 def overlapped(eta: int = 1, recv_s: float = 0.25, load_s: float = 0.125, **more: object) -> Scenario:
@@ -220,7 +220,7 @@ def test_a_synchronous_update_is_loaded_everywhere_before_the_trainer_goes_on():
         assert max(dict(replica.loads)[update.version] for replica in run.rollouts) == update.time == fetch.waited[0]
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_everything_holds_where_versions_overtake_each_other(share: float):
     """A hundred whole runs and more."""
     superseded = 0

@@ -14,13 +14,13 @@ from headway.events import EpisodeWorkerLost, ReplicaJoined, ReplicaLost, Update
 from headway.pipeline.run import Status
 from tests.pipeline.cases import SCHEDULES, Case, faulty, for_each
 from tests.pipeline.invariants import check_everything, run_and_check
-from tests.tiers import a_share_and_all, enough
+from tests.tiers import a_twentieth_and_all, enough
 
 pytestmark = pytest.mark.timeout(600)
 """Quick as they are: a case that fails is run many times more, until it is as small as can be."""
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_a_stop_at_any_moment_ends_a_run_with_its_books_balanced(share: float):
     """Hundreds of whole runs, as stops come between any two events."""
     ends: Counter[Status | None] = Counter()
@@ -83,7 +83,7 @@ def test_episode_workers_may_die_at_any_moment_and_no_run_ends_by_it(share: floa
     assert min(happened["went on"], happened["last"], happened["with groups"]) > enough(30, share), happened
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_all_of_it_may_happen_in_one_run(share: float):
     """Hundreds of whole runs, as faults meet each other rarely."""
     for_each(
@@ -94,7 +94,7 @@ def test_all_of_it_may_happen_in_one_run(share: float):
 SILENT = ["never_receives", "silent on activate", "silent on resume", "silent on pause", "silent on stats"]
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_replicas_may_stop_answering_or_receive_corrupted_weights_at_any_moment(share: float):
     """Whoever stops answering is fenced off; everything else holds as before."""
     happened: Counter[str] = Counter()
@@ -120,7 +120,7 @@ def test_replicas_may_stop_answering_or_receive_corrupted_weights_at_any_moment(
     assert happened["ended by it"] > enough(10, share), happened
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_a_replica_that_hangs_is_named_in_bounded_time_and_never_deadlocks_a_run(share: float):
     """Each wait has an end. Whoever hangs without being asked for anything does no harm."""
     stalls = 0

@@ -1,7 +1,7 @@
 """Whole runs over random small configurations, durations, rewards and seeds: what must hold in every one of them.
 
 What that is stands in books.py, machines.py and figures.py. With test_random_faults.py and test_cancellation.py more
-than 2,000 schedules run in the slow tests, a tenth of them in the quick ones; each test counts its own, and fails
+than 2,000 schedules run in the slow tests, a twentieth of them in the quick ones; each test counts its own, and fails
 if there were fewer.
 """
 
@@ -21,13 +21,13 @@ from tests.pipeline.books import Rules
 from tests.pipeline.cases import SCHEDULES, Case, cases, faulty, for_each
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import a_share_and_all, crossed, enough, mostly_slow
+from tests.tiers import a_twentieth_and_all, crossed, enough, mostly_slow
 
 pytestmark = pytest.mark.timeout(600)
 """Quick as they are: a case that fails is run many times more, until it is as small as can be."""
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_everything_holds_in_every_run(share: float):
     """Hundreds of whole runs: rare coincidences of moments are found by their number alone."""
     ends: set[Status | None] = set()
@@ -56,7 +56,7 @@ def log(run: Run) -> str:
     return "\n".join(json.dumps(event.to_json()) for event in run.events)
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_the_same_seed_gives_the_same_event_log_byte_for_byte(share: float):
 
     def check(case: Case) -> None:
@@ -81,7 +81,7 @@ def test_the_same_seed_gives_the_same_event_log_although_the_run_fails(share: fl
     assert failed >= enough(20, share)
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_on_policy_batches_do_not_depend_on_timing(share: float):
     """η = 0, waves, in order: durations may change, what is trained on in which step may not."""
     in_order = {"eta": Fraction(0), "admission": "batch", "order": "fifo", "nonfinite": 0.0}
@@ -96,7 +96,7 @@ def test_on_policy_batches_do_not_depend_on_timing(share: float):
     for_each(cases(**in_order), share * SCHEDULES["on-policy"], check)
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_how_much_is_admitted_under_a_version_depends_on_nothing_but_the_version(share: float):
     """Without discards: not on lengths, speeds, order of completion, slots, replicas or the schedule of updates."""
 
@@ -128,7 +128,7 @@ def test_waves_are_as_large_whatever_the_order_in_which_groups_finish(share: flo
     for_each(cases(**steady), share * 40, check)
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_a_drained_answer_has_one_version_and_no_answer_is_cut_short(share: float):
     """Takes seconds: many random schedules."""
 

@@ -49,7 +49,7 @@ from tests.pipeline.fake_policies import FakeCritic
 from tests.pipeline.fakes import FakeReward, FakeSource, fails
 from tests.pipeline.kills import check_history, run_with_kills
 from tests.pipeline.scenario import Run, Scenario
-from tests.tiers import a_share_and_all, enough, mostly_slow
+from tests.tiers import a_share_and_all, a_twentieth_and_all, enough, mostly_slow
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -67,7 +67,7 @@ kills = st.lists(st.integers(4, 20), min_size=1, max_size=4)
 """Twentieths of an undisturbed run's time that each process lives."""
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_whatever_is_killed_when_nothing_is_lost_and_nothing_trained_twice(share: float):
     """Takes long in its full share: each drawn case is run whole and killed up to four times."""
     undone = resumed_at = 0
@@ -322,7 +322,7 @@ def test_a_prompt_that_the_data_do_not_have_any_more_gives_way_to_the_next_one()
     assert [event.row for event in back] == [state["source"]["given"], *rows]
 
 
-@a_share_and_all
+@a_twentieth_and_all
 def test_with_a_journal_open_groups_keep_their_numbers_and_batches_are_what_they_were(
     share: float, tmp_path_factory: pytest.TempPathFactory
 ):
