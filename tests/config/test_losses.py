@@ -19,7 +19,7 @@ TAU = "algorithm.policy_loss.tau_neg"
 C = "algorithm.policy_loss.clip_ratio_c"
 
 
-@mostly_slow("loss", LOSSES, quick=[*LOSSES][::4])
+@mostly_slow("loss", LOSSES, quick=[*LOSSES][::7])
 def test_the_resolved_configuration_shows_the_defaults_that_apply(minimal: Load, write: Write, loss: str) -> None:
     config = minimal(f"{MODE}={loss}").config
     shown = yaml.safe_load(dump(config))["algorithm"]["policy_loss"]

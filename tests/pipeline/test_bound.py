@@ -292,7 +292,7 @@ def section(title: str) -> str:
     return rest.partition("\n#")[0]
 
 
-@mostly_slow("example", EXAMPLES, quick=[EXAMPLES[0], EXAMPLES[2], EXAMPLES[4], EXAMPLES[5]])
+@mostly_slow("example", EXAMPLES, quick=[EXAMPLES[0], EXAMPLES[4]])
 def test_the_worked_examples_are_what_the_pipeline_does(example: Example):
     assert markdown(example.table()) in section(example.title)
 

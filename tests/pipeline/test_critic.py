@@ -243,7 +243,7 @@ def test_its_last_checkpoint_comes_before_the_trainers_and_after_all_its_steps(i
 @mostly_slow(
     ("mode", "inside", "step_s"),
     product(["one_step_off", "async_stale", "async_partial", "overlapped"], [True, False], [0.25, 8.0]),
-    quick=[("one_step_off", True, 0.25), ("overlapped", False, 8.0), ("async_stale", False, 0.25)],
+    quick=[("one_step_off", True, 0.25), ("overlapped", False, 8.0)],
 )
 def test_so_do_those_for_which_the_next_batch_is_already_valued(mode: str, inside: bool, step_s: float):
     run = Scenario(

@@ -38,6 +38,7 @@ def test_a_replica_that_dies_while_it_is_halted_holds_nobody_back(drain: str, mo
     run.assert_completed()
 
 
+@pytest.mark.slow
 def test_a_validation_holds_generation_up_no_longer_than_a_drain_by_turns_does():
     def ended(drain: str) -> float:
         settings = {"drain": drain, "on_update": "drain"}

@@ -36,6 +36,7 @@ def test_filtering_everything_does_not_stall_but_ends_with_the_filters_statistic
     assert run.of(RunFinished)[0].status == "failed"
 
 
+@pytest.mark.slow
 def test_the_statistics_are_of_the_groups_in_a_row_alone():
     reward = FakeReward(lambda p: fails("unlucky") if p.row < 4 else [0.0, 1.0] if p.row == 40 else [1.0, 1.0])
     run = Scenario("async_partial", reward=reward, group_filter=without_variance).run()

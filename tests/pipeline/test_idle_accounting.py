@@ -183,7 +183,7 @@ def test_the_figures_of_a_run_are_those_of_its_ticks(mode: str, replicas: int):
     check_figures(run.assert_completed())
 
 
-@mostly_slow("mode", MODES, quick=["on_policy", "overlapped", "colocate_async"])
+@mostly_slow("mode", MODES, quick=["overlapped", "colocate_async"])
 def test_reports_in_any_rhythm_give_the_same_figures(mode: str):
     """Activity is reported every so often; how often says nothing about the run."""
 

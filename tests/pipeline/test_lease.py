@@ -51,7 +51,7 @@ def several_fetches(**more: Any) -> Scenario:
     return Scenario("colocate_async", async_training=values, total=32, slots=4, **more)
 
 
-@mostly_slow(("mode", "replicas"), product(SHARED, [1, 3]), quick=[("colocate_sync", 3), ("colocate_async", 1)])
+@mostly_slow(("mode", "replicas"), product(SHARED, [1, 3]), quick=[("colocate_async", 1)])
 def test_training_and_generation_never_compute_at_once(mode: str, replicas: int):
     scenario = Scenario(mode, replicas=replicas, problems=3, lengths=long_or_short, slots=3)
     run = check_everything(scenario.run().assert_completed())

@@ -158,7 +158,7 @@ def test_when_the_data_gives_out_the_last_batch_is_short_and_an_empty_one_is_not
     assert [ask.samples for ask in logp(run).asked] == [8] * (rows // 4) + [2 * (rows % 4)] * (rows % 4 > 0)
 
 
-@mostly_slow("mode", MODES, quick=["one_step_off", "async_stale", "overlapped"])
+@mostly_slow("mode", MODES, quick=["one_step_off", "overlapped"])
 def test_discards_change_nothing_about_it(mode: str):
     reward = FakeReward(lambda p: fails("unlucky") if p.row % 5 == 2 else [1.0, 1.0] if p.row % 7 == 3 else [0.0, 1.0])
     run = Scenario(mode, reward=reward, group_filter=without_variance, logp_ranks=1, replicas=3).run()

@@ -73,7 +73,7 @@ def check(run: Run) -> Run:
 
 
 @a_share_and_all
-@mostly_slow("mode", MODES, quick=["on_policy", "async_stale", "overlapped"])
+@mostly_slow("mode", MODES, quick=["on_policy", "overlapped"])
 def test_it_may_be_lost_at_any_moment_in_every_mode(mode: str, share: float):
     """Some twenty whole runs on the virtual clock, or a share of them."""
     length = scenario(mode).run().ended

@@ -59,7 +59,7 @@ def test_a_late_replica_serves_nothing_before_it_has_the_current_version(mode: s
 
 
 @a_share_and_all
-@mostly_slow("mode", SPLIT, quick=["on_policy", "async_partial", "overlapped"])
+@mostly_slow("mode", SPLIT, quick=["on_policy", "overlapped"])
 def test_a_replica_may_join_at_any_moment_of_an_update(mode: str, share: float):
     """Before it begins, while weights are gathered, sent, registered and loaded, and after it: every 1/8 s, or 10/8."""
     healthy = Scenario(mode).run().assert_completed()
@@ -192,7 +192,7 @@ def test_a_stop_succeeds_though_a_replica_has_died_unnoticed():
 @mostly_slow(
     ("mode", "joined_before"),
     product(SPLIT, [True, False]),
-    quick=[("on_policy", True), ("one_step_off", False), ("async_partial", True), ("overlapped", False)],
+    quick=[("on_policy", True), ("one_step_off", False), ("overlapped", False)],
 )
 def test_the_only_replica_dies_at_any_moment_and_the_run_goes_on_with_another(
     mode: str, joined_before: bool, share: float

@@ -372,9 +372,7 @@ def test_a_journal_whose_files_are_torn_anywhere_never_costs_a_group_or_the_bala
     assert torn > enough(50, share)
 
 
-@mostly_slow(
-    "mode", ["one_step_off", "stream_off_policy", "async_stale", "async_partial"], quick=["one_step_off", "async_stale"]
-)
+@mostly_slow("mode", ["one_step_off", "stream_off_policy", "async_stale", "async_partial"], quick=["async_stale"])
 def test_on_other_replicas_and_episode_workers_groups_keep_their_numbers_and_batches(mode: str, tmp_path: Path):
     """Four replicas and two episode workers, then two and one, then three and four."""
     scenario = Scenario(mode, sections=SAVES, replicas=4, episode_workers=2)
@@ -463,6 +461,7 @@ def test_a_stop_does_not_say_that_a_batch_did_not_come_again(moment: float, tmp_
     assert not [event for event in rest.of(Note) if "other groups than before" in event.text]
 
 
+@pytest.mark.slow
 def test_a_group_that_is_made_again_too_old_for_its_batch_is_dropped(tmp_path: Path):
     """Simulated answers are in no journal, as those of an episode worker that does not see it: groups are admitted
     earlier than before, where others that ended before them end at once.
@@ -589,7 +588,7 @@ def fails_to(what: str) -> None:
     raise PermissionError(f"may not {what}")
 
 
-@mostly_slow("what", ["another run", "damaged", "gone", "none before"], quick=["another run", "damaged"])
+@mostly_slow("what", ["another run", "damaged", "gone", "none before"], quick=["another run"])
 def test_a_journal_that_is_not_the_one_of_the_checkpoint_is_left_out_with_the_reason(what: str, tmp_path: Path):
     scenario = Scenario("async_partial", sections=SAVES, journal=tmp_path / "journal")
     _, state = in_mid_run(scenario)

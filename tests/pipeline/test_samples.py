@@ -137,6 +137,7 @@ def test_the_trainer_is_asked_for_drawn_groups_alone_and_in_the_first_epoch():
     assert all(len(e["rows"]) == 1 for record in kept for e in record["episodes"] if record["fate"] == "trained")
 
 
+@pytest.mark.slow
 def test_without_samples_nothing_is_drawn_and_the_run_is_the_same():
     run, kept = ran(FATES, samples=0)
     other, more = ran(FATES, samples=1000)

@@ -155,7 +155,7 @@ def test_without_staleness_all_replicas_validate_programs_and_load_nothing_newer
             assert validation.version == 6 or validation.span[1] - 0.25 <= loads[validation.version + 1]
 
 
-@mostly_slow("mode", [mode for mode in MODES if mode not in ON_TIME], quick=["one_step_off", "overlapped"])
+@mostly_slow("mode", [mode for mode in MODES if mode not in ON_TIME], quick=["one_step_off"])
 def test_with_staleness_no_update_waits_for_a_validation_by_programs(mode: str):
     run = validated_programs(mode, replicas=3, async_training={"on_update": "interrupt"})
     assert (run.validated()[0], run.validated()[-1]) == (0, 6)

@@ -178,7 +178,7 @@ def test_every_preset_runs_a_job_with_everything_in_it(mode: str) -> None:
     assert {event.replica for event in run.of(TrajectoryFinished)} == set(run.of(RunStarted)[0].slots)
 
 
-@mostly_slow("mode", PRESETS, quick=["async_partial", "overlapped", "colocate_async"])
+@mostly_slow("mode", PRESETS, quick=["overlapped", "colocate_async"])
 def test_the_same_seed_gives_the_same_events(mode: str) -> None:
     devices = {"train_devices": 4, "replicas": 4}
 

@@ -174,23 +174,25 @@ FIRST = observed({"text": "Guess."})
     ("answers", "kind", "message"),
     [
         (["ends"], ProgramAway, "reset: the server closed the connection"),
-        ([FIRST, "ends"], ProgramAway, "step: the server closed the connection"),
+        pytest.param([FIRST, "ends"], ProgramAway, "step: the server closed the connection", marks=pytest.mark.slow),
         ([FIRST, None], ProgramAway, r"step within 0.3 s \(agent.params.timeout_s\) raised TimeoutError"),
         (
             [FIRST, "<html>"],
             ProgramFailed,
             'step: the server answered \'<html>\', expected {"type": "observation"',
         ),
-        ([FIRST, "[]"], ProgramFailed, r"step: the server answered \[\], expected"),
-        (
+        pytest.param([FIRST, "[]"], ProgramFailed, r"step: the server answered \[\], expected", marks=pytest.mark.slow),
+        pytest.param(
             [{"type": "state", "data": {}}],
             ProgramFailed,
             "reset: the server answered {'type': 'state'",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             [observed("text")],
             ProgramFailed,
             "reset: the server answered {'type': 'observation'",
+            marks=pytest.mark.slow,
         ),
         (
             [error("EXECUTION_ERROR", "no such level")],
@@ -199,10 +201,8 @@ FIRST = observed({"text": "Guess."})
         ),
         ([error("VALIDATION_ERROR")], ProgramFailed, "reset was refused: Error: the action does not fit: so it is"),
         ([FIRST, observed({"text": ""}, "much")], ProgramFailed, "the reward of a step is 'much', expected a finite"),
-        (
-            [FIRST, error("FACTORY_ERROR")],
-            ProgramFailed,
-            "step: the server says: so it is",
+        pytest.param(
+            [FIRST, error("FACTORY_ERROR")], ProgramFailed, "step: the server says: so it is", marks=pytest.mark.slow
         ),
     ],
 )

@@ -46,7 +46,7 @@ async def answered(message: Any) -> Any:
     return ("answer", message)
 
 
-@each_kind
+@mostly_slow("kind", KINDS, quick=["shared", "forked"])
 async def test_a_job_asks_and_returns(kind: str) -> None:
     begun = []
     async with workers_of(kind) as workers:
@@ -91,7 +91,7 @@ async def test_an_ask_that_is_given_up_is_withdrawn() -> None:
         assert await workers.run(("gives_up_asking",), on_ask) == "it was"
 
 
-@pytest.mark.parametrize("kind", ["spawned", "shared"])
+@mostly_slow("kind", ["spawned", "shared"], quick=["shared"])
 async def test_an_error_of_the_host_reaches_the_job_as_it_is_and_a_defect_ends_it(kind: str) -> None:
     async def refuses(_: Any) -> None:
         raise RunnerLost("no more of that", end="limit")
@@ -404,7 +404,7 @@ async def test_no_signal_of_a_terminal_reaches_a_process_while_it_starts(
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-@pytest.mark.parametrize("kind", ["spawned", "forked"])
+@mostly_slow("kind", ["spawned", "forked"], quick=["forked"])
 async def test_processes_that_user_code_starts_end_with_their_worker(kind: str) -> None:
     """Takes seconds where processes are spawned: each imports Headway anew."""
     async with workers_of(kind) as workers:
