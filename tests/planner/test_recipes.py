@@ -114,6 +114,7 @@ def test_the_search_finds_the_bottom_of_a_bowl() -> None:
 # ---------------------------------------------------------------------------------------------- against reality
 
 
+@pytest.mark.slow
 def test_the_modes_that_are_compared_with_reality_train_on_the_same_number_of_groups() -> None:
     modes = trainable_modes(first="on_policy")
     assert modes[0].name == "on_policy"

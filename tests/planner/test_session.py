@@ -165,7 +165,7 @@ def test_a_profile_says_where_old_log_probs_are_recomputed(where: str, modes: li
 # ---------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("mode", PRESETS)
+@mostly_slow("mode", PRESETS, quick=["one_step_off", "async_partial", "overlapped", "colocate_async"])
 def test_every_preset_runs_a_job_with_everything_in_it(mode: str) -> None:
     devices = {"train_devices": 8, "replicas": 8} if is_shared(mode) else {"train_devices": 5, "replicas": 3}
     run = simulated(profile(RICH), mode, versions=6, **devices)

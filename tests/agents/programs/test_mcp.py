@@ -307,10 +307,20 @@ async def test_what_the_sdk_raises_in_a_call_costs_the_connection_unless_it_foun
             ProgramAway,
             "far: it was waited for 0.2 s, and did not answer",
         ),
-        ({"initialize": ValueError("hello")}, ProgramAway, "did not answer .agent.mcp.far.timeout_s"),
+        pytest.param(
+            {"initialize": ValueError("hello")},
+            ProgramAway,
+            "did not answer .agent.mcp.far.timeout_s",
+            marks=pytest.mark.slow,
+        ),
         ({"initialize": {"name": "x"}}, UserCodeError, "cannot connect to it: capabilities: Field required"),
         ({"tools/list": {"tools": "none"}}, UserCodeError, "with what is wrong: tools: Input should be"),
-        ({"tools/list": None}, ProgramAway, "list of tools was waited for 0.2 s, and the server did not answer"),
+        pytest.param(
+            {"tools/list": None},
+            ProgramAway,
+            "list of tools was waited for 0.2 s, and the server did not answer",
+            marks=pytest.mark.slow,
+        ),
         (
             {"tools/list": {"tools": [PLACE, PLACE]}},
             UserCodeError,
@@ -318,7 +328,12 @@ async def test_what_the_sdk_raises_in_a_call_costs_the_connection_unless_it_foun
         ),
         ({"tools/list": {"tools": [PLACE | {"name": "a b"}]}}, UserCodeError, "name 'a b'; expected 1 to 128 of"),
         ({"tools/list": {"tools": []}}, UserCodeError, "the server has no tools; take it out"),
-        ({"tools/list": {"tools": [PLACE], "nextCursor": "1"}}, UserCodeError, "has no end: 100 pages were read"),
+        pytest.param(
+            {"tools/list": {"tools": [PLACE], "nextCursor": "1"}},
+            UserCodeError,
+            "has no end: 100 pages were read",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_no_server_of_tools_is_refused_before_the_run(others, error, message):

@@ -13,6 +13,7 @@ from headway.config.migration.shell_scripts import unresolved
 from headway.config.migration.translation import Translation, recipe, translate
 from headway.config.migration_tables.projects import PROJECTS
 from headway.config.migration_tables.table_rows import ReportPart
+from tests.tiers import crossed
 
 BATCHES = {"per_device_train_batch_size": 16, "num_processes": 8, "num_generations": 8}
 """TRL's 16 prompts of an optimizer step."""
@@ -237,17 +238,19 @@ def test_trls_reward_of_the_form_gives_what_it_gives_there() -> None:
     assert weighted[1] == {"function": "format", "weight": 0.2, "params": found.values["reward.params"]}
 
 
-@pytest.mark.parametrize(
-    ("project", "key"),
+@crossed(
+    ("setting", "value"),
     [
         ("verl", "actor_rollout_ref.model.use_remove_padding"),
         ("trl", "use_vllm"),
         ("trl", "bf16"),
         ("trl", "scale_rewards"),
     ],
+    [True, False],
 )
-@pytest.mark.parametrize("value", [True, False])
-def test_1_and_0_are_true_and_false(project: str, key: str, value: bool) -> None:
+def test_1_and_0_are_true_and_false(setting: tuple[str, str], value: bool) -> None:
+    project, key = setting
+
     def answer(given: bool | int) -> Any:
         (found,) = (one.answer for one in imported(project, {key: given}).outcomes if one.key == key)
         return found

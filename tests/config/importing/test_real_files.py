@@ -171,7 +171,7 @@ def settings_in(file: Path) -> Iterator[str]:
             yield from re.findall(r"^ +(\w+)=(?!GRPOConfig|AsyncGRPOConfig|config)", text, re.MULTILINE)
 
 
-@mostly_slow("name", WHOLE, quick=[*WHOLE][::4])
+@mostly_slow("name", WHOLE, quick=[*WHOLE][::6])
 def test_every_setting_of_a_file_is_in_one_part_of_the_report(name: str) -> None:
     found = imported(name)
     parts = [{one.key for one in found.of(part) if one.given} for part in ReportPart]

@@ -17,6 +17,7 @@ from headway.config.migration.translation import recipe, report, translate
 from headway.config.migration_tables.projects import PROJECTS, whole_key
 from headway.config.migration_tables.table_rows import ReportPart
 from headway.config.schema_keys import known_keys
+from tests.tiers import mostly_slow
 
 SECTIONS = ("rollout.engine_kwargs", "reward.params", "reward.functions", "data.train", "data.val", "mode")
 ODD = [None, True, False, 0, 1, -1, 8, 1.5, 1e-6, "", "text", "a/b", "cosine", [], ["a"], {}, "8 x"]
@@ -58,7 +59,7 @@ def loads(name: str, values: dict[str, Any], folder: Path) -> None:
     assert all(f"  {key}=" in text for key in values)
 
 
-@pytest.mark.parametrize("name", PROJECTS)
+@mostly_slow("name", PROJECTS, quick=["verl"])
 def test_all_keys_of_a_project_at_once_make_a_recipe_that_loads(name: str, tmp_path: Path) -> None:
     keys = [key.replace("*", "x") for key in PROJECTS[name].rows]
     loads(name, dict(zip(keys, cycle(ODD), strict=False)), tmp_path)
