@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.models import logprobs
 from headway.models.logits import LogitRule
 from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
+from tests.tiers import searched
 
 
 def problem(tokens: int = 13, hidden: int = 5, vocabulary: int = 11, bias: bool = True) -> dict[str, Any]:
@@ -48,7 +48,8 @@ def gradients(outputs: tuple[Tensor, Tensor], inputs: dict[str, Any]) -> list[Te
     return list(torch.autograd.grad(total, [v for v in inputs.values() if v is not None and v.requires_grad]))
 
 
-@given(
+@searched(
+    100,
     tokens=st.integers(0, 9),
     vocabulary=st.integers(1, 7),
     chunk=st.integers(1, 12),

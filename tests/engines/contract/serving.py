@@ -30,7 +30,7 @@ from tests.engines.contract.harness import (
     until,
 )
 from tests.engines.contract.reference import assert_logprobs
-from tests.engines.contract.sessions import Session
+from tests.engines.contract.sessions import ROUNDS, Session
 from tests.tiers import mostly_slow
 
 
@@ -341,9 +341,10 @@ class Serving(OfEngine):
                 assert_logprobs(replica, answers, self.harness.tolerance)
             await at_rest(replica)
 
-    @mostly_slow("seed", range(4), quick=[1])
+    @mostly_slow(("seed", "rounds"), [(1, 3), *((seed, ROUNDS) for seed in range(4))], quick=[(1, 3)])
     @scenario()
-    async def test_random_commands_lose_nothing_and_stamp_every_token(self, seed: int) -> None:
+    async def test_random_commands_lose_nothing_and_stamp_every_token(self, seed: int, rounds: int) -> None:
         """Gives commands and calls for some seconds, of a native engine's."""
         async with self.harness.serve() as replica:
-            await Session(replica, np.random.default_rng(seed), self.harness.features).run(self.harness.tolerance)
+            session = Session(replica, np.random.default_rng(seed), self.harness.features, rounds=rounds)
+            await session.run(self.harness.tolerance)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithms.advantages import ADVANTAGES
@@ -22,6 +21,7 @@ from headway.data.types import Outcomes
 from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.errors import RunError
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, in_rows, whole
+from tests.tiers import searched
 
 ESTIMATORS = sorted(set(ADVANTAGES.names()) - {"maxrl"})
 """All but one that refuses negative rewards."""
@@ -62,8 +62,8 @@ def apart(rows: Sequence[CollatedRow], way: Sequence[Any]) -> list[list[Collated
     ]
 
 
-@settings(deadline=None, max_examples=60)
-@given(
+@searched(
+    60,
     st.integers(0, 50),
     ways,
     st.sampled_from(ESTIMATORS),

@@ -49,6 +49,7 @@ EVERYTHING = {"entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1}
 ROOMY = 100_000
 BUDGETS = (ROOMY, 70, 30, 1)
 """All in one micro-batch; several groups in one; groups that are cut; rows by themselves."""
+WAYS = [("packed", ROOMY), ("packed", 50), ("shared", 30), ("shared", ROOMY), ("shared", 70), ("shared", 1)]
 
 
 def fetch(seed: int, groups: int = 3) -> list[CollatedRow]:
@@ -152,9 +153,13 @@ def test_the_batches_of_these_tests_fork_and_are_cut() -> None:
     assert Packing(30).apart(rows, Packing(30)(rows, whole_episodes=True))
 
 
-@mostly_slow(("architecture", "seed"), product(["qwen3", "llama"], range(3)), quick=[("qwen3", 0)])
+@mostly_slow(
+    ("architecture", "seed", "ways"),
+    [*product(["qwen3", "llama"], range(3), [WAYS]), ("qwen3", 0, WAYS[1:4])],
+    quick=[("qwen3", 0, WAYS[1:4])],
+)
 def test_packed_rows_have_the_gradient_of_padded_ones_and_of_the_loss_written_out(
-    one_rank: None, model_path: ModelPath, architecture: str, seed: int
+    one_rank: None, model_path: ModelPath, architecture: str, seed: int, ways: list[tuple[str, int]]
 ) -> None:
     """Takes seconds: gradients of a batch in float64, once for each packing and budget."""
     path, rows = model_path(architecture, seed > 0), fetch(seed)
@@ -167,7 +172,7 @@ def test_packed_rows_have_the_gradient_of_padded_ones_and_of_the_loss_written_ou
     for row, values in zip(rows, logprobs, strict=True):
         single = response_logprobs(model, row, TEMPERATURE)[0].detach().numpy()
         np.testing.assert_allclose(values, single, atol=1e-5)
-    for packing, budget in [("packed", ROOMY), ("packed", 50), *(("shared", budget) for budget in BUDGETS)]:
+    for packing, budget in ways:
         grads, found, own = look(path, configured(packing, budget), [[_without_prox(row) for row in rows]])
         assert_close(grads, expected)
         assert_same_numbers(own, logprobs)

@@ -132,7 +132,8 @@ def test_with_one_version_the_first_step_is_the_same_to_the_last_bit_in_every_mo
             assert_same(gradient(trainer, prepared(trainer, mode, rows), context), expected)
 
 
-@mostly_slow("correction", CORRECTIONS_AT_WORK[:2], quick=CORRECTIONS_AT_WORK[1:2], ids=lambda c: c.name or "none")
+@pytest.mark.slow
+@pytest.mark.parametrize("correction", CORRECTIONS_AT_WORK[:2], ids=lambda c: c.name or "none")
 def test_with_one_version_every_later_step_is_the_same_too(
     one_rank: None, model_path: ModelPath, correction: CorrectionConfig
 ) -> None:

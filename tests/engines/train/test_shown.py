@@ -82,7 +82,7 @@ def assert_as_trained(found: TrainedRow, row: CollatedRow, path: str) -> None:
     assert (found.episode, found.cut) == (row.episode, 0)
 
 
-@mostly_slow("packing", ["shared", "packed", "padded"], quick=["shared"])
+@mostly_slow("packing", ["shared", "packed", "padded"], quick=["shared", "padded"])
 def test_rows_of_drawn_groups_are_shown_as_the_step_saw_them(
     one_rank: None, model_path: ModelPath, packing: str
 ) -> None:

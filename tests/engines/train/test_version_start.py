@@ -69,7 +69,7 @@ def two_versions(path: str, asks: bool, dtype: str = "float32") -> dict[str, Any
     moved: list[bool] = []
     reports = []
     for version in (0, 1):
-        fetches = [share(sampled_by(random_rows(5, seed=10 * version + f), version)) for f in range(3)]
+        fetches = [share(sampled_by(random_rows(4, seed=10 * version + f), version)) for f in range(3)]
         start = [trainer.forward_logprobs(rows) for rows in fetches] if asks else []
         for fetch, rows in enumerate(fetches):
             if asks:
