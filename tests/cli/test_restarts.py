@@ -58,7 +58,8 @@ def after(run: Path, ends: str, most: int) -> tuple[int, list[str], str]:
     return code, (run / "told").read_text().splitlines(), said
 
 
-@mostly_slow("end", ["1", f"-{signal.SIGKILL:d}", f"-{signal.SIGSEGV:d}"], quick=[f"-{signal.SIGKILL:d}"])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["1", f"-{signal.SIGKILL:d}", f"-{signal.SIGSEGV:d}"])
 def test_a_run_that_fails_or_is_killed_is_resumed(tmp_path: Path, end: str) -> None:
     code, told, said = after(tmp_path, f"{end} 0", 3)
     assert code == 0
