@@ -265,13 +265,14 @@ def test_a_run_on_ray_whose_training_rank_is_killed_ends_as_one_in_this_process_
     recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Starts and ends a Ray of its own, and four workers that import torch, one of which dies in its third step."""
-    others, ours = set(descendants(os.getpid())), list[int]()
+    others, ours, sessions = set(descendants(os.getpid())), list[int](), list[Path]()
     call, steps = RayWorker.call, count(1)
 
     async def killed_at_the_third_step(worker: RayWorker, method: str, *args: Any) -> Any:
         if method == "train_step" and next(steps) == 3:
             ours.extend(pid for pid in descendants(os.getpid()) if pid not in others and "ray" in title(pid))
             assert worker.pid in ours
+            sessions.append(Path(ray._private.worker._global_node.get_session_dir_path()))  # type: ignore[attr-defined]
             os.kill(worker.pid, signal.SIGKILL)
         return await call(worker, method, *args)
 
@@ -286,6 +287,7 @@ def test_a_run_on_ray_whose_training_rank_is_killed_ends_as_one_in_this_process_
     assert (told["groups"], told["eval"]) == (expected["groups"], expected["eval"])
     assert not ray.is_initialized()
     assert alive(ours) == []
+    assert [session.exists() for session in sessions] == [False]
 
 
 @pytest.mark.slow
