@@ -429,7 +429,7 @@ def train_and_save(path: str, checkpoint: Path, rows: list[CollatedRow]) -> Any:
 def test_another_number_of_ranks_can_go_on(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath, tmp_path: Path
 ) -> None:
-    """The head has one row: a rank has none of it."""
+    """The head has one row: a rank has none of it. Over 5 s where it is the first to start the ranks."""
     rows = valued_rows(6)
     (first, metrics), (second, _) = run_ranks(2, train_and_save, (model_path(), tmp_path / "critic", rows))
     alone = build(model_path(), head=False)
