@@ -450,6 +450,7 @@ def test_a_run_without_a_model_or_a_summary_fails(tmp_path: Path) -> None:
         list(demo.verdict(tmp_path, 16, seconds=1.0, learns=True))
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_start_fails_with_what_it_printed() -> None:
     with pytest.raises(CheckFailed, match=r"exit code \d+: .*nonsense"):
         demo.train(["nonsense.key=1"])

@@ -241,6 +241,7 @@ def test_the_studys_page_has_a_place_for_every_block(tmp_path: Path, monkeypatch
     assert all(header in text for header in ("| final, by seed |", "| ESS, mean |", "minutes for one seed"))
 
 
+@pytest.mark.slow
 def test_the_figure_names_each_panels_measured_lag_and_every_loss(tmp_path: Path) -> None:
     draw(grid(), tmp_path / "figure.svg")
     words = [e.text or "" for e in ElementTree.parse(tmp_path / "figure.svg").iter() if e.tag.endswith("}text")]

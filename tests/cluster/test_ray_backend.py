@@ -148,8 +148,8 @@ async def test_versions_arrive_whichever_way_they_take(
 ) -> None:
     """Small buckets, so that tensors are split; with two ranks each has half of every tensor.
 
-    Starts workers that import torch. What `make test` has of this: whole runs on Ray, of two ranks, too, in
-    `test_updates`, and transports without Ray in `test_roles_of_their_own`.
+    Starts workers that import torch. What `make test` has of this: a whole run on Ray in
+    tests/integration/test_resume.py, and transports without Ray in `test_roles_of_their_own`.
     """
     sections["rollout"] = {"param_update_preduce_bucket_size_mb": 0.01, **sections.get("rollout", {})}
     config = tiny_config("ray", **sections)

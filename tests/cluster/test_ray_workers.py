@@ -214,6 +214,7 @@ async def test_large_groups_of_a_lost_machine_are_read_in_the_journal(
         await lasting[0].call("lengths_fetched", samples)
 
 
+@pytest.mark.slow
 async def test_a_roles_own_error_arrives_as_it_was_raised_though_the_other_rank_hangs(workers: list[RayWorker]) -> None:
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(UpdateFailed, match=r"^rank 1 was told to fail$"):

@@ -194,6 +194,7 @@ def test_a_full_disk_at_the_export_is_one_message_and_the_run_that_goes_on_expor
 # ---------------------------------------------------------------------------------------- damaged files
 
 
+@pytest.mark.slow
 def test_a_model_folder_that_breaks_while_the_run_trains_is_told_at_the_export_of_a_complete_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
