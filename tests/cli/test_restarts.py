@@ -37,8 +37,8 @@ os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
 def attend(run: Path, most: int, program: str) -> subprocess.Popen[str]:
     """A process that keeps the run of ``program`` going: it becomes the parent of what that leaves behind."""
     attends = (
-        "import sys, pathlib; from headway.cli.restarts import keep_going; "
-        f"sys.exit(keep_going(['train', 'recipe.yaml', {str(run)!r}], pathlib.Path({str(run)!r}), {most}, "
+        "import sys, pathlib; from headway.cli import restarts; restarts.AGAIN_S = 0.1; "
+        f"sys.exit(restarts.keep_going(['train', 'recipe.yaml', {str(run)!r}], pathlib.Path({str(run)!r}), {most}, "
         f"{IMPORTS_AS_HERE + program!r}))"
     )
     return subprocess.Popen([sys.executable, "-c", attends], stderr=subprocess.PIPE, text=True)
@@ -70,6 +70,13 @@ def test_a_run_that_fails_or_is_killed_is_resumed(tmp_path: Path, end: str) -> N
 @mostly_slow("end", [0, 2, 3, 130], quick=[2])
 def test_what_would_end_again_in_the_same_way_is_not_resumed(tmp_path: Path, end: int) -> None:
     assert after(tmp_path, f"{end} 0", 3) == (end, ["train recipe.yaml"], "")
+
+
+def test_a_resumption_that_is_refused_before_the_run_went_on_is_tried_again(tmp_path: Path) -> None:
+    code, told, said = after(tmp_path, "-9 2 0", 3)
+    assert code == 0
+    assert told == ["train recipe.yaml", "train --resume", "train --resume"]
+    assert "the run ended (exit code 2); going on from version 2 in 0.1 s, restart 2 of 3" in said
 
 
 def test_a_run_is_not_resumed_more_often_than_asked_for(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from contextlib import closing, suppress
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
+from threading import Event
 
 from headway.cli.common import EXIT_FAILED, say
-from headway.errors import DataError
+from headway.errors import DataError, UserError
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import look_through
 from headway.reports.run_directory import RunDirectory
@@ -50,13 +51,17 @@ IMPORTED = (
 )
 """The modules by which the process that waits imports most of what a run does: 5 of 6 CPU seconds of its start."""
 
+AGAIN_S = 20.0
+"""Seconds after which a resumption is tried again that was refused before the run went on: a disk was full, say."""
+
 
 def keep_going(
     arguments: Sequence[str], run: Path, restarts: int, program: str = HEADWAY, *, debug: bool = False
 ) -> int:
     """Run ``program`` with ``arguments``; after each failure with ``train --resume RUN``, ``restarts`` times at most.
 
-    A run that was interrupted, given wrong input, or stopped by its own settings is not resumed. ``debug``: processes
+    A run that was interrupted, given wrong input, or stopped by its own settings is not resumed; a resumption that is
+    refused is tried again, for its input was right before. ``debug``: processes
     show the tracebacks of errors. Returns the exit code of the last process, as a shell gives it.
     """
     options, resumes = ["--debug"] if debug else [], ("train", "--resume", str(run))
@@ -67,18 +72,20 @@ def keep_going(
     attended = _Attended(program, [*resumes, *options])
     with closing(attended), handled(attended.pass_on, interrupting_signals()):
         while True:
+            record = _changed(directory.events)
             code = attended.finish([*arguments, *options], again=restart < restarts)
             if code and sys.platform == "linux":
                 # Workers of a driver that was killed hold devices and ports, some for a minute.
                 end_children(but=attended.waiting)
-            if code >= 0 and code != EXIT_FAILED:
+            refused = restart > 0 and code == UserError.exit_code and _changed(directory.events) == record
+            if code >= 0 and code != EXIT_FAILED and not refused:
                 return code
             if code < 0 and sys.stdout.isatty():
                 print("\x1b[?25h")  # the live view hides the cursor
             ended = f"the run ended ({end_text(code)})"
             saved = Checkpoints(directory.checkpoints).complete(with_critic=False)
             by_hand = f"go on from version {saved[-1]} with: headway train --resume {quote(str(run))}" if saved else ""
-            if attended.told:
+            if attended.told.is_set():
                 say(f"{ended} as it was told to stop; {by_hand or 'it has no checkpoint'}")
             elif not saved:
                 say(f"{ended} before its first checkpoint (trainer.save_freq), and is not restarted; start it over")
@@ -88,7 +95,10 @@ def keep_going(
                 say(f"{ended} after {restarts} restart{'s' * (restarts != 1)} (--restarts); {by_hand}")
             else:
                 restart += 1
-                say(f"{ended}; going on from version {saved[-1]}, restart {restart} of {restarts}")
+                wait = f" in {AGAIN_S:g} s" if refused else ""
+                say(f"{ended}; going on from version {saved[-1]}{wait}, restart {restart} of {restarts}")
+                if refused and attended.told.wait(AGAIN_S):
+                    return code
                 if "--resume" not in arguments or _changed(directory.config) != written:  # it has the settings given
                     arguments = resumes
                 continue
@@ -128,8 +138,8 @@ class _Attended:
         self._program, self._resumes = program, resumes
         self._waits: subprocess.Popen[bytes] | None = None
         """The process that goes on with the run when this one has ended."""
-        self.told = False
-        """True once this process was told to stop."""
+        self.told = Event()
+        """Set once this process was told to stop."""
         self._process: subprocess.Popen[bytes] | None = None
         self._repeats = Repeats()
 
@@ -146,7 +156,7 @@ class _Attended:
         if again and self._waits is None:
             command = python_command(WAITS + self._program, *self._resumes)
             self._waits = subprocess.Popen(command, process_group=0, stdin=subprocess.PIPE)
-        if self.told:  # between two processes
+        if self.told.is_set():  # between two processes
             self._process.terminate()
         return self._process.wait()
 
@@ -170,6 +180,6 @@ class _Attended:
 
     def pass_on(self, number: int, frame: object) -> None:
         """Handle a signal."""
-        self.told = True
+        self.told.set()
         if self._process is not None and not self._repeats.is_one(number):
             self._process.send_signal(number)
