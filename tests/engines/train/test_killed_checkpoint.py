@@ -22,7 +22,15 @@ from headway.models import pretrained
 from headway.reports import checkpoint_folders
 from headway.reports.checkpoint_folders import Checkpoints, Retention
 from tests.engines.train.test_engine import ModelPath, engine
+from tests.full_disk import files_of_at_most
 from tests.tiers import mostly_slow
+
+
+def test_a_limit_on_the_size_of_files_that_a_checkpoint_meets_is_named(tmp_path: Path) -> None:
+    size = 3 * checkpoint.PROBE
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(size))
+    with files_of_at_most(size):
+        assert "raise the limit on the size of files" in checkpoint._no_room(tmp_path)
 
 
 class Killed(BaseException):

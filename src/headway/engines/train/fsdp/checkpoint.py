@@ -156,6 +156,8 @@ def _no_room(folder: Path) -> str:
     """
     try:
         with (folder / ".room").open("wb") as file:
+            # Behind the end of the longest file, which a limit on sizes may have cut.
+            file.seek(max(other.stat().st_size for other in folder.iterdir()))
             file.write(bytes(PROBE))
             file.flush()
             os.fsync(file.fileno())
