@@ -157,17 +157,23 @@ def _resume(given: str, overrides: list[str], dry_run: bool, static: bool, resta
     if files := [override for override in overrides if "=" not in override]:
         raise ConfigError(f"--resume RUN takes the settings that RUN was begun with; drop {files[0]}, or give a.b=c")
     settings = dict(override.split("=", 1) for override in overrides)
-    run, url = located(given, settings.get("run.storage"), settings.get("run.dir"), say)
-    if url is not None:  # which the directory belongs to from now on
-        overrides = [one for one in overrides if not one.startswith(("run.dir=", "run.storage="))]
-        overrides.append(f"run.storage={spelled(url)}")
+    storage = settings.get("run.storage")
+    run, url = located(given, None if storage == "null" else storage, settings.get("run.dir"), say)
+    if url is not None:  # which the directory belongs to from now on, unless the user says otherwise
+        overrides = [one for one in overrides if not one.startswith("run.dir=")]
+        overrides += [] if storage is not None else [f"run.storage={spelled(url)}"]
     before, loaded = load_resumed(run, overrides)
     if restarts:
         from headway.cli.restarts import keep_going
 
         raise typer.Exit(keep_going(["train", "--resume", str(run), *overrides], run, restarts, debug=debug))
     if dry_run:
+        from headway.pipeline.admission.run_journal import changed_since
+        from headway.reports.run_directory import RunDirectory
+
         check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
+        if changed := changed_since(RunDirectory(run).journal, loaded.config):
+            say(f"what the journal has is left out, and removed: {', '.join(changed)} changed")
         _dry_run(loaded, static)
         return
     from headway.api.run import resume
