@@ -220,7 +220,7 @@ def test_an_outage_is_told_once_and_so_is_its_end_and_the_summary_has_both(url: 
     uploader.on_event(started)
     reach(reports, 1)
     uploader.finish()
-    assert reports.summary()["storage"]["missing"].startswith("not everything was there")
+    assert reports.summary()["storage"]["missing"].startswith("not everything is there")
     store.fails = lambda count, what: False
     uploader._end_s = 20.0
     uploader.finish()
@@ -299,6 +299,17 @@ def test_a_lost_directory_is_found_by_the_storage_that_is_given_and_a_directory_
         located("memory://nothing", None, None, print)
 
 
+def test_a_run_in_a_folder_that_may_not_be_entered_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    with pytest.raises(ConfigError, match=r"RUN: .* cannot be looked into: PermissionError"):
+        located(str(tmp_path), None, None, print)
+
+
 def test_a_checkpoint_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
     _, reports = stored("memory://unused", tmp_path / "run")
     checkpoints = Checkpoints(reports.directory.checkpoints)
@@ -355,6 +366,15 @@ def test_a_storage_that_cannot_be_used_is_refused_before_the_start(
     config = Config.model_validate({"run": {"storage": storage.replace("DIR", str(tmp_path))}, "data": {"train": "r"}})
     with pytest.raises(ConfigError, match=message):
         check_storage(config, tmp_path / "run")
+
+
+def test_of_a_checkpoint_that_is_removed_no_empty_folder_is_left(tmp_path: Path) -> None:
+    store = StorageClient(str(tmp_path / "there"))
+    names = [f"checkpoints/version_{version}/state.json" for version in (1, 2)]
+    for name in names:
+        store.put(name, b"{}")
+    store.remove(names[:1])
+    assert [path.name for path in (tmp_path / "there" / "checkpoints").iterdir()] == ["version_2"]
 
 
 def test_a_protocol_whose_package_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

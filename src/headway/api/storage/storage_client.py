@@ -95,10 +95,13 @@ class StorageClient:
         self._within(storage_s(size), lambda: self._fs.get_file(self._path(name), str(file)))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, in this order; those that are gone are passed over."""
+        """Remove files, in this order, and folders that are empty then; those that are gone are passed over."""
         for name in names:
             with suppress(*ABSENT):
                 self._within(storage_s(0), partial(self._fs.rm_file, self._path(name)))
+            if self.directory is not None and "/" in name:  # elsewhere folders are only parts of names
+                with suppress(OSError):
+                    (self.directory / name).parent.rmdir()
 
     def check_writable(self) -> None:
         """Write, read and remove a file. Raises `ConfigError`."""
@@ -112,7 +115,7 @@ class StorageClient:
             why = "its bucket does not exist" if absent else f"it cannot be written: {said_by(cause)}"
             raise ConfigError(
                 f"run.storage={self.url}: {why}. A file {probe} was to be written there, read and removed; give a "
-                "place that this machine may write to, with its credentials in the environment, or drop run.storage"
+                "place that this machine may write to, with its credentials in the environment, or run.storage=null"
             ) from cause
 
     def _within(self, limit_s: float, operation: Callable[[], R]) -> R:

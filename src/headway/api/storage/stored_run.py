@@ -181,7 +181,9 @@ def located(run: str, storage: str | None, run_dir: str | None, tell: Callable[[
         UserError: there is no run in the storage, or nothing to resume it from; or its directory cannot be written.
         DataError: files of it are missing or cut off.
     """
-    if "://" in run or (Path(run) / RUN_FILE).is_file():
+    with boundary(f"RUN: {run} cannot be looked into", ConfigError):
+        stored = "://" in run or (Path(run) / RUN_FILE).is_file()
+    if stored:
         return brought_back(run, None if run_dir is None else Path(run_dir).expanduser(), tell), run
     directory = RunDirectory(Path(run))
     if storage is None and directory.config.is_file():
