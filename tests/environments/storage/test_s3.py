@@ -171,7 +171,7 @@ def test_a_storage_that_stays_away_is_told_of_at_the_end_and_the_run_is_whole_in
     assert code == 0, output
     assert f"run.storage={url} lacks what was closed last" in output
     assert f"{url} lacks the end of the run's record" in output
-    assert summary(run_dir)["storage"]["missing"].startswith("not everything was there")
+    assert summary(run_dir)["storage"]["missing"].startswith("not everything is there")
     assert (run_dir / "model/config.json").is_file()
 
 

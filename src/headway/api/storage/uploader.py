@@ -105,8 +105,11 @@ class StorageUploader:
         if self._thread.ident is None:
             return
         nbytes = sum(path.stat().st_size for path in self._directory.path.glob("[cm]*/**/*") if path.is_file())
-        if not self._flush(limit := self._end_s + nbytes / STORAGE_BYTES_PER_S):
-            self._tell(f"not everything was there {limit:.0f} s after the run's end: {self._reason or 'it is slow'}")
+        limit = self._end_s + nbytes / STORAGE_BYTES_PER_S
+        if not self._flush(limit):
+            self._tell(
+                f"not everything is there at the run's end: {self._reason or f'it is slow: {limit:.0f} s are over'}"
+            )
 
     def leave(self) -> None:
         """Have `finish_record` wait no longer than a user who leaves at once."""
