@@ -202,7 +202,7 @@ def test_a_finished_call_is_found_with_its_tokens_log_probs_and_versions(journal
 
 @a_share_and_all
 def test_calls_behind_one_with_a_damaged_byte_are_found_and_none_is_answered_by_other_tokens(
-    journals, tmp_path: Path, share: float
+    journals, tmp_path: Path, share: float, caplog
 ):
     """Which calls are in a file is read without their tokens, and without copies of those of whole groups."""
     first, second = journals
@@ -222,6 +222,7 @@ def test_calls_behind_one_with_a_damaged_byte_are_found_and_none_is_answered_by_
             if place >= starts[4] - 3 * 4 * 2:  # in its tokens; in what it is of it may hide another call
                 assert answers == {0: [4, 9], 2: [6, 9]}
             assert answers.items() <= {0: [4, 9], 2: [6, 9]}.items()
+    assert f"{path}: the record at byte {starts[3]} is damaged, and its call is made again" in caplog.text
 
 
 def test_a_call_that_is_asked_for_in_another_way_is_not(journals):
@@ -266,6 +267,16 @@ def test_what_an_episode_worker_writes_that_was_given_up_and_came_back_counts_be
     resumed = CompletionJournal(writer(tmp_path, "episode-worker-0+1"))
     replica, found = recalled(resumed, request())
     assert (replica != lost, found.tokens.ids.tolist()) == (True, [4, 9])
+
+
+def test_files_of_others_in_the_directory_are_no_part_of_the_journal(tmp_path: Path):
+    """An editor leaves one beside the file that it shows."""
+    writer(tmp_path, "driver").append(0, Record({"life": 0}))
+    for name in (".driver.0.0.swp", "driver.0.0.bak", "driver.0.0~", "notes"):
+        (tmp_path / name).touch()
+    writer(tmp_path, "driver").append(0, Record({"life": 1}))
+    assert [path.name for path in segments(tmp_path)] == ["driver.0.0", "driver.0.1"]
+    assert [record.values for _, record in written(tmp_path)] == [{"life": 0}, {"life": 1}]
 
 
 def test_of_two_lives_the_later_one_has_the_higher_number_in_whatever_block(tmp_path: Path):

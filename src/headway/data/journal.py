@@ -20,6 +20,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,8 @@ SETTINGS = "settings.json"
 """File of the settings that groups are made by, and the run's id."""
 GIVEN_UP = "given-up-"
 """Begin of the name of an empty file for each writer that was given up."""
+FILE_NAME = re.compile(r"[^.]+\.\d+\.\d+")
+"""Names of the journal's files: others may lie beside them, such as an editor's."""
 OPEN_BLOCKS = 8
 """Most blocks of which a writer keeps files open, and a reader what it found."""
 
@@ -138,7 +141,8 @@ def segments(directory: Path, writer: str = "*", block: int | str = "*") -> list
         # Lives as numbers: as text 10 would come before 9.
         return not (directory / f"{GIVEN_UP}{path.name.split('.')[0]}").exists(), int(path.suffix[1:])
 
-    return sorted(directory.glob(f"{writer}.{block}.*"), key=rank)
+    paths = directory.glob(f"{writer}.{block}.*")
+    return sorted((path for path in paths if FILE_NAME.fullmatch(path.name)), key=rank)
 
 
 def give_up(directory: Path, writer: str) -> None:
@@ -164,10 +168,20 @@ class JournalWriter:
         [('driver.1.0', {'kind': 'batch'})]
     """
 
-    def __init__(self, directory: Path, name: str, *, groups_per_block: int, sync_s: float | None) -> None:
-        """``sync_s``: most seconds from a record until the disk has it; None: whenever the system writes it."""
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        *,
+        groups_per_block: int,
+        sync_s: float | None,
+        tell: Callable[[str], object] = log.warning,
+    ) -> None:
+        """``sync_s``: most seconds from a record until the disk has it; None: whenever the system writes it. ``tell``
+        is told once that the disk takes no more.
+        """
         self.directory, self.groups_per_block = directory, groups_per_block
-        self._name, self._sync_s = name, sync_s
+        self._name, self._sync_s, self._tell = name, sync_s, tell
         # Files of its own: what is behind the half record of an earlier life is never read.
         self._life = 1 + max((int(path.suffix[1:]) for path in segments(directory, name)), default=-1)
         self._files: dict[int, tuple[int, int]] = {}
@@ -190,7 +204,7 @@ class JournalWriter:
                 raise OSError(f"{written} of {len(data)} bytes were written")
         except OSError as cause:
             if not self._told:
-                log.warning("the journal %s cannot be written: %s. A resumed run repeats more", self.directory, cause)
+                self._tell(f"the journal {self.directory} cannot be written: {cause}. A resumed run repeats more")
             self._told = True
             return None
         self._files[block] = file, length + len(data)
@@ -304,7 +318,14 @@ class CompletionJournal:
         calls = found.get(request.trajectory)
         # Taken out: each call is answered from the journal once, and `unused` counts what is left.
         place = calls.pop((request.key, _asked(request)), None) if calls else None
-        if place is None or (record := next(records(*place), None)) is None:  # removed meanwhile: nobody needs it
+        if place is None:
+            return None
+        path, at = place
+
+        def tell(_: str) -> None:
+            log.warning("%s: the record at byte %d is damaged, and its call is made again", path, at)
+
+        if (record := next(records(path, at, tell), None)) is None:  # or removed meanwhile: nobody needs it
             return None
         # A copy, which can be written to.
         ids, logprobs, versions = np.frombuffer(record.data, np.int32).reshape(3, -1).copy()

@@ -281,7 +281,7 @@ class TrainingRun:
             return None
         directory = self._reports.directory.journal
         try:
-            return RunJournal(directory, self._config)
+            return RunJournal(directory, self._config, lambda text: note(self._reports, text, "warning"))
         except OSError as cause:
             text = f"no journal is written in {directory}, and a resumed run repeats more: {said_by(cause)}"
             note(self._reports, text, "warning")

@@ -56,15 +56,17 @@ How a completion is sampled stands with each."""
 class RunJournal:
     """`headway.events.Observer`: the journal of one run in its directory, as its driver writes and reads it."""
 
-    def __init__(self, directory: Path, config: Config) -> None:
-        """Open the journal, which other processes of the run may write, too.
+    def __init__(self, directory: Path, config: Config, tell: Callable[[str], object] = log.warning) -> None:
+        """Open the journal, which other processes of the run may write, too. ``tell`` is told of a disk that takes no
+        more.
 
         Raises `OSError` where nothing can be written.
         """
         self._directory = directory
         self._settings = settings_of(config)
         self._block = config.groups_per_version
-        self._writer = JournalWriter(directory, DRIVER, groups_per_block=self._block, sync_s=config.run.journal_sync_s)
+        sync_s = config.run.journal_sync_s
+        self._writer = JournalWriter(directory, DRIVER, groups_per_block=self._block, sync_s=sync_s, tell=tell)
         self._scores: dict[int, Record] = {}
         self._ends: dict[int, Record] = {}
         self._batches: dict[int, Record] = {}
