@@ -77,8 +77,8 @@ async def test_jobs_that_hold_the_interpreters_lock_for_ever_cost_nobody_else_th
 
 @pytest.mark.slow
 async def test_turns_elsewhere_are_as_quick_as_without_them() -> None:
-    """Over 5 s: runs a thousand jobs four times, and compares times. A job that holds the lock where others run makes
-    them a second late. On a machine that is busy otherwise all are later: what is allowed follows the usual.
+    """Over 5 s: runs a thousand jobs four times, and compares times. On a machine that is busy otherwise they say
+    nothing, so that this is no test for every commit.
     """
     usual, beside = [], []
     for _ in range(2):  # one after the other, twice: a burst of other work meets one of them
@@ -87,4 +87,4 @@ async def test_turns_elsewhere_are_as_quick_as_without_them() -> None:
         turns, lost = await run_all(1000, 64, with_holders=True)
         beside.append(turns.p99(lost))
     print(f"p99 of a turn's lateness, in s: {usual} without, {beside} in workers beside")
-    assert min(beside) - min(usual) < max(0.050, min(usual))
+    assert min(beside) - min(usual) < 0.050

@@ -52,8 +52,8 @@ SNAPSHOT_S = 30.0
 SETTLE_S = 5.0
 """Seconds for the other receivers to notice that one is gone, and to stop receiving."""
 RANKS_S = 7 * 86_400.0
-"""Seconds that a rank waits in a collective beyond the longest other limit. Only ranks whose driver is gone end by it:
-nobody else ends those."""
+"""Seconds that a rank waits in a collective beyond the longest other limit. Only ranks whose driver is gone wait so
+long: all others are ended by their driver."""
 
 # ------------------------------------------------------------------------------------------ workers
 
