@@ -83,9 +83,14 @@ def train(three: Machines, run: str, *settings: str) -> Path:
     """
     ran = three["A"].run("headway", "train", RECIPE, f"run.dir=/tmp/shared/{run}", *settings, timeout_s=RUN_S)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    for machine in three.by_name.values():
-        assert "headway-run-" not in machine.run("ls", "/dev/shm").stdout
+    check_no_tokens(three)
     return three.shared / run
+
+
+def check_no_tokens(three: Machines) -> None:
+    """No tokens are left on a machine, those of killed runs included."""
+    for name, machine in three.by_name.items():
+        assert "headway-run-" not in machine.run("ls", "/dev/shm").stdout, f"machine {name}"
 
 
 def refused(three: Machines, *settings: str, **variables: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from benchmarks.nodes.machines import Machines, wait_until
-from tests.cluster.nodes.runs import RECIPE, RUN_S, check, check_ledgers, events, hosts, train
+from tests.cluster.nodes.runs import RECIPE, RUN_S, check, check_ledgers, check_no_tokens, events, hosts, train
 from tests.integration.support import batches_in
 
 pytestmark = pytest.mark.nodes
@@ -62,6 +62,7 @@ def test_a_run_that_was_killed_goes_on_with_half_the_replicas_and_twice_the_rank
     assert ran.returncode == 0, ran.stdout + ran.stderr
     told = check_ledgers(run, 160)
     assert (told["resumed"], told["groups"]["admitted"]) == (1, 160), "no group was given up"
+    check_no_tokens(two_each)
     batches = batches_in(events(run, "fetch.taken"))
     assert sum(len(lives) > 1 for lives in batches.values()) >= 4
     assert all(numbers == lives[0] for lives in batches.values() for numbers in lives)

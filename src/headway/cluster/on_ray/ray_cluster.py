@@ -18,7 +18,7 @@ import ray
 from headway.cluster.machine.worker_setup import available_cores
 from headway.cluster.on_ray.network_interface import check_listens
 from headway.cluster.on_ray.ray_node import RayNode, restore_sigterm, sessions_of_their_own, sigterm_kept
-from headway.cluster.on_ray.ray_worker import RayWorker, messages_in, remove_there
+from headway.cluster.on_ray.ray_worker import RayWorker, messages_in, remove_elsewhere
 from headway.cluster.on_ray.resource_pool import ResourcePool
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.schema import Config
@@ -56,9 +56,8 @@ class RayCluster:
         """Ray node that this run started; None where the run joined a cluster."""
         self._launched: dict[str, RayWorker] = {}
         """Workers by their first names: those of now."""
-        self._writers: list[RayWorker] = []
-        """Workers, those of before included, that leave tokens in `_tokens` of their machine."""
         self._tokens: Path | None = None
+        """Directory of tokens, the same on each machine; None before a worker that writes there was launched."""
         self._deadline: float | None = None
         """Time on the event loop's clock by which the whole start has to be over."""
         self._pool: ResourcePool | None = None
@@ -142,7 +141,6 @@ class RayCluster:
         # `rollout-0+1` is in the place of `rollout-0`: of each place only the present worker counts.
         self._launched[spec.name.partition("+")[0]] = worker
         if (tokens := spec.arguments.get("tokens")) is not None:
-            self._writers.append(worker)
             self._tokens = tokens.directory
         return worker
 
@@ -166,9 +164,8 @@ class RayCluster:
             restore_sigterm()  # where it was begun, and never waited for
             try:
                 # Not left to the workers: one that was given up removes nothing.
-                hosts = {host for writer in self._writers if (host := writer.other_host) is not None}
-                if hosts and self._tokens is not None:
-                    await remove_there(hosts, self._tokens)
+                if self._node is None and self._tokens is not None:
+                    await remove_elsewhere(self._tokens)
             finally:
                 # One call of one thread: a cancellation meanwhile cuts nothing short.
                 await asyncio.to_thread(self._leave, up)

@@ -22,7 +22,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -34,7 +34,7 @@ import ray._private.worker as printing
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from headway.cluster.machine.token_files import TokenPart, read_copy, read_rows
+from headway.cluster.machine.token_files import TokenPart, read_copy, read_rows, remove_abandoned
 from headway.cluster.machine.worker_setup import importing, set_up_process, threads_of
 from headway.cluster.on_ray.network_interface import answers, network_environment, stops_answering
 from headway.cluster.on_ray.ray_node import RayNode, Watched, replaced
@@ -371,11 +371,6 @@ class RayWorker:
             raise RunError(f"worker {self.name} was killed and is still there after {self.killed_s:.0f} s") from None
 
     @property
-    def other_host(self) -> str | None:
-        """Address of the worker's machine, where that is another one than the driver's."""
-        return None if self._node is None else self._node["NodeManagerAddress"]
-
-    @property
     def _log(self) -> str:
         """Describe where the worker's log is: on its machine, unless the driver sees the same run directory."""
         if self._elsewhere is None or self.log_file.exists():
@@ -438,8 +433,11 @@ def _look_there(pid: int) -> ProcessLook | None:
     return look_at(pid)
 
 
-async def remove_there(hosts: Collection[str], directory: Path) -> None:
-    """Remove ``directory`` from those machines of ``hosts`` that Ray has and that answer, within `TOKENS_REMOVED_S`."""
+async def remove_elsewhere(directory: Path) -> None:
+    """Remove ``directory``, and those of killed runs, from Ray's other machines that answer, within `TOKENS_REMOVED_S`.
+
+    Of killed runs on machines without a worker of this one, too: a resumed run may be on fewer machines.
+    """
 
     async def remove(host: str, node: dict[str, Any]) -> None:
         if await answers(host, node["NodeManagerPort"]):
@@ -447,14 +445,15 @@ async def remove_there(hosts: Collection[str], directory: Path) -> None:
 
     with suppress(RayError, TimeoutError):
         async with asyncio.timeout(TOKENS_REMOVED_S):
-            nodes = await asyncio.to_thread(_alive)
-            there = (remove(host, node) for host, node in nodes.items() if host in hosts)
+            nodes, here = await asyncio.to_thread(_alive), _node()
+            there = (remove(host, node) for host, node in nodes.items() if node["NodeID"] != here)
             await asyncio.gather(*there, return_exceptions=True)  # one that is lost meanwhile keeps no other waiting
 
 
 @ray.remote(num_cpus=0)
 def _remove(directory: Path) -> None:
     rmtree(directory, ignore_errors=True)
+    remove_abandoned(directory.parent)
 
 
 def _alive() -> dict[str, dict[str, Any]]:
