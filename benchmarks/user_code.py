@@ -1,9 +1,17 @@
-"""Functions of users that benchmarks' runs name: rewards, and the program of ``python -m benchmarks.episodes``."""
+"""Code of users that benchmarks run: rewards, the program of ``episodes``, the jobs of ``held_lock``."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
+
+NAP_S = 0.05
+"""Seconds between two turns of `Turns`."""
 
 
 def variety(response: str) -> float:
@@ -29,3 +37,33 @@ async def play(row: dict[str, Any], chat: Any) -> float:
         await asyncio.sleep(seconds)
         messages = [*messages, answer.message, {"role": "user", "content": "the hidden number is larger"}]
     return 1.0
+
+
+class Turns:
+    """Code of a worker: a job asks and naps by turns, or holds the lock."""
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    async def serve(self, job: tuple[str, int], ask: Callable[[int], Awaitable[None]]) -> None:
+        kind, times = job
+        if kind == "holds":
+            ctypes.PyDLL(None).sleep(1000)  # C that keeps the lock
+        for _ in range(times):
+            await ask(os.getpid())
+            if kind == "blocks":
+                time.sleep(NAP_S)  # noqa: ASYNC251 - as code without an event loop does
+            else:
+                await asyncio.sleep(NAP_S)
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TurnsSpec:
+    """What a worker loads `Turns` by."""
+
+    shown: str = "user_code.py:Turns"
+
+    def load(self) -> Turns:
+        return Turns()

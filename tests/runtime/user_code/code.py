@@ -84,19 +84,6 @@ class Code:
             time.sleep(nap_s)  # noqa: ASYNC251
         return answers
 
-    async def turns(self, ask: Any, times: int, nap_s: float) -> int:
-        """Asks with naps between them, which say in which process."""
-        for _ in range(times):
-            await ask(os.getpid())
-            await asyncio.sleep(nap_s)
-        return times
-
-    async def blocking_turns(self, ask: Any, times: int, nap_s: float) -> int:
-        for _ in range(times):
-            await ask(os.getpid())
-            time.sleep(nap_s)  # noqa: ASYNC251
-        return times
-
     async def asks_together(self, ask: Any, times: int) -> list[Any]:
         return list(await asyncio.gather(*(ask(k) for k in range(times))))
 
