@@ -25,7 +25,9 @@ import numpy as np
 
 from benchmarks.runner import parser
 from headway.data.journal import records, segments
+from headway.errors import UserError
 from headway.pipeline.admission.sample_collector import rounded
+from headway.reports.run_directory import RunDirectory
 from headway.reports.samples.samples_file import read_samples
 
 SIZE = 16
@@ -161,6 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     made.add_argument("run", type=Path, help="directory of a run that has ended")
     chosen = made.parse_args(arguments)
+    try:
+        for run in filter(None, (chosen.run, chosen.other)):
+            RunDirectory.existing(run)
+    except UserError as refused:
+        made.error(str(refused))
     evidence = examine(chosen.run, chosen.journal)
     if chosen.other is not None:
         compare(evidence, chosen.run, chosen.other)

@@ -79,6 +79,16 @@ def test_a_resumption_that_is_refused_before_the_run_went_on_is_tried_again(tmp_
     assert "the run ended (exit code 2); going on from version 2 in 0.1 s, restart 2 of 3" in said
 
 
+def test_a_run_that_lacks_something_after_version_0_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/version_1").mkdir(parents=True)
+    line = json.dumps({"kind": "version.reached", "time": 0.0, "groups": {}, "episodes": {}, "version": 1}) + "\n"
+    append = f"open({str(tmp_path / 'events.jsonl')!r}, 'a').write({line!r})"
+    code, said = kept_going(tmp_path, 1, f"{append}; sys.exit(2)")
+    assert code == 2
+    assert "the run ended (exit code 2); going on from version 1, restart 1 of 1" in said
+    assert "the run ended (exit code 2) after 1 restart (--restarts)" in said
+
+
 def test_a_run_is_not_resumed_more_often_than_asked_for(tmp_path: Path) -> None:
     code, told, said = after(tmp_path, "1 1 -9 0", 2)
     assert code == 128 + 9

@@ -61,8 +61,8 @@ def keep_going(
     """Run ``program`` with ``arguments``; after each failure with ``train --resume RUN``, ``restarts`` times at most.
 
     A run that was interrupted, given wrong input, or stopped by its own settings is not resumed; a resumption that is
-    refused is tried again, for its input was right before. ``debug``: processes
-    show the tracebacks of errors. Returns the exit code of the last process, as a shell gives it.
+    refused is tried again, for its input was right before. ``debug``: processes show the tracebacks of errors. Returns
+    the exit code of the last process, as a shell gives it.
     """
     options, resumes = ["--debug"] if debug else [], ("train", "--resume", str(run))
     directory, restart = RunDirectory(run), 0
@@ -77,8 +77,11 @@ def keep_going(
             if code and sys.platform == "linux":
                 # Workers of a driver that was killed hold devices and ports, some for a minute.
                 end_children(but=attended.waiting)
-            refused = restart > 0 and code == UserError.exit_code and _changed(directory.events) == record
-            if code >= 0 and code != EXIT_FAILED and not refused:
+            went_on, wrong = _changed(directory.events) != record, code == UserError.exit_code
+            refused = restart > 0 and wrong and not went_on
+            # What is wrong after version 0 is not the input: a file that is gone, say.
+            failed = code == EXIT_FAILED or (wrong and went_on and _left_version_0(directory))
+            if code >= 0 and not failed and not refused:
                 return code
             if code < 0 and sys.stdout.isatty():
                 print("\x1b[?25h")  # the live view hides the cursor
