@@ -92,7 +92,7 @@ def test_a_recipe_gives_data_and_reward_to_any_model(tiny: Path, tmp_path: Path)
 
 def test_one_replica_answers_whatever_devices_it_has(run_dir: Path) -> None:
     config = settle(str(run_dir), None, ["rollout.name=vllm", "rollout.tensor_model_parallel_size=4"]).config
-    assert [len(group.devices) for group in resolve_placement(config).replicas] == [4]
+    assert [len(group) for group in resolve_placement(config).replicas] == [4]
 
 
 def test_what_the_engine_does_not_look_at_is_refused(run_dir: Path) -> None:

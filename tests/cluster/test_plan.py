@@ -44,7 +44,7 @@ def test_a_replica_of_several_devices_is_one_worker_that_has_them_all() -> None:
     rollout = {"nnodes": 2, "n_gpus_per_node": 4, "tensor_model_parallel_size": 2}
     planned = plan(trainer={"n_gpus_per_node": 2}, rollout=rollout)
     replicas = [spec for spec in planned.workers if spec.name.startswith("rollout")]
-    assert [(spec.name, spec.group.devices) for spec in replicas] == [
+    assert [(spec.name, spec.devices) for spec in replicas] == [
         ("rollout-0", (2, 3)),
         ("rollout-1", (4, 5)),
         ("rollout-2", (6, 7)),

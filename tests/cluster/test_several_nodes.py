@@ -212,7 +212,7 @@ async def test_a_replica_of_several_devices_has_neighbours_of_one_node(nodes: Cl
         }
     )
     plan = plan_cluster(config, resolve_placement(config), model_path="nowhere", total_optimizer_steps=1)
-    groups = [spec.group for spec in plan.workers if spec.further]
+    groups = [spec.devices for spec in plan.workers if spec.further]
     pool = await ResourcePool.reserve(plan.shares, groups, on_gpus=True, timeout_s=WAIT_S)
     actors = {device: OnGpu.options(**pool.options(device)).remote() for device in (4, 1, 2, 0)}
     found = {device: await asyncio.wait_for(actor.where.remote(), WAIT_S) for device, actor in actors.items()}

@@ -48,10 +48,10 @@ def test_replicas_have_neighbours_of_one_machine_and_all_devices_or_are_refused(
         return
     placed = resolve_placement(config(rollout=rollout))
     assert len(placed.replicas) == nodes * each // size
-    assert [device for group in placed.replicas for device in group.devices] == [*placed.devices[ROLLOUT]]
+    assert [device for group in placed.replicas for device in group] == [*placed.devices[ROLLOUT]]
     for group in placed.replicas:
         assert not placed.straddles(group)
-        assert group.devices == tuple(range(group.devices[0], group.devices[0] + size))
+        assert group == tuple(range(group[0], group[0] + size))
 
 
 def test_shares_that_leave_half_a_replica_on_a_machine_are_refused() -> None:
@@ -185,10 +185,10 @@ def test_by_counts_each_role_has_nodes_of_its_own_numbering_filled_one_after_the
     )
     assert drawn(placed, ACTOR) == [("trainer", 0, (0, 1, 2, 3)), ("trainer", 1, (4, 5, 6, 7))]
     assert drawn(placed, ROLLOUT) == [("rollout", 0, (8,)), ("rollout", 1, (9,))]
-    assert [group.devices for group in placed.groups(ACTOR, 2)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert placed.groups(ACTOR, 2) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert not any(placed.straddles(group) for group in placed.groups(ACTOR, 4))
     assert [placed.straddles(group) for group in placed.groups(ACTOR, 8)] == [True]
-    assert [group.devices for group in placed.groups(ROLLOUT)] == [(8,), (9,)], "a replica is a group of one"
+    assert placed.groups(ROLLOUT) == [(8,), (9,)], "a replica is a group of one"
 
 
 def test_by_shares_the_trainers_nodes_hold_all_but_a_critic_of_its_own() -> None:

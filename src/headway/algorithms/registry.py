@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Generic, TypeVar
 
-from headway.errors import ConfigError, HeadwayError, UserCodeError, raised_by
+from headway.errors import ConfigError, HeadwayError, UserCodeError, did_you_mean, raised_by
 from headway.runtime.user_code import load_function, names_user_code
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -69,8 +68,7 @@ class Registry(Generic[F]):
         if names_user_code(name):
             return self._attributed(name, load_function(name))  # type: ignore[return-value]  # the user's promise
         if name not in self._functions:
-            close = difflib.get_close_matches(name, self._functions, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            hint = did_you_mean(name, self._functions)
             raise ConfigError(
                 f"{self._key}: unknown {self._what} {name!r}{hint}; known: {', '.join(self.names())}, or {self._also}"
             )

@@ -94,7 +94,7 @@ class InlineCluster:
                 )
         self._make_group()
         computing = [spec for spec in plan.workers if not spec.beside]
-        devices = sum(len(spec.group.devices) for spec in computing)
+        devices = sum(len(spec.devices) for spec in computing)
         self._threads = max(threads_of(spec.threads, devices) for spec in computing)
         for variable, value in math_environment(self._threads).items():
             os.environ.setdefault(variable, value)

@@ -46,9 +46,9 @@ class WorkerSpec:
     """Modules that its process imports first of all, while other workers start and the model is warmed up."""
 
     @property
-    def group(self) -> DeviceGroup:
+    def devices(self) -> DeviceGroup:
         """All devices that the worker has."""
-        return DeviceGroup((self.device, *self.further))
+        return (self.device, *self.further)
 
     @property
     def only_trains(self) -> bool:
@@ -107,7 +107,7 @@ def plan_cluster(
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
     inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))
     own = {role: () if role in inside else placement.devices.get(role, ()) for role in (REF, LOGP, CRITIC)}
-    replicas = [(f"{ROLLOUT}-{index}", group.devices) for index, group in enumerate(placement.replicas)]
+    replicas = [(f"{ROLLOUT}-{index}", group) for index, group in enumerate(placement.replicas)]
     shared = placement.shared(ACTOR, ROLLOUT)
     train_threads, rollout_threads = config.trainer.threads, config.rollout.threads
     common = {"config": config, "model_path": model_path}
@@ -162,7 +162,7 @@ def plan_cluster(
         )
         for index, share in enumerate(placement.on_nodes(ROLLOUT))
     ]
-    used = {device for spec in workers for device in spec.group.devices}
+    used = {device for spec in workers for device in spec.devices}
     hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
 
     def ranks(role: str) -> tuple[Rank, ...]:
@@ -190,7 +190,7 @@ def plan_cluster(
 def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
     """Return the plan's training ranks without all else. None of them shares its process with a replica."""
     workers = tuple(spec for spec in plan.workers if spec.role is ActorRole)
-    used = {device for spec in workers for device in spec.group.devices}
+    used = {device for spec in workers for device in spec.devices}
     shares = tuple(part for share in plan.shares if (part := share.only(used)).devices)
     return replace(plan, workers=workers, rollout=(), ref=(), logp=(), critic=(), shares=shares)
 

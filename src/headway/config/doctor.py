@@ -15,15 +15,7 @@ from headway.config.loading import LoadedConfig, mode_config
 from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.config.sections.agent_section import CODE, program_problems
-from headway.config.sizing.placement import (
-    ACTOR,
-    CRITIC,
-    LOGP,
-    REF,
-    Placement,
-    resolve_placement,
-    several_nodes,
-)
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, Placement, resolve_placement, several_nodes
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.errors import ConfigError
 from headway.runtime.sandbox.python_tool import PYTHON

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, did_you_mean
 
 Values = Mapping[str, Any]
 """Configuration values by dotted key."""
@@ -41,7 +40,6 @@ def preset(mode: Any) -> Values:
     """Return the values of ``mode``. Raises `ConfigError`, naming the modes that there are, for any other."""
     if isinstance(mode, str) and mode in PRESETS:
         return PRESETS[mode]
-    close = difflib.get_close_matches(str(mode), PRESETS, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
     given = "null" if mode is None else repr(mode)
+    hint = did_you_mean(str(mode), PRESETS)
     raise ConfigError(f"mode: there is no mode {given}{hint}; choose one of {', '.join(PRESETS)}")

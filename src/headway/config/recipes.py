@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,7 @@ def similar_recipes(path: Path) -> list[str]:
 def about(recipe: Path) -> str:
     """Return the first sentence of the comment that a recipe begins with."""
     lines = recipe.read_text(encoding="utf-8").splitlines()
-    comment = []
-    for line in lines:
-        if not line.startswith("# "):
-            break
-        comment.append(line.removeprefix("# ").strip())
+    comment = [line.removeprefix("# ").strip() for line in takewhile(lambda line: line.startswith("# "), lines)]
     return re.split(r"\. |\.?$", " ".join(comment), maxsplit=1)[0]
 
 

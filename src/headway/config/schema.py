@@ -19,7 +19,6 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
-    PlainSerializer,
     PrivateAttr,
     SerializerFunctionWrapHandler,
     Tag,
@@ -47,10 +46,9 @@ from headway.config.sections.section import (
     Positive,
     Section,
     Share,
-    exact_fraction,
-    exact_number,
+    Weight,
     shortest_spelling,
-    text_or,
+    text_or_list,
 )
 
 
@@ -66,15 +64,6 @@ class TaskConfig(Section):
     """Number of held-out problems, disjoint from the training ones."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters that are passed to the task."""
-
-
-Weight = Annotated[
-    Fraction,
-    BeforeValidator(exact_fraction),
-    Field(gt=0),
-    PlainSerializer(shortest_spelling),
-    exact_number(exclusiveMinimum=0),
-]
 
 
 class SourceConfig(Section):
@@ -124,10 +113,7 @@ def _path_or_section(value: Any) -> Any:
 
 Sources = tuple[Annotated[SourceConfig, BeforeValidator(_path_or_section)], ...]
 FileOrSources = Annotated[
-    Annotated[
-        Annotated[str, Tag("text")] | Annotated[Sources, Tag("list")], Discriminator(text_or("list", list | tuple))
-    ]
-    | None,
+    Annotated[Annotated[str, Tag("text")] | Annotated[Sources, Tag("list")], Discriminator(text_or_list)] | None,
     BeforeValidator(lambda value: [value] if isinstance(value, Mapping) else value or None),
 ]
 """Prompts: one file, by its path, or sources with keys of their own. An empty list is none."""

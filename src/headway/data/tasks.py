@@ -8,7 +8,6 @@ reasoning-gym is imported only where a task of it is asked for.
 
 from __future__ import annotations
 
-import difflib
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 from headway.algorithms.registry import Registry
 from headway.data.problems import REASONING_GYM, Problem, Task
-from headway.errors import ConfigError, DataError, UserCodeError, boundary, cut
+from headway.errors import ConfigError, DataError, UserCodeError, boundary, cut, did_you_mean
 from headway.runtime.user_code import check_call, load_function, names_user_code
 
 HELD_OUT_TRIES = 4
@@ -280,8 +279,7 @@ def build_params(cls: type[P], params: Mapping[str, Any], task: str) -> P:
     defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
     for name, value in params.items():
         if name not in defaults:
-            close = difflib.get_close_matches(name, defaults, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            hint = did_you_mean(name, defaults)
             raise ConfigError(
                 f"data.task.params: {task} has no parameter {name!r}{hint}; it takes {', '.join(sorted(defaults))}"
             )

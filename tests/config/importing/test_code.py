@@ -15,7 +15,7 @@ from headway.config.migration_tables.trl import CONFIG
 
 
 def settings(text: str, **options: Any) -> dict[str, Any]:
-    return read_code(dedent(text), Path("train.py"), options).settings
+    return read_code(dedent(text), Path("train.py"), options)[0]
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ def test_parts_of_a_data_set_are_told_apart() -> None:
 
 
 def test_a_data_set_that_cannot_be_followed_is_named_by_what_loads_it() -> None:
-    code = read_code(
+    found, remarks = read_code(
         'data = change(load_dataset("org/set"))\nGRPOTrainer("m", train_dataset=data)', Path("train.py"), {}
     )
-    assert missing(code.settings["train_dataset"])
-    assert code.remarks == ["it loads load_dataset('org/set')"]
+    assert missing(found["train_dataset"])
+    assert remarks == ["it loads load_dataset('org/set')"]
 
 
 def test_what_is_assigned_to_a_configuration_afterwards_is_a_setting() -> None:

@@ -7,14 +7,13 @@ What stands in a thought is never scored, and a response whose thought never end
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headway.agents.rewards.code_reward import code
 from headway.agents.rewards.score_request import Response, ScoreRequest
-from headway.errors import ConfigError, ScoringFailed
+from headway.errors import ConfigError, ScoringFailed, did_you_mean
 from headway.runtime.user_code import Parameters
 
 Rule = Callable[[ScoreRequest, Response], float]
@@ -106,8 +105,7 @@ def make_rule(name: str, params: Mapping[str, Any], **surroundings: Any) -> Rule
     known = [param for param in takes.named if param not in surroundings]
     for param in params:
         if param not in known:
-            close = difflib.get_close_matches(param, known, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            hint = did_you_mean(param, known)
             raise ConfigError(
                 f"reward.params: {name} has no parameter {param!r}{hint}; it takes {', '.join(known) or 'none'}"
             )

@@ -117,7 +117,7 @@ class RayCluster:
         left = max(0.0, self._deadline - asyncio.get_running_loop().time())
         self._pool = await ResourcePool.reserve(
             plan.shares,
-            [spec.group for spec in plan.workers if spec.further],
+            [spec.devices for spec in plan.workers if spec.further],
             on_gpus=kind_of(self._device).ray_resource is not None,
             timeout_s=left * RESERVING_SHARE,
             may_grow=self._config.cluster.address is not None,

@@ -178,7 +178,7 @@ class ResourcePool:
             nodes = await asyncio.to_thread(_nodes, on_gpus)
             found = assign_nodes(shares, nodes)
             if found is not None:
-                together = {device: group.devices for group in groups for device in group.devices}
+                together = {device: group for group in groups for device in group}
                 # In this order Ray fills a node's GPUs.
                 bundles = list(dict.fromkeys(together.get(device, (device,)) for device in sorted(found)))
                 nodes_of = [found[devices[0]] for devices in bundles]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,38 +34,35 @@ _CASTS: Mapping[str, Callable[[Any], Any]] = {"int": int, "float": float, "str":
 _MAIN = "__name__ == '__main__'"
 
 
-@dataclass(slots=True)
-class Code:
-    """Settings of a script by name, and remarks about it."""
+def read_code(text: str, path: Path, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Read a Python script, started with ``options``. Returns its settings by name, and remarks about it.
 
-    settings: dict[str, Any] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
-
-
-def read_code(text: str, path: Path, options: Mapping[str, Any]) -> Code:
-    """Read a Python script, started with ``options``. Raises `ConfigError` for one that is no Python."""
+    Raises `ConfigError` for one that is no Python.
+    """
     try:
         tree = ast.parse(text, str(path))
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid Python: {error}") from error
-    code, names = Code(), _Names(tree, path, options)
+    settings: dict[str, Any] = {}
+    remarks: list[str] = []
+    names = _Names(tree, path, options)
     configs, trainers = _calls(tree, CONFIGS), _calls(tree, TRAINERS)[-1:]
     if len(configs) > 1:
-        code.remarks.append(f"of {len(configs)} configurations the last one counts, of line {configs[-1].lineno}")
+        remarks.append(f"of {len(configs)} configurations the last one counts, of line {configs[-1].lineno}")
     for call in configs[-1:]:
         # The longest: AsyncGRPOConfig ends in GRPOConfig, too.
-        code.settings[CONFIG] = max((name for name in CONFIGS if _called(call).endswith(name)), key=len)
-        code.settings |= names.arguments(call, ("output_dir",), code.remarks)
+        settings[CONFIG] = max((name for name in CONFIGS if _called(call).endswith(name)), key=len)
+        settings |= names.arguments(call, ("output_dir",), remarks)
     given = [one.value for call in trainers for one in call.keywords if one.arg == "args"]
     given += [one for call in trainers for one in call.args[2:3]]
-    code.settings |= names.assigned_later(tree, given)
+    settings |= names.assigned_later(tree, given)
     for call in trainers:
-        code.settings.setdefault(CONFIG, "RLOOConfig" if "RLOO" in _called(call) else "GRPOConfig")
-        arguments = names.arguments(call, POSITIONS, code.remarks)
-        code.settings |= {key: value for key, value in arguments.items() if key not in ("args", *code.settings)}
-    if missing(code.settings.get("train_dataset")):
-        code.remarks += [f"it loads {ast.unparse(call)}" for call in _calls(tree, ("load_dataset",))]
-    return code
+        settings.setdefault(CONFIG, "RLOOConfig" if "RLOO" in _called(call) else "GRPOConfig")
+        arguments = names.arguments(call, POSITIONS, remarks)
+        settings |= {key: value for key, value in arguments.items() if key not in ("args", *settings)}
+    if missing(settings.get("train_dataset")):
+        remarks += [f"it loads {ast.unparse(call)}" for call in _calls(tree, ("load_dataset",))]
+    return settings, remarks
 
 
 def _calls(tree: ast.AST, names: tuple[str, ...]) -> list[ast.Call]:
@@ -191,7 +187,7 @@ class _Names:
                 return self._options[name]
             case ast.Attribute(attr=name):
                 return self._value(self._defaults[name])
-            case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value=0)) if _is_load(call):
+            case ast.Subscript(ast.Call(func=ast.Attribute(attr="from_pretrained")) as call, ast.Constant(value=0)):
                 return self._call(call)  # the model of what comes with a tokenizer
             case ast.Subscript(value=inner, slice=ast.Constant(value=index)):
                 return _part_of(self._value(inner), index)
@@ -237,10 +233,6 @@ class _Names:
         if called in ("get", "getenv") and "env" in ast.unparse(node.func):
             return self._value(node.args[1])
         raise ValueError("only running the script would tell")
-
-
-def _is_load(call: ast.Call) -> bool:
-    return _called(call) == "from_pretrained"
 
 
 def _part_of(found: Any, index: Any) -> Any:

@@ -149,8 +149,8 @@ def _of_code(text: str, source: SettingsFile, path: Path) -> SettingsFile:
     options: dict[str, Any] = {}
     with suppress(ConfigError):  # what is described need not be a command
         options = _of_script(described[0] if described else "", SettingsFile(source.name)).settings
-    code = read_code(text, path, options)
-    source.settings, source.remarks = options | code.settings, code.remarks
+    settings, source.remarks = read_code(text, path, options)
+    source.settings = options | settings
     if not any(name in text for name in ("GRPO", "RLOO")) or not source.settings:
         raise ConfigError(f"{path}: calls no GRPOConfig and no GRPOTrainer; of Python, files for TRL are read")
     if options:

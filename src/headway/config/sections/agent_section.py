@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from headway.config.sections.section import Positive, Section, text_or
+from headway.config.sections.section import Positive, Section, text_or_list
 from headway.runtime.sandbox.python_tool import PYTHON
 from headway.runtime.sandbox.sandbox_call import SandboxLimits, SandboxSpec
 from headway.runtime.user_code import names_a_server, names_user_code
@@ -35,6 +35,8 @@ class McpServerConfig(Section):
     """Names of the tools that are offered. Default: all of the server's."""
 
 
+MAKES_EPISODES = ("tools", "mcp", "environment", "program", "client")
+"""Keys of which one makes the episodes."""
 _EXAMPLES = {
     "tools": "tools.py:look_up",
     "environment": "environment.py:Game",
@@ -62,7 +64,7 @@ class AgentConfig(Section):
     client: (
         Annotated[
             Annotated[str, Tag("text")] | Annotated[tuple[str, ...], Field(min_length=1), Tag("list")],
-            Discriminator(text_or("list", list | tuple)),
+            Discriminator(text_or_list),
         ]
         | None
     ) = None
@@ -121,7 +123,7 @@ class AgentConfig(Section):
     @property
     def has_program(self) -> bool:
         """True where episodes are made by user code."""
-        return bool(self.tools or self.mcp or self.environment or self.program or self.client)
+        return any(getattr(self, name) for name in MAKES_EPISODES)
 
     @property
     def client_function(self) -> str | None:
@@ -131,14 +133,7 @@ class AgentConfig(Section):
 
 def program_problems(agent: AgentConfig) -> Iterator[str]:
     """Yield what is wrong with the programs that are named."""
-    given = {
-        "tools": agent.tools,
-        "mcp": agent.mcp,
-        "environment": agent.environment,
-        "program": agent.program,
-        "client": agent.client,
-    }
-    chosen = [f"agent.{name}" for name, value in given.items() if value]
+    chosen = [f"agent.{name}" for name in MAKES_EPISODES if getattr(agent, name)]
     if len(chosen) > 1 and (agent.program or agent.client):
         yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
     for name, example in _EXAMPLES.items():

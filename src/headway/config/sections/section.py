@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -46,12 +46,9 @@ def types_in(annotation: Any) -> set[Any]:
     return set().union(*map(types_in, inner)) if inner else {annotation}
 
 
-def text_or(other: str, kinds: Any) -> Callable[[Any], str]:
-    """Make the function that tells by its type which of two forms a value is meant to have: ``text`` or ``other``.
-
-    What is wrong is then said of that form alone.
-    """
-    return lambda value: other if isinstance(value, kinds) else "text"
+def text_or_list(value: Any) -> str:
+    """Tell by its type which of two forms a value is meant to have: what is wrong is then said of that form alone."""
+    return "list" if isinstance(value, list | tuple) else "text"
 
 
 def on_or_off(value: Any) -> Any:
@@ -81,20 +78,10 @@ def exact_number(**bounds: float) -> WithJsonSchema:
     return WithJsonSchema({EXACT_NUMBER: True, **bounds})
 
 
-Eta = Annotated[
-    Fraction,
-    BeforeValidator(exact_fraction),
-    Field(ge=0),
-    PlainSerializer(shortest_spelling),
-    exact_number(minimum=0),
-]
-Share = Annotated[
-    Fraction,
-    BeforeValidator(exact_fraction),
-    Field(ge=0, le=1),
-    PlainSerializer(shortest_spelling),
-    exact_number(minimum=0, maximum=1),
-]
+Exact = Annotated[Fraction, BeforeValidator(exact_fraction), PlainSerializer(shortest_spelling)]
+Eta = Annotated[Exact, Field(ge=0), exact_number(minimum=0)]
+Share = Annotated[Exact, Field(ge=0, le=1), exact_number(minimum=0, maximum=1)]
+Weight = Annotated[Exact, Field(gt=0), exact_number(exclusiveMinimum=0)]
 Folder = Annotated[Path, BeforeValidator(folder_path)]
 Every = Annotated[
     int,

@@ -8,7 +8,7 @@ shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
@@ -18,12 +18,8 @@ from headway.config.sections.learning import CriticConfig, LogpConfig, RefConfig
 from headway.config.sections.rollout_section import RolloutConfig
 from headway.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceGroup:
-    """Devices that work as one, in the machine's order: those of a training rank's inner mesh, or of a replica."""
-
-    devices: tuple[int, ...]
+DeviceGroup = tuple[int, ...]
+"""Devices that work as one, in the machine's order: those of a training rank's inner mesh, or of a replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +43,6 @@ def node_shares(owner: str, devices: Sequence[int], per_node: int) -> tuple[Node
     """Return the shares of ``owner``, which fills node after node with ``per_node`` of its ``devices``."""
     starts = range(0, len(devices), per_node)
     return tuple(NodeShare(owner, node, tuple(devices[start : start + per_node])) for node, start in enumerate(starts))
-
-
-def device_groups(devices: Sequence[int], size: int) -> Iterator[DeviceGroup]:
-    """Yield neighbours among a role's ``devices``, ``size`` at a time."""
-    for start in range(0, len(devices), size):
-        yield DeviceGroup(tuple(devices[start : start + size]))
 
 
 ACTOR, ROLLOUT, REF, LOGP, CRITIC = "actor", "rollout", "ref", "logp", "critic"
@@ -99,8 +89,9 @@ class Placement:
         return [part for part in parts if part.devices]
 
     def groups(self, role: str, size: int = 1) -> list[DeviceGroup]:
-        """Return the role's devices in groups of ``size`` that work as one, in rank order."""
-        return list(device_groups(self.devices.get(role, ()), size))
+        """Return the role's devices in groups of ``size`` neighbours that work as one, in rank order."""
+        devices = self.devices.get(role, ())
+        return [devices[start : start + size] for start in range(0, len(devices), size)]
 
     @property
     def replicas(self) -> list[DeviceGroup]:
@@ -109,7 +100,7 @@ class Placement:
 
     def straddles(self, group: DeviceGroup) -> bool:
         """Tell whether a group has devices on several machines."""
-        return len({share for share in self.shares if set(share.devices) & set(group.devices)}) > 1
+        return len({share for share in self.shares if set(share.devices) & set(group)}) > 1
 
     @property
     def idle(self) -> tuple[int, ...]:

@@ -136,12 +136,12 @@ class TrainingStep:
 def trainer(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
     """Memory of a rank that trains the policy."""
     share = FLOAT * step.mesh.share(shape)
-    held = [
+    held = (
         MemoryItem("weights, float32", share, step.offload),
         MemoryItem("gradients, float32", share, step.offload),
         MemoryItem("two moments, float32", 2 * share, step.offload),
-    ]
-    return ProcessMemory(tuple(held), _moments(shape, step))
+    )
+    return ProcessMemory(held, _moments(shape, step))
 
 
 def reference(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
@@ -169,14 +169,7 @@ def critic(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
 
 
 def update(
-    shape: ModelShape,
-    itemsize: int,
-    bucket: int,
-    *,
-    senders: int,
-    copy: bool,
-    on_cpu: bool,
-    through_host: bool = False,
+    shape: ModelShape, itemsize: int, bucket: int, *, senders: int, copy: bool, on_cpu: bool, through_host: bool = False
 ) -> ProcessMemory:
     """Memory of an update on a trainer rank. ``senders``: ranks that send, each a share; 0 for one that does not.
 
@@ -217,10 +210,6 @@ def _moments(shape: ModelShape, step: TrainingStep, *, headless: bool = False) -
     # What a layer has saved is freed as its backward pass goes on, and was not there before where it is recomputed.
     last, within = (0, of_layer) if step.recompute else (of_layer, step.tokens * _passing(shape, step))
     logits = 0 if headless else _chunk(shape, step)
-    of_head = {
-        "logits of a chunk": (3 if step.entropy else 2) * logits,
-        "gradient of the head, and a chunk's": (FLOAT + c) * own_head,
-    }
     hidden = MemoryItem("gradient of the hidden states", step.tokens * c * shape.hidden)
     two = MemoryItem("gathered layers: two at a time", max(kept_layers, 2 * c * layer))
     return {
@@ -230,7 +219,8 @@ def _moments(shape: ModelShape, step: TrainingStep, *, headless: bool = False) -
             MemoryItem("gathered layer", max(kept_layers, c * layer)),
             saved,
             hidden,
-            *(MemoryItem(name, nbytes) for name, nbytes in of_head.items()),
+            MemoryItem("logits of a chunk", (3 if step.entropy else 2) * logits),
+            MemoryItem("gradient of the head, and a chunk's", (FLOAT + c) * own_head),
         ),
         "backward pass of a layer": (
             gathered,

@@ -9,16 +9,7 @@ from typing import Any
 from headway.config.schema import Config
 from headway.config.sections.model_section import MakeModelConfig
 from headway.config.sizing.model_shape import FLOAT, ModelShape
-from headway.config.sizing.placement import (
-    ACTOR,
-    CRITIC,
-    LOGP,
-    REF,
-    ROLLOUT,
-    Placement,
-    concurrent,
-    resolve_placement,
-)
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement, concurrent, resolve_placement
 from headway.config.sizing.process_memory import (
     PACKED_FROM,
     MemoryItem,
@@ -77,11 +68,7 @@ class RunProcess:
 def made(make: MakeModelConfig) -> Mapping[str, Any]:
     """Return what ``config.json`` of a made model says of its sizes."""
     sizes = make.model_dump(exclude={"architecture", "vocabulary", "special_tokens", "chat_template"})
-    return {
-        **sizes,
-        "model_type": make.architecture,
-        "vocab_size": len(make.vocabulary) + len(make.special_tokens) + 2,
-    }
+    return {**sizes, "model_type": make.architecture, "vocab_size": len(make.vocabulary) + len(make.special_tokens) + 2}
 
 
 def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: int | None = None) -> list[RunProcess]:
