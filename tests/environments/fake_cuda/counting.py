@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from headway import devices
 from headway.devices import Compute, Cuda, GraphRecorder
+from headway.engines import host_copies
 from headway.models.attention import flex_attention
 
 CUDA = torch.device("cuda", 0)
@@ -391,6 +393,8 @@ def on_fake_cuda() -> Iterator[Counts]:
         stack.enter_context(patch.dict(devices.KINDS, {"cuda": kind, "meta": kind}))
         stack.enter_context(patch.object(devices, "ACCELERATORS", (kind,)))
         stack.enter_context(patch.object(flex_attention, "_kernel", _kernel))
+        # Its stream is of the stand-in that made it, which counts for an earlier block.
+        stack.enter_context(patch.object(host_copies, "_uploads", cache(host_copies._uploads.__wrapped__)))
         stack.enter_context(patch.object(torch, "inference_mode", _without_grad))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda *_: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
