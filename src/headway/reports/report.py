@@ -15,7 +15,7 @@ from headway.reports.metrics.run_metrics import RowSink, RunMetrics
 from headway.reports.record.events_file import ALL, EventReader, SurvivingRecord, look_through, read_events
 from headway.reports.record.file_access import FULL, Rewritten
 from headway.reports.run_directory import RunDirectory, is_trained, standing
-from headway.reports.samples.samples_file import Sample, SampleIndex, for_page, read_all
+from headway.reports.samples.samples_file import Sample, for_page, read_all
 from headway.reports.timeline.html_timeline import write_html
 from headway.reports.timeline.run_history import GroupLog
 from headway.reports.timeline.timeline import Timeline, TimelineBuilder
@@ -117,7 +117,8 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None, versi
         RunError: a disk has no room for a file.
     """
     written = places(run, html, trace)
-    samples = _samples(run)
+    with readable(run, "samples.jsonl"):
+        samples = read_all(RunDirectory(run).samples)
     shown = for_page(samples)
     timeline = _timeline(run, [sample for sample in shown if "group" in sample], versions)
     write_page = partial(write_html, samples=shown, name=run.resolve().name)
@@ -129,7 +130,7 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None, versi
 def _timeline(run: Path, sampled: Sequence[Sample], versions: str | None) -> Timeline:
     builder = TimelineBuilder(groups=GroupLog({sample["group"] for sample in sampled}))
     path = events_file_of(run)
-    with _readable(run):
+    with readable(run):
         record = look_through(path)
         drawn = newest_versions(record) if versions is None else chosen_versions(versions, record)
     if drawn is None:
@@ -137,7 +138,7 @@ def _timeline(run: Path, sampled: Sequence[Sample], versions: str | None) -> Tim
             builder.on_event(event)
     else:
         builder.metrics = metrics_of(run, builder.curves)
-        with _readable(run):
+        with readable(run):
             draw(path, drawn, builder)
         for sample in sampled:
             builder.groups.add_sampled(sample)
@@ -146,18 +147,10 @@ def _timeline(run: Path, sampled: Sequence[Sample], versions: str | None) -> Tim
     return replace(timeline, summary=timeline.summary | {"status": found.status, "reason": found.reason})
 
 
-def _samples(run: Path) -> SampleIndex:
-    path = RunDirectory(run).samples
-    try:
-        return read_all(path)
-    except (OSError, Rewritten) as cause:
-        raise ConfigError(f"RUN: got {run}, whose {path.name} cannot be read: {cause}") from cause
-
-
 def metrics_of(run: Path, sink: RowSink) -> RunMetrics:
     """Return the metrics of the run in directory ``run``; ``sink`` gets the rows. Raises `ConfigError` as `report`."""
     path = events_file_of(run)
-    with _readable(run):
+    with readable(run):
         state = newest(RunDirectory(run), look_through(path), sink)
     for event in events_of(run, after=state.offset):
         state.metrics.on_event(event)
@@ -173,7 +166,7 @@ def events_of(
     """
     path = events_file_of(run)
     empty = True
-    with _readable(run):
+    with readable(run):
         for event in read_events(path, kinds=kinds, number=number, after=after):
             empty = False
             yield event
@@ -184,11 +177,12 @@ def events_of(
 
 
 @contextmanager
-def _readable(run: Path) -> Iterator[None]:
+def readable(run: Path, what: str = "record") -> Iterator[None]:
+    """Raise `ConfigError` where ``what``, which is of the run in directory ``run``, cannot be read in the block."""
     try:
         yield
-    except DataError as cause:
-        raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
+    except (DataError, OSError, Rewritten) as cause:
+        raise ConfigError(f"RUN: got {run}, whose {what} cannot be read: {cause}") from cause
 
 
 def not_yet(run: Path) -> str:
@@ -208,11 +202,8 @@ def _write(write: Callable[[Timeline, Path], None], timeline: Timeline, path: Pa
     try:
         write(timeline, path)
     except OSError as cause:
-        problem = cause.strerror or cause
-        if cause.errno in FULL:
-            raise RunError(
-                f"{option}: got {path}, which cannot be written ({problem}); make room there, or give another file"
-            ) from cause
-        raise ConfigError(
-            f"{option}: got {path}, which cannot be written ({problem}); expected a file in a directory that exists"
+        error = RunError if cause.errno in FULL else ConfigError
+        raise error(
+            f"{option}: got {path}, which cannot be written ({cause.strerror or cause}); give a file in a directory "
+            "that exists and has room"
         ) from cause

@@ -11,6 +11,7 @@ its new start.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -30,7 +31,7 @@ from headway.reports.live.live_view import Cell, LiveView
 from headway.reports.live.panel import RunProgress
 from headway.reports.live.plain_log import EventLog, PlainView
 from headway.reports.metrics.metrics_state import LARGE, MetricsStates, newest
-from headway.reports.metrics.run_metrics import RowSink, RunMetrics
+from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
 from headway.reports.record.events_file import (
     DENSE,
@@ -41,7 +42,7 @@ from headway.reports.record.events_file import (
     look_through,
     read_events,
 )
-from headway.reports.record.file_access import cut_off_half_line, draft_of
+from headway.reports.record.file_access import draft_of
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples.samples_file import SamplesFile, Thinning, later, write_surviving
 from headway.reports.terminal import stdout_console
@@ -101,13 +102,12 @@ class Reports:
         self._lock = lock = threading.RLock()  # a signal may deliver an event in the middle of another one
         progress = RunProgress(metrics)
         self._view = view = _open_view(config, console, progress, lock)
-        rows = JsonLines(directory.metrics, view.warn)
+        self._rows = JsonLines(directory.metrics, view.warn)
         say = TrackerMessages(
             warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase)
         )
         self._trackers = open_trackers(config, directory, say, undone_from=purge_step)
-        self._sinks: list[RowSink] = [rows, self._trackers, view]
-        metrics.sinks = self._sinks
+        metrics.sinks = [self._rows, self._trackers, view]
         self._events = EventsFile(directory.events, view.warn)
         self._states = MetricsStates(directory, view.warn)
         self._samples: SamplesFile | None = None
@@ -214,9 +214,7 @@ class Reports:
                     if observer is not self._view:  # closed last: others warn through it
                         observer.close()
                 self._states.close()
-                for sink in self._sinks:
-                    if sink is not self._view:
-                        sink.close()
+                self._rows.close()
                 if self._samples is not None:
                     self._samples.close()
         finally:  # also where Ctrl-C comes in between
@@ -310,7 +308,7 @@ def reopen_reports(
         samples.unlink(missing_ok=True)
         raise
     # Before anything is appended, which would continue the half line that a kill left.
-    cut_off_half_line(directory.events)
+    os.truncate(directory.events, record.size)
     checkpoints.forget_above(version)  # before the record undoes them: a later resume would take them for its own
     rows.replace(directory.metrics)
     if samples.exists():

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from headway import events
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError
 from headway.reports.metrics.group_tally import FATES, IN_FLIGHT
-from headway.reports.report import events_file_of, events_of, not_yet
+from headway.reports.report import events_file_of, events_of, not_yet, readable
 from headway.reports.run_directory import RunDirectory
 from headway.reports.samples.samples_file import mean_of, read_samples
 from headway.reports.terminal import visible
@@ -146,10 +146,8 @@ def _samples(run: Path, what: str, damaged: list[int], number: int | None = None
     path = RunDirectory(run).samples
     if not path.is_file():
         return
-    try:
+    with readable(run, "samples"):
         yield from read_samples(path, what=what, number=number, damaged=damaged)
-    except DataError as cause:
-        raise ConfigError(f"RUN: got {run}, whose samples cannot be read: {cause}") from cause
 
 
 def _from_record(run: Path, number: int, damaged: list[int]) -> Sample:
@@ -235,15 +233,9 @@ def _why_none(run: Path, what: str, damaged: list[int]) -> str:
 
 
 def _last_admitted(run: Path) -> int | None:
-    last: int | None = None
-    empty = True
-    for event in events_of(run, (events.RunStarted, events.GroupAdmitted)):
-        empty = False
-        if isinstance(event, events.GroupAdmitted):
-            last = event.number
-    if empty:  # an empty record has a message of its own
-        next(events_of(run), None)
-    return last
+    next(events_of(run), None)  # an empty record has a message of its own
+    admitted = events_of(run, (events.GroupAdmitted,))
+    return max((event.number for event in admitted if isinstance(event, events.GroupAdmitted)), default=None)
 
 
 def _drawn_per_version(run: Path) -> int | None:

@@ -12,15 +12,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from headway.events import (
-    BatchTaken,
-    Event,
-    GroupAdmitted,
-    GroupRewarded,
-    GroupSettled,
-    RunStarted,
-    TrajectoryFinished,
-)
+from headway import events
+from headway.events import Event
 
 FATES = ("trained", "filtered", "dropped", "failed")
 IN_FLIGHT = "in_flight"
@@ -62,7 +55,7 @@ class GroupRecord:
     taken_at: int | None = None
     """The trainer's version when the group was taken into a batch."""
 
-    def add(self, event: TrajectoryFinished) -> None:
+    def add(self, event: events.TrajectoryFinished) -> None:
         self.reported += 1
         if event.failure is not None:
             self.failed += 1
@@ -108,26 +101,26 @@ class GroupTally:
     def on_event(self, event: Event) -> GroupRecord | None:
         """Take an event of any kind. Return the record of a group that it settled, which is then forgotten."""
         match event:
-            case RunStarted():  # first or resumed: from here on groups may have another number of episodes
+            case events.RunStarted():  # first or resumed: from here on groups may have another number of episodes
                 self._episodes = event.episodes
-            case GroupAdmitted():
+            case events.GroupAdmitted():
                 self._admit(event)
-            case TrajectoryFinished():
+            case events.TrajectoryFinished():
                 if event.failure is not None:
                     _count(self.failures, event.failure)
                 if (record := self._records.get(event.number)) is not None:
                     record.add(event)
-            case GroupRewarded() if (record := self._records.get(event.number)) is not None:
+            case events.GroupRewarded() if (record := self._records.get(event.number)) is not None:
                 record.rewards, record.parts = event.rewards, event.parts
-            case BatchTaken():
+            case events.BatchTaken():
                 for number in event.numbers:
                     if (record := self._records.get(number)) is not None:
                         record.taken_at = event.version
-            case GroupSettled() if event.fate != IN_FLIGHT:
+            case events.GroupSettled() if event.fate != IN_FLIGHT:
                 return self._settle(event)
         return None
 
-    def _admit(self, event: GroupAdmitted) -> None:
+    def _admit(self, event: events.GroupAdmitted) -> None:
         if event.number in self._records:
             self._notice(f"group {event.number} was admitted twice")
             return
@@ -138,7 +131,7 @@ class GroupTally:
         self._episodes_admitted += self._episodes
         self.sources.add(event.source)
 
-    def _settle(self, event: GroupSettled) -> GroupRecord | None:
+    def _settle(self, event: events.GroupSettled) -> GroupRecord | None:
         """Count a group's fate; return its record, or None when the event makes no sense."""
         if event.fate not in FATES:
             self._notice(f"group {event.number} has the unknown fate {event.fate!r}")
@@ -222,7 +215,7 @@ def _count(reasons: Counter[str], reason: str) -> None:
     reasons[reason if known else OTHER_REASONS] += 1
 
 
-def partial_span(event: TrajectoryFinished) -> int:
+def partial_span(event: events.TrajectoryFinished) -> int:
     """Newest minus oldest version of a trajectory's tokens: 0 when one version wrote all of them."""
     versions = [version for _, version in event.version_spans]
     return max(versions) - min(versions) if versions else 0

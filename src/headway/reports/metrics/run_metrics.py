@@ -34,8 +34,6 @@ class RowSink(Protocol):
 
     def on_row(self, row: dict[str, Any]) -> None: ...
 
-    def close(self) -> None: ...
-
 
 @dataclass(slots=True)
 class RunTotals(EventSums):

@@ -22,19 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from headway import events
 from headway.errors import DataError
-from headway.events import (
-    Event,
-    GroupAdmitted,
-    GroupRewarded,
-    GroupSettled,
-    ReplicaActivity,
-    RunFinished,
-    RunResumed,
-    StageChanged,
-    TrajectoryFinished,
-    VersionReached,
-)
+from headway.events import Event
 from headway.reports.record.earlier_records import files_beside
 from headway.reports.record.event_lines import OTHER_VERSION, line_prefixes, parse_event
 from headway.reports.record.file_access import CHUNK, Tail
@@ -42,10 +32,17 @@ from headway.reports.record.file_access import CHUNK, Tail
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
 """Most bytes of lines that are kept while a disk refuses them: minutes of a large run."""
-DENSE = (TrajectoryFinished, StageChanged, GroupAdmitted, GroupRewarded, GroupSettled, ReplicaActivity)
+DENSE = (
+    events.TrajectoryFinished,
+    events.StageChanged,
+    events.GroupAdmitted,
+    events.GroupRewarded,
+    events.GroupSettled,
+    events.ReplicaActivity,
+)
 """Events that come with every answer, group or few seconds: nearly all of a large run's."""
 DENSE_PREFIXES = line_prefixes(DENSE)
-AT_ONCE = (VersionReached, RunResumed, RunFinished)
+AT_ONCE = (events.VersionReached, events.RunResumed, events.RunFinished)
 """Events that are flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
 ALL = 1 << 62
 """More bytes than any record has."""
@@ -229,7 +226,7 @@ class SurvivingRecord:
     ended: str | None = None
     """The status that the run ended with; None where it did not say."""
     size: int = 0
-    """Number of bytes that were looked through."""
+    """Number of bytes of the whole lines that were looked through."""
 
     def survives(self, offset: int) -> bool:
         """Tell whether the line that begins at ``offset`` survived."""
@@ -250,11 +247,11 @@ def look_through(path: Path) -> SurvivingRecord:
     try:
         for at, line in _lines_at_once(path, record):
             match event := _event(path, at, line):
-                case VersionReached():
+                case events.VersionReached():
                     record.boundaries[event.version] = at + len(line)
-                case RunFinished():
+                case events.RunFinished():
                     record.ended = event.status
-                case RunResumed():
+                case events.RunResumed():
                     if event.version not in record.boundaries:
                         raise DataError(f"{_where(path, at)}: the run went back to a version that it did not reach")
                     record.end_at(event.version)
@@ -299,7 +296,7 @@ class EventReader:
         >>> with TemporaryDirectory() as run:
         ...     path = Path(run) / "events.jsonl"
         ...     _ = path.write_text(line + "\\n")
-        ...     reader = EventReader(path, kinds=[VersionReached])
+        ...     reader = EventReader(path, kinds=[events.VersionReached])
         ...     print([event.time for event in reader.read()], reader.record.boundaries)
         [2.5] {0: 85}
     """

@@ -70,21 +70,6 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp")
 
 
-def cut_off_half_line(path: Path) -> None:
-    """Cut off a last line without an end, which a killed process may have left, so that nothing continues it."""
-    with path.open("rb+") as file:
-        end = position = file.seek(0, 2)
-        while position > 0:
-            start = max(0, position - 65_536)
-            file.seek(start)
-            if (found := file.read(position - start).rfind(b"\n")) >= 0:
-                position = start + found + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
-
-
 def replace_file(path: Path, text: str) -> None:
     """Replace a file by ``text`` as `whole_file` does. Raises `OSError`."""
     with whole_file(path) as file:

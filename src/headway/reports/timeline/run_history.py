@@ -106,8 +106,6 @@ class CurveLog:
             if drawn and value is not None and math.isfinite(value):
                 kept[name] = value
 
-    def close(self) -> None: ...
-
     def _kind(self, name: str) -> ChartKind | None:
         if name not in self._kinds:
             self._kinds[name] = _kind_of(name)

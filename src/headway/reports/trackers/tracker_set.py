@@ -60,9 +60,6 @@ class Trackers:
             for tracker in self._threads:
                 tracker.on_sample(short)
 
-    def close(self) -> None:
-        """Do nothing: trackers get the summary first, and end with `finish`."""
-
     @property
     def names(self) -> list[str]:
         """Names of the trackers."""

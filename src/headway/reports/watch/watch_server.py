@@ -34,7 +34,8 @@ from urllib.parse import parse_qs, urlsplit
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from headway.errors import ConfigError, DataError, UserError
+from headway.errors import UserError
+from headway.reports.report import readable
 from headway.reports.run_directory import LEFTOVERS, RunDirectory
 from headway.reports.samples.samples_file import Key
 from headway.reports.timeline.html_timeline import live_page
@@ -246,11 +247,8 @@ def serve(
             tell(server.url)
             if open_page:
                 hint = _opened(server.url)
-        with suppress(KeyboardInterrupt):  # the way to end it
-            try:
-                follower.join()
-            except DataError as cause:
-                raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
+        with suppress(KeyboardInterrupt), readable(run):  # an interrupt is the way to end it
+            follower.join()
     finally:
         if hint is not None:
             hint.unlink(missing_ok=True)
