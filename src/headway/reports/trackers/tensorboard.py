@@ -52,8 +52,7 @@ class TensorBoardTracker(Tracker):
 
     def on_sample(self, sample: dict[str, Any]) -> None:
         if rows := table(sample):
-            version, kind, *_ = rows[0]
-            self._write(lambda file: file.add_text(version, f"samples/{kind}", markdown(rows)))
+            self._write(lambda file: file.add_text(rows[0]["version"], f"samples/{rows[0]['kind']}", markdown(rows)))
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         self._write(lambda file: file.add_text(self._version, "summary", _as_code(summary)))

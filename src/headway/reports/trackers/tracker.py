@@ -15,11 +15,6 @@ LONGEST_TEXT = 4000
 """Most characters of a prompt or an answer in a sample that trackers are given."""
 MOST_EPISODES = 16
 """Most episodes of a group in a sample that trackers are given."""
-COLUMNS = (
-    *("version", "kind", "number", "source", "fate", "prompt", "truth"),
-    *("k", "reward", "parts", "text", "turns", "length", "finish"),
-)
-"""Columns of the table of samples. ``number``: the group's, or the held-out problem's; ``truth``: the ground truth."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float | int]:
@@ -62,37 +57,32 @@ def _short(value: Any) -> Any:
     return cut(value, LONGEST_TEXT) if isinstance(value, str) else value
 
 
-def table(sample: Mapping[str, Any]) -> list[list[Any]]:
-    """Return a sample as rows of `COLUMNS`, one for each episode."""
-    held_out = "validation" in sample
-    group = [
-        sample["validation" if held_out else "version"],
-        "validation" if held_out else "training",
-        sample["problem" if held_out else "group"],
-        sample.get("source"),
-        None if held_out else sample.get("fate"),
-        sample.get("prompt"),
-        _as_text(sample.get("answer")),
+def table(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a sample as rows of a table by the names of its columns, one row for each episode.
+
+    ``number`` is the group's, or the held-out problem's; ``truth``: the ground truth.
+    """
+    held_out, answer = "validation" in sample, sample.get("answer")
+    group = {
+        "version": sample["validation" if held_out else "version"],
+        "kind": "validation" if held_out else "training",
+        "number": sample["problem" if held_out else "group"],
+        "source": sample.get("source"),
+        "fate": None if held_out else sample.get("fate"),
+        "prompt": sample.get("prompt"),
+        "truth": answer if answer is None or isinstance(answer, str) else json.dumps(answer, default=str),
+    }
+    of_episode = ("k", "reward", "parts", "text", "turns", "length", "finish")
+    return [
+        group | {name: one.get(name) for name in of_episode} | {"parts": json.dumps(one.get("parts") or {})}
+        for one in sample["episodes"]
     ]
-    return [[*group, *_episode(episode)] for episode in sample["episodes"]]
 
 
-def _episode(episode: Mapping[str, Any]) -> list[Any]:
-    names = ("k", "reward", "parts", "text", "turns", "length", "finish")
-    values = {name: episode.get(name) for name in names}
-    values["parts"] = json.dumps(values["parts"] or {})
-    return list(values.values())
-
-
-def _as_text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
-
-
-def markdown(rows: list[list[Any]]) -> str:
-    """Return rows of `COLUMNS` as one text of Markdown, an episode after the other."""
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return rows of a `table` as one text of Markdown, an episode after the other."""
     return "\n\n".join(
-        "\n".join(f"**{name}** {_fenced(value)}" for name, value in zip(COLUMNS, row, strict=True) if value is not None)
-        for row in rows
+        "\n".join(f"**{name}** {_fenced(value)}" for name, value in row.items() if value is not None) for row in rows
     )
 
 

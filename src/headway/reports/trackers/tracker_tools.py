@@ -12,22 +12,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from headway.errors import said_by
 from headway.reports.trackers.tensorboard import TensorBoardTracker
-from headway.reports.trackers.tracker import (
-    COLUMNS,
-    NotKept,
-    Tracker,
-    TrackerSetting,
-    flat,
-    is_number,
-    scalars,
-    table,
-)
+from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting, flat, is_number, scalars, table
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +53,8 @@ class WandbTracker(Tracker):
 
     def on_sample(self, sample: dict[str, Any]) -> None:
         if rows := table(sample):
-            version, kind, *_ = rows[0]
-            shown = self._wandb.Table(columns=list(COLUMNS), data=rows)
-            self._run.log({"version": version, f"samples/{kind}": shown})
+            shown = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+            self._run.log({"version": rows[0]["version"], f"samples/{rows[0]['kind']}": shown})
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         self._run.summary.update({f"run/{name}": value for name, value in flat(summary)})
@@ -136,9 +125,8 @@ class MlflowTracker(Tracker):
     def on_sample(self, sample: dict[str, Any]) -> None:
         """Write a sample as a table of MLflow's form."""
         if rows := table(sample):
-            version, kind, number, *_ = rows[0]
-            text = json.dumps({"columns": list(COLUMNS), "data": rows})
-            self._client.log_text(self.entry, text, f"samples/{kind}-{version:06d}-{number:06d}.json")
+            text = json.dumps({"columns": list(rows[0]), "data": [list(row.values()) for row in rows]})
+            self._client.log_text(self.entry, text, "samples/{kind}-{version:06d}-{number:06d}.json".format(**rows[0]))
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         tags = [self._tag(f"run.{_name(name)}", str(value)[:LONGEST_PARAM]) for name, value in flat(summary)]
@@ -161,10 +149,8 @@ def _name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
-def _batches(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
-    waiting = iter(items)
-    while some := list(islice(waiting, size)):
-        yield some
+def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[at : at + size] for at in range(0, len(items), size))
 
 
 LOST = ("could not be persisted", "may be dropped")
@@ -200,11 +186,8 @@ class TrackioTracker(Tracker):
         self._run.log(scalars(row), step=row["version"])
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        rows = table(sample)
-        if rows:
-            version, kind, *_ = rows[0]
-            values = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
-            self._run.log({f"samples/{kind}": self._trackio.Table(data=values)}, step=version)
+        if rows := table(sample):
+            self._run.log({f"samples/{rows[0]['kind']}": self._trackio.Table(data=rows)}, step=rows[0]["version"])
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         self._run.log({f"run/{name}": value for name, value in flat(summary) if is_number(value)}, step=self._newest)
