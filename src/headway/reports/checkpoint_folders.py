@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
 from threading import Thread
@@ -57,39 +57,32 @@ class Checkpoints:
         return [path.rename(path.with_name(f".{path.name}.old")) for path in there]
 
 
+@dataclass(slots=True)
 class Retention:
     """An observer that removes the oldest checkpoints, each in a thread, as files may be many.
 
     The newest one that the run could be resumed from stays.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        *,
-        keep: int | None,
-        told: Callable[[], int],
-        in_use: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        """Keep the newest ``keep`` checkpoints (None: all). ``told`` returns the newest version in the run's record,
-        ``in_use`` one that stays for now.
-        """
-        self._checkpoints = checkpoints
-        self._keep = keep
-        self._told = told
-        self._in_use = in_use
-        self._removing: list[Thread] = []
+    checkpoints: Checkpoints
+    keep: int | None
+    """Number of newest checkpoints that stay; None for all."""
+    told: Callable[[], int]
+    """Function that returns the newest version in the run's record."""
+    in_use: Callable[[], int | None] = lambda: None
+    """Function that returns a version that stays for now."""
+    _removing: list[Thread] = field(default_factory=list)
 
     def on_event(self, event: Event) -> None:
-        if self._keep is None or not isinstance(event, CheckpointSaved):
+        if self.keep is None or not isinstance(event, CheckpointSaved):
             return
         # The newest one may be ahead of the record on the disk, and cannot be resumed from until that tells of it.
-        resumable = self._checkpoints.newest(range(self._told() + 1), with_critic=False)
-        for version in self._checkpoints.complete(with_critic=False)[: -self._keep]:
-            if version in (resumable, self._in_use()):
+        resumable = self.checkpoints.newest(range(self.told() + 1), with_critic=False)
+        for version in self.checkpoints.complete(with_critic=False)[: -self.keep]:
+            if version in (resumable, self.in_use()):
                 continue
             try:
-                aside = self._checkpoints.set_aside(version)
+                aside = self.checkpoints.set_aside(version)
             except OSError:  # it stays, until the next one is saved
                 continue
             for path in aside:

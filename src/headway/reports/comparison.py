@@ -23,7 +23,7 @@ from headway.config.layers import overlay, read_file
 from headway.errors import ConfigError
 from headway.reports import human
 from headway.reports.metrics.summary import summary
-from headway.reports.record.file_access import whole_file
+from headway.reports.record.file_access import replace_file
 from headway.reports.report import metrics_of
 from headway.reports.run_directory import RunDirectory, standing
 from headway.reports.terminal import UNBOUNDED, print_fitting, visible
@@ -41,12 +41,12 @@ NARROWEST = 12
 HEAD, GAP = 38, 2
 """Most characters of a table's first column, and those between two columns."""
 NOT_COMPARED = frozenset({"run.dir"})
-AXES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("groups", "groups", lambda value: human.count(round(value))),
-    ("seconds", "seconds", human.number),
-    ("tokens", "tokens", human.number),
-)
-"""Fields of `CurvePoint` at which runs are compared, with their names and how values of them are written."""
+AXES: dict[str, Callable[[float], str]] = {
+    "groups": lambda value: human.count(round(value)),
+    "seconds": human.number,
+    "tokens": human.number,
+}
+"""Fields of `CurvePoint` at which runs are compared, and how values of them are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +180,10 @@ def at_equal(
     if not known:
         return []
     rows: list[ComparisonRow] = []
-    for axis, unit, write in AXES:
+    for axis, write in AXES.items():
         at = min(getattr(run[-1][0], axis) for run in known)
         cells = (_point(point_at(run, axis, at), versions) for run in points)
-        rows.append((f"{name} at {write(at)} {unit}", *cells))
+        rows.append((f"{name} at {write(at)} {axis}", *cells))
     return [*rows, (f"{name}, best", *(human.score(max((v for _, v in run), default=None)) for run in points))]
 
 
@@ -259,15 +259,13 @@ SCRIPTS = ("common.js", "curves.js", "compare.js")
 
 def write_page(found: Comparison, path: Path) -> None:
     """Write the page to ``path``, which is replaced."""
-    text = page(found)
-    with whole_file(path) as file:
-        file.write(text)
+    replace_file(path, page(found))
 
 
 def page(found: Comparison) -> str:
     """Return the HTML text of the page."""
     names = [run.name for run in found.runs]
-    settings = _table(("setting", *names), found.settings, numbers=len(names))
+    settings = _table(("setting", *names), found.settings)
     return filled(
         "compare.html",
         SCRIPTS,
@@ -276,7 +274,7 @@ def page(found: Comparison) -> str:
         count=str(len(names)),
         runs="\n".join(_run(place, run.name, run.status) for place, run in enumerate(found.runs)),
         settings=settings if found.settings else "<p>They have the same settings.</p>",
-        results=_table(("result", *names), found.results, numbers=len(names)),
+        results=_table(("result", *names), found.results),
     )
 
 
@@ -287,15 +285,12 @@ def _run(place: int, name: str, status: str) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
-    """Make an HTML table, whose last ``numbers`` columns hold numbers."""
-    left = len(head) - numbers
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Make an HTML table, whose columns behind the first hold numbers."""
 
     def cells(name: str, row: Sequence[str]) -> str:
-        return "".join(
-            f"<{name}{' class=number' if place >= left else ''}>{_breakable(cell)}</{name}>"
-            for place, cell in enumerate(row)
-        )
+        first, *others = map(_breakable, row)
+        return f"<{name}>{first}</{name}>" + "".join(f"<{name} class=number>{cell}</{name}>" for cell in others)
 
     body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f"<table>\n<thead><tr>{cells('th', head)}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"

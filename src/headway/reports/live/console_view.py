@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -141,50 +141,37 @@ def _rose(evaluations: Sequence[dict[str, Any]]) -> bool:
     return bool(max(later) > first or first == 1.0)
 
 
-def _remarks(summary: dict[str, Any]) -> list[Text]:
-    groups, lag = summary["groups"], summary["lag"]
+def _remarks(summary: dict[str, Any]) -> Iterator[Text]:
+    groups, lag, evaluations = summary["groups"], summary["lag"], summary["eval"]
     bound = "no bound" if lag["bound"] is None else f"bound {lag['bound']}"
-    lines = [
-        Text(
-            f"{human.count(groups['trained'])} groups trained in {human.count(summary['optimizer_steps'])} optimizer "
-            f"steps, {human.duration(summary['wall_s'])}; version {summary['version']}; "
-            f"lag at most {human.UNKNOWN if lag['max'] is None else lag['max']} ({bound}); "
-            f"{human.count(summary['partial']['total_partial_num'])} trajectories of more than one version."
-        ),
-        Text(summary["bottleneck"], style="bold"),
-    ]
-    if summary["reasons"]:
-        lines.insert(1, _not_trained(summary))
+    yield Text(
+        f"{human.count(groups['trained'])} groups trained in {human.count(summary['optimizer_steps'])} optimizer "
+        f"steps, {human.duration(summary['wall_s'])}; version {summary['version']}; "
+        f"lag at most {human.UNKNOWN if lag['max'] is None else lag['max']} ({bound}); "
+        f"{human.count(summary['partial']['total_partial_num'])} trajectories of more than one version."
+    )
+    if summary["status"] == "completed" and len(evaluations) > 1 and not _rose(evaluations):
+        flat = "Validation reward did not rise: docs/troubleshooting.md has what a flat reward comes from."
+        yield Text(flat, style="yellow")
     if summary["agents"] or summary["episodes_failed"]:
-        lines.insert(1, _episodes(summary))
+        yield _episodes(summary)
+    if summary["reasons"]:
+        yield _not_trained(summary)
+    yield Text(summary["bottleneck"], style="bold")
     if _hardly_trains(summary):
         share, of = summary["filtered"]["recent_share"], summary["filtered"]["recent_groups"]
-        lines.append(
-            Text(
-                f"Of the last {human.count(of)} groups {human.share(share)} were filtered, and so it goes on unless "
-                "the prompts or the reward are changed. If the reward had been higher before, remove "
-                "the checkpoints since then, and go on with a lower actor.optim.lr.",
-                style="yellow",
-            )
-        )
-    evaluations = summary["eval"]
-    if summary["status"] == "completed" and len(evaluations) > 1 and not _rose(evaluations):
-        lines.insert(
-            1,
-            Text(
-                "Validation reward did not rise: docs/troubleshooting.md has what a flat reward comes from.",
-                style="yellow",
-            ),
+        yield Text(
+            f"Of the last {human.count(of)} groups {human.share(share)} were filtered, and so it goes on unless "
+            "the prompts or the reward are changed. If the reward had been higher before, remove "
+            "the checkpoints since then, and go on with a lower actor.optim.lr.",
+            style="yellow",
         )
     if not summary["balanced"]:
-        lines.append(Text("The ledger does not balance: some groups have no fate, or two.", style="red"))
+        yield Text("The ledger does not balance: some groups have no fate, or two.", style="red")
     ratio = summary["bias"]["length_ratio"]
     if ratio is not None and ratio < BIASED_BELOW:
-        lines.append(
-            Text(
-                f"Answers that were trained on have {human.share(ratio)} of the length of those that were asked for: "
-                "long ones are being lost.",
-                style="yellow",
-            )
+        yield Text(
+            f"Answers that were trained on have {human.share(ratio)} of the length of those that were asked for: "
+            "long ones are being lost.",
+            style="yellow",
         )
-    return lines

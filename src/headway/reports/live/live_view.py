@@ -159,14 +159,9 @@ class LiveView:
         self._end()
 
     def _end_phase(self) -> None:
-        if self._phase is None:
-            return
-        text, detail, since = self._phase
-        self._phase = None
-        took = human.duration(time.monotonic() - since)
-        self._lines.append(
-            Text.assemble(("  ✓ ", GOOD), text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
-        )
+        if self._phase is not None:
+            self._lines.append(_phase_line(self._phase, ("  ✓ ", GOOD)))
+            self._phase = None
 
     def _draw_until_closed(self) -> None:
         while not self._closing.wait(REFRESH_EVERY_S):
@@ -180,9 +175,13 @@ class LiveView:
         for line in lines:
             self._console.print(line, soft_wrap=isinstance(line, Text))
         if phase is not None:
-            text, detail, since = phase
-            took = human.duration(time.monotonic() - since)
-            words = Text.assemble(text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
-            self._spinner.update(text=words)
+            self._spinner.update(text=_phase_line(phase))
             parts.append(Padding(self._spinner, (0, 0, 0, 2)))
         self._show(Group(*parts))
+
+
+def _phase_line(phase: tuple[str, str, float], *mark: tuple[str, str]) -> Text:
+    """Return the line of a phase, (text, detail, since when), behind its ``mark``, with the time that it took."""
+    text, detail, since = phase
+    took = human.duration(time.monotonic() - since)
+    return Text.assemble(*mark, text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))

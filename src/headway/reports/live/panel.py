@@ -167,22 +167,23 @@ def _validation(validated: Sequence[ValidationFinished], spark: int) -> Text:
     if not validated:
         return Text("not measured yet", style=QUIET)
     history = [event.accuracy for event in validated]
-    text = Text(human.score(history[0]))
-    if len(history) > 1:
-        style = f"bold {GOOD}" if history[-1] > history[0] else "bold"
-        text.append("  ▸  ", QUIET).append(human.score(history[-1]), style)
-        text.append(f"  {human.sparkline(history, spark)}", ACCENT)
-    return text.append(f"  version {validated[-1].version}", QUIET)
+    style = f"bold {GOOD}" if history[-1] > history[0] else "bold"
+    return _course(history, spark, style).append(f"  version {validated[-1].version}", QUIET)
 
 
 def _reward(run: RunProgress, spark: int) -> Text:
     if not (rewards := run.rewards):
         since = "since the resume" if run.metrics.version else "yet"
         return Text(f"nothing trained {since}", style=QUIET)
-    text = Text(human.score(rewards[0]))
-    if len(rewards) > 1:
-        text.append("  ▸  ", QUIET).append(human.score(rewards[-1]), "bold")
-        text.append(f"  {human.sparkline(rewards, spark)}", ACCENT)
+    return _course(rewards, spark, "bold")
+
+
+def _course(scores: Sequence[float], spark: int, style: str) -> Text:
+    """Show the first score, the last in ``style``, and the course between them."""
+    text = Text(human.score(scores[0]))
+    if len(scores) > 1:
+        text.append("  ▸  ", QUIET).append(human.score(scores[-1]), style)
+        text.append(f"  {human.sparkline(scores, spark)}", ACCENT)
     return text
 
 
@@ -230,7 +231,7 @@ def _flow(run: RunProgress, started: RunStarted, width: int) -> list[Row]:
         ("lag", _lag(run, started)),
         ("versions", _versions(run, started)),
         ("idle", _idle(run.metrics.idle_so_far(), min(max((width - 29) // 2, 4), 10))),
-        ("now", _whereabouts(run.metrics.tally.whereabouts())),
+        ("now", _pairs(*((name, human.count(count)) for name, count in run.metrics.tally.whereabouts().items()))),
         ("fates", _fates(run.metrics.tally.counts())),
     ]
 
@@ -262,10 +263,6 @@ def _idle(idle: tuple[float | None, float | None], bar: int) -> Text:
         text.append_text(_bar(ratio or 0.0, bar, style)).append("   ")
     text.rstrip()
     return text
-
-
-def _whereabouts(where: Mapping[str, int]) -> Text:
-    return _pairs(*((name, human.count(number)) for name, number in where.items()))
 
 
 def _fates(counts: Mapping[str, int]) -> Text:

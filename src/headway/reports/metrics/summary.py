@@ -9,7 +9,7 @@ checkpoints or the work between steps that keeps the trainer from it, and both i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from headway.events import WAITS_FOR_GROUPS, Span
@@ -92,8 +92,8 @@ SENTENCES = {
         "less often with a larger trainer.save_freq."
     ),
     "between": (
-        "Work between the trainer's steps was the bottleneck: for {between} of the time it had groups and computed "
-        "nothing, as advantages were computed and rows handed to it; make fewer, larger steps with a larger "
+        "Work between the trainer's steps was the bottleneck: for {between_steps} of the time it had groups and "
+        "computed nothing, as advantages were computed and rows handed to it; make fewer, larger steps with a larger "
         "actor.ppo_mini_batch_size{devices}."
     ),
     "filter": (
@@ -111,19 +111,20 @@ SENTENCES = {
         "async_training.on_update=interrupt, or raise async_training.trigger_parameter_sync_step."
     ),
     "environments": (
-        "{waited} while only {slots} of its slots were filled, as episodes were in their environments "
+        "{waited} while only {slot_utilization} of its slots were filled, as episodes were in their environments "
         "{in_environments} of their time; raise async_training.staleness_threshold so that more of them are in flight, "
         "or make the environments' steps faster."
     ),
     "slots": (
-        "{waited} while only {slots} of its slots were filled; raise async_training.staleness_threshold so that more "
-        "groups are in flight, or give the rollout role more devices{devices}."
+        "{waited} while only {slot_utilization} of its slots were filled; raise async_training.staleness_threshold so "
+        "that more groups are in flight, or give the rollout role more devices{devices}."
     ),
     "generation": (
         "{waited}; give the rollout role more devices, or raise rollout.max_concurrent where memory allows{devices}."
     ),
 }
-"""Bottleneck → the sentence on it. The last four are on generation."""
+"""Bottleneck → the sentence on it, with fields of `TimeShares` and what `bottleneck` adds. The last four are on
+generation."""
 
 
 def bottleneck(shares: TimeShares) -> str:
@@ -145,17 +146,12 @@ def bottleneck(shares: TimeShares) -> str:
     worst = max(losses, key=losses.__getitem__)
     of_one_process = " (now both share one process: cluster.backend=ray gives each its own)"
     return SENTENCES[_name(worst, losses, shares)].format(
+        **{name: share(value) for name, value in asdict(shares).items()},
         worst=share(losses[worst]),
         waited=f"Generation was the bottleneck: the trainer waited for groups {share(generation)} of the time",
         generation=share(generation),
         training=share(training),
         update=share(update),
-        rollout_stalled=share(shares.rollout_stalled),
-        saving=share(shares.saving),
-        between=share(shares.between_steps),
-        slots=share(shares.slot_utilization),
-        in_environments=share(shares.in_environments),
-        filtered=share(shares.filtered),
         devices=of_one_process if shares.one_process else "",
     )
 

@@ -23,7 +23,7 @@ from headway.events import Span
 from headway.reports import human
 from headway.reports.metrics.run_sums import thinned
 from headway.reports.record.events_file import to_json_line
-from headway.reports.record.file_access import whole_file
+from headway.reports.record.file_access import replace_file
 from headway.reports.samples.samples_file import validation_line
 from headway.reports.samples.token_view import Color, Scale, scale_of
 from headway.reports.timeline.lanes import Lane, LaneSpan, SpanKind
@@ -178,9 +178,7 @@ def write_html(
     timeline: Timeline, path: Path, *, samples: Sequence[dict[str, Any]] = (), name: str | None = None
 ) -> None:
     """Write the page to ``path``, which is replaced. ``name``: the run's."""
-    text = page(timeline, samples=samples, name=name)
-    with whole_file(path) as file:
-        file.write(text)
+    replace_file(path, page(timeline, samples=samples, name=name))
 
 
 def page(

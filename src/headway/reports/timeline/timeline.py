@@ -141,7 +141,7 @@ def idle_reasons(timeline: Timeline) -> list[IdleReason]:
 
 @dataclass(slots=True)
 class TimelineBuilder:
-    """Takes a run's events one by one and lays the lanes out at the end."""
+    """An observer that takes a run's events one by one, and lays the lanes out at the end."""
 
     curves: CurveLog = field(default_factory=CurveLog)
     groups: GroupLog = field(default_factory=GroupLog)
@@ -170,6 +170,8 @@ class TimelineBuilder:
     def on_event(self, event: Event) -> None:
         self.metrics.on_event(event)
         self.draw(event)
+
+    def close(self) -> None: ...
 
     def draw(self, event: Event) -> None:
         """Take an event that ``metrics`` has already."""
