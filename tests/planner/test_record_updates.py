@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
 from headway.events import (
@@ -15,6 +17,7 @@ from headway.events import (
     UpdateSuperseded,
 )
 from headway.planner.measurement.recording import UpdateRecord, UpdatesRecord
+from headway.reports.metrics.intervals import IntervalUnion
 
 GATHER_S, RECV_S, REGISTER_S = 1.0, 4.0, 2.0
 TRANSFERRED = 100 + GATHER_S + RECV_S + REGISTER_S
@@ -54,8 +57,12 @@ def the_update(*events: Event) -> UpdateRecord:
     return update
 
 
-def never_busy(replica: str, window: Span) -> float:
-    return 0.0
+def busy(*spans: Span) -> dict[str, IntervalUnion]:
+    """When each replica computed: the first one in ``spans``, no other one ever."""
+    computed = defaultdict(IntervalUnion)
+    for span in spans:
+        computed["rollout-0"].add(span)
+    return computed
 
 
 def test_phases_are_the_replicas_own_but_for_the_wait_for_gather() -> None:
@@ -72,7 +79,7 @@ def test_latency_is_what_passes_before_the_halt_and_after_the_load() -> None:
         halted((TRANSFERRED + 2, TRANSFERRED + 5)),
         finished(1, TRANSFERRED + 7),
     )
-    assert update.latency_s(never_busy, synchronous=True) == 2 + 4
+    assert update.latency_s(busy(), synchronous=True) == 2 + 4
 
 
 def test_a_drain_is_no_latency() -> None:
@@ -83,10 +90,7 @@ def test_a_drain_is_no_latency() -> None:
         finished(1, TRANSFERRED + 24),
     )
 
-    def decodes(replica: str, window: Span) -> float:
-        assert (replica, window) == ("rollout-0", (TRANSFERRED, TRANSFERRED + 22))
-        return 20.0
-
+    decodes = busy((TRANSFERRED - 5, TRANSFERRED), (TRANSFERRED + 1, TRANSFERRED + 21), (TRANSFERRED + 23, 1e6))
     assert update.latency_s(decodes, synchronous=True) == 2 + 1
 
 
@@ -100,21 +104,21 @@ def test_of_several_replicas_the_last_to_load_counts() -> None:
         finished(1, TRANSFERRED + 10),
     )
     assert update.load_s == 3.0
-    assert update.latency_s(never_busy, synchronous=True) == 6 + 1
+    assert update.latency_s(busy(), synchronous=True) == 6 + 1
 
 
 def test_an_update_that_was_superseded_and_one_that_never_ended_have_no_latency() -> None:
     load = [phase(1, "load", 0.5, TRANSFERRED + 3), halted((TRANSFERRED + 2, TRANSFERRED + 5))]
-    assert the_update(*transfer(), *load).latency_s(never_busy, synchronous=False) is None
+    assert the_update(*transfer(), *load).latency_s(busy(), synchronous=False) is None
     overtaken = UpdateSuperseded(time=0, version=1, replica="rollout-0")
     update = the_update(*transfer(), *load, overtaken, finished(1, TRANSFERRED + 7))
-    assert update.latency_s(never_busy, synchronous=False) is None
+    assert update.latency_s(busy(), synchronous=False) is None
 
 
 def test_where_it_is_not_known_when_replicas_stood_still_there_is_a_load_but_no_latency() -> None:
     update = the_update(*transfer(), phase(1, "load", 0.25, TRANSFERRED + 3), finished(1, TRANSFERRED + 4))
     assert update.load_s == 0.5  # it was halted for so long
-    assert update.latency_s(never_busy, synchronous=True) is None
+    assert update.latency_s(busy(), synchronous=True) is None
 
 
 def test_handing_shared_devices_over_is_measured_from_when_the_last_replica_stood_still() -> None:

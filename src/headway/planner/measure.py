@@ -18,18 +18,10 @@ from fractions import Fraction
 from math import ceil
 from statistics import fmean, stdev
 
+from headway import events
 from headway.config.schema import Config
 from headway.data.types import TrajectoryId
-from headway.events import (
-    BatchTaken,
-    Event,
-    OptimizerStepped,
-    ReplicaActivity,
-    RunStarted,
-    TrainerBusy,
-    TrajectoryFinished,
-    UpdateFinished,
-)
+from headway.events import Event
 from headway.planner.grid import PlanSetting
 from headway.planner.profiles.costs import decode_cost, train_cost
 from headway.planner.profiles.job_profile import Profile
@@ -120,22 +112,22 @@ class StepMeter:
         # Before the event counts: the step that ends the fill is no part of the window.
         measuring = bool(self._ends) and not self._stopped
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self._occupancy.declare(event.slots)
                 self._lag_bound = event.lag_bound
-            case TrainerBusy():
+            case events.TrainerBusy():
                 self._occupancy.trainer.report(event)
-            case ReplicaActivity():
+            case events.ReplicaActivity():
                 self._occupancy.replica_active(event)
-            case TrajectoryFinished():
+            case events.TrajectoryFinished():
                 self._trajectories += 1
                 self._counted += measuring
                 self._partial += measuring and len(event.version_spans) > 1
-            case BatchTaken(waited=(start, end)) if measuring:
+            case events.BatchTaken(waited=(start, end)) if measuring:
                 self._trainer_waited_s += end - start
-            case UpdateFinished() if measuring:
+            case events.UpdateFinished() if measuring:
                 self._update_stall_s += event.trainer_stall_s
-            case OptimizerStepped() if not self._stopped:
+            case events.OptimizerStepped() if not self._stopped:
                 self._lags += event.lags if measuring else ()
                 self._steps += 1
                 if self._steps % self._steps_per_version == 0:

@@ -183,7 +183,7 @@ def _gain(row: PlanRow, other: PlanRow) -> float:
 def _helps(ahead: PlanRow, synchronous: PlanRow) -> str:
     return (
         f"Asynchrony helps here: {_named(ahead)} trains a version in {number(ahead.step_s)} s, "
-        f"{_times(synchronous.step_s / ahead.step_s)} as fast as the best synchronous setting "
+        f"{synchronous.step_s / ahead.step_s:.2f}× as fast as the best synchronous setting "
         f"({_named(synchronous)}: {number(synchronous.step_s)} s), which {_spends(synchronous)}."
     )
 
@@ -201,7 +201,7 @@ def _uncertain(ahead: PlanRow, synchronous: PlanRow) -> str:
 def _streaming_is_enough(streaming: PlanRow, ahead: PlanRow, synchronous: PlanRow) -> str:
     return (
         f"Stale data does not help here, overlap alone does: with η = 0 {_named(streaming)} trains a version in "
-        f"{number(streaming.step_s)} s, {_times(synchronous.step_s / streaming.step_s)} as fast as the best "
+        f"{number(streaming.step_s)} s, {synchronous.step_s / streaming.step_s:.2f}× as fast as the best "
         f"synchronous setting ({_named(synchronous)}: {number(synchronous.step_s)} s), and the best setting with η > 0 "
         f"({_named(ahead)}) takes {number(ahead.step_s)} s, {_compared(ahead, streaming)}."
     )
@@ -231,10 +231,6 @@ def _compared(row: PlanRow, other: PlanRow) -> str:
     if abs(gain) < 0.005:
         return "no faster"
     return f"only {share(gain)} faster" if gain > 0 else f"{share(row.step_s / other.step_s - 1)} slower"
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.2f}×"
 
 
 def _named(row: PlanRow) -> str:

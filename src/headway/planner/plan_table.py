@@ -13,7 +13,6 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
-from headway.events import Event
 from headway.planner.grid import PlanSetting, in_words
 from headway.planner.measure import PRECISION, config_of, fill_versions
 from headway.planner.plan_rows import PlanRow
@@ -22,7 +21,7 @@ from headway.planner.profiles.job_profile import Profile
 from headway.planner.simulation.simulated_run import Simulation
 from headway.reports import human
 from headway.reports.timeline.html_timeline import write_html
-from headway.reports.timeline.timeline import build_timeline
+from headway.reports.timeline.timeline import TimelineBuilder
 
 ROWS_SHOWN = 16
 """Number of rows of the table that are shown, from the top; the recommended row, the baseline and each preset's best
@@ -178,21 +177,9 @@ VERSIONS_SHOWN = 6
 """Number of versions in the picture, after the pipeline has filled."""
 
 
-class EventRecorder:
-    """An observer that keeps every event."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def on_event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None: ...
-
-
 def write_timeline(profile: Profile, setting: PlanSetting, path: Path) -> None:
     """Simulate ``setting`` for a few versions and write its timeline to ``path``, as an HTML page."""
-    recorder = EventRecorder()
+    builder = TimelineBuilder(simulated=True)
     versions = fill_versions(setting.eta) + VERSIONS_SHOWN + ceil(setting.eta)
-    Simulation(profile, config_of(profile, setting, versions), observers=(recorder,)).run()
-    write_html(build_timeline(recorder.events, simulated=True), path)
+    Simulation(profile, config_of(profile, setting, versions), observers=(builder,)).run()
+    write_html(builder.build(), path)

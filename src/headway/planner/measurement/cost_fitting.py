@@ -245,14 +245,6 @@ class Overlap:
         busy = [span for report in self._recording.activity for span in report.busy]
         return self._share_of(busy)
 
-    def steps(self) -> list[TrainerWork]:
-        """The recording's optimizer steps, as if the trainer had computed alone, where that is known."""
-        return self._alone(self._recording.training.steps)
-
-    def forwards(self) -> list[TrainerWork]:
-        """The recording's forward passes, as if the trainer had computed alone, where that is known."""
-        return self._alone(self._recording.training.forwards)
-
     def decode_samples(self) -> list[DecodeSample]:
         """Decode samples: one for each report of a replica and number of active sequences."""
         return [replace(sample, step_s=sample.step_s / self._slowed(report)) for report, sample in self._samples()]
@@ -270,7 +262,8 @@ class Overlap:
             for active, (steps, seconds, cached) in report.decode_steps.items():
                 yield report, DecodeSample(active, steps, seconds / steps, cached / steps)
 
-    def _alone(self, works: Iterable[TrainerWork]) -> list[TrainerWork]:
+    def alone(self, works: Iterable[TrainerWork]) -> list[TrainerWork]:
+        """The recording's optimizer steps or forward passes after the warm-up, as if the trainer had computed alone."""
         slowdown = self.training or 1.0
         return [
             replace(work, seconds=work.seconds / (1 + (slowdown - 1) * self._beside_generation(work)))

@@ -26,33 +26,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from headway import events
 from headway.data.types import TrainSample, TrajectoryId
-from headway.events import (
-    BatchTaken,
-    Event,
-    GroupAdmitted,
-    GroupRewarded,
-    GroupSettled,
-    LeaseChanged,
-    OptimizerStepped,
-    RanksRestarted,
-    ReplicaActivity,
-    ReplicaHalted,
-    RunStarted,
-    Span,
-    TrainerBusy,
-    TrajectoryFinished,
-    UpdateFinished,
-    UpdatePhase,
-    UpdateSuperseded,
-    ValidationFinished,
-    WorkerDescribed,
-)
+from headway.events import Event, Span
 from headway.planner.profiles.costs import Division
 from headway.reports.metrics.intervals import IntervalUnion
 
@@ -93,29 +74,29 @@ class TrainingRecord:
     _reached: float = 0.0
     """The time up to which the batch is accounted for."""
     _steps_of_batch: int = 0
-    _step: TrainerBusy | None = None
+    _step: events.TrainerBusy | None = None
     """The trainer's last span, as long as no `OptimizerStepped` has identified it as an optimizer step."""
 
     def add(self, event: Event) -> None:
         match event:
-            case BatchTaken(waited=(asked, _)):
+            case events.BatchTaken(waited=(asked, _)):
                 self._end_batch(asked)
                 known = all(map(self.samples_of, event.numbers))
                 # Behind `_end_batch`, which asks for the steps of the batch before.
                 self._numbers, self._steps_of_batch = event.numbers if known else [], 0
                 self.division.begin([self._samples(numbers) for numbers in self._mini_batches()])
                 self._batch, self._reached = BatchRecord(event.time), event.time
-            case LeaseChanged(holder="train"):
+            case events.LeaseChanged(holder="train"):
                 self._reached = event.time
-            case TrainerBusy(what="forward", span=(start, end)):
+            case events.TrainerBusy(what="forward", span=(start, end)):
                 self._pass_to(start, end)
                 self.forwards.append(TrainerWork(start, end - start, self._tokens(self._numbers)))
-            case TrainerBusy(what="step", span=(start, end)):
+            case events.TrainerBusy(what="step", span=(start, end)):
                 self._pass_to(start, end)
                 self._step = event
-            case TrainerBusy(what="gather", span=(start, _)):
+            case events.TrainerBusy(what="gather", span=(start, _)):
                 self._end_batch(start)
-            case OptimizerStepped():
+            case events.OptimizerStepped():
                 self._stepped()
 
     def _pass_to(self, start: float, end: float) -> None:
@@ -153,10 +134,6 @@ class TrainingRecord:
         return self.division.tokens(samples) if samples else 0
 
 
-BusyWithin = Callable[[str, Span], float]
-"""Function of a replica's name and a time window: seconds of the window in which that replica computed."""
-
-
 @dataclass(slots=True)
 class UpdateRecord:
     """One parameter update. Seconds of each phase: the slowest replica's, where several had it."""
@@ -187,16 +164,16 @@ class UpdateRecord:
             return max(self.phases.get("load", 0.0), self.halted_s)
         return max(loaded - stopped for stopped, loaded in self.loads.values())
 
-    def latency_s(self, busy: BusyWithin, *, synchronous: bool) -> float | None:
+    def latency_s(self, busy: Mapping[str, IntervalUnion], *, synchronous: bool) -> float | None:
         """Seconds of the update beside its phases and beside what replicas finished before they stood still; None where
-        other updates were under way, or it is not known when replicas stood still.
+        other updates were under way, or it is not known when replicas stood still. ``busy``: when each computed.
         """
         if self.finished is None or self.superseded or not self.loads:
             return None
         name, (stopped, loaded) = max(self.loads.items(), key=lambda load: load[1][1])
         gather_s, register_s = self.phases.get("gather", 0.0), self.phases.get("register", 0.0)
         transferred = self.began + gather_s + self.recv_s(synchronous=synchronous) + register_s
-        drained = busy(name, (transferred, stopped))
+        drained = busy[name].within((transferred, stopped))
         return max(0.0, stopped - transferred - drained) + self.finished - loaded
 
 
@@ -221,36 +198,36 @@ class UpdatesRecord:
 
     def add(self, event: Event) -> None:
         match event:
-            case TrainerBusy(what="gather", span=(start, _)):
+            case events.TrainerBusy(what="gather", span=(start, _)):
                 update = self.updates[event.version]
                 update.began, update.transfer_s = start, event.time - start
-            case UpdatePhase():
+            case events.UpdatePhase():
                 self._phase(event)
-            case ReplicaHalted():
+            case events.ReplicaHalted():
                 self._halted(event)
-            case UpdateSuperseded():
+            case events.UpdateSuperseded():
                 self.updates[event.version].superseded = True
-            case UpdateFinished():
+            case events.UpdateFinished():
                 self.versions += 1
                 self.warm_at = min(self.warm_at, event.time)
                 update = self.updates[event.version]
                 update.halted_s, update.finished = event.rollout_stall_s, event.time
-            case LeaseChanged(holder="train"):
+            case events.LeaseChanged(holder="train"):
                 self._leased = event.time
-            case LeaseChanged(holder="generate"):
+            case events.LeaseChanged(holder="generate"):
                 if self._stood:
                     self.to_train_s.append(self._leased - max(self._stood))
                     self.to_generate_s.append(event.time - event.asked)
                 self._stood = []
 
-    def _phase(self, event: UpdatePhase) -> None:
+    def _phase(self, event: events.UpdatePhase) -> None:
         update = self.updates[event.version]
         update.phases[event.phase] = max(update.phases.get(event.phase, 0.0), event.seconds)
         update.nbytes = max(update.nbytes, event.nbytes)
         if event.phase == "load":
             self._loaded[event.where] = event.version, event.time
 
-    def _halted(self, event: ReplicaHalted) -> None:
+    def _halted(self, event: events.ReplicaHalted) -> None:
         """Record a halt, whose event is emitted at its end."""
         loaded = self._loaded.pop(event.replica, None)
         if event.reason == "load" and loaded is not None:
@@ -275,7 +252,7 @@ class RecordedGroup:
     prompt_tokens: int = 0
     answer_tokens: dict[int, int] = field(default_factory=dict)
     """Tokens of each answer, by its k. Those of an episode are all that it sampled."""
-    episodes: dict[int, TrajectoryFinished] = field(default_factory=dict)
+    episodes: dict[int, events.TrajectoryFinished] = field(default_factory=dict)
     """Episodes that a program made and that did not fail, by k; empty for single answers."""
     failed: int = 0
     """Number of episodes that failed; no other field has them."""
@@ -308,13 +285,13 @@ class Recording:
     """Everything that a profile needs from a run's events. Filled by `recording_of`."""
 
     def __init__(self, mini_batch: int, ranks: int) -> None:
-        self.workers: list[WorkerDescribed] = []
-        self.started: RunStarted | None = None
+        self.workers: list[events.WorkerDescribed] = []
+        self.started: events.RunStarted | None = None
         self.lost_ranks = False
         """True where a role went on with fewer ranks: its times are of two numbers of ranks."""
         self.groups: defaultdict[int, RecordedGroup] = defaultdict(RecordedGroup)
-        self.activity: list[ReplicaActivity] = []
-        self.validations: list[ValidationFinished] = []
+        self.activity: list[events.ReplicaActivity] = []
+        self.validations: list[events.ValidationFinished] = []
         self.training = TrainingRecord(mini_batch, self._samples_of, Division(ranks))
         self.updates = UpdatesRecord()
         self.busy: defaultdict[str, IntervalUnion] = defaultdict(IntervalUnion)
@@ -327,15 +304,15 @@ class Recording:
 
     def add(self, event: Event) -> None:
         match event:
-            case WorkerDescribed():
+            case events.WorkerDescribed():
                 self.workers.append(event)
-            case RanksRestarted():
+            case events.RanksRestarted():
                 self.lost_ranks |= event.ranks < event.of
-            case RunStarted():
+            case events.RunStarted():
                 self.started = event
-            case GroupAdmitted():
+            case events.GroupAdmitted():
                 self.groups[event.number].admitted = event.time
-            case TrajectoryFinished():
+            case events.TrajectoryFinished():
                 group = self.groups[event.number]
                 group.replica, group.prompt_tokens = event.replica, event.prompt_tokens
                 group.sampled, group.arrived = max(group.sampled, event.finished), event.time
@@ -345,17 +322,17 @@ class Recording:
                     group.answer_tokens[event.k] = event.tokens
                     if event.turns and "environment_s" in event.metrics:
                         group.episodes[event.k] = event
-            case GroupRewarded():
+            case events.GroupRewarded():
                 self.groups[event.number].rewarded = event.time
-            case GroupSettled():
+            case events.GroupSettled():
                 self.groups[event.number].fate = event.fate
-            case ReplicaActivity():
+            case events.ReplicaActivity():
                 self.activity.append(event)
                 for span in event.busy:
                     self.busy[event.replica].add(span)
-            case ValidationFinished():
+            case events.ValidationFinished():
                 self.validations.append(event)
-            case ReplicaHalted():
+            case events.ReplicaHalted():
                 self._resumed[event.replica].append(event.span[1])
                 self.updates.add(event)
             case _:
@@ -370,10 +347,6 @@ class Recording:
     def recorded_groups(self) -> list[RecordedGroup]:
         """Groups that were trained or filtered, in order of admission: their answers are as long as they would be."""
         return [group for _, group in sorted(self.groups.items()) if group.fate in KEPT_FATES and group.answer_tokens]
-
-    def busy_within(self, replica: str, window: Span) -> float:
-        """Seconds of ``window`` in which ``replica`` computed."""
-        return self.busy[replica].within(window)
 
     def submissions_s(self) -> list[float]:
         """Seconds, for each time that an idle replica was given groups, from the first one's admission until it
@@ -390,18 +363,18 @@ class Recording:
             for seconds in _until_busy(sorted(times), self._resumed[replica], self.busy[replica].spans)
         ]
 
-    def warm_activity(self, name: str) -> list[ReplicaActivity]:
+    def warm_activity(self, name: str) -> list[events.ReplicaActivity]:
         """Reports whose field ``name`` is not empty: those from after the warm-up, or all if there are none."""
         reports = [report for report in self.activity if getattr(report, name)]
         return [report for report in reports if report.busy and report.busy[0][0] >= self.updates.warm_at] or reports
 
 
-def recording_of(events: Iterable[Event], *, mini_batch: int, ranks: int = 1) -> Recording:
-    """Collect ``events`` into a recording. ``mini_batch`` is ``actor.ppo_mini_batch_size``; ``ranks``: number of data
-    ranks of the trainer.
+def recording_of(history: Iterable[Event], *, mini_batch: int, ranks: int = 1) -> Recording:
+    """Collect the events of ``history`` into a recording. ``mini_batch`` is ``actor.ppo_mini_batch_size``; ``ranks``:
+    number of data ranks of the trainer.
     """
     recording = Recording(mini_batch, ranks)
-    for event in events:
+    for event in history:
         recording.add(event)
     return recording
 

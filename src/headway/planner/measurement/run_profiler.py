@@ -13,30 +13,11 @@ from math import ceil
 from pathlib import Path
 from statistics import median
 
+from headway import events
 from headway.config.loading import load
-from headway.config.sizing.placement import (
-    ACTOR,
-    CRITIC,
-    LOGP,
-    REF,
-    ROLLOUT,
-    concurrent,
-    needs_critic,
-    needs_logp,
-    needs_reference,
-    resolve_placement,
-)
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, concurrent, resolve_placement
 from headway.errors import ConfigError
-from headway.events import (
-    Event,
-    GroupAdmitted,
-    GroupRewarded,
-    GroupSettled,
-    RunStarted,
-    TrajectoryFinished,
-    ValidationFinished,
-    WorkerDescribed,
-)
+from headway.events import Event
 from headway.planner.grid import in_words
 from headway.planner.measurement.cost_fitting import (
     LinearCost,
@@ -136,11 +117,10 @@ class _Profiling:
         # Indices into what is kept, as `response.filtered` has them.
         filtered = [index for index, group in enumerate(kept) if group.fate == "filtered"]
         prompts, answers = [[max(1, group.prompt_tokens)] for group in kept], list(map(_answers, kept))
-        needed = {REF: needs_reference(config), LOGP: needs_logp(config), CRITIC: needs_critic(config)}
-        inside = {role: needed[role] and placement.shared(role, ACTOR) for role in needed}
-        if apart := [role for role in needed if needed[role] and not inside[role]]:
+        others = [role for role in (REF, LOGP, CRITIC) if role in placement.devices]
+        if apart := [role for role in others if not placement.shared(role, ACTOR)]:
             self._assume(f"the devices of {', '.join(apart)} are left out: what they compute delays nothing")
-        if inside[CRITIC]:
+        if placement.shared(CRITIC, ACTOR):
             self._assume("what the critic costs is taken as the same for every batch, on any number of devices")
         if not placement.shared(ACTOR, ROLLOUT):
             self._assume(
@@ -162,7 +142,7 @@ class _Profiling:
             response=EmpiricalLengths(kind="empirical", groups=answers, replay=replay, filtered=filtered or None),
             program=self._program(kept),
             rollout=self._rollout(),
-            train=self._train(reference=inside[REF], recomputed=inside[LOGP]),
+            train=self._train(),
             update=self._update(),
             reward=RewardProfile(
                 seconds=_median(reward_s),
@@ -236,9 +216,9 @@ class _Profiling:
         described = [worker.threads for worker in self._recording.workers if worker.worker.startswith(f"{role}-")]
         return max(described, default=configured)
 
-    def _train(self, *, reference: bool, recomputed: bool) -> TrainProfile:
-        step, parallel = self._step_cost(), self._config.actor.parallel
-        ranks = len(self._placement.devices[ACTOR])
+    def _train(self) -> TrainProfile:
+        step, parallel, placement = self._step_cost(), self._config.actor.parallel, self._placement
+        ranks = len(placement.devices[ACTOR])
         mesh = "" if parallel.is_plain else f" in a mesh of {in_words(parallel)}"
         self._assume(
             f"training was measured with {ranks} rank(s){mesh}; with more or fewer, seconds per token scale inversely"
@@ -254,14 +234,14 @@ class _Profiling:
                     forward_token_s=rounded(self._forward_cost(step)),
                 )
             ],
-            recompute_old_log_probs="always" if recomputed else "never",
-            reference=reference,
+            recompute_old_log_probs="always" if placement.shared(LOGP, ACTOR) else "never",
+            reference=placement.shared(REF, ACTOR),
             threads=self._threads(ACTOR, self._config.trainer.threads),
         )
 
     def _step_cost(self) -> LinearCost:
         steps = without_outliers(
-            (step for step in self._overlap.steps() if step.tokens > 0),
+            (step for step in self._overlap.alone(self._recording.training.steps) if step.tokens > 0),
             lambda step: step.seconds / step.tokens,
         )
         line = fit_line([step.tokens for step in steps], [step.seconds for step in steps])
@@ -273,7 +253,7 @@ class _Profiling:
 
     def _forward_cost(self, step: LinearCost) -> float:
         """Seconds per token of a forward pass."""
-        forwards = [work for work in self._overlap.forwards() if work.tokens > 0]
+        forwards = [work for work in self._overlap.alone(self._recording.training.forwards) if work.tokens > 0]
         if not forwards:
             self._assume("no forward pass was measured; it is taken as a third of a training step per token")
             return step.unit_s * FORWARD_SHARE
@@ -317,7 +297,7 @@ class _Profiling:
         programs = any(group.episodes for group in groups)  # on the way of a group there are steps, too
         deliveries = [group.delivery_s for group in groups if not programs]
         updates = recording.warm(recording.updates.updates.values())
-        in_updates = [u.latency_s(recording.busy_within, synchronous=self._synchronous) for u in updates]
+        in_updates = [u.latency_s(recording.busy, synchronous=self._synchronous) for u in updates]
         submission_s = 0.0 if programs else usual_mean(recording.submissions_s())
         if not submission_s and not programs:
             self._assume("no replica was seen idle and then given groups: what sending them takes counts as nothing")
@@ -344,7 +324,7 @@ def _events_of(path: Path, newest: DrawnVersions) -> Iterator[Event]:
 
     Groups that were admitted before are left out: not all of their answers are among them.
     """
-    reader = EventReader(path, kinds=(RunStarted, WorkerDescribed, ValidationFinished))
+    reader = EventReader(path, kinds=(events.RunStarted, events.WorkerDescribed, events.ValidationFinished))
     for event in reader.read():
         if reader.at >= newest.begin:
             break
@@ -352,10 +332,12 @@ def _events_of(path: Path, newest: DrawnVersions) -> Iterator[Event]:
     admitted: set[int] = set()
     for event in read_events(path, after=newest.begin):
         match event:
-            case GroupAdmitted():
+            case events.GroupAdmitted():
                 admitted.add(event.number)
             # Of a group that was admitted before, only a part would be seen.
-            case TrajectoryFinished() | GroupRewarded() | GroupSettled() if event.number not in admitted:
+            case events.TrajectoryFinished() | events.GroupRewarded() | events.GroupSettled() if (
+                event.number not in admitted
+            ):
                 continue
         yield event
 
@@ -378,7 +360,7 @@ def _median(seconds: Iterable[float]) -> float:
     return rounded(median(found)) if found else 0.0
 
 
-def measured_on(workers: Sequence[WorkerDescribed]) -> str | None:
+def measured_on(workers: Sequence[events.WorkerDescribed]) -> str | None:
     """The machines of a run, in a line: GPUs if it had any, then cores. None where they are not on record."""
     if not workers:
         return None

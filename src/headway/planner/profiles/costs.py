@@ -112,7 +112,7 @@ class Division:
     def begin(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
         """Assign a batch. Without one, samples are assigned by themselves."""
         if self._ranks > 1:
-            self._owners = self._assigned(mini_batches)
+            self._owners = assign(mini_batches, self._ranks, Cost())
 
     def end(self) -> None:
         """Forget the batch."""
@@ -124,11 +124,8 @@ class Division:
         """
         if self._ranks == 1:
             return _tokens(samples)
-        owners = self._owners if self._owners is not None else self._assigned([samples])
+        owners = assign([samples], self._ranks, Cost()) if self._owners is None else self._owners
         return self._ranks * max(_tokens([samples[i] for i in share]) for share in split(samples, owners, self._ranks))
-
-    def _assigned(self, mini_batches: Sequence[Sequence[TrainSample]]) -> Mapping[TrajectoryId, int]:
-        return assign(mini_batches, self._ranks, Cost())
 
 
 def _tokens(samples: Sequence[TrainSample]) -> int:

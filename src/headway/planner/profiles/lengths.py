@@ -39,7 +39,8 @@ def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
         case LognormalLengths():
             return _lognormal(profile, seed)
         case EmpiricalLengths():
-            return _recorded_lengths(profile.groups, _recorded(profile, seed))
+            groups, recorded = profile.groups, _recorded(profile, seed)
+            return lambda id: (lengths := groups[recorded(id)])[id.k % len(lengths)]
 
 
 FilterSampler = Callable[[TrajectoryId], bool]
@@ -72,16 +73,6 @@ def _lognormal(profile: LognormalLengths, seed: int) -> LengthSampler:
         logarithm = location + own * _inverse_normal(_uniform(key, k))
         # Cut before `exp`, which raises for large numbers.
         return profile.max if logarithm >= log_max else round(math.exp(logarithm)) or 1
-
-    return length
-
-
-def _recorded_lengths(groups: list[list[int]], recorded: Callable[[TrajectoryId], int]) -> LengthSampler:
-    """Sample recorded lengths: all answers of a group take theirs from the same recorded group."""
-
-    def length(id: TrajectoryId) -> int:
-        lengths = groups[recorded(id)]
-        return lengths[id.k % len(lengths)]
 
     return length
 

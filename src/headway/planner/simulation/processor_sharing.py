@@ -104,7 +104,8 @@ class ProcessorSharing:
         """The cost of what is decoded from now on."""
         self._limit = kv_tokens
         self._service = 0.0
-        self._kv = 0.0
+        self.cached = 0.0
+        """Number of tokens in the KV cache."""
         self._target = 0.0
         """The service at which the next completion or preemption is due; decoding never goes beyond it."""
         self._segments = 0
@@ -122,7 +123,7 @@ class ProcessorSharing:
         active = self.active + beside
         if self._limit is None or active == 0:
             return True
-        return self._kv + cached + run.context + active + 1 <= self._limit + ROUNDING
+        return self.cached + cached + run.context + active + 1 <= self._limit + ROUNDING
 
     def join(self, runs: Sequence[SimulatedCall]) -> None:
         """``runs`` decode from now on."""
@@ -134,7 +135,7 @@ class ProcessorSharing:
             heapq.heappush(self._ends, (service + run.length - run.tokens, run.serial, segment, run))
             if self._limit is not None:
                 heapq.heappush(self._youngest, (not run.training, -run.serial, segment, run))
-            self._kv += run.context
+            self.cached += run.context
         self.active += len(runs)
         if untouched := [run for run in runs if run.started is None]:
             self._untouched.append((service + 1, segment, untouched))
@@ -161,11 +162,6 @@ class ProcessorSharing:
         """Whole tokens of the stretch that ``run`` is in."""
         return int(self._service - run.joined + ROUNDING) if run.segment else 0
 
-    @property
-    def cached(self) -> float:
-        """Number of tokens in the KV cache."""
-        return self._kv
-
     # ---------------------------------------------------------------- time
 
     def until_next(self) -> float:
@@ -180,12 +176,12 @@ class ProcessorSharing:
             # The cache may be full already, and service never goes back.
             target = max(min(target, self._full_at()), self._service)
         self._target = target
-        return self.cost.seconds(self.active, self._kv, target - self._service)
+        return self.cost.seconds(self.active, self.cached, target - self._service)
 
     def decode(self, since: float, now: float) -> None:
         """Decode from ``since`` to ``now``, before the next event."""
         if self.active:
-            steps = self.cost.steps(self.active, self._kv, now - since)
+            steps = self.cost.steps(self.active, self.cached, now - since)
             # Not beyond the target: by rounding, a call would end before its own event.
             self._move(min(self._service + steps, self._target), since, now)
 
@@ -223,23 +219,23 @@ class ProcessorSharing:
         untouched = self._untouched
         while untouched and untouched[0][0] <= service + ROUNDING:
             first, segment, runs = untouched.popleft()
-            started = min(now, since + self.cost.seconds(self.active, self._kv, first - self._service))
+            started = min(now, since + self.cost.seconds(self.active, self.cached, first - self._service))
             for run in runs:
                 if run.segment == segment:
                     run.started = started
         gained = self.active * (service - self._service)
         self.sampled += gained
-        self._kv += gained
+        self.cached += gained
         self._service = service
 
     def _remove(self, run: SimulatedCall, service: float) -> None:
         run.segment = 0
         self.active -= 1
         if self.active:
-            self._kv -= run.context + service
+            self.cached -= run.context + service
         else:
             # Nothing refers to the service any more: begin at zero again, and rounding never adds up.
-            self._service = self._kv = self._target = 0.0
+            self._service = self.cached = self._target = 0.0
             self._ends.clear()
             self._youngest.clear()
             self._untouched.clear()
@@ -253,7 +249,7 @@ class ProcessorSharing:
         while youngest[0][3].segment != youngest[0][2]:
             heapq.heappop(youngest)
         joined = youngest[0][3].joined
-        full = self._service + (self._limit - self._kv) / self.active
+        full = self._service + (self._limit - self.cached) / self.active
         return joined + math.floor(full - joined + ROUNDING)
 
 

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -150,7 +150,8 @@ class SimulatedRecord:
         key = next(key for occurrence in count() if (key := _key(path, occurrence)) not in taken)
         lengths = [self._tokens(item) for item in path]
         answers = [place for place, item in enumerate(path) if isinstance(item, int)]
-        known = answers[-1] + 1 if answers else _common(path, self._first)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(path, self._first, strict=False))
+        known = answers[-1] + 1 if answers else len(list(same))
         return TurnContext(same_ids(sum(lengths), sum(lengths[:known]) if self._turns else 0), key, path)
 
     def answered(self, prompted: TurnContext, request: TurnRequest, finished: Completion, number: int) -> TurnAnswer:
@@ -198,16 +199,6 @@ def _item(message: Message) -> Item:
 def _key(path: Path, occurrence: int) -> int:
     """The key of a call: 64 bits, never 0, the same in every process."""
     return xxhash.xxh3_64_intdigest(repr((path, occurrence)).encode()) or 1
-
-
-def _common(one: Path, other: Path) -> int:
-    """The number of leading items that both have."""
-    common = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            break
-        common += 1
-    return common
 
 
 # ------------------------------------------------------------------------------------- programs and rewards

@@ -154,7 +154,9 @@ class DecodingReplica:
         if policy is not OnUpdate.DRAIN:
             self._in_place = policy is OnUpdate.KEEP
             self._halted = True
-            cut = self._cut_all()
+            cut = self._sharing.leave_all(self.version)
+            self._break_off()
+            self._cut += cut  # each keeps its slot reserved
         if policy is OnUpdate.INTERRUPT:
             self.free_cache()
         self._go_on(now)
@@ -236,13 +238,6 @@ class DecodingReplica:
                 line.extend(kept)
         if not self._sharing.active:
             self._break_off()  # it is for nobody
-
-    def _cut_all(self) -> list[SimulatedCall]:
-        """Stop all that decodes or prefills. Each keeps its slot reserved."""
-        cut = self._sharing.leave_all(self.version)
-        self._break_off()
-        self._cut += cut
-        return cut
 
     def _break_off(self) -> None:
         """End a prefill before it has computed anything."""

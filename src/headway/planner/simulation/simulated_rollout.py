@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 from headway.data.interfaces.rollout import Capabilities, Completion, EngineStats, GenerateRequest, OnUpdate, Paused
@@ -30,65 +31,51 @@ Outbox = asyncio.Queue[Sequence[Completion] | BaseException]
 """Queue from which a client takes the calls that were finished at one moment, or the error that ended the engine."""
 
 
+@dataclass(eq=False)
 class SimulatedRollout:
-    """One replica.
-
-    Args:
-        name: of the replica, in results and messages.
-        profile: what decoding and prefilling cost, slots and cache.
-        lengths: tokens of each answer; what reaches ``sampling.max_tokens`` is cut there (`FinishReason.LENGTH`).
-        receive: the transport's end.
-        load_s: seconds that `activate` takes.
-        sleep_s: seconds that `sleep` takes.
-        wake_s: seconds that `wake` takes.
-        delivery_s: seconds that a finished call is under way; its slot is free meanwhile.
-        contention: with the trainer, where it slows this replica down.
-        resume_s: seconds until `resume` returns after a load; decoding goes on at once.
-
-    The finished calls' ``tokens`` are None.
-    """
+    """One replica. The finished calls' ``tokens`` are None."""
 
     capabilities = Capabilities(on_update=frozenset(OnUpdate), reproducible=True, sleep=True)
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        profile: RolloutProfile,
-        lengths: LengthSampler,
-        receive: Receive,
-        load_s: float,
-        sleep_s: float = 0.0,
-        wake_s: float = 0.0,
-        delivery_s: float = 0.0,
-        resume_s: float = 0.0,
-        contention: Contention | None = None,
-    ) -> None:
-        self.name = self.copy = name
-        self.slots = profile.slots
-        self._replica = DecodingReplica(name, profile, lengths, self._deliver, contention)
-        self._receive = receive
-        self._load_s = load_s
-        self._sleep_s = sleep_s
-        self._wake_s = wake_s
-        self._delivery_s = delivery_s
-        self._resume_s = resume_s
-        self._loaded = False
-        """A version was loaded since the last `resume`."""
-        self._staged: int | None = None
-        self._asleep = False
-        self._whole = True
-        """The engine holds a complete version."""
-        self._busy_with: str | None = None
-        """``load``, ``sleep`` or ``wake`` while it is under way."""
-        self._died: BaseException | None = None
-        self._outboxes: dict[str, Outbox] = {}
-        """Outboxes of the clients, from the first call or `finished` to the end of that."""
-        self._read: set[str] = set()
-        """Clients whose outbox is read."""
-        self._dropped: set[str] = set()
-        self._waiting: dict[asyncio.Future[Any], None] = {}
-        """Futures that methods under way wait for, but for finished calls and the end of a drain."""
+    name: str
+    """Name of the replica, in results and messages."""
+    _: KW_ONLY
+    profile: RolloutProfile
+    """What decoding and prefilling cost, slots and cache."""
+    lengths: LengthSampler
+    """Tokens of each answer; what reaches ``sampling.max_tokens`` is cut there (`FinishReason.LENGTH`)."""
+    receive: Receive
+    """The transport's end."""
+    load_s: float
+    """Seconds that `activate` takes."""
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
+    delivery_s: float = 0.0
+    """Seconds that a finished call is under way; its slot is free meanwhile."""
+    resume_s: float = 0.0
+    """Seconds until `resume` returns after a load; decoding goes on at once."""
+    contention: Contention | None = None
+    """Contention with the trainer, where it slows this replica down."""
+    _loaded: bool = False
+    """A version was loaded since the last `resume`."""
+    _staged: int | None = None
+    _asleep: bool = False
+    _whole: bool = True
+    """The engine holds a complete version."""
+    _busy_with: str | None = None
+    """``load``, ``sleep`` or ``wake`` while it is under way."""
+    _died: BaseException | None = None
+    _outboxes: dict[str, Outbox] = field(default_factory=dict)
+    """Outboxes of the clients, from the first call or `finished` to the end of that."""
+    _read: set[str] = field(default_factory=set)
+    """Clients whose outbox is read."""
+    _dropped: set[str] = field(default_factory=set)
+    _waiting: dict[asyncio.Future[Any], None] = field(default_factory=dict)
+    """Futures that methods under way wait for, but for finished calls and the end of a drain."""
+
+    def __post_init__(self) -> None:
+        self.copy, self.slots = self.name, self.profile.slots
+        self._replica = DecodingReplica(self.name, self.profile, self.lengths, self._deliver, self.contention)
 
     @property
     def version(self) -> int:
@@ -99,8 +86,7 @@ class SimulatedRollout:
 
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Take all of ``calls`` in one step. Raises `DataError` for a number that an open call of the client has."""
-        self._check_alive()
-        self._check_not_dropped(client)
+        self._check_alive(client)
         self._outboxes.setdefault(client, asyncio.Queue())
         self._replica.submit(client, calls)
 
@@ -109,8 +95,7 @@ class SimulatedRollout:
 
         Raises `RunError` where somebody iterates over them already: each batch comes once.
         """
-        self._check_alive()
-        self._check_not_dropped(client)
+        self._check_alive(client)
         if client in self._read:
             raise RunError(f"rollout engine {self.name}: finished({client!r}) is iterated over already")
         self._read.add(client)
@@ -120,18 +105,14 @@ class SimulatedRollout:
                 batch = await outbox.get()
                 if isinstance(batch, BaseException):
                     raise batch
-                if self._delivery_s:
-                    await self._until(batch[0].finished + self._delivery_s)
+                if self.delivery_s:
+                    await asyncio.sleep(batch[0].finished + self.delivery_s - asyncio.get_running_loop().time())
                 yield batch
         finally:
             del self._outboxes[client]
             self._read.remove(client)
             if self._died is None:
                 self._replica.drop(client)
-
-    def _check_not_dropped(self, client: str) -> None:
-        if client in self._dropped:
-            raise ClientGone(f"rollout engine {self.name}: {client!r} was given up; another one has its place")
 
     def _deliver(self, client: str, batch: Sequence[Completion]) -> None:
         self._outboxes[client].put_nowait(batch)
@@ -193,13 +174,13 @@ class SimulatedRollout:
         self._replica.resume()
         if self._loaded:
             self._loaded = False
-            await self._while_alive(asyncio.sleep(self._resume_s))
+            await self._while_alive(asyncio.sleep(self.resume_s))
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         """Receive ``version`` from the transport during decoding."""
         self._check_alive()
         self._staged = None  # all or nothing: also not what was there before
-        report = await self._while_alive(self._receive(self.name, version))
+        report = await self._while_alive(self.receive(self.name, version))
         self._staged = version
         return report
 
@@ -212,12 +193,12 @@ class SimulatedRollout:
                 f"{'nothing' if self._staged is None else f'version {self._staged}'}; call stage_weights first"
             )
         with self._standing_still("load"):
-            await self._while_alive(asyncio.sleep(self._load_s))
+            await self._while_alive(asyncio.sleep(self.load_s))
             self._replica.load(version)
             self._loaded = self._whole = True
             if self._staged == version:  # the next one may have arrived meanwhile
                 self._staged = None
-        return self._load_s
+        return self.load_s
 
     async def probe(self) -> None:
         """Return None: a simulated replica has no weights to compute with."""
@@ -235,7 +216,7 @@ class SimulatedRollout:
             self._asleep = True
             # Before the wait: whoever gives the call up meanwhile still has an engine that sleeps.
             self._whole = keep_weights
-            await self._while_alive(asyncio.sleep(self._sleep_s))
+            await self._while_alive(asyncio.sleep(self.sleep_s))
 
     async def wake(self) -> None:
         """Take the device back; still paused."""
@@ -243,7 +224,7 @@ class SimulatedRollout:
         if not self._asleep:
             return
         with self._standing_still("wake"):
-            await self._while_alive(asyncio.sleep(self._wake_s))
+            await self._while_alive(asyncio.sleep(self.wake_s))
             self._asleep = False
 
     @contextmanager
@@ -274,13 +255,11 @@ class SimulatedRollout:
         """Methods that are still waiting, and later ones, raise `RunError`. Closing twice is harmless."""
         self.die(RunError(f"rollout engine {self.name} is closed"))
 
-    def _check_alive(self) -> None:
+    def _check_alive(self, client: str | None = None) -> None:
         if self._died is not None:
             raise self._died
-
-    @staticmethod
-    async def _until(time: float) -> None:
-        await asyncio.sleep(time - asyncio.get_running_loop().time())
+        if client in self._dropped:
+            raise ClientGone(f"rollout engine {self.name}: {client!r} was given up; another one has its place")
 
     async def _while_alive(self, awaitable: Awaitable[T]) -> T:
         """The result of ``awaitable``, or the error that the engine died of meanwhile."""

@@ -23,6 +23,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,55 +104,47 @@ _COLUMN = Column(handle=None, index=0)
 """Placeholder for log-probs that nothing reads."""
 
 
+@dataclass(eq=False)
 class SimulatedTrainer:
     """A simulated trainer: a worker and an `OverlappingTrainEngine` that takes the time of a real one.
 
     Asked for two things at once, its ranks raise `RunError`; real ones would hang.
     """
 
-    def __init__(
-        self,
-        cost: TrainPoint,
-        update: UpdateProfile,
-        transport: SimulatedTransport,
-        *,
-        ranks: int = 1,
-        fetch_s: float = 0.0,
-        contention: Contention | None = None,
-    ) -> None:
-        """Create the trainer.
+    name = "trainer"
 
-        Args:
-            ranks: number of data ranks that wait for the one with most of a step's work.
-        """
-        self._cost = cost
-        self._division = Division(ranks)
-        self._nbytes = update.nbytes
-        self._gather_s = phase_seconds(update.gather, update.nbytes)
-        self._transport = transport
-        self._fetch_s = fetch_s
-        self._owed_s = 0.0
-        """Latency, in seconds, of a batch whose first step is still to come; 0 after that step."""
-        self._contention = contention
-        self.name = "trainer"
-        self._doing: str | None = None
-        self._computes = False
-        """True while the trainer computes: its work takes time, and waits for nobody."""
-        self._copy: int | None = None
-        """The version that the copy in host memory holds; None while it is being written, or before."""
-        self._sending = 0
-        """Number of transfers of the copy that are under way."""
+    cost: TrainPoint
+    update: UpdateProfile
+    transport: SimulatedTransport
+    _: KW_ONLY
+    ranks: int = 1
+    """Number of data ranks that wait for the one with most of a step's work."""
+    fetch_s: float = 0.0
+    contention: Contention | None = None
+    _owed_s: float = 0.0
+    """Latency, in seconds, of a batch whose first step is still to come; 0 after that step."""
+    _doing: str | None = None
+    _computes: bool = False
+    """True while the trainer computes: its work takes time, and waits for nobody."""
+    _copy: int | None = None
+    """The version that the copy in host memory holds; None while it is being written, or before."""
+    _sending: int = 0
+    """Number of transfers of the copy that are under way."""
+
+    def __post_init__(self) -> None:
+        self._division = Division(self.ranks)
+        self._gather_s = phase_seconds(self.update.gather, self.update.nbytes)
 
     async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
         """Divide the batch over the data ranks. They have no tokens, and hold none."""
         self._division.begin(mini_batches)
-        self._owed_s = self._fetch_s
+        self._owed_s = self.fetch_s
 
     async def end_batch(self) -> None:
         self._division.end()
 
     async def forward_logprobs(self, samples: Sequence[TrainSample]) -> list[Column]:
-        await self._work("a forward pass", self._cost.forward_token_s * self._division.tokens(samples))
+        await self._work("a forward pass", self.cost.forward_token_s * self._division.tokens(samples))
         return [_COLUMN] * len(samples)
 
     async def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[Column]:
@@ -159,7 +152,7 @@ class SimulatedTrainer:
 
     async def train_step(self, samples: Sequence[TrainSample], context: StepContext) -> StepReport:
         latency_s, self._owed_s = self._owed_s, 0.0
-        step_s = self._cost.step_s + self._cost.token_s * self._division.tokens(samples)
+        step_s = self.cost.step_s + self.cost.token_s * self._division.tokens(samples)
         await self._work("an optimizer step", latency_s + step_s)
         return _STEP
 
@@ -169,8 +162,8 @@ class SimulatedTrainer:
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
         await self._compute("gather", self._gather_s)
         with self._ranks("send"):  # not `computes`: it may wait for a receiver that hangs
-            send_s = await self._transport.send(version, receivers)
-        return SendReport(self._gather_s, send_s, self._nbytes, checksum(version))
+            send_s = await self.transport.send(version, receivers)
+        return SendReport(self._gather_s, send_s, self.update.nbytes, checksum(version))
 
     async def gather_weights(self, version: int) -> GatherReport:
         if self._sending:
@@ -181,7 +174,7 @@ class SimulatedTrainer:
         self._copy = None  # before the wait: nothing may be sent from a copy that is half of each version
         await self._compute("gather", self._gather_s)
         self._copy = version
-        return GatherReport(self._gather_s, self._nbytes)
+        return GatherReport(self._gather_s, self.update.nbytes)
 
     async def send_gathered(self, version: int, receivers: Sequence[str]) -> SendReport:
         if version != self._copy:
@@ -189,10 +182,10 @@ class SimulatedTrainer:
             raise RunError(f"version {version} cannot be sent to {names}: the copy holds version {self._copy}")
         self._sending += 1
         try:
-            send_s = await self._transport.send(version, receivers)
+            send_s = await self.transport.send(version, receivers)
         finally:
             self._sending -= 1
-        return SendReport(0.0, send_s, self._nbytes, checksum(version))
+        return SendReport(0.0, send_s, self.update.nbytes, checksum(version))
 
     async def copy_state(self) -> None: ...
 
@@ -213,11 +206,11 @@ class SimulatedTrainer:
 
     async def _work(self, doing: str, seconds: float) -> None:
         """Take ``seconds``, or longer while engines that share the trainer's cores compute."""
-        if self._contention is None:
+        if self.contention is None:
             await self._compute(doing, seconds)
         else:
             with self._ranks(doing, computes=True):
-                await self._contention.train(seconds)
+                await self.contention.train(seconds)
 
     async def _compute(self, doing: str, seconds: float) -> None:
         with self._ranks(doing, computes=True):
