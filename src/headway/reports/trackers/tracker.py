@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headway.config.layers import flatten
 from headway.errors import RunError, cut
 
 LONGEST_TEXT = 4000
@@ -27,19 +28,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield values of nested mappings under dotted names: ``groups.trained``. Lists become JSON, null is left out."""
-    for name, value in values.items():
-        key = f"{prefix}.{name}" if prefix else name
-        match value:
-            case Mapping():
-                yield from flat(value, key)
-            case None:
-                continue
-            case list() | tuple():
-                yield key, json.dumps(value, default=str)
-            case _:
-                yield key, value
+    for name, value in flatten(values):
+        if value not in (None, {}):
+            yield name, json.dumps(value, default=str) if isinstance(value, list | tuple) else value
 
 
 def trimmed(sample: Mapping[str, Any]) -> dict[str, Any]:
