@@ -82,7 +82,7 @@ def render(plan: PlanResult, width: int) -> RenderableType:
         caveat = f"The plan is as good as the profile's assumptions, which nobody measured ({len(assumptions)}):"
         parts += [Text(), Text(caveat, style="yellow"), _bullets(assumptions)]
     simulated = (
-        f"Simulated {_rows(len(plan.rows))} with {human.count(plan.trajectories)} trajectories in "
+        f"Simulated {_counted(len(plan.rows), 'row')} with {human.count(plan.trajectories)} trajectories in "
         f"{human.duration(plan.wall_s)}, {human.count(round(plan.trajectories_per_s))} in a second of processor time."
     )
     parts += [Text(), Text(simulated, style="bright_black")]
@@ -129,7 +129,7 @@ def _notes(plan: PlanResult) -> list[Text]:
     if rough := sum(row.relative_error > PRECISION for row in plan.rows):
         hurried = sum(not row.complete for row in plan.rows)
         why = f", {human.count(hurried)} of them for want of time (--budget)" if hurried else ""
-        notes.append(f"Not known within {human.share(PRECISION)}: {_rows(rough)}{why}.")
+        notes.append(f"Not known within {human.share(PRECISION)}: {_counted(rough, 'row')}{why}.")
     if plan.open:
         notes.append(f"Not simulated, as time was out (--budget): {_settings(plan.open)}.")
     if plan.skipped:
@@ -145,10 +145,10 @@ def _settings(settings: Sequence[PlanSetting]) -> str:
 def _in_words(row: PlanRow, parallel: Sequence[str]) -> tuple[str | tuple[str, str], ...]:
     setting, split = row.setting, row.setting.split
     where = (
-        f"all {human.count(split.train_devices)} devices for both, {_replicas(split.replicas)}"
+        f"all {human.count(split.train_devices)} devices for both, {_counted(split.replicas, 'replica')}"
         if split.shared
         else f"{human.count(split.train_devices)} devices train, {human.count(split.rollout_devices)} generate "
-        f"({_replicas(split.replicas)})"
+        f"({_counted(split.replicas, 'replica')})"
     )
     return (
         (setting.preset, "bold green"),
@@ -158,10 +158,6 @@ def _in_words(row: PlanRow, parallel: Sequence[str]) -> tuple[str | tuple[str, s
     )
 
 
-def _replicas(count: int) -> str:
-    return "1 replica" if count == 1 else f"{human.count(count)} replicas"
-
-
 def _bullets(lines: Sequence[str]) -> Table:
     table = Table.grid(padding=(0, 1))
     for line in lines:
@@ -169,8 +165,8 @@ def _bullets(lines: Sequence[str]) -> Table:
     return table
 
 
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{human.count(count)} rows"
+def _counted(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{human.count(count)} {what}s"
 
 
 VERSIONS_SHOWN = 6

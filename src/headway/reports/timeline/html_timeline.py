@@ -232,7 +232,10 @@ def live_parts(timeline: Timeline, max_spans: int) -> dict[str, Any]:
     lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
     return {
         "data": page_data(timeline, lanes, resolution),
-        "reasons": _reason_rows(timeline),
+        "reasons": [
+            (found.who, found.reason, human.duration(found.seconds), human.share(found.share))
+            for found in idle_reasons(timeline)[:REASONS_SHOWN]
+        ],
         "remarks": list(_remarks(timeline, resolution)),
     }
 
@@ -309,13 +312,6 @@ def cards(figures: dict[str, Any], window: Span, simulated: bool = False) -> Ite
     if evaluations and not simulated:
         first, last = evaluations[0]["accuracy"], evaluations[-1]["accuracy"]
         yield ("validation reward", human.score(last), f"from {human.score(first)}" if len(evaluations) > 1 else "")
-
-
-def _reason_rows(timeline: Timeline) -> list[tuple[str, str, str, str]]:
-    return [
-        (found.who, found.reason, human.duration(found.seconds), human.share(found.share))
-        for found in idle_reasons(timeline)[:REASONS_SHOWN]
-    ]
 
 
 def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:
