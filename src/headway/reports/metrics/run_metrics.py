@@ -326,8 +326,8 @@ class RunMetrics:
             values["time/since_start"] = window[1] - self.started.time
         if row.trained:
             values["throughput/samples_per_s"] = sum(row.lags.values()) / seconds
-            values["throughput/trajectories_per_s"] = row.trained_trajectories / seconds
-            values["throughput/trained_tokens_per_s"] = row.trained_tokens / seconds
+            values["throughput/trajectories_per_s"] = len(row.lengths) / seconds
+            values["throughput/trained_tokens_per_s"] = sum(row.lengths) / seconds
             values["throughput/generated_tokens_per_s"] = row.generated_tokens / seconds
         return values
 

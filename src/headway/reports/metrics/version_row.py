@@ -226,13 +226,12 @@ class VersionRow(EventSums):
     source_groups: Counter[str] = field(default_factory=Counter)
     generated_rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    """Tokens of each trained trajectory."""
     clipped: int = 0
     lags: Counter[int] = field(default_factory=Counter)
     lag_in_flight: list[int] = field(default_factory=list)
     lag_in_queue: list[int] = field(default_factory=list)
     token_lags: Counter[int] = field(default_factory=Counter)
-    trained_trajectories: int = 0
-    trained_tokens: int = 0
     actor: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     rows: int = 0
     """Rows of trajectories that optimizer steps were made on, with repetition."""
@@ -259,8 +258,6 @@ class VersionRow(EventSums):
         self.source_groups[group.source] += 1
         self.lengths += group.lengths
         self.clipped += group.clipped
-        self.trained_trajectories += len(group.lengths)
-        self.trained_tokens += sum(group.lengths)
         if lag is not None:
             self.lags[lag] += 1
         if group.taken_at is not None and group.oldest:
