@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
 from statistics import fmean, stdev
@@ -76,37 +76,32 @@ def fill_versions(eta: Fraction) -> int:
     return 1 if eta == 0 else 2 + ceil(eta)
 
 
+@dataclass(slots=True, kw_only=True)
 class StepMeter:
-    """Observer that measures a row while it is simulated. Keeps counters and busy spans, no events."""
+    """Observer that measures a row while it is simulated, from its fill on. Keeps counters and spans, no events."""
 
-    def __init__(
-        self,
-        *,
-        eta: Fraction,
-        steps_per_version: int,
-        stop: Callable[[], None],
-        out_of_time: Callable[[int], bool],
-    ) -> None:
-        """Begin with the fill. ``stop`` is called once, at the end of a version; ``out_of_time`` is asked there, given
-        the number of versions that were measured.
-        """
-        self._fill = fill_versions(eta)
-        self._multiple = 1 if eta == 0 else 2
-        self._steps_per_version = steps_per_version
-        self._stop = stop
-        self._out_of_time = out_of_time
-        self._occupancy = Occupancy()
-        self._steps = 0
-        self._ends: list[float] = []
-        """Times at which the last version of the fill ended, and each measured one."""
-        self._lags: list[int] = []
-        self._lag_bound: int | None = None
-        self._trajectories = 0
-        self._counted = 0
-        self._partial = 0
-        self._trainer_waited_s = 0.0
-        self._update_stall_s = 0.0
-        self._stopped = False
+    eta: Fraction
+    steps_per_version: int
+    stop: Callable[[], None]
+    """Function that is called once, at the end of a version."""
+    out_of_time: Callable[[int], bool]
+    """Function that is asked at the end of a version, given the number of versions that were measured."""
+    _occupancy: Occupancy = field(default_factory=Occupancy)
+    _steps: int = 0
+    _ends: list[float] = field(default_factory=list)
+    """Times at which the last version of the fill ended, and each measured one."""
+    _lags: list[int] = field(default_factory=list)
+    _lag_bound: int | None = None
+    _trajectories: int = 0
+    _counted: int = 0
+    _partial: int = 0
+    _trainer_waited_s: float = 0.0
+    _update_stall_s: float = 0.0
+    _stopped: bool = False
+
+    @property
+    def _multiple(self) -> int:
+        return 1 if self.eta == 0 else 2
 
     def on_event(self, event: Event) -> None:
         # Before the event counts: the step that ends the fill is no part of the window.
@@ -130,7 +125,7 @@ class StepMeter:
             case events.OptimizerStepped() if not self._stopped:
                 self._lags += event.lags if measuring else ()
                 self._steps += 1
-                if self._steps % self._steps_per_version == 0:
+                if self._steps % self.steps_per_version == 0:
                     self._version_ended(event.time)
 
     def close(self) -> None: ...
@@ -163,12 +158,12 @@ class StepMeter:
         return [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
 
     def _version_ended(self, time: float) -> None:
-        if self._steps // self._steps_per_version >= self._fill:
+        if self._steps // self.steps_per_version >= fill_versions(self.eta):
             self._ends.append(time)
         times = self._times()
-        if self._out_of_time(len(times)) or len(times) >= MOST_VERSIONS or self._known(times):
+        if self.out_of_time(len(times)) or len(times) >= MOST_VERSIONS or self._known(times):
             self._stopped = True
-            self._stop()
+            self.stop()
 
     def _known(self, times: list[float]) -> bool:
         # Whole pairs: short and long versions alternate where groups run ahead.
