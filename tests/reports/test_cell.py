@@ -38,5 +38,6 @@ def test_the_rewards_of_a_long_run_that_are_kept_are_few_with_its_ends_and_extre
     progress = RunProgress(RunMetrics())
     for reward in [0.5] + [0.0] * 3000 + [1.0] + [0.0] * 3000 + [0.25]:
         progress.on_row({"reward/mean": reward})
-    assert len(progress.rewards) <= MOST_POINTS
-    assert (progress.rewards[0], max(progress.rewards), progress.rewards[-1]) == (0.5, 1.0, 0.25)
+    rewards = progress.rewards.items
+    assert len(rewards) <= MOST_POINTS
+    assert (rewards[0], max(rewards), rewards[-1]) == (0.5, 1.0, 0.25)

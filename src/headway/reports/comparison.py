@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,7 @@ def _settings(path: Path) -> dict[str, Any]:
     except ConfigError as cause:
         said = " ".join(str(cause).split())  # YAML's own is a small picture
         raise ConfigError(f"RUN: got {path}, whose settings cannot be read: {said}") from cause
-    values: dict[str, Any] = {}
-    for layer in layers:
-        values = overlay(values, layer.values)
-    return values
+    return reduce(overlay, (layer.values for layer in layers), {})
 
 
 def compared(runs: Sequence[RunRead]) -> Comparison:

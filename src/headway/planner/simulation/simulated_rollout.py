@@ -31,7 +31,7 @@ Outbox = asyncio.Queue[Sequence[Completion] | BaseException]
 """Queue from which a client takes the calls that were finished at one moment, or the error that ended the engine."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SimulatedRollout:
     """One replica. The finished calls' ``tokens`` are None."""
 

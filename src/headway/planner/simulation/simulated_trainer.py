@@ -104,7 +104,7 @@ _COLUMN = Column(handle=None, index=0)
 """Placeholder for log-probs that nothing reads."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SimulatedTrainer:
     """A simulated trainer: a worker and an `OverlappingTrainEngine` that takes the time of a real one.
 
@@ -144,7 +144,8 @@ class SimulatedTrainer:
         self._division.end()
 
     async def forward_logprobs(self, samples: Sequence[TrainSample]) -> list[Column]:
-        await self._work("a forward pass", self.cost.forward_token_s * self._division.tokens(samples))
+        seconds = self.cost.forward_token_s * self._division.tokens(samples)
+        await self._compute("a forward pass", seconds, self.contention)
         return [_COLUMN] * len(samples)
 
     async def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[Column]:
@@ -153,7 +154,7 @@ class SimulatedTrainer:
     async def train_step(self, samples: Sequence[TrainSample], context: StepContext) -> StepReport:
         latency_s, self._owed_s = self._owed_s, 0.0
         step_s = self.cost.step_s + self.cost.token_s * self._division.tokens(samples)
-        await self._work("an optimizer step", latency_s + step_s)
+        await self._compute("an optimizer step", latency_s + step_s, self.contention)
         return _STEP
 
     async def reach(self, receivers: Sequence[str]) -> None:
@@ -204,17 +205,10 @@ class SimulatedTrainer:
         """The trainer's heartbeat: work that takes time moves all the while, as a simulated clock passes."""
         return Heartbeat(self._doing or "", 0.0 if self._computes else math.inf)
 
-    async def _work(self, doing: str, seconds: float) -> None:
-        """Take ``seconds``, or longer while engines that share the trainer's cores compute."""
-        if self.contention is None:
-            await self._compute(doing, seconds)
-        else:
-            with self._ranks(doing, computes=True):
-                await self.contention.train(seconds)
-
-    async def _compute(self, doing: str, seconds: float) -> None:
+    async def _compute(self, doing: str, seconds: float, contention: Contention | None = None) -> None:
+        """Take ``seconds``, or longer while engines compute that are in ``contention`` with the trainer."""
         with self._ranks(doing, computes=True):
-            await asyncio.sleep(seconds)
+            await (asyncio.sleep(seconds) if contention is None else contention.train(seconds))
 
     @contextmanager
     def _ranks(self, doing: str, *, computes: bool = False) -> Iterator[None]:

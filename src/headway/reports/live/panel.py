@@ -30,7 +30,8 @@ class RunProgress:
 
     def __init__(self, metrics: RunMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.metrics = metrics
-        self._rewards: Series[float] = Series(MOST_POINTS)
+        self.rewards: Series[float] = Series(MOST_POINTS)
+        """Mean rewards of versions, of which at most `MOST_POINTS` are kept."""
         self.row: dict[str, Any] = {}
         """Newest value of each metric."""
         self._clock = clock
@@ -44,12 +45,7 @@ class RunProgress:
     def on_row(self, row: dict[str, Any]) -> None:
         self.row = self.row | row
         if "reward/mean" in row:
-            self._rewards.append(row["reward/mean"], row["reward/mean"])
-
-    @property
-    def rewards(self) -> list[float]:
-        """Mean rewards of versions, of which at most `MOST_POINTS` are kept."""
-        return self._rewards.items
+            self.rewards.append(row["reward/mean"], row["reward/mean"])
 
     @property
     def now(self) -> float:
@@ -172,7 +168,7 @@ def _validation(validated: Sequence[ValidationFinished], spark: int) -> Text:
 
 
 def _reward(run: RunProgress, spark: int) -> Text:
-    if not (rewards := run.rewards):
+    if not (rewards := run.rewards.items):
         since = "since the resume" if run.metrics.version else "yet"
         return Text(f"nothing trained {since}", style=QUIET)
     return _course(rewards, spark, "bold")

@@ -289,6 +289,11 @@ class SampleIndex:
     def __post_init__(self) -> None:
         self._tail = Tail(self.path)
 
+    @property
+    def offset(self) -> int:
+        """Number of bytes before the next line."""
+        return self._tail.offset
+
     def read_on(self) -> int:
         """Take up the lines that came, a few MiB of them; return how many. Raises `Rewritten` and `OSError`."""
         count = 0

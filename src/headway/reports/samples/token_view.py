@@ -185,18 +185,16 @@ _NOTHING = object()
 
 def print_token_table(row: Row, console: Console) -> None:
     """Print a table with a line for each token of a row, and all its numbers."""
-    columns = row["columns"]
-    names = ["#", "token", "version", "engine", "trainer", "gap", "entropy", *columns]
+    numbers = {"engine": row["behaviour"], "trainer": row["logprobs"], "gap": gaps(row), "entropy": row["entropy"]}
+    numbers |= row["columns"]
     lines: list[list[Text]] = []
     styles: list[str | None] = []
-    numbers = [row["behaviour"], row["logprobs"], gaps(row), row["entropy"], *columns.values()]
-    half = len(row["ids"]) // 2 if row["cut"] else len(row["ids"])
     steps = [1] * len(row["ids"])
-    if row["cut"]:
-        steps[half] += row["cut"]
+    if row["cut"]:  # in the middle
+        steps[len(steps) // 2] += row["cut"]
     for place, (at, piece) in enumerate(zip(accumulate(steps), row["pieces"], strict=True)):
         read, version = not row["mask"][place], row["versions"][place]
-        cells = [human.UNKNOWN if version < 0 else _number(values[place]) for values in numbers]
+        cells = [human.UNKNOWN if version < 0 else _number(values[place]) for values in numbers.values()]
         shown = repr(visible(piece))[1:-1] if piece.strip() else repr(piece)
         of_version = human.UNKNOWN if version < 0 else str(version)
         lines.append([Text(cell) for cell in (str(at - 1), shown, of_version, *cells)])
@@ -209,7 +207,7 @@ def print_token_table(row: Row, console: Console) -> None:
             no_wrap=True,
             style=QUIET if name == "#" else "",
         )
-        for name in names
+        for name in ("#", "token", "version", *numbers)
     ]
     print_fitting(console, headings, lines, styles=styles)
 
@@ -239,11 +237,7 @@ def figures(row: Row) -> str:
     ]
     if advantages := of(row["columns"].get("advantages") or [None] * len(mask)):
         low, high = min(advantages), max(advantages)
-        parts.append(
-            f"advantage {human.number(low)}"
-            if low == high
-            else f"advantage {human.number(low)} to {human.number(high)}"
-        )
+        parts.append(f"advantage {human.number(low)}" + ("" if low == high else f" to {human.number(high)}"))
     return ", ".join(parts)
 
 

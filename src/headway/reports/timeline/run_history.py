@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
@@ -97,19 +98,15 @@ class CurveLog:
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[str, float]] = {}
-        self._kinds: dict[str, ChartKind | None] = {}
+        self._names: dict[str, None] = {}
+        """Names of all metrics in the rows, in the order in which they came."""
 
     def on_row(self, row: dict[str, Any]) -> None:
         kept = self._rows.setdefault(row["version"], {})
         for name, value in row.items():
-            drawn = name in PLACED or self._kind(name) is not None
+            drawn = name in PLACED or _kind_of(name) is not None
             if drawn and value is not None and math.isfinite(value):
-                kept[name] = value
-
-    def _kind(self, name: str) -> ChartKind | None:
-        if name not in self._kinds:
-            self._kinds[name] = _kind_of(name)
-        return self._kinds[name]
+                kept[name], self._names[name] = value, None
 
     @property
     def versions(self) -> int:
@@ -134,15 +131,14 @@ class CurveLog:
 
     def points(self, metric: str) -> list[tuple[CurvePoint, float]]:
         """All values of a metric, by version, with their places."""
-        kind = self._kind(metric)
+        kind = _kind_of(metric)
         places = self.places(entered=kind is not None and kind.entered)
         where, values = self.series(metric)
         return [(places[place], value) for place, value in zip(where, values, strict=True)]
 
     def metrics_of(self, kind: ChartKind) -> list[tuple[str, str]]:
         """The metrics that a chart of ``kind`` draws and that have data, each with its curve's name."""
-        rows = self._rows.values()
-        there = [name for name, drawn in self._kinds.items() if drawn is kind and any(name in row for row in rows)]
+        there = [name for name in self._names if _kind_of(name) is kind]
         named = [(metric, name) for metric, name in kind.metrics if metric in there]
         if kind.family is not None:
             head, tail = kind.family
@@ -195,6 +191,7 @@ def to_json(log: CurveLog) -> dict[str, Any]:
     return {"tables": tables, "charts": [charts[kind.name] for kind in KINDS if kind.name in charts]}
 
 
+@lru_cache(1024)
 def _kind_of(name: str) -> ChartKind | None:
     """Return the kind of chart that draws the metric ``name``; None for none."""
     if name in _PLAIN:

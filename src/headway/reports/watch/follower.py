@@ -62,8 +62,6 @@ class _Read:
     events: EventReader
     samples: SampleIndex
     builder: TimelineBuilder
-    lines: int = 0
-    """Number of lines of samples that were read."""
     starting: bool = False
     """True from a resume to the start behind it."""
 
@@ -179,7 +177,7 @@ class Follower:
             if self._outdated:
                 self._begin_anew()
                 self._outdated = False  # only now: after a failure above it is read anew once more
-            went_on = self._read_samples()
+            went_on = self._read.samples.read_on() > 0
             went_on |= self._read_events()  # not `went_on or`, which would skip it
             if not went_on:  # up to date
                 self._show(self._stands())
@@ -218,11 +216,6 @@ class Follower:
             builder.metrics = state.metrics
             draw(events, drawn, builder, state.offset)
             read.events = EventReader(events, record=record, after=state.offset)
-
-    def _read_samples(self) -> bool:
-        count = self._read.samples.read_on()
-        self._read.lines += count
-        return count > 0
 
     def _read_events(self) -> bool:
         """Read a chunk of the record. Raises `Rewritten` where the run was resumed since it was looked through."""
@@ -286,7 +279,7 @@ class Follower:
                 lambda: live_parts(read.builder.build(ended=False), LIVE_SPANS),
                 at_once=over,
             )
-        known = (self.epoch, read.events.offset, read.lines, self._timeline.times, str(status))
+        known = (self.epoch, read.events.offset, read.samples.offset, self._timeline.times, str(status))
         told = self._message.built_from
         self._build(self._message, known, self.message, at_once=known[3:] != told[3:])
 
