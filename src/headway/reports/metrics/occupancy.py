@@ -64,14 +64,6 @@ class ReplicaTime:
         """Slot time inside ``window``; a report that straddles its edge counts by the part that lies inside."""
         return self.slot_time.within(self.presence(window))
 
-    def begin(self, origin: float) -> None:
-        self.busy.begin(origin)
-        self.slot_time.begin(origin)
-
-    def sum_up(self, until: float) -> None:
-        self.busy.sum_up(until)
-        self.slot_time.sum_up(until)
-
 
 REPLICA_SECONDS: Mapping[str, Callable[[ReplicaTime, Span], float]] = {
     "present": ReplicaTime.seconds,
@@ -143,10 +135,8 @@ class Occupancy:
     def begin(self, origin: float) -> None:
         """Forget what lies before ``origin``; no window will start earlier."""
         self._origin = self._summed_until = origin
-        for replica in self.replicas.values():
-            replica.begin(origin)
-        for union in self._unions():
-            union.begin(origin)
+        for sums in self._sums():
+            sums.begin(origin)
 
     def sum_up(self, until: float) -> None:
         """Sum up the time before ``until``; later windows begin at the origin or not before it, and end no earlier.
@@ -166,12 +156,13 @@ class Occupancy:
                 for what, seconds in REPLICA_SECONDS.items():
                     self._summed[what] += seconds(replica, (self._origin, until))
                 del self.replicas[name]
-            replica.sum_up(until)
-        for union in self._unions():
-            union.sum_up(until)
+        for sums in self._sums():
+            sums.sum_up(until)
         self._summed_until = until
 
-    def _unions(self) -> Iterator[IntervalUnion]:
+    def _sums(self) -> Iterator[IntervalUnion | Spread]:
+        for replica in self.replicas.values():
+            yield from (replica.busy, replica.slot_time)
         yield from (self.trainer.busy, self.trainer_waits, self.saves, self.handovers)
         yield from self._stage_waits.values()
         yield from self._stage_work.values()
