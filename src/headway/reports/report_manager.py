@@ -259,15 +259,12 @@ def _locked(lock: Lock, tell: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _open_view(config: Config, console: Console, progress: RunProgress, lock: Lock) -> ConsoleView:
-    if isinstance(console, Cell):
-        return LiveView(console, progress, lock, cell=console)
-    match config.reports.live:
-        case "on" if not console.is_terminal:
-            return LiveView(Console(file=console.file, force_terminal=True), progress, lock)
-        case "on":
-            return LiveView(console, progress, lock)
-        case "auto" if console.is_terminal and not console.is_dumb_terminal:
-            return LiveView(console, progress, lock)
+    wanted, shows = config.reports.live, console.is_terminal and not console.is_dumb_terminal
+    if isinstance(console, Cell) or (wanted == "auto" and shows):
+        return LiveView(console, progress, lock)
+    if wanted == "on":
+        terminal = console if console.is_terminal else Console(file=console.file, force_terminal=True)
+        return LiveView(terminal, progress, lock)
     return PlainView(console, progress)
 
 

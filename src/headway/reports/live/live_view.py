@@ -96,14 +96,8 @@ class LiveView:
     All methods but `close` are called with ``lock`` held, `close` without it.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        progress: RunProgress,
-        lock: AbstractContextManager[Any],
-        cell: Cell | None = None,
-    ) -> None:
-        """Begin to draw on ``console``, on its terminal unless it is a ``cell``."""
+    def __init__(self, console: Console, progress: RunProgress, lock: AbstractContextManager[Any]) -> None:
+        """Begin to draw on ``console``, on its terminal unless it is a `Cell`."""
         self._console = console
         self._progress = progress
         self._lock = lock
@@ -111,13 +105,13 @@ class LiveView:
         self._lines: list[Text | Padding] = []
         """Lines to print above the view: a `Text` is one line, however long; a `Padding` wraps between its margins."""
         self._spinner = Spinner("dots", style=ACCENT)
-        if cell is None:
+        self._show: Callable[[RenderableType], None]
+        if isinstance(console, Cell):
+            self._show, self._end = console.show, console.close
+        else:
             live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
             live.start()
-            self._show: Callable[[RenderableType], None] = partial(live.update, refresh=True)
-            self._end = live.stop
-        else:
-            self._show, self._end = cell.show, cell.close
+            self._show, self._end = partial(live.update, refresh=True), live.stop
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._draw_until_closed, name="live-view", daemon=True)
         self._thread.start()
