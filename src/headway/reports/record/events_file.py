@@ -91,18 +91,12 @@ class JsonLines:
             return
         self._waiting += to_json_line(row).encode() + b"\n"
         if at_once or time.monotonic() - self._flushed >= FLUSH_EVERY_S:
-            self.flush()
+            self._flush()
+            if len(self._waiting) > KEPT_BYTES:
+                self._give_up()
 
     def on_row(self, row: dict[str, Any]) -> None:
         self.write(row, at_once=True)  # trackers read it there
-
-    def flush(self) -> None:
-        """Write what waits, or try to; give up where too much does."""
-        if self._ended:
-            return
-        self._flush()
-        if len(self._waiting) > KEPT_BYTES:
-            self._give_up()
 
     def close(self) -> None:
         if not self._ended:

@@ -264,22 +264,15 @@ Key = tuple[int] | tuple[int, int]
 """A group's number, or the version of a validation and the problem."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleLocation:
-    """Place of a sample's line in the file, and the trainer's version that it belongs to."""
-
-    offset: int
-    size: int
-    version: int
-
-
 @dataclass(slots=True)
 class SampleIndex:
     """Index of the lines read so far. `read_on` resumes at the end of the last reading."""
 
     path: Path
-    groups: dict[int, SampleLocation] = field(default_factory=dict)
-    validations: dict[tuple[int, int], SampleLocation] = field(default_factory=dict)
+    groups: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Group → offset and size of its line."""
+    validations: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """Version and problem → offset and size of its line."""
     lines: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     """Version and problem → its line in a list: version, problem, source, mean reward and length. The newest alone."""
     damaged: int = 0
@@ -299,8 +292,7 @@ class SampleIndex:
         count = 0
         for offset, line in self._tail.read():
             count += 1
-            key, version, told = _parsed(line)
-            at = SampleLocation(offset, len(line), version)
+            (key, told), at = _parsed(line), (offset, len(line))
             if key is None:
                 self.damaged += 1
             elif len(key) == 1:
@@ -316,22 +308,23 @@ class SampleIndex:
         at = self.groups.get(key[0]) if len(key) == 1 else self.validations.get(key)
         if at is None:
             return None
+        offset, size = at
         with self.path.open("rb") as file:
-            file.seek(at.offset)
-            return file.read(at.size)
+            file.seek(offset)
+            return file.read(size)
 
 
-def _parsed(line: bytes) -> tuple[Key | None, int, list[Any]]:
-    """Return a sample's key, None for a line that is none; its version; and a validation's line in a list."""
+def _parsed(line: bytes) -> tuple[Key | None, list[Any]]:
+    """Return a sample's key, None for a line that is none; and a validation's line in a list."""
     if (found := HEAD.match(line)) and found[1] == b"group":  # most of them, without parsing their tokens
-        return (int(found[2]),), int(found[3]), []
+        return (int(found[2]),), []
     try:
         row = parsed(line)
         if "group" in row:  # spelled in another order than its writer's
-            return (int(row["group"]),), int(row["version"]), []
-        return (int(row["validation"]), int(row["problem"])), int(row["validation"]), validation_line(row)
+            return (int(row["group"]),), []
+        return (int(row["validation"]), int(row["problem"])), validation_line(row)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None, -1, []
+        return None, []
 
 
 def validation_line(sample: Sample) -> list[Any]:
@@ -355,8 +348,7 @@ def for_page(index: SampleIndex, budget: int = ON_PAGE) -> list[dict[str, Any]]:
     Groups and validations get a half each, and what the other leaves. Of a group that is large its first episodes keep
     their tokens; ``left_out`` counts the others.
     """
-    validations = sorted(index.validations, key=lambda key: (index.validations[key].version, key))
-    chosen, left = _fill(index, validations, budget // 2)
+    chosen, left = _fill(index, sorted(index.validations), budget // 2)
     groups, _ = _fill(index, [(number,) for number in sorted(index.groups)], budget - budget // 2 + left)
     return groups + chosen
 
