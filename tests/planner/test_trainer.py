@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headway.data.interfaces.training import OverlappingTrainEngine, StepContext
+from headway.data.interfaces.training import StepContext
 from headway.data.interfaces.weights import GatherReport, SendReport
 from headway.data.types import TrainSample, TrajectoryId
 from headway.errors import RunError
@@ -34,13 +34,6 @@ def trained(script: Callable[[SimulatedTrainer, SimulatedTransport], Coroutine[A
         await script(SimulatedTrainer(COST, UPDATE, transport), transport)
 
     run_virtual(main())
-
-
-def test_it_is_a_trainer_that_can_overlap() -> None:
-    async def script(trainer: SimulatedTrainer, _: SimulatedTransport) -> None:
-        assert isinstance(trainer, OverlappingTrainEngine)
-
-    trained(script)
 
 
 def test_a_step_takes_time_for_itself_and_for_every_token_a_forward_pass_for_tokens_alone() -> None:

@@ -28,7 +28,7 @@ from headway.runtime.task_groups import concurrently
 
 
 class TrainGroup:
-    """Implementation of `OverlappingTrainEngine` over the ranks of `ActorRole`."""
+    """Implementation of `TrainEngine` over the ranks of `ActorRole`."""
 
     def __init__(self, ranks: WorkerGroup, paths: WeightPaths, *, with_returns: bool = False) -> None:
         """Create the engine. ``with_returns``: the advantage estimator has a critic."""

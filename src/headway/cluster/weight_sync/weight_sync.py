@@ -50,10 +50,10 @@ class WeightPaths(Protocol):
         """Gather and send a version, as `TrainEngine.send_weights` does."""
 
     async def gather(self, version: int) -> GatherReport:
-        """Gather a version into a copy, as `OverlappingTrainEngine.gather_weights` does."""
+        """Gather a version into a copy, as `TrainEngine.gather_weights` does."""
 
     async def send_gathered(self, version: int, names: Sequence[str]) -> SendReport:
-        """Send the ranks' copies, as `OverlappingTrainEngine.send_gathered` does."""
+        """Send the ranks' copies, as `TrainEngine.send_gathered` does."""
 
     def copy_of(self, name: str) -> str:
         """Return what `PolicyReceiver.copy` of a receiver is."""
@@ -261,13 +261,13 @@ class WeightSync:
         return replace(_together([sent.report for sent in results], checksums), probe=weights.probe)
 
     async def gather(self, version: int) -> GatherReport:
-        """Gather a version into the ranks' copies, as `OverlappingTrainEngine.gather_weights` does."""
+        """Gather a version into the ranks' copies, as `TrainEngine.gather_weights` does."""
         report: GatherReport = await self._actor.gather_weights(version, self._config.param_update.verify)
         self._published.clear()  # what is stored is an earlier version's
         return report
 
     async def send_gathered(self, version: int, names: Sequence[str]) -> SendReport:
-        """Send the ranks' copies, as `OverlappingTrainEngine.send_gathered` does."""
+        """Send the ranks' copies, as `TrainEngine.send_gathered` does."""
         copies = self._copies_of(names)
         with self._failing(copies):
             if self._streamed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,6 +194,18 @@ class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
         They are those of the last `reach`. Raises `UpdateFailed` when one of them does not answer or gives up.
         """
 
+    async def gather_weights(self, version: int) -> GatherReport:
+        """Gather the weights into the ranks' copy of them in host memory, while no `send_gathered` runs. The ranks are
+        free again when this returns.
+        """
+
+    async def send_gathered(self, version: int, receivers: Sequence[str]) -> SendReport:
+        """Send the copy, which must hold ``version``, to the receivers that load from one copy of theirs.
+
+        Their `stage_weights` must run at the same time. Takes no time of the ranks, and may run several times at once;
+        ``gather_s`` of the report is 0.
+        """
+
     async def copy_state(self) -> None:
         """Copy model, optimizer and schedule into the ranks' host memory, for `save`. Not while that runs."""
 
@@ -210,24 +222,6 @@ class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
         """Write a Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
 
     async def close(self) -> None: ...
-
-
-@runtime_checkable
-class OverlappingTrainEngine(TrainEngine, Protocol):
-    """Trainer that can send weights while it trains on, as ``param_update.schedule: overlapped`` needs.
-
-    Its ranks keep a copy in host memory. `gather_weights` overwrites it: no `send_gathered` may be running then.
-    """
-
-    async def gather_weights(self, version: int) -> GatherReport:
-        """Gather the weights into the trainer's copy. The ranks are free again when this returns."""
-
-    async def send_gathered(self, version: int, receivers: Sequence[str]) -> SendReport:
-        """Send the copy, which must hold ``version``, to the receivers that load from one copy of theirs.
-
-        Their `stage_weights` must run at the same time. Takes no time of the ranks, and may run several times at once;
-        ``gather_s`` of the report is 0.
-        """
 
 
 class CriticEngine(BatchEngine, Protocol):

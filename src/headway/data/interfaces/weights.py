@@ -51,10 +51,10 @@ class SendReport:
     """Number of bytes of the complete weights, in the served dtype; None: the same as ``nbytes``."""
     changed: float | None = None
     """Share of 16-bit units that differ from the version before, as in `GatherReport`; None after
-    `training.OverlappingTrainEngine.send_gathered`."""
+    `training.TrainEngine.send_gathered`."""
     probe: NDArray[np.float32] | None = None
     """Log-probs [N] of the probe's sequences, as in `GatherReport`; None after
-    `training.OverlappingTrainEngine.send_gathered`."""
+    `training.TrainEngine.send_gathered`."""
 
 
 @dataclass(frozen=True, slots=True)

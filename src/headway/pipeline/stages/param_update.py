@@ -27,7 +27,6 @@ from functools import partial
 from typing import ClassVar
 
 from headway.config.schema import Config
-from headway.data.interfaces.training import OverlappingTrainEngine
 from headway.data.interfaces.weights import GatherReport
 from headway.errors import RunError
 from headway.events import UpdateFinished, UpdateSuperseded
@@ -169,9 +168,7 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         actor: Actor,
         restarts: RankRestarts,
     ) -> None:
-        """Build the stage. ``restarts``: of the trainer's ranks.
-
-        Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
+        """Build the stage. ``restarts``: of the trainer's ranks."""
         super().__init__(state.emit, input, output)
         self._state = state
         self._pool = pool = validators.pool
@@ -182,8 +179,6 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         transfer = VersionTransfer(state, pool, trainer, self._waiting_within)
         loading = WeightLoading(state, pool, self._waiting_within, self._order_validation)
         overlapped = config.param_update.schedule == "overlapped"
-        if overlapped and not isinstance(trainer, OverlappingTrainEngine):
-            raise TypeError(f"{type(trainer).__name__} cannot send weights while it trains on")
         self._schedule = (Overlapped if overlapped else Synchronous)(state, transfer, loading, restarts)
 
     async def process_data(self, update: PendingUpdate) -> AsyncGenerator[Validation, None]:

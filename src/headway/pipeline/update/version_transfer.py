@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config.sizing.timeouts import SETTLE_S
-from headway.data.interfaces.training import OverlappingTrainEngine, TrainEngine
+from headway.data.interfaces.training import TrainEngine
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.errors import UpdateFailed, UpdateMissed
 from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
@@ -225,7 +225,7 @@ class VersionTransfer:
             await self._sent.until(lambda: self._sending == 0)
         started = now()
         with self.waiting_for("the trainer to gather"):
-            gathered = await self._overlapping.gather_weights(version)
+            gathered = await self.trainer.gather_weights(version)
         self._report_gathered(version, started, gathered.gather_s, gathered.nbytes)
         return gathered
 
@@ -233,15 +233,10 @@ class VersionTransfer:
         """Send the trainer's copy, which holds ``version``, to ``receivers``, which load from one copy of theirs."""
         self._sending += 1
         try:
-            return await self._deliver(version, receivers, self._overlapping.send_gathered, where=receivers[0].name)
+            return await self._deliver(version, receivers, self.trainer.send_gathered, where=receivers[0].name)
         finally:
             self._sending -= 1
             self._sent.changed()
-
-    @property
-    def _overlapping(self) -> OverlappingTrainEngine:
-        assert isinstance(self.trainer, OverlappingTrainEngine), "ParamUpdate has checked that"
-        return self.trainer
 
     async def _deliver(self, version: int, receivers: Sequence[ReceiverClient], send: Send, *, where: str) -> Delivery:
         """Repeat attempts until all remaining receivers hold ``version``. Raises `UpdateFailed` if that cannot be."""

@@ -106,7 +106,7 @@ _COLUMN = Column(handle=None, index=0)
 
 @dataclass(eq=False, repr=False)
 class SimulatedTrainer:
-    """A simulated trainer: a worker and an `OverlappingTrainEngine` that takes the time of a real one.
+    """A simulated trainer: a worker and a `TrainEngine` that takes the time of a real one.
 
     Asked for two things at once, its ranks raise `RunError`; real ones would hang.
     """
