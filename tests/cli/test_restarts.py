@@ -38,8 +38,8 @@ def attend(run: Path, most: int, program: str) -> subprocess.Popen[str]:
     """A process that keeps the run of ``program`` going: it becomes the parent of what that leaves behind."""
     attends = (
         "import sys, pathlib; from headway.cli import restarts; restarts.AGAIN_S = 0.1; "
-        f"sys.exit(restarts.keep_going(['train', 'recipe.yaml', {str(run)!r}], pathlib.Path({str(run)!r}), {most}, "
-        f"{IMPORTS_AS_HERE + program!r}))"
+        f"restarts.HEADWAY = {IMPORTS_AS_HERE + program!r}; "
+        f"sys.exit(restarts.keep_going(['train', 'recipe.yaml', {str(run)!r}], pathlib.Path({str(run)!r}), {most}))"
     )
     return subprocess.Popen([sys.executable, "-c", attends], stderr=subprocess.PIPE, text=True)
 

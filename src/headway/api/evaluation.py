@@ -73,14 +73,10 @@ class Evaluation:
         )
 
     def __repr__(self) -> str:
-        error = self.figures.accuracy.error
-        spread = "" if error is None else f" ± {human.score(error)}"
         passed = "".join(f", pass@{k} {human.score(one.value)}" for k, one in self.figures.pass_at.items() if k > 1)
         problems = human.count(self.figures.problems)
         called = "accuracy" if self.figures.of_right_and_wrong else "mean reward"
-        return (
-            f"<Evaluation of {problems} problems of {self.data}: {called} {human.score(self.accuracy)}{spread}{passed}>"
-        )
+        return f"<Evaluation of {problems} problems of {self.data}: {called} {self.figures.accuracy}{passed}>"
 
 
 def evaluate(

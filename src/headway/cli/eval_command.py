@@ -15,12 +15,13 @@ import typer
 
 from headway.cli.common import EXIT_FAILED, Overrides, check_writable, command, files_of_run, writing
 from headway.errors import ConfigError
+from headway.reports import human
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from headway.api.eval.evaluation_settings import EvaluationJob
-    from headway.api.eval.figures import Estimate, Figures, Solved
+    from headway.api.eval.figures import Figures, Solved
     from headway.api.eval.scored_answers import Questions
     from headway.data.tokenize import Counts
 
@@ -149,7 +150,6 @@ def print_figures(
 
     from headway.api.eval.figures import by_source, figures
     from headway.data.tokenize import bad_rows, reasons_told, total
-    from headway.reports import human
 
     config, every = job.config, figures(solved, ks, threshold)
     rollout, limit = config.rollout, config.data.max_response_length
@@ -163,7 +163,7 @@ def print_figures(
         **({"version": str(job.version)} if job.version is not None else {}),
         "data": f"{job.data}: {human.count(every.problems)} problems, {several}{how}",
         "reward": " + ".join(one.label for one in config.reward.all),
-        called: f"{_estimate(every.accuracy)}  {meaning}",
+        called: f"{every.accuracy}  {meaning}",
     }
     lines |= {f"reward {name}": human.number(mean) for name, mean in every.parts.items()}
     correct = f"a reward of at least {threshold:g} is correct"
@@ -190,18 +190,16 @@ def print_figures(
     sources = by_source(solved)
     for name, of in ((name, figures(sources[name], ks, threshold)) for name in sources if len(sources) > 1):
         passed = "".join(f", pass@{k} {human.score(one.value)}" for k, one in of.pass_at.items())
-        table.add_row(f"source {name}", f"{_estimate(of.accuracy)}{passed}, of {human.count(of.problems)} problems")
+        table.add_row(f"source {name}", f"{of.accuracy}{passed}, of {human.count(of.problems)} problems")
     console.print(table)
 
 
 def _pass(figures: Figures, k: int) -> str:
-    from headway.reports import human
-
     if k not in figures.pass_at:
         return f"no problem has {k} answers that count"
     some = f"{human.count(figures.too_few[k])} of {human.count(figures.problems)} problems"
     without = f"  without {some}: too few answers count" if figures.too_few[k] else ""
-    return _estimate(figures.pass_at[k]) + without
+    return f"{figures.pass_at[k]}{without}"
 
 
 def _reasons(failures: Iterable[str | None]) -> str:
@@ -216,8 +214,6 @@ def print_samples(console: Console, solved: Sequence[Solved], count: int) -> Non
     from rich import box
     from rich.table import Table
     from rich.text import Text
-
-    from headway.reports import human
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True)
     table.add_column("row", justify="right")
@@ -241,13 +237,6 @@ def print_samples(console: Console, solved: Sequence[Solved], count: int) -> Non
 def _end_of(text: Any) -> str:
     stripped = str(text).strip()
     return stripped if len(stripped) <= MOST_CHARACTERS else "…" + stripped[1 - MOST_CHARACTERS :]
-
-
-def _estimate(estimate: Estimate) -> str:
-    from headway.reports import human
-
-    error = "" if estimate.error is None else f" ± {human.score(estimate.error)}"
-    return human.score(estimate.value) + error
 
 
 # ---------------------------------------------------------------------------------------------- answers

@@ -55,10 +55,8 @@ AGAIN_S = 20.0
 """Seconds after which a resumption is tried again that was refused before the run went on: a disk was full, say."""
 
 
-def keep_going(
-    arguments: Sequence[str], run: Path, restarts: int, program: str = HEADWAY, *, debug: bool = False
-) -> int:
-    """Run ``program`` with ``arguments``; after each failure with ``train --resume RUN``, ``restarts`` times at most.
+def keep_going(arguments: Sequence[str], run: Path, restarts: int, *, debug: bool = False) -> int:
+    """Run `HEADWAY` with ``arguments``; after each failure with ``train --resume RUN``, ``restarts`` times at most.
 
     A run that was interrupted, given wrong input, or stopped by its own settings is not resumed; a resumption that is
     refused is tried again, for its input was right before. ``debug``: processes show the tracebacks of errors. Returns
@@ -69,7 +67,7 @@ def keep_going(
     written = _changed(directory.config)
     # Before the first process: the workers of one that is killed become children of this one, which ends them.
     adopt_orphans()
-    attended = _Attended(program, [*resumes, *options])
+    attended = _Attended(HEADWAY, [*resumes, *options])
     with closing(attended), handled(attended.pass_on, interrupting_signals()):
         while True:
             record = _changed(directory.events)

@@ -15,11 +15,7 @@ from headway.config.checks import without_effect
 from headway.config.doctor import diagnose
 from headway.config.layers import Layer, lies_in, overlay, read_overrides, settings_of
 from headway.config.loading import LoadedConfig, load
-from headway.config.schema import (
-    AsyncTrainingConfig,
-    Config,
-    OverlongBufferConfig,
-)
+from headway.config.schema import AsyncTrainingConfig, Config, OverlongBufferConfig
 from headway.config.sections.agent_section import AgentConfig
 from headway.config.sections.learning import AlgorithmConfig
 from headway.config.sections.model_section import ModelConfig
@@ -127,7 +123,8 @@ def settle(
         )
     settings = settings_of(overrides)
     given = frozenset(settings.values)
-    _refuse({key: "DATA says what is read; drop one of the two" for key in given if lies_in(key, *_made_by(data))})
+    made = () if data is None else OF_A_TASK if is_task(data) else OF_A_FILE
+    _refuse({key: "DATA says what is read; drop one of the two" for key in given if lies_in(key, *made)})
     options = [f"rollout.val_n={n}"] if n is not None else []
     options += [f"rollout.val_temperature={temperature}"] if temperature is not None else []
     meant = read_overrides([*_meaning(data), *options])
@@ -205,12 +202,6 @@ def _meaning(data: str | None) -> list[str]:
             what = str(wrong).partition(";")[0]
             raise ConfigError(f"DATA: got {what}; expected {DATA_FILES}, or a task: {_tasks()}") from wrong
     return [*nothing_else, f"{key}={json.dumps(source)}", "data.val_size=0"]
-
-
-def _made_by(data: str | None) -> tuple[str, ...]:
-    if data is None:
-        return ()
-    return OF_A_TASK if is_task(data) else OF_A_FILE
 
 
 def _refuse(problems: Mapping[str, str]) -> None:

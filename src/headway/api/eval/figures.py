@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from headway.data.interfaces.episode_groups import means_of_parts
+from headway.reports import human
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,10 @@ class Estimate:
     def of(cls, values: Sequence[float]) -> Estimate:
         """Mean and standard error s/√N (s of N − 1) of problems' ``values``: answers to one problem are dependent."""
         return cls(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
+
+    def __str__(self) -> str:
+        error = "" if self.error is None else f" ± {human.score(self.error)}"
+        return human.score(self.value) + error
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from rich.text import Text
 
 from headway.agents.chat.chat_template import answer_decoder
 from headway.agents.episodes.episode_worker import local_episode_worker
-from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import ProgramWorkers, chat_hosting, variables
 from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec
@@ -29,7 +27,7 @@ from headway.api.eval.evaluation_settings import EvaluationJob
 from headway.api.eval.figures import ScoredAnswer, Solved
 from headway.cluster.machine.worker_setup import available_cores, math_environment
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingParams
+from headway.data.interfaces.rollout import Priority, RolloutEngine
 from headway.data.tokenize import Counts
 from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
 from headway.errors import DataError, ScoringFailed
@@ -74,8 +72,7 @@ def read_questions(job: EvaluationJob, limit: int | None) -> Questions:
     config = job.config
     rows = check_inputs(config)
     sources = check_model(config, rows, when_too_long=FROM_A_RECIPE if job.by_default else LOWER)
-    if sources is None:
-        raise AssertionError("unreachable: an evaluation has a model")
+    assert sources is not None, "an evaluation has a model"
     tokenizer = load_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
     if job.held_out:
         prompts, left_out = sources.val[:limit], sources.val_left_out.counts
@@ -130,8 +127,27 @@ async def solve(
         # The run's filters are left out of the configuration by now: those that are in it were given for this.
         sampling = replace(training_sampling(config, ends), temperature=config.rollout.val_temperature)
         decode = answer_decoder(questions.tokenizer, skip_special_tokens=config.rollout.skip_special_tokens)
-        ask = partial(_ask, engine, decode, hosting, reward, prompts, config.rollout.val_n, sampling, solved)
-        found = await failing_as_one(ask)
+        n, priority = config.rollout.val_n, Priority.VALIDATION
+        requests = [Group(i, prompt, n, sampling, priority=priority) for i, prompt in enumerate(prompts)]
+        found: dict[int, Solved] = {}
+        told = 0
+
+        async def score(finished: Group) -> None:
+            nonlocal told
+            found[finished.number] = await _scored(reward, finished)
+            # Groups end in any order, and are written in that of the data
+            while told in found:
+                solved(found[told])
+                told += 1
+
+        async def ask(tasks: Tasks) -> None:
+            making = local_episode_worker(engine, decode=decode, hosting=hosting)
+            # aclosing: a generator that an error leaves would else be closed by the garbage collector, at any time.
+            async with making as worker, aclosing(worker.generate(requests)) as groups:
+                async for finished in groups:
+                    tasks.start(score(finished))
+
+        await failing_as_one(ask)
     return [found[i] for i in range(len(prompts))]
 
 
@@ -158,38 +174,6 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
     )
     engine: RolloutEngine = await start_engine(replica)
     return engine
-
-
-async def _ask(
-    engine: RolloutEngine,
-    decode: Callable[[Sequence[int]], str],
-    hosting: Hosting | None,
-    reward: RewardWorkers | None,
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: SamplingParams,
-    solved: Callable[[Solved], None],
-    tasks: Tasks,
-) -> dict[int, Solved]:
-    """Have ``prompts`` answered: prompt's number → its scored answers, complete when all of ``tasks`` have ended."""
-    requests = [Group(i, prompt, n, sampling, priority=Priority.VALIDATION) for i, prompt in enumerate(prompts)]
-    found: dict[int, Solved] = {}
-    told = 0
-
-    async def score(finished: Group) -> None:
-        nonlocal told
-        found[finished.number] = await _scored(reward, finished)
-        # Groups end in any order, and are written in that of the data
-        while told in found:
-            solved(found[told])
-            told += 1
-
-    making = local_episode_worker(engine, decode=decode, hosting=hosting)
-    # aclosing: a generator that an error leaves would else be closed by the garbage collector, at any time.
-    async with making as worker, aclosing(worker.generate(requests)) as groups:
-        async for finished in groups:
-            tasks.start(score(finished))
-    return found
 
 
 async def _scored(reward: RewardWorkers | None, finished: Group) -> Solved:
