@@ -112,7 +112,7 @@ def test_a_job_without_mistakes_passes_and_its_prompts_come_back(job: dict[str, 
     rows = check_inputs(config)
     found = check_model(config, rows)
     assert found is not None
-    assert found.rows == 7
+    assert found.train.rows == 7
     assert [prompt.text for prompt in found.val] == [record.prompt for record in rows.val]
 
 

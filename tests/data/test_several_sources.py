@@ -59,7 +59,7 @@ def test_an_epoch_has_its_sources_by_weight(write: WriteRows, tokenizer) -> None
     sources = [{"path": write("a", 90), "weight": 0.25}, {"path": write("b", 10), "weight": 0.75}]
     bundle = build_sources(config_of(train=sources, val_size=0, epochs=2), tokenizer)
     prompts = list(iter(bundle.train.next, None))
-    assert bundle.rows == 100
+    assert bundle.train.rows == 100
     for epoch in range(2):
         drawn = Counter(p.answer for p in prompts if p.epoch == epoch)
         assert sum(n for answer, n in drawn.items() if answer.startswith("a")) == 25

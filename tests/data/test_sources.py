@@ -431,7 +431,7 @@ def test_a_file_is_split_by_seed_into_disjoint_parts(train_file: str, tokenizer)
     bundle = build_sources(config_of(train=train_file, val_size=10, epochs=1), tokenizer)
     again = build_sources(config_of(train=train_file, val_size=10, epochs=1), tokenizer)
     train = list(iter(bundle.train.next, None))
-    assert bundle.rows == len(train) == 30
+    assert bundle.train.rows == len(train) == 30
     assert rows_of(train) | rows_of(bundle.val) == set(range(40))
     assert [p.text for p in again.val] == [p.text for p in bundle.val]
     assert all(p.text == f"{p.row}?" and p.answer == p.row and p.extra == {"tag": "t"} for p in train + bundle.val)
@@ -441,7 +441,7 @@ def test_a_validation_file_replaces_the_split(train_file: str, tmp_path: Path, t
     val = tmp_path / "val.jsonl"
     val.write_text(json.dumps({"prompt": "held out", "answer": 1}) + "\n")
     bundle = build_sources(config_of(train=train_file, val=str(val)), tokenizer)
-    assert bundle.rows == 40
+    assert bundle.train.rows == 40
     assert [(p.text, p.row, p.source) for p in bundle.val] == [("held out", 40, "val")]
 
 

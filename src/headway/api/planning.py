@@ -74,11 +74,7 @@ class Plan:
 
 
 def plan(
-    profile: str | os.PathLike[str] | Run,
-    *,
-    gpus: int | None = None,
-    budget: float = 60.0,
-    sweep: bool = False,
+    profile: str | os.PathLike[str] | Run, *, gpus: int | None = None, budget: float = 60.0, sweep: bool = False
 ) -> Plan:
     """Simulate a job's settings and recommend some, as ``headway plan`` does, in a subprocess.
 

@@ -144,8 +144,6 @@ def load_resumed(
 
 def _diagnosed(loaded: LoadedConfig, supervised: bool) -> LoadedConfig:
     notes = diagnose(loaded, supervised=supervised)
-    return replace(loaded, notes=notes if supervised else [*notes, *notes_on_this_machine(loaded.config)])
-
-
-def notes_on_this_machine(config: Config) -> list[str]:
-    return list(machine_notes(config, cores=available_cores(), gpus=listed_here()))
+    if not supervised:
+        notes = [*notes, *machine_notes(loaded.config, cores=available_cores(), gpus=listed_here())]
+    return replace(loaded, notes=notes)

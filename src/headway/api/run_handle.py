@@ -16,6 +16,7 @@ from headway.config.loading import load as load_config
 from headway.config.schema import Config
 from headway.errors import DataError, UserError, shown
 from headway.reports import human
+from headway.reports.record.file_access import whole_lines
 from headway.reports.run_directory import RunDirectory, is_trained
 from headway.reports.samples.samples_file import read_samples
 
@@ -182,8 +183,7 @@ def _short(path: Path) -> str:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines; none where it is missing, nor one that is still being written."""
     try:
-        with path.open(encoding="utf-8") as file:
-            yield from (json.loads(line) for line in file if line.endswith("\n"))
+        yield from map(json.loads, whole_lines(path))
     except FileNotFoundError:
         return
     except (OSError, ValueError) as cause:

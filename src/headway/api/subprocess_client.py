@@ -21,6 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any
@@ -159,35 +160,28 @@ def serve(descriptor: int) -> None:
     # Else each worker that the run starts would hold the caller's end open
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    told = _SubprocessOutput(connection)
+    sending = threading.Lock()
+
+    def tell(kind: str, what: Any) -> None:
+        with sending, suppress(OSError):  # the caller may be gone
+            connection.send((kind, what))
+
     try:
         # Not before: during the imports Ctrl-C ends the process by the signal itself, without a traceback
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with terminations_as_interrupts():
             job, in_a_cell = connection.recv()
             _end_with_the_caller(connection)
-            cell = Cell(lambda page: told.send(("page", page))) if in_a_cell else None
+            cell = Cell(partial(tell, "page")) if in_a_cell else None
             try:
                 result = job(cell)
             finally:
                 if cell is not None:
                     cell.close()
-        told.send(("returned", result))
+        tell("returned", result)
     except BaseException as error:
-        told.send(("raised", _sendable(error)))
+        tell("raised", _sendable(error))
     sys.stdout.flush()
-
-
-class _SubprocessOutput:
-    """Thread-safe messages to the caller. Sends nothing once the caller is gone."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, message: Any) -> None:
-        with self._lock, suppress(OSError):
-            self._connection.send(message)
 
 
 def _end_with_the_caller(connection: Connection) -> None:

@@ -294,12 +294,11 @@ class RowSource:
 
 @dataclass(frozen=True, slots=True)
 class DataBundle:
-    """Everything that a run reads. ``rows`` counts training draws of one epoch."""
+    """Everything that a run reads."""
 
     train: RowSource
     val: list[Prompt]
     """Held-out prompts, disjoint from training; their ``row`` is none of training's."""
-    rows: int
     val_left_out: LeftOutRows
     notes: tuple[str, ...] = ()
     """What the user is to know of the data."""
@@ -354,7 +353,7 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows
             f"all {len(split.val)} held-out prompts have more than "
             f"data.max_prompt_length={data.max_prompt_length} tokens; raise it"
         )
-    return DataBundle(train=train, val=val, rows=train.rows, val_left_out=left_out, notes=tuple(prompts.notes))
+    return DataBundle(train, val, left_out, tuple(prompts.notes))
 
 
 def prompt_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptTokenizer:

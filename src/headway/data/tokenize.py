@@ -285,7 +285,8 @@ class PromptTokenizer:
             self._note_unused(record)
             return str(record.prompt), False
         try:
-            tools, kwargs = self._tools(record), self._template_kwargs(record)
+            tools = tools_of(record.extra, _named(record)) if self._with_tools else None
+            kwargs = self._template_kwargs(record)
         except DataError as wrong:
             return LeftOut(Reason.COLUMNS, record.source, str(wrong))
         if chat is None:  # a program makes a chat of it
@@ -311,10 +312,6 @@ class PromptTokenizer:
             )
             return LeftOut(Reason.TEMPLATE, record.source, why)
         return text, True
-
-    def _tools(self, record: Record) -> list[dict[str, Any]] | None:
-        """The schemas of a row's tools."""
-        return tools_of(record.extra, _named(record)) if self._with_tools else None
 
     def _template_kwargs(self, record: Record) -> dict[str, Any]:
         try:

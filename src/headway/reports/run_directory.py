@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from headway.config.loading import dump
 from headway.config.schema import Config
@@ -38,6 +38,7 @@ from headway.events import RunFinished, RunStarted
 from headway.reports.record.earlier_records import is_earlier, upgrade
 from headway.reports.record.file_access import FULL, replace_file
 
+T = TypeVar("T")
 ROOM = 64 * 2**10
 """Size in bytes of the file that holds space for the summary, which needs a few thousand."""
 
@@ -302,6 +303,19 @@ def free_names(name: str) -> Iterator[Path]:
     """
     first = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return (Path("runs") / f"{first}{suffix}" for suffix in chain([""], map("-{}".format, count(2))))
+
+
+def in_free_directory(given: Path | None, name: str, begin: Callable[[Path], T]) -> T:
+    """Return what ``begin`` makes of ``given``, or without that of the first of `free_names` that it finds free.
+
+    It raises `Occupied` for a directory that is not.
+    """
+    if given is not None:
+        return begin(given)
+    for path in free_names(name):
+        with suppress(Occupied):
+            return begin(path)
+    raise AssertionError("unreachable: there is always another number")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import asyncio
 import os
 import socket
 import urllib.request
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,18 +25,7 @@ from headway.agents.interface.program_messages import ProgramDescription
 from headway.agents.rewards.code_tests import unit_tests_of
 from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec, Scorer
-from headway.api.checks.model_checks import (
-    check_biases,
-    check_built,
-    check_engine,
-    check_family_plans,
-    check_kv_cache,
-    check_mesh,
-    check_numbers,
-    check_positions,
-    check_unknown_family,
-    check_vocabulary,
-)
+from headway.api.checks import model_checks
 from headway.cluster.on_ray.network_interface import check_listens
 from headway.config.doctor import check_releases, check_vllm_installed
 from headway.config.schema import Config
@@ -101,9 +90,9 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     # Before anything imports the libraries of the hub, which read this setting once.
     go_offline_without_a_hub(config)
     model_type = None if config.model.path is None else check_folder(config.model.path)
-    check_numbers(config)
+    model_checks.check_numbers(config)
     if model_type is not None and not is_known(model_type):
-        check_unknown_family(config)
+        model_checks.check_unknown_family(config)
     rows = read_rows(config)
     _check_answers(config, rows)
     agent = config.agent
@@ -165,12 +154,13 @@ def check_prompts(config: Config, rows: Rows) -> tuple[PreTrainedTokenizerBase |
         return None, None
     if folder is not None:
         limit = read_object(folder / "config.json").get("max_position_embeddings")
-        check_positions(config, limit if isinstance(limit, int) else None, LOWER)  # `check_model` tells of odd values
+        # `check_model` tells of odd values
+        model_checks.check_positions(config, limit if isinstance(limit, int) else None, LOWER)
     from headway.models.tokenizer import load_tokenizer, torch_hidden
 
     with torch_hidden():
         if folder is not None and (config.actor.parallel.tp > 1 or config.actor.parallel.ep > 1):
-            check_family_plans(config, text_config(folder / "config.json"))
+            model_checks.check_family_plans(config, text_config(folder / "config.json"))
         if model.path is not None:
             tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         else:
@@ -205,7 +195,8 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
     if config.cluster.address is not None:
         timeout_s = min(config.cluster.start_timeout_s, CONNECT_TIMEOUT_S)
         asyncio.run(check_listens(config.cluster.address, timeout_s))
-    device = _device(config)  # refused where it is not here
+    joins = config.cluster.address is not None  # a cluster that is joined is taken to have any kind of device
+    device = chosen(config.cluster.device, lambda kind: joins or kind.is_there())  # refused where it is not here
     if config.model.path is None:
         return None
     from headway.models.pretrained import load_config
@@ -215,13 +206,13 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
     model_config = load_config(config.model.path, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust_remote_code)
     with boundary(f"{config.model.path}: cannot build the model that config.json describes", ModelError):
-        check_positions(config, getattr(model_config, "max_position_embeddings", None), when_too_long)
-        check_vocabulary(config.model.path, model_config, tokenizer)
-        check_biases(config, model_config)
-        check_mesh(config, model_config)
-        check_engine(config, model_config)
-        check_built(config, model_config)  # after the others: odd values may keep a model from being built
-        check_kv_cache(config, model_config, device)
+        model_checks.check_positions(config, getattr(model_config, "max_position_embeddings", None), when_too_long)
+        model_checks.check_vocabulary(config.model.path, model_config, tokenizer)
+        model_checks.check_biases(config, model_config)
+        model_checks.check_mesh(config, model_config)
+        model_checks.check_engine(config, model_config)
+        model_checks.check_built(config, model_config)  # after the others: odd values may keep a model from being built
+        model_checks.check_kv_cache(config, model_config, device)
     return _prompts(config, tokenizer, rows)
 
 
@@ -304,15 +295,6 @@ async def _in_time(loading: Awaitable[D], shown: str, limit: float, advice: str)
         ) from cause
 
 
-def _device(config: Config) -> str:
-    """Return the kind of the workers' devices. Raises `ConfigError` where they will all be here, and it is not.
-
-    A cluster that is joined is taken to have any kind.
-    """
-    joins = config.cluster.address is not None
-    return chosen(config.cluster.device, lambda kind: joins or kind.is_there())
-
-
 def _check_answers(config: Config, rows: Rows) -> None:
     """Check that rows from files have the answers that the reward needs; a task's problems always have answers."""
     needing = [one.function for one in config.reward.all if one.function in NEEDS_ANSWERS]
@@ -358,8 +340,9 @@ def _check_tests(records: Sequence[Record]) -> None:
         raise refused
 
 
-def _check_own_functions(config: Config) -> None:
-    """Check that own losses, estimators, corrections and demonstrations can be called, before anything needs them."""
+def own_functions(config: Config) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Yield the user's own loss, estimator and corrections, each with the names of its parameters: positional ones, and
+    those that it gets by name."""
     algorithm = config.algorithm
     for spec, positional, named in (
         (algorithm.policy_loss.loss_mode, LOSS_PARAMETERS, ()),
@@ -367,7 +350,13 @@ def _check_own_functions(config: Config) -> None:
         *((one.name or "", LOSS_PARAMETERS, ()) for one in algorithm.corrections),
     ):
         if names_user_code(spec):
-            check_call(spec, load_function(spec), positional, named)
+            yield spec, positional, named
+
+
+def _check_own_functions(config: Config) -> None:
+    """Check that own losses, estimators, corrections and demonstrations can be called, before anything needs them."""
+    for spec, positional, named in own_functions(config):
+        check_call(spec, load_function(spec), positional, named)
     warmup = config.model.warmup
     if warmup is not None and warmup.demonstrations is not None:
         check_call(warmup.demonstrations, load_function(warmup.demonstrations), ("rng",))

@@ -11,8 +11,8 @@ Loads no weights. Names what it cannot try.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import wait
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -27,25 +27,19 @@ from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import ProgramWorkers, chat_hosting, limits_of, program_spec
 from headway.agents.interface.program_messages import ProgramDescription
 from headway.agents.rewards.reward_workers import RewardWorkers
-from headway.api.checks.preflight import (
-    check_inputs,
-    check_prompts,
-    load_program,
-    load_reward,
-    missing_packages,
-    one_reward_worker,
-    reward_spec,
-)
+from headway.api.checks import preflight
 from headway.config.schema import Config
 from headway.data.files import Record
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, GenerateRequest
+from headway.data.packing import CollatedRow
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows
 from headway.data.types import Outcomes, Prompt, TrajectoryId
 from headway.errors import ConfigError, HeadwayError, RunError, ScoringFailed, UserCodeError, shown
 from headway.pipeline.stages.prompt_loader import training_sampling
 from headway.reports.trackers.tracker_set import check_trackers
+from headway.runtime.task_groups import in_daemon_thread
 from headway.runtime.user_code import names_user_code
 
 if TYPE_CHECKING:
@@ -63,7 +57,7 @@ def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, c
 
     ``loads``: load user code; ``calls``: load it and call it.
     """
-    if missing := missing_packages(config):
+    if missing := preflight.missing_packages(config):
         raise ConfigError("\n".join(missing))
     check_trackers(config)
     if not model_there:
@@ -71,10 +65,10 @@ def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, c
     task = config.data.task
     if not loads and task is not None and names_user_code(task.name):
         return [f"not checked: data and reward, for {task.name} makes the problems, and no user code is run"]
-    rows = check_inputs(config, user_code=loads and not calls)  # what is called is loaded for that
+    rows = preflight.check_inputs(config, user_code=loads and not calls)  # what is called is loaded for that
     if calls:
         return try_user_code(config, rows)
-    _, data = check_prompts(config, rows)
+    _, data = preflight.check_prompts(config, rows)
     return [] if data is None else list(data.notes)
 
 
@@ -87,32 +81,15 @@ def try_user_code(config: Config, rows: Rows) -> list[str]:
         DataError, ConfigError: as the run would.
     """
     told = asyncio.run(_tried(config, rows))
-    specs = list(_own_functions(config))
-    if specs:
-        _within_thread(partial(_try_algorithm, config), ", ".join(specs))
-        told.append(f"tried: {', '.join(specs)}, forward and backward, on a batch of two rows")
+    if specs := ", ".join(spec for spec, *_ in preflight.own_functions(config)):
+        # A daemon: user code that hangs cannot be ended, and would keep the command from ending
+        trial = in_daemon_thread("headway-trial", partial(_try_algorithm, config))
+        if not wait([trial], LIMIT_S).done:
+            raise UserCodeError(f"{specs}: no end within {LIMIT_S:g} s of trials; --dry-run=static calls no user code")
+        trial.result()
+        told.append(f"tried: {specs}, forward and backward, on a batch of two rows")
     told.append("not tried: weights, devices, and what user code asks of other machines later")
     return told
-
-
-def _within_thread(trial: Callable[[], None], named: str) -> None:
-    """Run a trial that computes, in a thread that ends with the process if it hangs."""
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            trial()
-        except BaseException as failure:
-            failed.append(failure)
-
-    # A daemon: user code that hangs cannot be ended, and would keep the command from ending
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(LIMIT_S)
-    if thread.is_alive():
-        raise UserCodeError(f"{named}: no end within {LIMIT_S:g} s of trials; --dry-run=static calls no user code")
-    for failure in failed:
-        raise failure
 
 
 async def _tried(config: Config, rows: Rows) -> list[str]:
@@ -152,15 +129,15 @@ async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -
         agent = config.agent.model_copy(update={"workers": 1})  # one episode needs no more
         programs = ProgramWorkers("trial", config.model_copy(update={"agent": agent}), logs)
         stack.push_async_callback(programs.close)
-        described = await load_program(config, rows, programs)
+        described = await preflight.load_program(config, rows, programs)
     if not config.reward.by_program:
-        spec = reward_spec(config, rows)
-        reward = one_reward_worker(config, spec, logs / "reward.log")
+        spec = preflight.reward_spec(config, rows)
+        reward = preflight.one_reward_worker(config, spec, logs / "reward.log")
         stack.push_async_callback(reward.close)
-        await load_reward(reward, spec)
+        await preflight.load_reward(reward, spec)
         trials.append(partial(_try_reward, config, rows, reward))
     # After all user code is loaded, as in a run: its messages come in the same order
-    tokenizer, data = check_prompts(config, rows)
+    tokenizer, data = preflight.check_prompts(config, rows)
     if config.agent.has_program:
         trials.append(partial(_try_program, config, rows, programs, described, tokenizer, data))
     told = [await trial() for trial in trials]
@@ -273,27 +250,19 @@ class _Unanswered:
 # ---------------------------------------------------------------------------------------------- losses
 
 
-def _own_functions(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    specs = [algorithm.policy_loss.loss_mode, algorithm.adv_estimator]
-    specs += [one.name or "" for one in algorithm.corrections]
-    return (spec for spec in specs if names_user_code(spec))
-
-
 def _try_algorithm(config: Config) -> None:
     """Compute advantages of four episodes of two prompts, and the loss of two of them with its gradient."""
     import torch
 
     from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
     from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
-    from headway.data.packing import CollatedRow
     from headway.engines.train.batch_advantages import BatchAdvantages
 
-    algorithm, own = config.algorithm, set(_own_functions(config))
+    algorithm, own = config.algorithm, {spec for spec, *_ in preflight.own_functions(config)}
     if algorithm.adv_estimator in own:
         ids = tuple(TrajectoryId(0, row, 0, k) for row in range(2) for k in range(2))
         lengths, numbers = [3, 2, 3, 1], np.arange(4)
-        rows = [_row(CollatedRow, length, id) for length, id in zip(lengths, ids, strict=True)]
+        rows = [_row(length, id) for length, id in zip(lengths, ids, strict=True)]
         outcomes = Outcomes(
             ids,
             np.array([1, 0, 0, 1], np.float32),
@@ -339,10 +308,10 @@ def _try_algorithm(config: Config) -> None:
             )
 
 
-def _row(kind: Any, length: int, episode: TrajectoryId) -> Any:
+def _row(length: int, episode: TrajectoryId) -> CollatedRow:
     column = np.full(length, -0.5, np.float32)
     names = ("ref_logprobs", "prox_logprobs", "values")
-    return kind(
+    return CollatedRow(
         np.zeros(2 + length, np.int32),
         2,
         column,

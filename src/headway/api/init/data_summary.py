@@ -15,7 +15,8 @@ import numpy as np
 
 from headway.agents.rewards.code_tests import unit_tests_of
 from headway.config.layers import flatten, lies_in, nest
-from headway.config.schema import Config, SourceConfig
+from headway.config.schema import Config
+from headway.config.sections.agent_section import MAKES_EPISODES
 from headway.data.files import Record, answer_within, plain_message
 from headway.data.rows import TRAIN_SPLIT, first_rows, read_rows, settings_named
 from headway.data.tasks import TASKS
@@ -289,7 +290,7 @@ LONGEST_MEASURED = 16
 """Rows of the most characters whose tokens are counted beside these."""
 CHARACTERS_OF_A_TOKEN = 3
 NO_LIMIT = 2**31
-PROGRAMS = ("agent.tools", "agent.mcp", "agent.environment", "agent.program", "agent.client")
+PROGRAMS = tuple(f"agent.{name}" for name in MAKES_EPISODES)
 """Settings of which one makes episodes by a program."""
 KINDS: Mapping[str, Kind] = {"code": "code", "math_verify": "math", "regex": "choice", "exact_match": "text"}
 
@@ -357,7 +358,8 @@ def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mappin
         kind: Kind = "text" if data in TASKS.names() else "own"
         chosen = chosen or RewardChoice("task", "the task's own verifier", kind)
     else:
-        rows = first_rows(_source_config(settings), LOOKED_AT)
+        of_source = {key: value for key, value in settings.items() if lies_in(key, "data.train")}
+        rows = first_rows(_config(of_source).data.train_sources[0], LOOKED_AT)
         prompt = settings.get("data.prompt_key") or prompt_column(rows, data)
         settings["data.prompt_key"] = prompt
         if "data.answer_key" not in settings:
@@ -450,10 +452,6 @@ def source_of(data: str) -> dict[str, Any]:
     """Return the setting that names the data: a task, a file, or a dataset by folder or name."""
     source = dict(flatten(nest(settings_named(data, TRAIN_SPLIT))))
     return {key: value for key, value in source.items() if (key, value) != ("data.train.split", TRAIN_SPLIT)}
-
-
-def _source_config(settings: Mapping[str, Any]) -> SourceConfig:
-    return _config({key: value for key, value in settings.items() if lies_in(key, "data.train")}).data.train_sources[0]
 
 
 def _config(settings: Mapping[str, Any]) -> Config:

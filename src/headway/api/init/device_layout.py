@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -40,22 +40,25 @@ class Choices:
     """Choices in the making: those that the user has made stand."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
+        self.given = given
+        """What the user has set, by flat key."""
         self._made: dict[str, Choice] = {}
 
     def add(self, key: str, value: Any, reason: str = "") -> Any:
         """Choose ``value``, unless ``key`` is given; returns what counts."""
-        if key in self._given:
-            value, reason = self._given[key], GIVEN
+        if key in self.given:
+            value, reason = self.given[key], GIVEN
         self._made[key] = Choice(key, value, reason)
         return value
 
     def finished(self) -> list[Choice]:
         """Return all choices, with what was given and not asked for."""
-        others = [Choice(key, value, GIVEN) for key, value in self._given.items() if key not in self._made]
+        others = [Choice(key, value, GIVEN) for key, value in self.given.items() if key not in self._made]
         return [*self._made.values(), *others]
 
 
+TRIED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Numbers of GPUs that a message may say would do."""
 BUDGETS = (16_384, 8192)
 """Tokens of a micro-batch that are tried: more make a step no faster."""
 ON_CPU = 4096
@@ -70,9 +73,7 @@ ASYNC, TURNS = "async_partial", "colocate_async"
 REPLICA_SIZE = "rollout.tensor_model_parallel_size"
 
 
-def choose_devices(
-    made: Choices, model: ModelFacts, machine: Machine, context: int, given: Mapping[str, Any]
-) -> tuple[str, int]:
+def choose_devices(made: Choices, model: ModelFacts, machine: Machine, context: int) -> tuple[str, int]:
     """Choose mode, devices, mesh and engine for prompts and answers of ``context`` tokens together.
 
     Returns the mode, and the number of training ranks, or inner meshes, that have rows of their own.
@@ -80,16 +81,15 @@ def choose_devices(
     Raises:
         ConfigError: no layout fits; says how many devices would do.
     """
-    mode = given.get("mode")
+    given, mode = made.given, made.given.get("mode")
     kind = given.get("cluster.placement", None if mode is None else preset(mode)["cluster.placement"])
     shared = None if kind is None else kind == "shared"
     if machine.on_cpu:
         return _on_cpu(made, model, machine, context, shared=bool(shared)), 1
-    sizes = _replica_sizes(machine, given)
     trains = None if shared else _asked(machine, given)
-    fit = _first(model, machine, machine.gpus, context, sizes, shared, trains)
-    if fit is None:
-        raise ConfigError(_does_not_fit(model, machine, context, sizes, shared, trains))
+    layouts = _Layouts(model, machine, context, _replica_sizes(machine, given), shared, trains)
+    if (fit := layouts.first(machine.gpus)) is None:
+        raise ConfigError(layouts.does_not_fit())
     mesh = fit.step.mesh
     return _on_gpus(made, model, machine, fit), mesh.ranks // mesh.parallel.inner
 
@@ -164,39 +164,69 @@ def _on_gpus(made: Choices, model: ModelFacts, machine: Machine, fit: Fit) -> st
 # ------------------------------------------------------------------------------------------ what fits
 
 
-def _first(
-    model: ModelFacts,
-    machine: Machine,
-    gpus: int,
-    context: int,
-    sizes: tuple[int, ...],
-    shared: bool | None,
-    trains: int | None = None,
-) -> Fit | None:
-    """Return the first layout that fits: a quarter of the GPUs train where they can do it without further ado, else
-    half of them, or fewer that leave whole replicas, else all of them take turns.
+@dataclass(frozen=True, slots=True)
+class _Layouts:
+    """The layouts that come into question for prompts and answers of ``context`` tokens together."""
 
-    ``sizes``: GPUs that a replica may have. ``shared``: whether they have to take turns; None: as it comes.
-    ``trains``: how many the user wants to train.
-    """
-    shape, device_bytes = model.shape, machine.device_bytes
-    unit, count = (PER_MACHINE, gpus // PER_MACHINE) if gpus > PER_MACHINE else (1, gpus)
+    model: ModelFacts
+    machine: Machine
+    context: int
+    sizes: tuple[int, ...]
+    """GPUs that a replica may have."""
+    shared: bool | None
+    """Whether training and generation have to take turns; None: as it comes."""
+    trains: int | None
+    """How many GPUs the user wants to train."""
 
-    def apart(trains: int) -> Split:
-        return Split(trains, gpus - trains, sizes)
+    def first(self, gpus: int) -> Fit | None:
+        """Return the first layout that fits: a quarter of the GPUs train where they can do it without further ado, else
+        half of them, or fewer that leave whole replicas, else all of them take turns.
+        """
+        unit, count = (PER_MACHINE, gpus // PER_MACHINE) if gpus > PER_MACHINE else (1, gpus)
 
-    quarter, half = ([apart(unit * part)] if part and not shared else [] for part in (count // 4, count // 2))
-    if half:
-        rests = {gpus - -(-half[0].generate // size) * size for size in sizes} - {half[0].train}
-        half += [apart(rest) for rest in sorted(rests, reverse=True) if rest > 0]
-    turns = [Split(gpus, 0)] if shared is not False else []
-    if trains is not None:
-        quarter, half, turns = [], [apart(trains)], []
-    # Generators: a layout is added up only where none before it fits.
-    plainly = (fit for fit in fits(shape, quarter, context, device_bytes, BUDGETS) if _is_plain(fit))
-    others = fits(shape, [*half, *turns], context, device_bytes, BUDGETS)
-    found = (fit for fit in chain(plainly, others) if fit.answers and not any(_problems(model, fit)))
-    return next((fit for fit in found if machine.host_bytes is None or _on_host(fit) <= room(machine.host_bytes)), None)
+        def apart(trains: int) -> Split:
+            return Split(trains, gpus - trains, self.sizes)
+
+        quarter, half = ([apart(unit * part)] if part and not self.shared else [] for part in (count // 4, count // 2))
+        if half:
+            rests = {gpus - -(-half[0].generate // size) * size for size in self.sizes} - {half[0].train}
+            half += [apart(rest) for rest in sorted(rests, reverse=True) if rest > 0]
+        turns = [Split(gpus, 0)] if self.shared is not False else []
+        if self.trains is not None:
+            quarter, half, turns = [], [apart(self.trains)], []
+        # Generators: a layout is added up only where none before it fits.
+        plainly, others = self._fits(quarter), self._fits([*half, *turns])
+        found = chain((fit for fit in plainly if _is_plain(fit)), others)
+        able = (fit for fit in found if fit.answers and not any(_problems(self.model, fit)))
+        host = self.machine.host_bytes
+        return next((fit for fit in able if host is None or _on_host(fit) <= room(host)), None)
+
+    def _fits(self, splits: Sequence[Split]) -> Iterator[Fit]:
+        return fits(self.model.shape, splits, self.context, self.machine.device_bytes, BUDGETS)
+
+    def does_not_fit(self) -> str:
+        """Return the message that none fits: why, and how many GPUs would do."""
+        model, machine, most = self.model, self.machine, 1 if self.shared else max(self.sizes)
+        each, size = machine.device_bytes, f"{machine.device_bytes / 1e9:.0f} GB"
+        start = f"{model.path} has {model.size} parameters, and its longest prompts with answers have {self.context} "
+        start += "tokens: "
+        widest = Split(1, max(self.sizes), (1,) if self.shared else self.sizes)
+        if not replicas(model.shape, room(each), self.context, widest)[1]:
+            vllm = "rollout.name=vllm, whose replicas may have several, " if most == 1 and not self.shared else ""
+            return (
+                f"{start}{most} × {size}, all that a replica may have, have no room for the weights in bfloat16 and "
+                f"one such answer. Give {vllm}GPUs with more memory (--gpu-gb), a smaller model, or a smaller "
+                "data.max_response_length"
+            )
+        start += f"they do not fit on {machine.words}"
+        if self.trains is not None:
+            start += f", of which {self.trains} train"
+        anyhow = replace(self, trains=None)
+        enough = next((gpus for gpus in TRIED if gpus > machine.gpus and anyhow.first(gpus) is not None), None)
+        way_out = "Give a smaller model, or"
+        if enough is not None:
+            way_out = f"{enough} GPUs of {size} would do (--gpus {enough}); or give"
+        return f"{start}. {way_out} a smaller data.max_response_length"
 
 
 def _asked(machine: Machine, given: Mapping[str, Any]) -> int | None:
@@ -246,35 +276,6 @@ def _problems(model: ModelFacts, fit: Fit) -> Iterator[str]:
 
             if model.family in CONFIG_MAPPING:
                 yield from plan_problems(parallel, CONFIG_MAPPING[model.family])
-
-
-def _does_not_fit(
-    model: ModelFacts,
-    machine: Machine,
-    context: int,
-    sizes: tuple[int, ...],
-    shared: bool | None,
-    trains: int | None,
-) -> str:
-    each, size = machine.device_bytes, f"{machine.device_bytes / 1e9:.0f} GB"
-    start = f"{model.path} has {model.size} parameters, and its longest prompts with answers have {context} tokens: "
-    if not replicas(model.shape, room(each), context, Split(1, max(sizes), (1,) if shared else sizes))[1]:
-        most = 1 if shared else max(sizes)
-        vllm = "rollout.name=vllm, whose replicas may have several, " if most == 1 and not shared else ""
-        return (
-            f"{start}{most} × {size}, all that a replica may have, have no room for the weights in bfloat16 and one "
-            f"such answer. Give {vllm}GPUs with more memory (--gpu-gb), a smaller model, or a smaller "
-            "data.max_response_length"
-        )
-    start += f"they do not fit on {machine.words}"
-    if trains is not None:
-        start += f", of which {trains} train"
-    start += ". "
-    more = (gpus for gpus in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if gpus > machine.gpus)
-    enough = next((gpus for gpus in more if _first(model, machine, gpus, context, sizes, shared) is not None), None)
-    if enough is None:
-        return f"{start}Give a smaller model, or a smaller data.max_response_length"
-    return f"{start}{enough} GPUs of {size} would do (--gpus {enough}); or give a smaller data.max_response_length"
 
 
 def _machines(devices: int) -> tuple[int, int]:

@@ -72,12 +72,12 @@ def _choose(
 ) -> list[Choice]:
     """Return the choices for answers of so many tokens. Raises `ConfigError` where they do not fit."""
     made = Choices(given)
-    mode, data_ranks = choose_devices(made, model, machine, prompt[0] + response[0], given)
+    mode, data_ranks = choose_devices(made, model, machine, prompt[0] + response[0])
     made.add("run.name", name)
     made.add("model.path", model.path, _describe(model))
     _data(made, data, prompt, response)
     _reward(made, data, machine)
-    _batch(made, model, data, machine, mode, data_ranks, given)
+    _batch(made, model, data, machine, mode, data_ranks)
     made.add("trainer.save_freq", 10, "versions between two checkpoints; two are kept")
     return within_memory(made.finished(), model, machine)
 
@@ -207,16 +207,9 @@ def _reward(made: Choices, data: DataFacts, machine: Machine) -> None:
         made.add("reward.workers", workers, f"processes; there are {machine.cores} cores")
 
 
-def _batch(
-    made: Choices,
-    model: ModelFacts,
-    data: DataFacts,
-    machine: Machine,
-    mode: str,
-    data_ranks: int,
-    given: Mapping[str, Any],
-) -> None:
+def _batch(made: Choices, model: ModelFacts, data: DataFacts, machine: Machine, mode: str, data_ranks: int) -> None:
     """Choose the sizes of a run in groups, and what follows from them."""
+    given = made.given
     trigger = int(given.get(TRIGGER, preset(mode)[TRIGGER]))
     rows = max(1, data.rows - held_out(data))
     usual = 16 if machine.on_cpu else 32
@@ -244,11 +237,8 @@ def _batch(
     if data.is_task or _has_val(data) or held_out(data):
         made.add("rollout.test_freq", 5, "versions between two validations")
     of_version = "one such step is" if trigger == 1 else f"{trigger} such steps are"
-    made.add(
-        "actor.ppo_mini_batch_size",
-        mini,
-        f"groups of an optimizer step: {mini * int(n)} answers; {of_version} a version{why}",
-    )
+    step = f"groups of an optimizer step: {mini * int(n)} answers; {of_version} a version{why}"
+    made.add("actor.ppo_mini_batch_size", mini, step)
     rate = next(rate for least, rate in RATES if model.shape.parameters >= least)
     made.add("actor.optim.lr", rate, f"usual for {model.size} parameters")
     if warmup := min(WARMUP, steps // 10):

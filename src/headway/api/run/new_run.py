@@ -17,17 +17,15 @@ from headway.agents.adapters.program_loader import load_toolbox
 from headway.agents.episodes.program_workers import chats_of, program_spec
 from headway.api.checks.preflight import check_inputs, check_model, go_offline_without_a_hub
 from headway.api.run.training_run import WARMING, StartingModel, TrainingRun, is_of_the_end, note
+from headway.api.run_handle import LEFT_AT_ONCE
 from headway.api.storage.stored_run import check_storage, store_of
 from headway.api.storage.uploader import StorageUploader
 from headway.cluster.backend import begun_cluster
 from headway.cluster.machine.worker_setup import available_cores, importing, math_environment
 from headway.config.loading import LoadedConfig, check_changes
 from headway.config.schema import Config
-from headway.config.sections.model_section import WarmupConfig
 from headway.config.sizing.placement import needs_critic
-from headway.data.sources import DataBundle, Rows, build_sources
-from headway.data.tokenize import PromptTokenizer
-from headway.data.types import Prompt
+from headway.data.sources import DataBundle, Rows, build_sources, prompt_tokenizer
 from headway.engines.train.state_file import read_state
 from headway.errors import (
     EXIT_INTERRUPTED,
@@ -46,16 +44,13 @@ from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import SurvivingRecord, look_through
 from headway.reports.report_manager import Reports, open_reports, reopen_reports
-from headway.reports.run_directory import Occupied, RunDirectory, RunLock, free_names
+from headway.reports.run_directory import RunDirectory, RunLock, in_free_directory
 from headway.reports.trackers.tracker_set import check_trackers
 from headway.runtime.signals import terminations_as_interrupts
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
 
-    from headway.api.sft.sft_data import Example
-    from headway.api.sft.warmup import Evaluate
     from headway.cluster.workers import Cluster
 
 logger = logging.getLogger(__name__)
@@ -75,7 +70,7 @@ def train(loaded: LoadedConfig, console: Console | None = None) -> int:
     with importing():
         rows = check_inputs(config)
         data = check_model(config, rows)
-    reports = _open_reports(config, console)
+    reports = in_free_directory(config.run.dir, config.run.name, lambda path: open_reports(config, path, console))
     for text in data.notes if data is not None else ():
         note(reports, text)
     try:
@@ -87,24 +82,11 @@ def train(loaded: LoadedConfig, console: Console | None = None) -> int:
         raise
 
 
-def _open_reports(config: Config, console: Console | None = None) -> Reports:
-    """Open the reports in ``run.dir``, or in a directory named by the time, which runs that begin in the same second do
-    not share.
-    """
-    if config.run.dir is not None:
-        return open_reports(config, config.run.dir, console)
-    for path in free_names(config.run.name):
-        with suppress(Occupied):
-            return open_reports(config, path, console)
-    raise AssertionError("unreachable: there is always another number")
-
-
 def _starting_model(config: Config, rows: Rows, reports: Reports) -> StartingModel:
     """Return the model to start from: the user's, or one that is made here in the run's directory."""
     if config.model.path is not None:
         return StartingModel(config.model.path)
-    if config.model.make is None:
-        raise AssertionError("unreachable: the doctor asks for one of model.path and model.make")
+    assert config.model.make is not None, "the doctor asks for one of model.path and model.make"
     from headway.models.made_model import make_model
 
     path = reports.directory.initial_model
@@ -116,40 +98,16 @@ def _starting_model(config: Config, rows: Rows, reports: Reports) -> StartingMod
 
 def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports, go_on: Callable[[], None]) -> None:
     """Warm the model at ``path`` up. ``go_on`` is called after each step and each answer, and may raise."""
-    from headway.api.sft.warmup import warm_up
+    from headway.api.sft.sft_data import demonstrations, solutions
+    from headway.api.sft.warmup import WarmupEvaluation, warm_up
     from headway.models.tokenizer import load_tokenizer
 
-    if config.model.warmup is None:
-        raise AssertionError("unreachable: called where there is a warm-up")
+    warmup, task, seed = config.model.warmup, config.data.task, config.run.seed
+    assert warmup is not None, "called where there is a warm-up"
     tokenizer = load_tokenizer(str(path))
     val = build_sources(config, tokenizer, rows).val
-    examples, evaluate = _teaching(config, config.model.warmup, tokenizer, val, go_on)
-    asyncio.run(
-        warm_up(
-            path,
-            config,
-            config.model.warmup,
-            examples,
-            evaluate,
-            report=lambda detail: reports.phase(WARMING, detail),
-            go_on=go_on,
-        )
-    )
-
-
-def _teaching(
-    config: Config,
-    warmup: WarmupConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    val: list[Prompt],
-    go_on: Callable[[], None],
-) -> tuple[Iterator[Example], Evaluate | None]:
-    """Return what the warm-up teaches, and the evaluation of what was learned; None for demonstrations."""
-    from headway.api.sft.sft_data import demonstrations, solutions
-    from headway.api.sft.warmup import WarmupEvaluation
-
-    data, seed = config.data, config.run.seed
     held_out = {prompt.text for prompt in val}
+    evaluate: WarmupEvaluation | None = None
     if warmup.demonstrations is not None:
         examples = demonstrations(
             chats_of(config, tokenizer),
@@ -160,12 +118,11 @@ def _teaching(
             conversations=warmup.conversations,
             longest=tokenizer.model_max_length,
         )
-        return examples, None
-    if data.task is None:
-        raise AssertionError("unreachable: the doctor asks for a task where there are no demonstrations")
-    prompts = PromptTokenizer(tokenizer, data.chat_template, data.max_prompt_length, kwargs=data.chat_template_kwargs)
-    examples = solutions(tokenizer, prompts, data.task, warmup, held_out, seed)
-    return examples, WarmupEvaluation(tokenizer, data.task, val, seed, data.max_response_length, go_on)
+    else:
+        assert task is not None, "the doctor asks for a task where there are no demonstrations"
+        examples = solutions(tokenizer, prompt_tokenizer(config, tokenizer), task, warmup, held_out, seed)
+        evaluate = WarmupEvaluation(tokenizer, task, val, seed, config.data.max_response_length, go_on)
+    asyncio.run(warm_up(path, config, warmup, examples, evaluate, partial(reports.phase, WARMING), go_on))
 
 
 def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | None = None) -> int:
@@ -223,7 +180,8 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
             data = check_model(config, rows) or _data(config, rows, directory.initial_model)
         # Before the record is cut: data that differ are refused with the run as it was
         data.train.restore(cursor)
-        _check_accepted(config, data)
+        if config.data.accept_changes and not data.train.changes:
+            raise ConfigError("data.accept_changes: the data are those of the checkpoint; drop it")
         # The validation of this version is not made again where what scores it is unchanged.
         keeps_validation = (
             changed_since(directory.journal, config) == []
@@ -251,11 +209,6 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         for change in data.train.changes:
             note(reports, f"data changed: {change}")
         return carry_out(loaded, rows, reports, lambda: StartingModel(model), version, cluster)
-
-
-def _check_accepted(config: Config, data: DataBundle) -> None:
-    if config.data.accept_changes and not data.train.changes:
-        raise ConfigError("data.accept_changes: the data are those of the checkpoint; drop it")
 
 
 def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: SurvivingRecord, config: Config) -> int:
@@ -346,7 +299,8 @@ def carry_out(
             note(reports, f"left at once; the run was complete, and its model is in {directory.model}")
         else:
             note(reports, f"left at once; nothing more was saved. {how_to_go_on(reports, config)}".rstrip())
-            _end(reports, Status.INTERRUPTED, "left at once")
+            if _ended(reports) not in (Status.INTERRUPTED, Status.FAILED):
+                _say_end(reports, Status.INTERRUPTED, LEFT_AT_ONCE)
         return EXIT_INTERRUPTED
     except Exception as failure:
         logger.exception("the run failed")
@@ -421,22 +375,16 @@ def set_math_environment(config: Config) -> None:
         os.environ.setdefault(variable, value)
 
 
+def _ended(reports: Reports) -> Status | None:
+    """Return how the run is reported to have ended; None before that."""
+    return Status(reports.summary()["status"]) if reports.ended else None
+
+
 def _fail(reports: Reports, failure: Exception) -> None:
     """Report that the run failed; if its training had ended in order, only what could not be done afterwards."""
-    reason = f"{type(failure).__name__}: {failure}"
-    if not reports.ended or isinstance(failure, StoppedByGuard):
-        _end(reports, Status.FAILED, reason)
-        return
-    trained = Status(reports.summary()["status"])
-    if trained is not Status.FAILED:
-        _say_end(reports, trained, reason)
-
-
-def _end(reports: Reports, status: Status, reason: str) -> None:
-    """Report how the run ended, if that was not reported yet, or something failed after it was."""
-    if reports.ended and reports.summary()["status"] in (status, Status.FAILED):
-        return
-    _say_end(reports, status, reason)
+    if (ended := _ended(reports)) is not Status.FAILED:
+        status = ended if ended is not None and not isinstance(failure, StoppedByGuard) else Status.FAILED
+        _say_end(reports, status, f"{type(failure).__name__}: {failure}")
 
 
 def _say_end(reports: Reports, status: Status, reason: str) -> None:

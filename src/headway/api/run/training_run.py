@@ -138,7 +138,6 @@ class TrainingRun:
         self._config = config
         self._rows = rows
         self._model = model
-        self._model_path = model.path
         self._reports = reports
         self._start = start
         self._uploader = uploader
@@ -164,7 +163,7 @@ class TrainingRun:
 
         config, reports = self._config, self._reports
         reports.phase(STARTING if self._model.warm_up is None else WARMING)
-        tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = load_tokenizer(self._model.path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
         self._report_left_out("held-out", data.val_left_out)
         if (text := template_note(config, tokenizer)) is not None:
@@ -193,9 +192,9 @@ class TrainingRun:
 
             workers = await start_backend(
                 config,
-                model_path=self._model_path,
+                model_path=self._model.path,
                 run_dir=reports.directory.path,
-                total_optimizer_steps=_optimizer_steps(config, data.rows),
+                total_optimizer_steps=_optimizer_steps(config, data.train.rows),
                 warm=warm,
                 tell=tell,
                 cluster=self._cluster,
@@ -204,7 +203,7 @@ class TrainingRun:
         for name, hardware in workers.hardware.items():
             reports.emit(WorkerDescribed(time=time.monotonic(), worker=name, **asdict(hardware)))
         if workers.padded is not None and config.model.packing != "padded":
-            text = f"the rows of {self._model_path} are padded in training, and prompts computed for each answer: "
+            text = f"the rows of {self._model.path} are padded in training, and prompts computed for each answer: "
             note(reports, text + workers.padded, "warning")
         parts = Parts(
             source=data.train,
@@ -222,7 +221,7 @@ class TrainingRun:
             critic=workers.critic,
             own_ranks={REF, LOGP, CRITIC} - workers.on_trainer_ranks,
             receivers=workers.receivers,
-            stop_token_ids=stop_token_ids(self._model_path, tokenizer),
+            stop_token_ids=stop_token_ids(self._model.path, tokenizer),
             watch=workers.watch,
             restartable=workers.restartable,
             snapshots=workers.snapshots,

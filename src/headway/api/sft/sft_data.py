@@ -115,9 +115,9 @@ class SftExamples:
     """Rows of a data set as examples. Rows that cannot be used are left out and counted by reason.
 
     Example:
-        conversations = Conversations(rows, config, tokenizer, chats)
-        examples = conversations.examples([4, 0, 2])    # those of three rows, or fewer
-        conversations.left_out.counts                   # {"a": {"too_long": 1}}
+        data = SftExamples(rows, config, tokenizer, chats)
+        examples = data.examples([4, 0, 2])             # those of three rows, or fewer
+        data.left_out.counts                            # {"a": {"too_long": 1}}
     """
 
     def __init__(

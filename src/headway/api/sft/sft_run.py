@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from shutil import rmtree
-from threading import Lock
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
@@ -44,7 +44,7 @@ from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import JsonLines
 from headway.reports.record.file_access import replace_file
-from headway.reports.run_directory import RunDirectory, RunLock, free_names
+from headway.reports.run_directory import RunDirectory, RunLock, in_free_directory
 from headway.reports.terminal import stdout_console
 from headway.reports.trackers.tracker_set import Trackers, check_trackers, open_trackers
 from headway.reports.trackers.tracker_thread import TrackerMessages
@@ -158,7 +158,11 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
     """Run ``headway sft``, or resume the run in ``resume``. Returns the exit code."""
     config = loaded.config
     data = check(config)
-    directory = _new_directory(config) if resume is None else RunDirectory(resume)
+    if resume is None:
+        name = f"{config.run.name}-sft"
+        directory = in_free_directory(config.run.dir, name, lambda path: RunDirectory.create(path, config))
+    else:
+        directory = RunDirectory(resume)
     lock = RunLock(directory.lock)
     lock.take()
     try:
@@ -181,15 +185,6 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
     finally:
         lock.release()
     return 0 if status is Status.COMPLETED else EXIT_INTERRUPTED
-
-
-def _new_directory(config: Config) -> RunDirectory:
-    if config.run.dir is not None:
-        return RunDirectory.create(config.run.dir, config)
-    for path in free_names(f"{config.run.name}-sft"):
-        with suppress(UserError):
-            return RunDirectory.create(path, config)
-    raise AssertionError("unreachable: there is always another number")
 
 
 def _resumed(directory: RunDirectory, data: SftData) -> int:
@@ -284,15 +279,16 @@ class _SftRun:
         self._config, self._data, self._directory, self._reports = config, data, directory, reports
         self._first = step
         self._checkpoints = Checkpoints(directory.checkpoints)
-        self._stopping = False
-
-    def _stop(self) -> None:
-        self._stopping = True
+        self._stop = Event()
+        """Set once the run was told to stop."""
 
     async def run(self) -> Status:
         config, data, reports = self._config, self._data, self._reports
         assert config.model.path is not None
-        with Interrupts(reports.note) as interrupts, interrupts.asking(self._stop, "this step, with a checkpoint"):
+        with (
+            Interrupts(reports.note) as interrupts,
+            interrupts.asking(self._stop.set, "this step, with a checkpoint"),
+        ):
             async with trainer_of(
                 config,
                 config.sft.optim,
@@ -338,7 +334,7 @@ class _SftRun:
                     ahead = asyncio.create_task(asyncio.to_thread(data.batch, step + 1))
                 if batch:  # else all its rows are left out
                     skipped = await self._step(steps, step, batch, skipped)
-                if self._stopping:
+                if self._stop.is_set():
                     break
                 if config.sft.save_freq > 0 and (step + 1) % config.sft.save_freq == 0:
                     saved = await self._save(steps, step + 1)
@@ -349,7 +345,7 @@ class _SftRun:
         # Before the export: what fails there is made up for by a resume
         if saved < done:
             await self._save(steps, done)
-        if done < data.steps and self._stopping:
+        if done < data.steps and self._stop.is_set():
             return Status.INTERRUPTED
         self._reports.note("exporting the model")
         await steps.engine.export(self._directory.model)

@@ -101,11 +101,7 @@ async def trainer_of(
     ``total_steps``: where the schedule of ``optim`` ends. Raises as `headway.cluster.backend.start_trainer` does.
     """
     async with start_trainer(
-        _supervised(config, optim),
-        model_path=model_path,
-        run_dir=run_dir,
-        total_optimizer_steps=total_steps,
-        tell=tell,
+        _supervised(config, optim), model_path=model_path, run_dir=run_dir, total_optimizer_steps=total_steps, tell=tell
     ) as trainer:
         yield SftSteps(trainer)
 

@@ -22,6 +22,7 @@ from headway.config.schema import Config
 from headway.engines.train.state_file import STATE_FILE
 from headway.errors import ConfigError, DataError, UserError, boundary, said_by
 from headway.reports.checkpoint_folders import Checkpoints
+from headway.reports.record.file_access import replace_file
 from headway.reports.run_directory import RunDirectory
 
 RUN_FILE = "run.json"
@@ -146,9 +147,8 @@ def claim(store: StorageClient, directory: RunDirectory, version: int | None) ->
 
 def write_mark(directory: RunDirectory, run: str, epoch: int) -> None:
     """Note in the run's directory which state of the storage it has."""
-    draft = directory.storage.with_suffix(".tmp")
-    draft.write_text(json.dumps({"run": run, "epoch": epoch}), encoding="utf-8")
-    draft.replace(directory.storage)  # whole at any moment: without it the storage counts as another run's
+    # Whole at any moment: without it the storage counts as another run's
+    replace_file(directory.storage, json.dumps({"run": run, "epoch": epoch}))
 
 
 def marked(directory: RunDirectory) -> dict[str, Any]:
