@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.runtime.process_tree import children, descendants, guarded, python_command
+from headway.runtime.process_tree import GUARDED, children, descendants, python_command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guards are of Linux")
 
@@ -36,9 +36,9 @@ IN_TREE = 2 + 8 + 4 + 5
 """The guard and its process among them."""
 OWNER = """
 import subprocess, sys
-from headway.runtime.process_tree import guarded, python_command
+from headway.runtime.process_tree import GUARDED, python_command
 from headway.runtime.process_tree import children, descendants
-subprocess.Popen(python_command(guarded() + sys.argv[1]), start_new_session=True)
+subprocess.Popen(python_command(GUARDED + sys.argv[1]), start_new_session=True)
 sys.stdin.read()
 """
 
@@ -94,7 +94,7 @@ def test_nothing_is_left_of_a_tree_whose_owner_ends(end: signal.Signals, tmp_pat
 def test_a_guard_ends_as_its_process_does_once_nothing_is_left_of_it(way: str, code: int) -> None:
     mark = f"guard-{os.getpid()}{code}"
     said = "print('made', flush=True); sys.stdin.read(1); "
-    command = python_command(f"{guarded()}\n{TREE}\n{said}{way}")
+    command = python_command(f"{GUARDED}\n{TREE}\n{said}{way}")
     with subprocess.Popen(command, env=environment(mark), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as guard:
         assert guard.stdin is not None and guard.stdout is not None
         assert guard.stdout.readline() == b"made\n"
@@ -106,19 +106,6 @@ def test_a_guard_ends_as_its_process_does_once_nothing_is_left_of_it(way: str, c
             guard.stdin.flush()
         assert guard.wait(20) == code
         assert marked(mark) == []
-
-
-def test_a_process_has_its_grace_once_its_owner_has_ended(tmp_path: Path) -> None:
-    done = tmp_path / "done"
-    code = f"{guarded(grace_s=20)}sys.stdin.read(); open({str(done)!r}, 'w').close()"
-    mark = f"grace-{os.getpid()}"
-    owner_code = OWNER.replace("guarded() + ", "").replace("start_new_session=True", "stdin=subprocess.PIPE")
-    command = [sys.executable, "-c", owner_code, code]
-    with subprocess.Popen(command, env=environment(mark), stdin=subprocess.PIPE) as owner:
-        wait_until(3, mark)
-        owner.kill()
-    wait_until(0, mark)
-    assert done.exists()
 
 
 def test_children_are_those_that_a_search_of_all_processes_finds() -> None:

@@ -18,7 +18,7 @@ from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.training import SupervisedEngine
 from headway.errors import StallError
-from headway.runtime.user_code import names_user_code, resolve_spec
+from headway.runtime.user_code import resolve_spec
 
 T = TypeVar("T")
 
@@ -150,15 +150,11 @@ async def _up(
 
 def _with_absolute_files(config: Config) -> Config:
     """Return the configuration for workers, which run in another directory: the user's functions by absolute paths."""
-
-    def absolute(spec: str) -> str:
-        return resolve_spec(spec) if names_user_code(spec) else spec
-
     algorithm = config.algorithm
-    loss = algorithm.policy_loss.model_copy(update={"loss_mode": absolute(algorithm.policy_loss.loss_mode)})
-    changes: dict[str, object] = {"adv_estimator": absolute(algorithm.adv_estimator), "policy_loss": loss}
+    loss = algorithm.policy_loss.model_copy(update={"loss_mode": resolve_spec(algorithm.policy_loss.loss_mode)})
+    changes: dict[str, object] = {"adv_estimator": resolve_spec(algorithm.adv_estimator), "policy_loss": loss}
     changes["rollout_correction"] = tuple(
-        one.model_copy(update={"name": absolute(str(one.name))}) for one in algorithm.corrections
+        one.model_copy(update={"name": resolve_spec(str(one.name))}) for one in algorithm.corrections
     )
     return config.model_copy(update={"algorithm": algorithm.model_copy(update=changes)})
 

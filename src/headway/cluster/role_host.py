@@ -26,7 +26,6 @@ from operator import attrgetter
 from typing import Any
 
 from headway.errors import HeadwayError, RunError, said_by
-from headway.runtime.logs import of_worker
 from headway.runtime.progress import Heartbeat, Progress, count_for, counting
 
 SAID = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
@@ -81,7 +80,7 @@ class RoleHost:
         """Open calls of coroutines: the method, and when it was called. Of those that work with files beside the role's
         thread the progress is told."""
         self._closing = False
-        self._log = of_worker(logger, name)
+        self._log = logging.LoggerAdapter(logger, {"worker": name})
         self._log.info("started in process %d", os.getpid())
 
     async def call(self, method: str, *args: Any) -> Any:

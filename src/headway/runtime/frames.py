@@ -44,12 +44,13 @@ class FrameChannel:
         self._gathered: list[bytes] = []
         """Frames that are sent together at the end of this turn of the loop."""
         self._unsent = bytearray()
-        self._open = True
+        self.is_open = True
+        """Neither end is closed, as far as is known."""
         self._loop.add_reader(sock, self._read)
 
     def send(self, frame: Frame) -> None:
         """Send ``frame``, at once as far as the socket takes it. To an end that is closed nothing is sent."""
-        if self._open:
+        if self.is_open:
             # First: what was gathered in this turn was said before this frame.
             self._send_gathered()
             self._send(frame.packed())
@@ -59,7 +60,7 @@ class FrameChannel:
 
         A loop that is held up, or ends, sends nothing: use this only where no code blocks it.
         """
-        if self._open:
+        if self.is_open:
             if not self._gathered:
                 self._loop.call_soon(self._send_gathered)
             self._gathered.append(frame.packed())
@@ -69,22 +70,17 @@ class FrameChannel:
         self._send_gathered()  # first: it was said before this frame
         socket.send_fds(self._sock, [frame.packed()], [descriptor])
 
-    @property
-    def is_open(self) -> bool:
-        """Neither end is closed, as far as is known."""
-        return self._open
-
     def drain(self) -> None:
         """Handle all frames that have arrived."""
-        while self._open and self._read():
+        while self.is_open and self._read():
             pass
 
     def close(self) -> None:
         """Close this end. Neither callback is called any more."""
-        if self._open:
+        if self.is_open:
             # Before the end counts as closed: the last frames of this turn would be dropped.
             self._send_gathered()
-            self._open = False
+            self.is_open = False
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
             self._sock.close()
@@ -104,7 +100,7 @@ class FrameChannel:
             return False
         self._unread += data
         # Asked anew for each frame: what handles one may close this end.
-        while self._open and (frame := self._next()) is not None:
+        while self.is_open and (frame := self._next()) is not None:
             self._on_frame(frame)
         return True
 
@@ -122,7 +118,7 @@ class FrameChannel:
 
     def _send_gathered(self) -> None:
         gathered, self._gathered = self._gathered, []
-        if gathered and self._open:
+        if gathered and self.is_open:
             self._send(gathered[0] if len(gathered) == 1 else b"".join(gathered))
 
     def _send(self, data: bytes) -> None:

@@ -16,11 +16,6 @@ FORMAT = "%(asctime)s %(levelname)s run=%(run)s worker=%(worker)s %(name)s: %(me
 DRIVER = "driver"
 
 
-def of_worker(logger: logging.Logger, worker: str) -> logging.LoggerAdapter[logging.Logger]:
-    """Return ``logger`` for messages of ``worker``, in any process."""
-    return logging.LoggerAdapter(logger, {"worker": worker})
-
-
 def log_to(handler: logging.Handler, run: str, worker: str) -> logging.Handler:
     """Have what Headway's loggers say from now on, from level INFO, written by ``handler``. Returns it."""
 

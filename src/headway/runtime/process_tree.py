@@ -34,14 +34,10 @@ STOPPED_S = 2.0
 """
 
 
-def run_guarded(owner: int, grace_s: float = 0.0) -> None:
+def run_guarded(owner: int) -> None:
     """Fork, and return only in the child, whose guard this process becomes. Call it before threads are started.
 
-    The child leads a session of its own.
-
-    Args:
-        owner: id of the process that started this one.
-        grace_s: seconds that the child has to end by itself after its owner has ended.
+    The child leads a session of its own. ``owner``: id of the process that started this one.
     """
     if sys.platform != "linux":
         return
@@ -55,7 +51,7 @@ def run_guarded(owner: int, grace_s: float = 0.0) -> None:
         return
     code = 1
     try:
-        code = _guarded(child, owner, grace_s)
+        code = _guarded(child, owner)
     finally:
         os._exit(code)  # also after an error: the guard must not run what its process runs
 
@@ -122,7 +118,7 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def _guarded(child: int, owner: int, grace_s: float) -> int:
+def _guarded(child: int, owner: int) -> int:
     """Guard ``child`` until all is over. Returns its exit code; a signal that ended it ends this process, too."""
     os.closerange(0, MOST_FILES)  # a pipe or socket of the process ends only when the guard does not hold it either
     for _ in range(3):
@@ -146,8 +142,6 @@ def _guarded(child: int, owner: int, grace_s: float) -> int:
         ends.register(owner_ends, select.POLLIN)
         if os.getppid() == owner:  # else it has ended, and its id may be another's
             ends.poll()
-        ends.unregister(owner_ends)
-        ends.poll(grace_s * 1000)
     # Also where it has ended: then this does nothing, and nothing is left to race with.
     send(signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -197,16 +191,13 @@ IMPORTS_AS_HERE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); o
 """Statements by which a program of `python_command` begins to import as the process that started it does, its owner."""
 
 
-def guarded(grace_s: float = 0.0) -> str:
-    """Return what begins a program that leaves nothing behind and ends with its owner: see `run_guarded`.
-
-    SIGTERM to the process that is started, its guard, ends all of it.
-    """
-    return f"{IMPORTS_AS_HERE}from headway.runtime.process_tree import run_guarded; run_guarded(owner, {grace_s}); "
+GUARDED = f"{IMPORTS_AS_HERE}from headway.runtime.process_tree import run_guarded; run_guarded(owner); "
+"""Statements that begin a program which leaves nothing behind and ends with its owner: see `run_guarded`. SIGTERM to
+the process that is started, its guard, ends all of it."""
 
 
 def python_command(program: str, *arguments: str) -> list[str]:
-    """Return the command that runs ``program``: statements with `IMPORTS_AS_HERE` or `guarded` before what they import.
+    """Return the command that runs ``program``: statements with `IMPORTS_AS_HERE` or `GUARDED` before what they import.
 
     To the program ``sys.argv[1:]`` are ``arguments``.
     """

@@ -40,8 +40,11 @@ def names_a_server(spec: str) -> bool:
 
 
 def resolve_spec(spec: str) -> str:
-    """Make a file's path in ``spec`` absolute, so that a process with another working directory finds the same file."""
-    if names_a_module(spec):
+    """Make a file's path in ``spec`` absolute, so that a process with another working directory finds the same file.
+
+    What names no file is returned as it is.
+    """
+    if not names_a_file(spec):
         return spec
     path, _, name = spec.rpartition(":")
     return f"{Path(path).expanduser().resolve()}:{name}"
@@ -84,7 +87,7 @@ def _load(spec: str) -> tuple[Path | str, Any]:
                 f"{spec}: module {module} cannot be imported: {raised_by(cause)}; install its package on every machine "
                 "of the run, or name a file, as file.py:name"
             ) from cause
-    path = Path(resolve_spec(spec).rpartition(":")[0])
+    path = Path(spec.rpartition(":")[0]).expanduser().resolve()
     with boundary(f"{spec}: the file cannot be read", UserCodeError):
         there = path.is_file()
     if not there:
@@ -137,14 +140,9 @@ class Parameters:
         """Return those of the ``available`` arguments that the function names; all of them with ``**kwargs``."""
         return {name: value for name, value in available.items() if self.takes_all or name in self.named}
 
-    @property
-    def needed(self) -> list[str]:
-        """Names of the parameters that have no default."""
-        return [name for name, one in self.named.items() if one.default is one.empty]
-
     def lacking(self, available: Collection[str]) -> list[str]:
         """Return the names of parameters without a default that are not ``available``."""
-        return [name for name in self.needed if name not in available]
+        return [name for name, one in self.named.items() if one.default is one.empty and name not in available]
 
 
 def check_call(

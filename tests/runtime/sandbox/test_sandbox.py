@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from headway.errors import ConfigError, SandboxFailed
-from headway.runtime.process_tree import guarded, python_command
+from headway.runtime.process_tree import GUARDED, python_command
 from headway.runtime.sandbox import bubblewrap, seccomp
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
@@ -147,7 +147,7 @@ def killed_when(there: Callable[[str], bool], mark: str, *, by_guard: bool = Fal
         "from headway.runtime.sandbox.sandbox_call import SandboxSpec\n"
         f"Sandbox(SandboxSpec()).run_blocking(['/usr/bin/sleep', '{mark}'])"
     )
-    command = python_command(guarded() + code) if by_guard else [sys.executable, "-c", code]
+    command = python_command(GUARDED + code) if by_guard else [sys.executable, "-c", code]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": SOURCES}) as asking:
         wait_for(lambda: there(mark), "the call did not begin")
         asking.send_signal(signal.SIGTERM if by_guard else signal.SIGKILL)

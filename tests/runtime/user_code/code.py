@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import ConfigError, RunError
-from headway.runtime.workers import async_worker
+from headway.runtime.workers import worker_main
 from headway.runtime.workers.user_code_boundary import killed_after
 
 
@@ -239,5 +239,5 @@ class CodeSpec:
             case "hangs":
                 time.sleep(600)
             case "waits less":
-                async_worker.LEAVES_S = 0.2
+                worker_main.LEAVES_S = 0.2
         return Code()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO
 
 from headway.errors import ConfigError, SandboxFailed, cut
-from headway.runtime.sandbox.interpreter import Interpreter, base_python, interpreter, open_way_to
+from headway.runtime.sandbox.interpreter import Interpreter, base_python, interpreter, open_way_to, programs
 from headway.runtime.sandbox.sandbox_call import (
     CHUNK,
     ENDS_S,
@@ -85,10 +85,7 @@ class Bubblewrap:
                 "sandbox: there is no bwrap on this machine, in which code of the model's could run; install it (apt "
                 "install bubblewrap), or choose sandbox=process_limits, which protects from much less (docs/sandbox.md)"
             )
-        found = {name: shutil.which(name) for name in ("prlimit", "setpriv")}
-        if missing := [name for name, path in found.items() if path is None]:
-            raise ConfigError(f"sandbox: there is no {' and no '.join(missing)} here; install util-linux")
-        return cls(bwrap, str(found["prlimit"]), str(found["setpriv"]), base_python())
+        return cls(bwrap, **programs("prlimit", "setpriv"), python=base_python())
 
     @cached_property
     def interpreter(self) -> Interpreter:
@@ -122,10 +119,27 @@ class Bubblewrap:
             stdin: descriptor of what the program reads.
             files: names in the scratch space → descriptors of contents.
         """
-        # In the sandbox: processes are counted within it.
-        limited = [self.prlimit, *rlimits(limits, counts_processes=self.counts_processes), "--"]
-        first = [*FIRST, HOSTNAME, *limited, *program]
-        made = [*self._sandboxed(limits, status, seccomp, stdin, files), *first]
+        names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
+        apart = "--disable-userns --as-pid-1 --die-with-parent --new-session --cap-drop ALL --clearenv"
+        who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", HOSTNAME]
+        devices = [word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+        links = ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", SCRATCH, "/dev/shm"]
+        scratch = ["--size", str(limits.scratch_mib << 20), "--perms", "0700", "--tmpfs", SCRATCH]
+        contents = [
+            word for name, fd in files.items() for word in ("--perms", "0600", "--file", str(fd), f"{SCRATCH}/{name}")
+        ]
+        variables = {"PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8"}
+        # bwrap mounts in this order: later places cover earlier ones, and --size and --perms are for the next alone.
+        made = [
+            *(self.bwrap, *names.split(), *apart.split(), *who, *self._read_only()),
+            *("--proc", "/proc", "--tmpfs", "/dev", *devices, *links, "--remount-ro", "/dev"),
+            *(*scratch, *contents, "--perms", "0400", "--file", str(stdin), INPUT),
+            *(*self._python(), "--remount-ro", "/", "--chdir", SCRATCH),
+            *(word for name, value in variables.items() for word in ("--setenv", name, value)),
+            *("--json-status-fd", str(status), "--seccomp", str(seccomp), "--"),
+            # In the sandbox: processes are counted within it.
+            *(*FIRST, HOSTNAME, self.prlimit, *rlimits(limits, counts_processes=self.counts_processes), "--", *program),
+        ]
         return made if uid is None else [*self._become(uid), *made]
 
     @cached_property
@@ -139,29 +153,6 @@ class Bubblewrap:
             return [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
         namespace = f"/proc/{os.getpid()}/fd/{self._way.fileno()}"  # not passed on: it would be there in the sandbox
         return [str(shutil.which("nsenter")), f"--mount={namespace}", f"--setuid={uid}", f"--setgid={uid}", "--"]
-
-    def _sandboxed(
-        self, limits: SandboxLimits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]
-    ) -> list[str]:
-        names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
-        apart = "--disable-userns --as-pid-1 --die-with-parent --new-session --cap-drop ALL --clearenv"
-        who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", HOSTNAME]
-        devices = [word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
-        links = ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", SCRATCH, "/dev/shm"]
-        scratch = ["--size", str(limits.scratch_mib << 20), "--perms", "0700", "--tmpfs", SCRATCH]
-        contents = [
-            word for name, fd in files.items() for word in ("--perms", "0600", "--file", str(fd), f"{SCRATCH}/{name}")
-        ]
-        variables = {"PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8"}
-        # bwrap mounts in this order: later places cover earlier ones, and --size and --perms are for the next alone.
-        return [
-            *(self.bwrap, *names.split(), *apart.split(), *who, *self._read_only()),
-            *("--proc", "/proc", "--tmpfs", "/dev", *devices, *links, "--remount-ro", "/dev"),
-            *(*scratch, *contents, "--perms", "0400", "--file", str(stdin), INPUT),
-            *(*self._python(), "--remount-ro", "/", "--chdir", SCRATCH),
-            *(word for name, value in variables.items() for word in ("--setenv", name, value)),
-            *("--json-status-fd", str(status), "--seccomp", str(seccomp), "--"),
-        ]
 
     def _read_only(self) -> Iterator[str]:
         yield from ("--ro-bind", "/usr", "/usr")

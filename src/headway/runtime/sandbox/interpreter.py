@@ -37,6 +37,14 @@ PACKAGES = ("site-packages", "dist-packages")
 LOADED = re.compile(r"=> (/.*) \(0x[0-9a-f]+\)$", re.MULTILINE)
 
 
+def programs(*names: str, kind: str = "sandbox", packages: str = "util-linux") -> dict[str, str]:
+    """The paths of programs by their names. Raises `ConfigError` where one is missing, with the packages to install."""
+    found = {name: path for name in names if (path := shutil.which(name)) is not None}
+    if missing := [name for name in names if name not in found]:
+        raise ConfigError(f"{kind}: there is no {' and no '.join(missing)} here; install {packages}")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Interpreter:
     """The files of an interpreter that are not in /usr."""
@@ -68,8 +76,8 @@ def interpreter(python: str) -> Interpreter:
             f"sandbox: the interpreter {python} has its standard library in {wide[0] if wide else 'no directory'}, "
             "which is not a directory of its own; make Headway's venv from another Python"
         )
-    programs = [python, *(str(path) for where in library for path in sorted(where.glob("*.so")))]
-    loaded = [] if shutil.which("ldd") is None else LOADED.findall(_said(["ldd", *programs], python, strict=False))
+    binaries = [python, *(str(path) for where in library for path in sorted(where.glob("*.so")))]
+    loaded = [] if shutil.which("ldd") is None else LOADED.findall(_said(["ldd", *binaries], python, strict=False))
     files = [
         path for path in map(Path, map(os.path.normpath, [python, *loaded])) if not _is_in(path, [*SYSTEM, *library])
     ]
@@ -128,11 +136,9 @@ def open_way_to(parts: Sequence[Path]) -> IO[bytes] | None:
     ways = {part: closed for part in parts if (closed := closed_way_to(part)) is not None}
     if not ways:
         return None
-    programs = {name: shutil.which(name) for name in ("unshare", "nsenter", "mount")}
-    if missing := [name for name, path in programs.items() if path is None]:
-        raise ConfigError(f"sandbox: there is no {' and no '.join(missing)} here; install util-linux and mount")
+    unshare = programs("unshare", "nsenter", "mount", packages="util-linux and mount")["unshare"]
     where = " and ".join(sorted({str(way) for way in ways.values()}))
-    command = [str(programs["unshare"]), "--mount", "/bin/sh", "-c", " && ".join(_steps(ways))]
+    command = [unshare, "--mount", "/bin/sh", "-c", " && ".join(_steps(ways))]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": "/usr/bin:/bin"}
     ) as maker:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from headway.errors import ConfigError, SandboxFailed
 from headway.runtime.sandbox.bubblewrap import Bubblewrap, BubblewrapCall, rlimits
-from headway.runtime.sandbox.interpreter import ISOLATED, base_python
+from headway.runtime.sandbox.interpreter import ISOLATED, base_python, programs
 from headway.runtime.sandbox.sandbox_call import (
     ENDS_S,
     KILLED,
@@ -65,7 +65,7 @@ class Sandbox:
         if spec.kind == "bubblewrap":
             self._found, self._refused = Bubblewrap.here(), seccomp_filter()
         else:
-            prlimit()
+            programs("prlimit", kind="sandbox=process_limits")
 
     def probe(self) -> None:
         """Run a program of one line, and one that is to be ended by a limit that is measured from outside.
@@ -179,14 +179,6 @@ TELLS = (
 PAUSE_S = 0.005
 
 
-def prlimit() -> str:
-    """The path of prlimit(1). Raises `ConfigError` where there is none."""
-    found = shutil.which("prlimit")
-    if found is None:
-        raise ConfigError("sandbox=process_limits: there is no prlimit here; install util-linux")
-    return found
-
-
 class ProcessLimitsCall(SandboxCall):
     """One call without bubblewrap: only limits, a new session and a new directory.
 
@@ -204,7 +196,7 @@ class ProcessLimitsCall(SandboxCall):
             (self._directory / name).write_bytes(content)
         here = str(self._directory)
         process = subprocess.Popen(
-            [prlimit(), *rlimits(self._limits, counts_processes=False), "--", *program],
+            [programs("prlimit")["prlimit"], *rlimits(self._limits, counts_processes=False), "--", *program],
             stdin=sealed(stdin, held),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -33,7 +33,7 @@ import socket
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from enum import IntEnum, auto
+from enum import IntEnum
 from typing import Any, Protocol
 
 from headway.errors import HeadwayError, UserCodeFailed, cut, said_by
@@ -126,26 +126,11 @@ MOST_SAID = 300
 """Most characters that are told of an exception of user code."""
 
 
-class FrameKind(IntEnum):
-    """The meaning of a frame."""
-
-    START = auto()
-    LOADED = auto()
-    FAILED = auto()
-    JOB = auto()
-    ASK = auto()
-    WITHDRAWN = auto()
-    ANSWER = auto()
-    REFUSAL = auto()
-    RESULT = auto()
-    ERROR = auto()
-    CANCEL = auto()
-    PING = auto()
-    PONG = auto()
-    FORK = auto()
-    FORKED = auto()
-    REAP = auto()
-    REAPED = auto()
+FrameKind = IntEnum(
+    "FrameKind",
+    "START LOADED FAILED JOB ASK WITHDRAWN ANSWER REFUSAL RESULT ERROR CANCEL PING PONG FORK FORKED REAP REAPED",
+)
+"""The meaning of a frame."""
 
 
 class BlockingChannel:

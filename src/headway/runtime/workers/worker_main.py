@@ -1,6 +1,7 @@
-"""The inside of a worker process: where it starts, and how it serves one job at a time.
+"""The inside of a worker process: where it starts, and how it serves jobs.
 
-That needs no event loop: synchronous user code may run one. `async_worker` serves many jobs at once.
+One at a time needs no event loop: synchronous user code may run one. Many at once share one, which notes in a file that
+the host reads whose step it is making.
 
 A fork server may have forked the process: one that has loaded the user's code once, so that the workers it forks have
 it loaded. It has one thread and no event loop, and runs no more of the user's code. It reaps an ended worker only when
@@ -11,6 +12,7 @@ Everything imported here is imported in each worker: keep it light.
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import gc
 import io
@@ -21,16 +23,19 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
-from headway.errors import HeadwayError, UserCodeError, UserCodeFailed
-from headway.runtime.frames import HEADER, Frame
-from headway.runtime.process_tree import adopt_orphans, children, descendants, die_with, end_children, guarded
+from headway.errors import HeadwayError, RunError, UserCodeError, UserCodeFailed, said_by
+from headway.runtime.frames import HEADER, Frame, FrameChannel
+from headway.runtime.process_tree import GUARDED, adopt_orphans, children, descendants, die_with, end_children
 from headway.runtime.workers.redaction import Redaction
 from headway.runtime.workers.user_code_boundary import (
     BlockingChannel,
@@ -49,7 +54,7 @@ HELD_BACK = {signal.SIGINT, signal.SIGHUP}
 """Signals of a terminal, which are blocked while workers start."""
 SHOWS_WHERE = signal.SIGUSR2
 """Signal at which a worker prints where its threads stand, even while C code keeps the interpreter's lock."""
-BOOT = f"{guarded()}from headway.runtime.workers.worker_main import main; main(*map(int, sys.argv[2:]))"
+BOOT = f"{GUARDED}from headway.runtime.workers.worker_main import main; main(*map(int, sys.argv[2:]))"
 """Program of a worker process; its arguments are a name for people, and those of `main`."""
 
 
@@ -97,9 +102,8 @@ def main(descriptor: int, note: int) -> None:
     if start.alone:
         serve_alone(channel, hosted, redaction)
     else:
-        from headway.runtime.workers.async_worker import serve_shared
-
-        serve_shared(channel.sock, hosted, redaction, memoryview(mmap.mmap(note, mmap.PAGESIZE)).cast("Q"))
+        steps = memoryview(mmap.mmap(note, mmap.PAGESIZE)).cast("Q")
+        asyncio.run(_Shared(hosted, redaction, steps).serve(channel.sock))
 
 
 def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) -> Hosted | None:
@@ -109,12 +113,11 @@ def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) 
         # What is described is pickled inside the try: it may hold what does not pickle.
         hosted = spec.load()
         told = Frame(FrameKind.LOADED, detail=os.getpid(), payload=pickle.dumps(hosted.describe()))
-    except HeadwayError as error:
-        hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
     except BaseException as error:
-        if start.prints:
-            print_traceback()
-        error = UserCodeError(f"{start.shown} cannot be loaded: {said_without_secrets(error, redaction)}")
+        if not isinstance(error, HeadwayError):
+            if start.prints:
+                print_traceback()
+            error = UserCodeError(f"{start.shown} cannot be loaded: {said_without_secrets(error, redaction)}")
         hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
     channel.send(told)
     return hosted
@@ -219,3 +222,143 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
         os.close(descriptors[0])
         kept.add(pid)
         sock.sendall(Frame(FrameKind.FORKED, order, pid).packed())
+
+
+MOST_THREADS = 256
+"""Most threads for `asyncio.to_thread`: episodes wait in them for a network, more than for a processor."""
+LEAVES_S = 3.0
+"""Seconds for jobs to end that are cancelled when the process ends, before the user's code closes what they use."""
+NOBODY = 0
+_whose: ContextVar[int] = ContextVar("job", default=NOBODY)
+"""Number of the job that a task belongs to: tasks that user code starts inherit it."""
+
+
+class TaskExited(Exception):
+    """Exception for a task that raised `SystemExit` or an interrupt, which would stop the event loop."""
+
+
+class _Shared:
+    """Jobs that share an event loop. ``note`` gets the number of the job whose step is being made, 0 where it is
+    none's, and the count of all steps.
+    """
+
+    def __init__(self, hosted: Hosted, redaction: Redaction, note: memoryview) -> None:
+        self._hosted, self._redaction, self._note = hosted, redaction, note
+        self._pid = os.getpid()
+        self._jobs: dict[int, asyncio.Task[Frame]] = {}
+        self._asks: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._numbers = count(1)
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Serve jobs until the host closes the connection."""
+        loop = asyncio.get_running_loop()
+        # Before any task: one made earlier would not tell whose steps it makes.
+        loop.set_task_factory(self._task)
+        loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="job"))
+        ended = asyncio.Event()
+        self._channel = FrameChannel(sock, self._on_frame, ended.set)
+        await ended.wait()
+        try:
+            for job in self._jobs.values():
+                job.cancel()
+            if self._jobs:
+                await asyncio.wait(self._jobs.values(), timeout=LEAVES_S)
+            # After the jobs: they use what this closes.
+            await closed(self._hosted)
+        finally:
+            os._exit(0)  # threads that are still busy would keep the process alive
+
+    def _on_frame(self, frame: Frame) -> None:
+        match frame.kind:
+            case FrameKind.JOB:
+                # A context for each job: tasks that its code starts inherit the number.
+                context = copy_context()
+                context.run(_whose.set, frame.number)
+                job = asyncio.get_running_loop().create_task(self._job(frame.number, frame.payload), context=context)
+                job.add_done_callback(partial(self._on_job_end, frame.number))
+                self._jobs[frame.number] = job
+            case FrameKind.CANCEL if frame.number in self._jobs:
+                self._jobs[frame.number].cancel()
+            case FrameKind.ANSWER | FrameKind.REFUSAL:
+                answered = self._asks.get((frame.number, frame.detail))
+                if answered is not None and not answered.done():
+                    answered.set_result(frame)
+            case FrameKind.PING:
+                self._channel.send(Frame(FrameKind.PONG))
+            case _:
+                pass
+
+    async def _job(self, number: int, payload: bytes) -> Frame:
+        """Do a job, and return what to tell the host of its end."""
+        try:
+            result = await self._hosted.serve(pickle.loads(payload), partial(self._ask, number))
+            return Frame(FrameKind.RESULT, number, 0, pickle.dumps(result))
+        except BaseException as error:
+            if not isinstance(error, HeadwayError | asyncio.CancelledError):
+                print_traceback()
+            return Frame(FrameKind.ERROR, number, 0, pickled_error(error, self._redaction))
+
+    def _on_job_end(self, number: int, job: asyncio.Task[Frame]) -> None:
+        del self._jobs[number]
+        if job.cancelled():  # before its first step
+            self._channel.send(
+                Frame(FrameKind.ERROR, number, 0, pickled_error(asyncio.CancelledError(), self._redaction))
+            )
+        else:
+            self._channel.send(job.result())
+
+    async def _ask(self, number: int, message: Any) -> Any:
+        # Pickled first: a message that does not pickle fails here, with nothing half sent.
+        payload = pickle.dumps(message)
+        if number not in self._jobs:
+            raise RunError("the job that asks has ended")
+        key = number, next(self._numbers)
+        self._asks[key] = asyncio.get_running_loop().create_future()
+        self._channel.send(Frame(FrameKind.ASK, *key, payload))
+        try:
+            answer: Frame = await self._asks[key]
+        except asyncio.CancelledError:
+            self._channel.send(Frame(FrameKind.WITHDRAWN, *key))
+            raise
+        finally:
+            del self._asks[key]
+        return answer_in(answer)
+
+    def _task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, *, context: Context | None = None, **others: Any
+    ) -> asyncio.Task[Any]:
+        """Make a task that notes whose steps it makes."""
+        if not asyncio.iscoroutine(coroutine):
+            raise TypeError(f"a coroutine was expected, got {coroutine!r}")
+        number = _whose.get() if context is None else context.get(_whose, NOBODY)
+        return asyncio.Task(self._noting(coroutine, number), loop=loop, context=context, **others)
+
+    async def _noting(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Any:
+        # A coroutine around the generator: from Python 3.12 on asyncio makes no task of a generator.
+        return await self._steps(coroutine, number)
+
+    @types.coroutine
+    def _steps(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Generator[Any, Any, Any]:
+        """Step through ``coroutine``; what it waits for is the task's to wait for."""
+        note, pid = self._note, self._pid
+        value, error = None, None
+        while True:
+            # Set before each step, cleared after it: the host reads it once the loop stands still, or has ended.
+            note[0] = number
+            note[1] += 1
+            try:
+                awaited = coroutine.send(value) if error is None else coroutine.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            except (SystemExit, KeyboardInterrupt) as end:
+                raise TaskExited(said_by(end)) from end
+            finally:
+                note[0], error = NOBODY, None
+                # A child that user code has forked returns: it would make the steps of all other jobs, too.
+                if os.getpid() != pid:
+                    os._exit(0)
+            value = None
+            try:
+                value = yield awaited
+            except BaseException as thrown:
+                error = thrown
