@@ -101,8 +101,6 @@ def test_what_is_no_environment_is_refused_with_what_to_do(environment, name, me
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (ProgramSpec(), "there is no program; give agent.tools, environment, program or client"),
-        (ProgramSpec(environment="a.py:A", program="b.py:b"), "agent.environment and agent.program are both given"),
         (
             ProgramSpec(tools=("a.py:f",), program="b.py:b"),
             "agent.tools beside program b.py:b, which would not call them",

@@ -9,13 +9,13 @@ which translates: what the environment says becomes messages, and what the polic
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from headway.agents.interface.program_chat import Chat
+from headway.agents.interface.program_chat import Chat, Program
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, ProgramDescription, TurnAnswer
 from headway.agents.interface.tool import OpenToolbox, Tool, Toolbox
 from headway.agents.interface.user_calls import called, close_quietly, failing, seed_generators
@@ -37,18 +37,12 @@ class Step:
     """Message in place of the answer's, in the conversation."""
 
 
-class EnvironmentProgram(ABC, Generic[E]):
+class EnvironmentProgram(Program, Generic[E]):
     """Program that plays episodes of an environment of the type ``E``; a form of environments is a subclass."""
 
-    is_async = True
+    gives_reward = True
     who = ""
     """The environment in messages."""
-    form = ""
-    """Name of the form by which the user's code was recognised."""
-
-    def describe(self) -> ProgramDescription:
-        """See `headway.agents.adapters.program_loader.Program.describe`."""
-        return ProgramDescription(self.form, self.is_async, gives_reward=True)
 
     @abstractmethod
     def episode(self, start: EpisodeStart) -> AbstractAsyncContextManager[E]:
@@ -58,9 +52,9 @@ class EnvironmentProgram(ABC, Generic[E]):
     async def begin(self, environment: E, start: EpisodeStart) -> Step:
         """Reset the environment; its messages begin the conversation."""
 
-    @abstractmethod
     async def step(self, environment: E, answer: TurnAnswer, chat: Chat) -> Step:
-        """Act as the policy has answered."""
+        """Act as the policy has answered: here, call the tools that it calls; an answer that calls none is the last."""
+        return Step(await chat.call_tools(answer)) if answer.calls else Step(done=True)
 
     async def end(self, environment: E) -> EpisodeEnd:
         """Return the episode's end. Its turns have their rewards already."""
@@ -71,7 +65,7 @@ class EnvironmentProgram(ABC, Generic[E]):
         return ()
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
-        """Make one episode. See `headway.agents.adapters.program_loader.Program.run`."""
+        """Make one episode. See `Program.run`."""
         async with self.episode(start) as environment:
             if not self.is_async:
                 # Again: making the environment may have drawn numbers, and reusing one does not.
@@ -92,11 +86,6 @@ class EnvironmentProgram(ABC, Generic[E]):
         """Call a method of the user's environment. Raises `ProgramFailed` or `ProgramAway` for what it raises."""
         with failing(f"{self.who}: {method}()"):
             return await called(getattr(environment, method), *args, **kwargs)
-
-
-async def call_tools(answer: TurnAnswer, chat: Chat) -> Step:
-    """Make a step of the tools that ``answer`` calls; an answer that calls none is the last."""
-    return Step(await chat.call_tools(answer)) if answer.calls else Step(done=True)
 
 
 class ToolLoop(EnvironmentProgram[OpenToolbox]):
@@ -121,9 +110,6 @@ class ToolLoop(EnvironmentProgram[OpenToolbox]):
 
     async def begin(self, environment: OpenToolbox, start: EpisodeStart) -> Step:
         return Step(start.messages)
-
-    async def step(self, environment: OpenToolbox, answer: TurnAnswer, chat: Chat) -> Step:
-        return await call_tools(answer, chat)
 
     async def end(self, environment: OpenToolbox) -> EpisodeEnd:
         return await environment.end()

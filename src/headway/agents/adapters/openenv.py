@@ -21,13 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from headway.agents.adapters.environment_loop import EnvironmentProgram, Step
 from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import (
-    EpisodeEnd,
-    EpisodeStart,
-    TurnAnswer,
-    said,
-    with_text,
-)
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, said, with_text
 from headway.agents.interface.user_calls import failing, number
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError, cut, shown
 

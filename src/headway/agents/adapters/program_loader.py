@@ -25,23 +25,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from headway.agents.adapters.environment_forms import GymProgram, SkyrlProgram, TrlProgram, tool_names
 from headway.agents.adapters.environment_loop import EnvironmentPool, ToolLoop
-from headway.agents.adapters.gym_environments import GymProgram, SkyrlProgram
 from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec
 from headway.agents.adapters.openenv import OpenEnvProgram
-from headway.agents.adapters.trl_environments import TrlProgram, tool_names
 from headway.agents.adapters.user_programs import EXPECTED, AgentProgram, CommandProgram, OwnProgram
-from headway.agents.adapters.verl_forms import (
-    VerlLoop,
-    is_tool_object,
-    is_verl_loop,
-    load_tool_config,
-    make_verl_tool,
-    names_a_tool_config,
-)
-from headway.agents.interface.program_chat import Ask, Chat, Tally
+from headway.agents.adapters.verl_forms import VerlLoop, is_tool_object, is_verl_loop, load_tool_config, make_verl_tool
+from headway.agents.interface.program_chat import Ask, Chat, Program, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
 from headway.agents.interface.tool import Tool, Toolbox, ToolSource, make_tool
 from headway.agents.interface.user_calls import AskedTooOften, failing, seed_generators
@@ -52,42 +44,13 @@ from headway.runtime.sandbox.sandbox_call import SandboxSpec
 from headway.runtime.user_code import Parameters, check_call, load_object, names_a_server, resolve_spec
 
 
-class Program(Protocol):
-    """One form of user code."""
-
-    is_async: bool
-    """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
-
-    def describe(self) -> ProgramDescription:
-        """Return what is known before the first episode. May make an environment for that.
-
-        Raises:
-            UserCodeError: the user's code cannot be used; says why.
-        """
-        ...
-
-    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
-        """Make one episode. What its chat has recorded is added to the end: failed tools, rewards of turns.
-
-        Rewards of turns that the end has itself are one for each turn, in the order in which turns were asked for.
-
-        Raises:
-            EpisodeOver: a limit has ended the episode, and nothing is to be added to the rewards that turns were given.
-            ProgramFailed: the user's code raised, or returned what it must not.
-        """
-        ...
-
-
 class LoadedProgram:
     """A program in the process that runs it: its episodes, each with one end or one error."""
 
     def __init__(self, program: Program, shown: str) -> None:
         self._program, self.shown = program, shown
-
-    @property
-    def is_async(self) -> bool:
+        self.is_async = program.is_async
         """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
-        return self._program.is_async
 
     def describe(self) -> ProgramDescription:
         """Return what is known before the first episode. May make an environment for that.
@@ -132,10 +95,8 @@ class LoadedProgram:
         return replace(end, turn_rewards=tally.turn_rewards, tool_errors=tally.tool_errors)
 
     async def close(self) -> None:
-        """Close the environments that are kept from one episode to the next, where the program's form has any."""
-        close = getattr(self._program, "close", None)
-        if close is not None:
-            await close()
+        """Close what is kept from one episode to the next."""
+        await self._program.close()
 
 
 @contextmanager
@@ -179,12 +140,9 @@ class ProgramSpec:
     @property
     def shown(self) -> str:
         """The program in messages: ``environment game.py:Game``."""
-        if self.environment is not None:
-            return f"environment {_short(self.environment)}"
-        if self.program is not None:
-            return f"program {_short(self.program)}"
-        if self.agent is not None:
-            return f"agent {_short(self.agent)}"
+        for kind, spec in (("environment", self.environment), ("program", self.program), ("agent", self.agent)):
+            if spec is not None:
+                return f"{kind} {_short(spec)}"
         if self.command:
             return f"agent {cut(' '.join(self.command), 60)}"
         return f"tools {', '.join([*map(_short, self.tools), *(server.who for server in self.mcp)])}"
@@ -225,8 +183,6 @@ def load_program(spec: ProgramSpec) -> Program:
     Raises:
         UserCodeError: the code does not import, has none of the forms, or does not go with what else the spec has.
     """
-    if spec.environment is not None and spec.program is not None:
-        raise UserCodeError("agent.environment and agent.program are both given; an episode has one program: drop one")
     if spec.environment is not None and names_a_server(spec.environment):
         _refuse_tools(spec)
         return OpenEnvProgram(spec.environment, spec.shown, spec.params)
@@ -244,8 +200,6 @@ def load_program(spec: ProgramSpec) -> Program:
         return AgentProgram(load_object(spec.agent), spec.shown, spec.params)
     if spec.command:
         return CommandProgram(spec.command, spec.shown, spec.directory)
-    if not _given_tools(spec):
-        raise UserCodeError("there is no program; give agent.tools, environment, program or client")
     return ToolLoop(load_toolbox(spec))
 
 
@@ -350,9 +304,9 @@ def _given_tools(spec: ProgramSpec) -> str:
 
 def _resolved(spec: str) -> str:
     """``spec`` with an absolute path, where it names a file."""
-    if names_a_server(spec) or spec == PYTHON:
-        return spec
-    return resolve_spec(spec) if ":" in spec else str(Path(spec).expanduser().resolve())
+    if ":" in spec or spec == PYTHON:
+        return resolve_spec(spec)
+    return str(Path(spec).expanduser().resolve())
 
 
 def _short(spec: str) -> str:
@@ -377,7 +331,7 @@ def load_tools(specs: Sequence[str], sandbox: SandboxSpec | None = None) -> list
             runs = Sandbox(given)
             runs.probe()
             tools.append(make_tool(python_tool(runs, given.limits), spec))
-        elif names_a_tool_config(spec):
+        elif spec.endswith((".yaml", ".yml")):
             tools += load_tool_config(spec)
         else:
             found = load_object(spec)

@@ -30,10 +30,10 @@ from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, ProgramDescription
+from headway.agents.interface.program_chat import Chat, Program
+from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.agents.interface.user_calls import are_coroutines, called, number, path_of_commands, plain
 from headway.errors import ProgramFailed, UserCodeError, shown
 from headway.runtime.user_code import Parameters, check_call
@@ -89,10 +89,10 @@ class UsersRun:
         return run
 
 
-class OwnProgram:
+class OwnProgram(Program):
     """A program of the user's own, `UsersRun`."""
 
-    is_async = True
+    form = "program"
 
     def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
         self._who, self._run = who, UsersRun(found, who, params, EXPECTED)
@@ -102,9 +102,6 @@ class OwnProgram:
                 "the model; write async def, and await chat.turn(…); code that blocks goes into asyncio.to_thread(…)"
             )
         self._run.check("row", "chat")
-
-    def describe(self) -> ProgramDescription:
-        return ProgramDescription("program", self.is_async)
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
         return end_of(await self._run.of_an_episode()(start.with_prompt(), chat), self._who)
@@ -148,11 +145,13 @@ _GIVEN_TO_ALL = ("base_url", "api_key", "http_client")
 """Those of them that an agent gets as ``**kwargs``, as AReaL gives them."""
 
 
-class AgentProgram:
+class AgentProgram(Program):
     """An agent in Python: a function of the row, or AReaL's form, an object with ``run(data, **kwargs)``.
 
     What it returns is the episode's reward, as of programs, or rewards by the ids of answers.
     """
+
+    form = "agent"
 
     def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
         self._who, self._run = who, UsersRun(found, who, params, AGENT_EXPECTED)
@@ -171,9 +170,6 @@ class AgentProgram:
                 "the parameter, or give it a default"
             )
         self._run.check("row", names=self._names)
-
-    def describe(self) -> ProgramDescription:
-        return ProgramDescription("agent", self.is_async)
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
         access = accessed(start)
@@ -239,10 +235,10 @@ def _turn_of(id: Any, who: str, tag: str) -> int:
 EXPECTED_LINE = 'expected a number, or an object with one, such as {"reward": 1.0}, as the last line'
 
 
-class CommandProgram:
+class CommandProgram(Program):
     """A command, which is run for each episode."""
 
-    is_async = True
+    form = "command"
 
     def __init__(self, command: Sequence[str], who: str, directory: str | None) -> None:
         """``directory``: where the command is run, if it is there."""
@@ -252,9 +248,6 @@ class CommandProgram:
         found = shutil.which(program, path=path_of_commands())
         if found is None and not Path(self._directory or ".", program).exists():
             raise UserCodeError(f"{who}: there is no program {program!r} here; install it, or give its path")
-
-    def describe(self) -> ProgramDescription:
-        return ProgramDescription("command", self.is_async)
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
         access = accessed(start)
@@ -285,8 +278,10 @@ class CommandProgram:
         try:
             assert process.stdin and process.stdout and process.stderr, "they were asked for"
             # Side by side: a command waits at a full pipe while the other one is read.
-            output, printed, _ = await asyncio.gather(
-                tail_of(process.stdout), _copied(process.stderr), _written(process.stdin, start)
+            output, errors, _ = await asyncio.gather(
+                tail_of(process.stdout),
+                tail_of(process.stderr, 300, copied_to=sys.stderr),
+                _written(process.stdin, start),
             )
             status = await process.wait()
         finally:
@@ -294,7 +289,8 @@ class CommandProgram:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if status != 0:
-            raise ProgramFailed(f"{self._who} ended with status {status}: {printed or 'it printed no error'}")
+            said = " ".join(errors.decode(errors="replace").split()) or "it printed no error"
+            raise ProgramFailed(f"{self._who} ended with status {status}: {said}")
         line = output.rstrip().rpartition(b"\n")[2].decode(errors="replace")
         return EpisodeEnd(reward=self._reward(line) if line else None)
 
@@ -330,18 +326,11 @@ async def _written(stdin: asyncio.StreamWriter, start: EpisodeStart) -> None:
     stdin.close()
 
 
-async def tail_of(stdout: asyncio.StreamReader) -> bytes:
-    """Read to the end; return the last megabyte."""
+async def tail_of(output: asyncio.StreamReader, most: int = 2**20, copied_to: TextIO | None = None) -> bytes:
+    """Read to the end; return the last ``most`` bytes. ``copied_to``: a stream that is to have all of it."""
     last = b""
-    while printed := await stdout.read(2**16):
-        last = (last + printed)[-(2**20) :]
+    while printed := await output.read(2**16):
+        if copied_to is not None:
+            copied_to.write(printed.decode(errors="replace"))
+        last = (last + printed)[-most:]
     return last
-
-
-async def _copied(stderr: asyncio.StreamReader) -> str:
-    """Copy what is printed to this process's log; return the end of it in one line."""
-    last = b""
-    while printed := await stderr.read(2**16):
-        sys.stderr.write(printed.decode(errors="replace"))
-        last = (last + printed)[-300:]
-    return " ".join(last.decode(errors="replace").split())

@@ -35,13 +35,13 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
+from headway.agents.interface.program_chat import Chat, Program
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.agents.interface.tool import OpenToolbox, Tool, ToolResult
 from headway.agents.interface.user_calls import are_coroutines, called, close_quietly, failing, number
 from headway.errors import ProgramFailed, UserCodeError, boundary, shown
@@ -104,10 +104,10 @@ class ServerManager:
         return TokenOutput(list(answer.token_ids), list(answer.logprobs), stop_reason=reason)
 
 
-class VerlLoop:
+class VerlLoop(Program):
     """An agent loop in verl's form. Each episode has a new object of the class, or a deep copy of the object."""
 
-    is_async = True
+    form = "verl's agent loop"
 
     def __init__(
         self, found: Any, who: str, params: Mapping[str, Any], model_path: str | None, prompt_length: int
@@ -128,9 +128,6 @@ class VerlLoop:
             with boundary(f"{who}: each episode has a copy of it, and none can be made; give its class", UserCodeError):
                 deepcopy(found)  # tried now: an episode would fail by it much later
         self._tokenizer = None if model_path is None else _tokenizer(model_path)
-
-    def describe(self) -> ProgramDescription:
-        return ProgramDescription("verl's agent loop", self.is_async)
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
         manager = ServerManager(chat)
@@ -253,12 +250,12 @@ class VerlTool:
     def __init__(self, of: Any, who: str) -> None:
         """Make the tool of the object ``of``, which messages name ``who``. Raises `UserCodeError` without a schema."""
         self.object, self.who = of, who
-        self.schema = _schema_of(of, who)
-        self.name: str = self.schema["function"]["name"]
+        schema = _schema_of(of, who)
+        self.name: str = schema["function"]["name"]
         # All four: one that blocks holds the event loop, whichever it is.
         methods = [self.method(name) for name in ("create", "execute", "calc_reward", "release")]
-        self.blocks = not are_coroutines(*[method for method in methods if method is not None])
-        self.tools: Sequence[Tool] = (Tool(self.name, self.schema, of.execute, blocks=self.blocks, origin=who),)
+        blocks = not are_coroutines(*[method for method in methods if method is not None])
+        self.tools: Sequence[Tool] = (Tool(self.name, schema, of.execute, blocks=blocks, origin=who),)
 
     def method(self, name: str) -> Any:
         """A method of the object; None where it has none of that name."""
@@ -282,7 +279,7 @@ class _Instance:
         self._id: str | None = None
         self._making = asyncio.Lock()
         self._metrics: dict[str, float] = {}
-        self.tools = (Tool(tool.name, tool.schema, self._execute, blocks=tool.blocks, origin=tool.who),)
+        self.tools = (replace(tool.tools[0], function=self._execute),)
 
     async def _execute(self, /, **parameters: Any) -> ToolResult:
         async with self._making:  # calls of one answer run side by side
@@ -361,11 +358,6 @@ def make_verl_tool(
     if schema is not None and getattr(made, "tool_schema", None) is None:
         made.tool_schema = _attributes(schema)
     return VerlTool(made, who)
-
-
-def names_a_tool_config(spec: str) -> bool:
-    """Tell whether an entry of ``agent.tools`` is a file with the configuration of tools, as verl has it."""
-    return spec.endswith((".yaml", ".yml"))
 
 
 def load_tool_config(path: str) -> list[VerlTool]:

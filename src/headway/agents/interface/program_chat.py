@@ -1,4 +1,4 @@
-"""The chat that a program has with the policy.
+"""Programs of episodes, and the chat that a program has with the policy.
 
 async def run(row, chat):
     messages = [*row["messages"]]
@@ -12,13 +12,16 @@ async def run(row, chat):
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.agents.interface.program_messages import (
+    EpisodeEnd,
     EpisodeStart,
     Message,
+    ProgramDescription,
     ToolCall,
     ToolSchema,
     TurnAnswer,
@@ -84,6 +87,39 @@ class Tally:
         """Rewards by the number of the turn; empty where no turn was given one."""
         turns = max((turn.number for turn in self.turns), default=-1) + 1
         return tuple(self.rewards.get(n, 0.0) for n in range(turns)) if self.rewards else ()
+
+
+class Program(ABC):
+    """One form of user code."""
+
+    is_async: bool = True
+    """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
+    form = ""
+    """Name of the form by which the user's code was recognised."""
+    gives_reward: bool | None = None
+    """The program gives rewards; None where only its episodes tell."""
+
+    def describe(self) -> ProgramDescription:
+        """Return what is known before the first episode. May make an environment for that.
+
+        Raises:
+            UserCodeError: the user's code cannot be used; says why.
+        """
+        return ProgramDescription(self.form, self.is_async, gives_reward=self.gives_reward)
+
+    @abstractmethod
+    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
+        """Make one episode. What its chat has recorded is added to the end: failed tools, rewards of turns.
+
+        Rewards of turns that the end has itself are one for each turn, in the order in which turns were asked for.
+
+        Raises:
+            EpisodeOver: a limit has ended the episode, and nothing is to be added to the rewards that turns were given.
+            ProgramFailed: the user's code raised, or returned what it must not.
+        """
+
+    async def close(self) -> None:  # noqa: B027 - most programs keep nothing
+        """Close what is kept from one episode to the next."""
 
 
 class Chat:
