@@ -16,7 +16,6 @@ from headway.agents.endpoint.dialect import (
     Dialect,
     ParsedRequest,
     bad_body,
-    call,
     event,
     made_calls,
     name_of,
@@ -24,7 +23,7 @@ from headway.agents.endpoint.dialect import (
     text_of,
     wrong,
 )
-from headway.agents.interface.program_messages import MadeTurn, Message, said
+from headway.agents.interface.program_messages import MadeTurn, Message, said, tool_call
 
 _ERRORS = {
     400: "invalid_request_error",
@@ -135,7 +134,7 @@ def _answer(content: list[Any], where: str) -> Message:
         elif kind == "tool_use":
             if not isinstance(block.get("input"), dict):
                 raise wrong(f"{at}.input", block.get("input"), "an object")
-            calls.append(call(name_of(block, "id", at), name_of(block, "name", at), block["input"]))
+            calls.append(tool_call(name_of(block, "id", at), name_of(block, "name", at), block["input"]))
         elif kind != "redacted_thinking":
             texts.append(text_of([block], at))
     message = said("assistant", "".join(texts))

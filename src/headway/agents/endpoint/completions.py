@@ -24,7 +24,6 @@ from headway.agents.endpoint.dialect import (
     ParsedRequest,
     TextCodec,
     TokenId,
-    call,
     event,
     made_calls,
     name_of,
@@ -34,7 +33,7 @@ from headway.agents.endpoint.dialect import (
     usage,
     wrong,
 )
-from headway.agents.interface.program_messages import MadeTurn, Message
+from headway.agents.interface.program_messages import MadeTurn, Message, tool_call
 
 
 class _ChatBody(Body):
@@ -101,8 +100,8 @@ def _call(given: Any, where: str) -> dict[str, Any]:
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str | dict):
         raise wrong(where, given, '{"id": …, "type": "function", "function": {"name": …, "arguments": "{…}"}}')
-    id = given.get("id")
-    return call(id if isinstance(id, str) else "", name_of(function, "name", where), function.get("arguments") or {})
+    id = given["id"] if isinstance(given.get("id"), str) else ""
+    return tool_call(id, name_of(function, "name", where), function.get("arguments") or {})
 
 
 def _openai_message(turn: MadeTurn) -> Message:
@@ -110,7 +109,7 @@ def _openai_message(turn: MadeTurn) -> Message:
     message = dict(turn.answer.with_reasoning_apart)
     if calls := made_calls(turn):
         message["content"] = message["content"] or None
-        message["tool_calls"] = [call(id, name, json.dumps(arguments)) for id, name, arguments in calls]
+        message["tool_calls"] = [tool_call(id, name, json.dumps(arguments)) for id, name, arguments in calls]
     return message
 
 

@@ -274,11 +274,6 @@ def made_calls(turn: MadeTurn) -> list[tuple[str, str, Any]]:
     return [(id, function["name"], finite(function["arguments"])) for id, function in calls]
 
 
-def call(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Make a tool call of a message. ``arguments``: an object, or JSON text of one."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def _function_tools(tools: Sequence[Mapping[str, Any]]) -> list[ToolSchema] | None:
     """The schemas of tools in any dialect's form; None of none."""
     schemas: dict[str, ToolSchema] = {}

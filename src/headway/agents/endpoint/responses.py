@@ -18,7 +18,6 @@ from headway.agents.endpoint.dialect import (
     Body,
     Dialect,
     ParsedRequest,
-    call,
     event,
     made_calls,
     name_of,
@@ -27,7 +26,7 @@ from headway.agents.endpoint.dialect import (
     token_logprobs,
     wrong,
 )
-from headway.agents.interface.program_messages import MadeTurn, Message, said
+from headway.agents.interface.program_messages import MadeTurn, Message, said, tool_call
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -99,7 +98,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
             if not begun:
                 messages.append(said("assistant", ""))
             arguments = name_of(item, "arguments", where) if item.get("arguments") != "" else "{}"
-            made = call(name_of(item, "call_id", where), name_of(item, "name", where), arguments)
+            made = tool_call(name_of(item, "call_id", where), name_of(item, "name", where), arguments)
             messages[-1].setdefault("tool_calls", []).append(made)
             begun = True
         elif kind == "function_call_output":

@@ -34,15 +34,15 @@ def said(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
+def tool_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Make a tool call of a message. ``arguments``: an object, or JSON text of one."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def calls_made(content: str, calls: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Message:
     """Make an assistant's message with tool calls, each of an id, a name and arguments."""
-    return {
-        **said("assistant", content),
-        "tool_calls": [
-            {"id": id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-            for id, name, arguments in calls
-        ],
-    }
+    made = [tool_call(id, name, dict(arguments)) for id, name, arguments in calls]
+    return {**said("assistant", content), "tool_calls": made}
 
 
 def tool_result(id: str, name: str, content: str) -> Message:
