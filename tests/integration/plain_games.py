@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.agents.episodes.token_rows import call_key
+from headway.agents.episodes.episode_tokens import call_key
 from headway.config.loading import load
 from headway.config.sections.learning import ParallelConfig
 from headway.config.sizing.placement import concurrent

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.agents.episodes.episode_tokens import TurnContext
+from headway.agents.episodes.episode_tokens import TokenRows, TurnContext, call_key
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.episodes.program_workers import limits_of
-from headway.agents.episodes.token_rows import TokenRows, call_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.config.schema import Config
 from headway.data.interfaces.rollout import Completion, GenerateRequest

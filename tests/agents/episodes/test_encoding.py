@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway.agents.chat.chat_template import ChatRenderer, encoded
+from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import local_episode_worker
@@ -34,15 +34,15 @@ TEXTS = st.lists(st.tuples(PIECES, st.integers(1, 400)), max_size=6).map(
 
 @searched(100, text=TEXTS, most=st.integers(1, 300))
 def test_ids_are_all_of_the_text_where_it_fits_and_more_than_fit_where_not(text: str, most: int) -> None:
-    whole, ids = encoded(TOKENIZER, text, None), encoded(TOKENIZER, text, most)
+    whole, ids = RENDERER.encode(text), ChatRenderer(TOKENIZER, most_tokens=most).encode(text)
     assert ids.tolist() == whole.tolist() or min(len(ids), len(whole)) > most
 
 
 def test_a_text_of_few_tokens_fits_whatever_its_length() -> None:
     longest = max((token for token in TOKENIZER.get_vocab() if token.isalpha() and token.isascii()), key=len)
     text = longest * 500
-    whole = encoded(TOKENIZER, text, None)
-    assert encoded(TOKENIZER, text, len(whole)).tolist() == whole.tolist()
+    whole = RENDERER.encode(text)
+    assert ChatRenderer(TOKENIZER, most_tokens=len(whole)).encode(text).tolist() == whole.tolist()
 
 
 def test_the_chats_of_a_run_encode_no_more_than_its_limits_need() -> None:

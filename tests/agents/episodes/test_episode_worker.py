@@ -384,7 +384,7 @@ def test_a_group_that_cannot_be_put_together_fails_for_whoever_waits_for_it():
     async def main() -> None:
         engine = ScriptedEngine("a", slots=64)
         async with worker_of(engine, gather_s=10.0) as worker:
-            worker._decode = lambda ids: str(1 // 0)
+            worker.decode = lambda ids: str(1 // 0)
             asked = Asked(worker, [request(0)])
             await settle()
             engine.finish_all()

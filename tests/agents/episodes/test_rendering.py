@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headway.agents.chat.chat_template import ChatRenderer, answer_decoder, probe_tool
 from headway.agents.chat.conversations import Conversations, PromptKind
-from headway.agents.episodes.token_rows import TokenRows
+from headway.agents.episodes.episode_tokens import TokenRows
 from headway.agents.interface.program_messages import calls_made, said, tool_result
 from headway.data.types import SampledTokens
 from headway.errors import ConfigError, DataError, UserCodeError

@@ -10,9 +10,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from headway.agents.episodes.episode_tokens import Chats
+from headway.agents.episodes.episode_tokens import Chats, TokenRows, state_key
 from headway.agents.episodes.program_episode import Turn
-from headway.agents.episodes.token_rows import TokenRows, state_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said, tool_result
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion

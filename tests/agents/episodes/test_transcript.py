@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.agents.episodes.token_rows import NO_VERSION, TokenRows, call_key
+from headway.agents.episodes.episode_tokens import NO_VERSION, TokenRows, call_key
 from headway.data.types import RowTokens, SampledTokens
 from tests.tiers import searched
 

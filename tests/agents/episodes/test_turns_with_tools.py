@@ -7,7 +7,7 @@ import pytest
 
 from headway.agents.chat.conversations import Conversations
 from headway.agents.chat.tool_calls import choose_parser
-from headway.agents.episodes.token_rows import TokenRows
+from headway.agents.episodes.episode_tokens import TokenRows
 from headway.agents.interface.program_messages import said
 from headway.agents.interface.tool import make_tool
 from headway.data.types import SampledTokens

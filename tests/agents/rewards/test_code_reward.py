@@ -357,7 +357,7 @@ def test_an_answer_that_does_not_end_gets_nothing_within_its_time() -> None:
 def test_the_scorer_hands_sandbox_and_time_to_the_reward() -> None:
     spec = RewardSpec((RewardPart.of("code", partial=True),), timeout_s=60.0, sandbox=SPEC)
     responses = [fenced("print(int(input()) * 2)"), fenced("print(2)"), "no code at all"]
-    scores = asyncio.run(Scorer(spec).score(ScoreRequest("?", responses, DOUBLE, "test", {})))
+    scores = asyncio.run(Scorer(spec).serve(ScoreRequest("?", responses, DOUBLE, "test", {})))
     assert scores.rewards.tolist() == [1.0, 0.5, 0.0]
 
 
@@ -405,7 +405,7 @@ def test_code_that_uses_up_its_time_is_scored_however_long_its_sandbox_takes_to_
     monkeypatch.setattr(door.Sandbox, "run_blocking", run)
     part = RewardPart.of("code", timeout_s=20)
     scorer = Scorer(RewardSpec((part,), timeout_s=0.5, sandbox=SandboxSpec("process_limits")))
-    scores = asyncio.run(scorer.score(ScoreRequest("?", [""], DOUBLE, "test", {})))
+    scores = asyncio.run(scorer.serve(ScoreRequest("?", [""], DOUBLE, "test", {})))
     assert scores.rewards.tolist() == [0.0]
     assert left[0] > 4 * ENDS_S, "all that a call waits for, beside its code, is waited for less long"
 
@@ -430,7 +430,7 @@ def test_as_many_responses_of_a_group_run_side_by_side_as_the_worker_has_cores(
     monkeypatch.setattr(door.Sandbox, "run_blocking", run)
     spec = RewardSpec((RewardPart.of("code"),), 60.0, sandbox=SandboxSpec("process_limits"), workers=workers)
     request = ScoreRequest("?", ["2", "3", "2", "2", "3", "2", "3", "3"], {"inputs": ["1"], "outputs": ["2"]}, "", {})
-    scores = asyncio.run(Scorer(spec).score(request))
+    scores = asyncio.run(Scorer(spec).serve(request))
     assert scores.rewards.tolist() == [1, 0, 1, 1, 0, 1, 0, 0]
     assert max(most) == at_once
 

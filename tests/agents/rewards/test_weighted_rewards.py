@@ -89,7 +89,7 @@ def scorer(*parts: RewardPart) -> Callable[[ScoreRequest], Scores]:
 
     def score(request: ScoreRequest) -> Scores:
         with pytest.raises(StopIteration) as end:
-            loaded.score(request).send(None)
+            loaded.serve(request).send(None)
         scores: Scores = end.value.value
         return scores
 

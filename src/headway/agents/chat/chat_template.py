@@ -7,6 +7,7 @@ place of its calls' arguments), and the tail is what follows the mark (`headway.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,44 +28,42 @@ NUMBERED_ID = "call{number:05d}"
 CALL_ID = NUMBERED_ID.format(number=0)
 KIMI_ID = "functions.{name}:{number}"
 """Ids of Kimi's calls, which its template writes in place of their names."""
+LONG = 8
+"""Characters for each token that may be there from which on a text is looked at in pieces; ordinary text has 2 to 5."""
+MOST_CUTS = 64
+"""Tokens that the pieces of a text may have more than the whole, beside an eighth of those that fit."""
 
 
+@dataclass(eq=False, repr=False)
 class ChatRenderer:
     """A tokenizer's chat template, and how it ends an assistant's turn.
-
-    Args:
-        tokenizer: with a chat template.
-        options: further variables of the template, as ``{"enable_thinking": False}``.
-        stop_ids: tokens that end a turn beside the template's own and the end of sequence.
-        most_tokens: most tokens that a context may have; of text that has more not all is encoded.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or one that cannot render a question and its answer.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        options: Mapping[str, Any] | None = None,
-        stop_ids: Collection[int] = (),
-        most_tokens: int | None = None,
-    ) -> None:
-        if not tokenizer.chat_template:
+    tokenizer: PreTrainedTokenizerBase
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, as ``{"enable_thinking": False}``."""
+    stop_ids: Collection[int] = ()
+    """Tokens that end a turn beside the template's own and the end of sequence."""
+    most_tokens: int | None = None
+    """Most tokens that a context may have; of text that has more not all is encoded."""
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.chat_template:
             raise ConfigError(
                 "the model's tokenizer has no chat template, and turns of chat messages need one; use an instruct "
                 "model, or give the tokenizer a template (tokenizer.chat_template, chat_template.jinja in its folder)"
             )
-        self.tokenizer = tokenizer
-        self._most_tokens = most_tokens
-        self._options = dict(options or {})
         self._turn_end, self._turn_end_id = self._find_turn_end()
         turn_end = [] if self._turn_end_id is None else [self._turn_end_id]
-        self.end_ids: frozenset[int] = frozenset((*turn_end, *eos_ids(tokenizer), *stop_ids))
+        self.end_ids: frozenset[int] = frozenset((*turn_end, *eos_ids(self.tokenizer), *self.stop_ids))
         """Tokens that end a turn: one of them, sampled last, stands for the template's own end of the turn."""
 
     def with_options(self, options: Mapping[str, Any]) -> ChatRenderer:
         """The renderer with further variables of the template, on top of those that there are."""
-        return ChatRenderer(self.tokenizer, {**self._options, **options}, self.end_ids, self._most_tokens)
+        return replace(self, options={**self.options, **options}, stop_ids=self.end_ids)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None, generation_prompt: bool = True
@@ -82,19 +81,35 @@ class ChatRenderer:
                     tools=list(tools) if tools else None,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
-                    **self._options,
+                    **self.options,
                 )
             )
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """The ids [N] of rendered text; nothing is added to it, and what UTF-8 has no bytes for is spelled out.
 
-        Of text that cannot fit in ``most_tokens`` they are those of its beginning, more than fit.
+        Of text with clearly more than ``most_tokens`` they may be those of its beginning, more than ``most_tokens``.
 
         Raises:
             DataError: the tokenizer has no tokens for the text.
         """
-        return encoded(self.tokenizer, text, self._most_tokens)
+        most = self.most_tokens
+        if most is None or len(text) <= LONG * most:
+            return self._all(text)
+        # In pieces: a megabyte takes a second or more, and a beginning is enough to know that it is too long.
+        pieces: list[NDArray[np.int32]] = []
+        tokens, length = 0, LONG * most // 2
+        for start in range(0, len(text), length):
+            pieces.append(self._all(text[start : start + length]))
+            tokens += len(pieces[-1])
+            if tokens > most + most // 8 + MOST_CUTS:
+                return np.concatenate(pieces)
+        return self._all(text)
+
+    def _all(self, text: str) -> NDArray[np.int32]:
+        with boundary(f"the tokenizer cannot encode {cut(repr(text[:120]), 120)}", DataError):
+            # The template writes special tokens itself: with them added here there would be two beginnings.
+            return np.asarray(self.tokenizer.encode(writable(text), add_special_tokens=False), np.int32)
 
     def ended(self, ids: Sequence[int] | NDArray[np.int32]) -> bool:
         """Tell whether sampled ``ids`` [T] end their turn; False where they were cut off."""
@@ -292,36 +307,3 @@ def _says(region: str, answer: Message, *, alone: bool) -> bool:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-LONG = 8
-"""Characters for each token that may be there from which on a text is looked at in pieces; ordinary text has 2 to 5."""
-MOST_CUTS = 64
-"""Tokens that the pieces of a text may have more than the whole, beside an eighth of those that fit."""
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, text: str, most_tokens: int | None) -> NDArray[np.int32]:
-    """The ids [N] of ``text``, with no special tokens added; what UTF-8 has no bytes for is spelled out.
-
-    Of text with clearly more than ``most_tokens`` they may be those of its beginning, more than ``most_tokens``: a
-    megabyte takes a second or more, and so much is enough to know that it is too long.
-
-    Raises:
-        DataError: the tokenizer has no tokens for the text.
-    """
-    if most_tokens is None or len(text) <= LONG * most_tokens:
-        return _all(tokenizer, text)
-    pieces: list[NDArray[np.int32]] = []
-    tokens, length = 0, LONG * most_tokens // 2
-    for start in range(0, len(text), length):
-        pieces.append(_all(tokenizer, text[start : start + length]))
-        tokens += len(pieces[-1])
-        if tokens > most_tokens + most_tokens // 8 + MOST_CUTS:
-            return np.concatenate(pieces)
-    return _all(tokenizer, text)
-
-
-def _all(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
-    with boundary(f"the tokenizer cannot encode {cut(repr(text[:120]), 120)}", DataError):
-        # The template writes special tokens itself: with them added here there would be two beginnings.
-        return np.asarray(tokenizer.encode(writable(text), add_special_tokens=False), np.int32)

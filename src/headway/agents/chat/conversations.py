@@ -138,10 +138,7 @@ class Conversations:
         return ChatPrompt(PromptKind.EXTENDED, digests[-1], parts, answers, _extent(text), opened_thought(tail))
 
     def answered(
-        self,
-        prompt: ChatPrompt,
-        sampled: Sequence[int] | NDArray[np.int32],
-        *messages: Mapping[str, Any],
+        self, prompt: ChatPrompt, sampled: Sequence[int] | NDArray[np.int32], *messages: Mapping[str, Any]
     ) -> None:
         """Store what was sampled after ``prompt``.
 

@@ -231,6 +231,5 @@ def _nullable(name: str) -> Callable[..., Iterator[ValidationError]]:
 
 # A pattern of a server's could take for ever on what a model writes; references are looked up nowhere.
 _Validator = extend(
-    Draft202012Validator,
-    {"pattern": None, **{name: _nullable(name) for name in ("type", "enum", "anyOf", "oneOf")}},
+    Draft202012Validator, {"pattern": None, **{name: _nullable(name) for name in ("type", "enum", "anyOf", "oneOf")}}
 )

@@ -18,6 +18,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -69,40 +71,32 @@ _FORMS: web.AppKey[dict[str, ErrorForm]] = web.AppKey("forms")
 """Function that makes an error's body, by path."""
 
 
+@dataclass(eq=False, repr=False)
 class Endpoint:
-    """The HTTP server at which agents ask for turns, on the running event loop.
+    """The HTTP server at which agents ask for turns, on the running event loop."""
 
-    Args:
-        dialects: forms of requests that are understood.
-        texts: the policy's tokenizer.
-        models: names under which the policy is asked for, the first of which agents are told.
-        tokenizer: where the policy's tokenizer is, which agents are told.
-        strict: requests for other sampling than the run's are refused, not overridden.
-        max_length: most tokens of a context with its answer, as clients are told; None where nothing bounds them.
-        host: address to listen at.
-        node: address of this machine for others, which agents are told where ``host`` is all of its addresses.
-        port: 0 for any that is free.
-    """
+    dialects: Sequence[Dialect]
+    """Forms of requests that are understood."""
+    texts: TextCodec
+    """The policy's tokenizer."""
+    _: KW_ONLY
+    models: Sequence[str] = ("policy",)
+    """Names under which the policy is asked for, the first of which agents are told."""
+    tokenizer: str = ""
+    """Place of the policy's tokenizer, which agents are told."""
+    strict: bool = False
+    """Requests for other sampling than the run's are refused, not overridden."""
+    max_length: int | None = None
+    """Most tokens of a context with its answer, as clients are told; None where nothing bounds them."""
+    host: str = "127.0.0.1"
+    """Address to listen at."""
+    node: str = "127.0.0.1"
+    """Address of this machine for others, which agents are told where ``host`` is all of its addresses."""
+    port: int = 0
+    """Port to listen at; 0 for any that is free, until it listens there."""
 
-    def __init__(
-        self,
-        dialects: Sequence[Dialect],
-        texts: TextCodec,
-        *,
-        models: Sequence[str] = ("policy",),
-        tokenizer: str = "",
-        strict: bool = False,
-        max_length: int | None = None,
-        host: str = "127.0.0.1",
-        node: str = "127.0.0.1",
-        port: int = 0,
-    ) -> None:
-        self._texts = texts
-        self._models = tuple(models)
-        self._tokenizer = tokenizer
-        self._strict = strict
-        self._max_length = max_length
-        self._host, self._port = host, port
+    def __post_init__(self) -> None:
+        host, node = self.host, self.node
         reached = node if (":" in node) == (":" in host) else ANY_ADDRESS.get(host, host)
         self._reached = reached if host in ANY_ADDRESS else host
         self._sessions: dict[str, AgentSession] = {}
@@ -112,11 +106,11 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._app = web.Application(client_max_size=MOST_BYTES, middlewares=[_told_as_json])
         self._app[_FORMS] = forms = {}
-        for dialect in dialects:
+        for dialect in self.dialects:
             for prefix in ("", "/v1"):  # clients add their own path to base_url with or without /v1
                 for path, answer in ((dialect.path, self._answer), (dialect.counts, self._count)):
                     if path is not None:
-                        self._app.router.add_post(prefix + path, self._handler(dialect, answer))
+                        self._app.router.add_post(prefix + path, partial(self._handle, dialect, answer))
                         forms[prefix + path] = dialect.error
         self._app.router.add_get("/v1/models", self._list_models)
         self._app.router.add_get("/v1/models/{name:.+}", self._show_model)
@@ -138,25 +132,25 @@ class Endpoint:
         )
         await self._runner.setup()
         # A long queue: all agents of a run begin at the same moment.
-        site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
+        site = web.TCPSite(self._runner, self.host, self.port, backlog=1024)
         try:
             await site.start()
         except (OSError, UnicodeError) as cause:
             await self.close()
-            raise cannot_listen(self._host, self._port, cause) from cause
-        self._port = self._runner.addresses[0][1]  # of port 0, the one that the system has chosen
+            raise cannot_listen(self.host, self.port, cause) from cause
+        self.port = self._runner.addresses[0][1]  # of port 0, the one that the system has chosen
 
     @property
     def base_url(self) -> str:
         """The address as OpenAI's clients take it."""
         host = f"[{self._reached}]" if ":" in self._reached else self._reached
-        return f"http://{host}:{self._port}/v1"
+        return f"http://{host}:{self.port}/v1"
 
     @contextmanager
     def open(self, turns: Turns) -> Iterator[Access]:
         """Answer requests with a key of their own by ``turns``, for as long as the context lasts."""
         key = f"hw-{secrets.token_urlsafe(24)}"
-        access = Access(self.base_url, key, self._models[0], self._tokenizer)
+        access = Access(self.base_url, key, self.models[0], self.tokenizer)
         session = self._sessions[key] = AgentSession(turns, access.tag)
         try:
             yield access
@@ -175,26 +169,23 @@ class Endpoint:
 
     # ------------------------------------------------------------------------------------- for agents
 
-    def _handler(self, dialect: Dialect, answer: Answering) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            try:
-                session = self._session(request)
-            except RequestRefused as refused:
-                self._tell(request, refused)
-                raise
-            try:
-                return await answer(dialect, request, session)
-            except HeadwayError as error:
-                told = _refusal(error)
-                session.turns.note(TurnNote.REFUSED, f"{request.path}: {told}")
-                raise told from None
-
-        return handle
+    async def _handle(self, dialect: Dialect, answer: Answering, request: web.Request) -> web.StreamResponse:
+        try:
+            session = self._session(request)
+        except RequestRefused as refused:
+            self._tell(request, refused)
+            raise
+        try:
+            return await answer(dialect, request, session)
+        except HeadwayError as error:
+            told = _refusal(error)
+            session.turns.note(TurnNote.REFUSED, f"{request.path}: {told}")
+            raise told from None
 
     async def _answer(self, dialect: Dialect, request: web.Request, session: AgentSession) -> web.StreamResponse:
         # Off the loop: ten megabytes of JSON held up all other episodes for seconds.
         body = await _body(request)
-        wanted = await off_loop(len(body), dialect.read, body, self._texts)
+        wanted = await off_loop(len(body), dialect.read, body, self.texts)
         self._check(wanted, session.turns)
         # Of the bytes as they were sent: bodies that differ in a space are different requests.
         digest = xxhash.xxh3_128(body)
@@ -213,7 +204,7 @@ class Endpoint:
 
     async def _count(self, dialect: Dialect, request: web.Request, session: AgentSession) -> web.StreamResponse:
         body = await _body(request)
-        wanted = await off_loop(len(body), dialect.read, body, self._texts)
+        wanted = await off_loop(len(body), dialect.read, body, self.texts)
         self._check_model(wanted.body.model)
         return _json({"object": "response.input_tokens", "input_tokens": await session.turns.count(wanted.request)})
 
@@ -243,7 +234,7 @@ class Endpoint:
         self._check_model(wanted.body.model)
         if turns.trains and (differ := differences(wanted.sampling, turns.sampling)):
             said = f"sampling that training does not follow: {', '.join(differ)}"
-            if self._strict:
+            if self.strict:
                 raise RequestRefused(
                     400,
                     "sampling_refused",
@@ -252,17 +243,17 @@ class Endpoint:
             turns.note(TurnNote.OVERRIDDEN, said)
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self._models:
+        if name is not None and name not in self.models:
             raise RequestRefused(
                 404,
                 "model_not_found",
-                f"there is no model {shown(name)} here, only the policy: {', '.join(self._models)}; ask for that, or "
+                f"there is no model {shown(name)} here, only the policy: {', '.join(self.models)}; ask for that, or "
                 "add the name to agent.models",
             )
 
     async def _list_models(self, request: web.Request) -> web.Response:
         self._session(request)
-        return _json({"object": "list", "data": [self._model(name) for name in self._models], "has_more": False})
+        return _json({"object": "list", "data": [self._model(name) for name in self.models], "has_more": False})
 
     async def _show_model(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -277,7 +268,7 @@ class Endpoint:
             "owned_by": "headway",
             "type": "model",
             "display_name": name,
-            "max_model_len": self._max_length,
+            "max_model_len": self.max_length,
         }
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -304,9 +295,7 @@ async def _body(request: web.Request) -> bytes:
         ) from None
     except web.HTTPRequestEntityTooLarge:
         raise RequestRefused(
-            413,
-            "too_large",
-            f"the request's body has more than {MOST_BYTES >> 20} MiB, more than any context",
+            413, "too_large", f"the request's body has more than {MOST_BYTES >> 20} MiB, more than any context"
         ) from None
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import xxhash
@@ -40,41 +40,30 @@ class _LoggedCall:
     """An earlier attempt, or an earlier process, had its result, and may have acted upon it."""
 
 
+@dataclass(eq=False, repr=False)
 class CallLog:
     """The calls of one episode."""
 
-    def __init__(
-        self,
-        id: TrajectoryId,
-        sampling: SamplingParams,
-        priority: Priority,
-        group: int,
-        calls: RequestDispatcher,
-        home: Affinity,
-        on_aborted: Callable[[], object],
-        on_failed: Callable[[HeadwayError], None],
-    ) -> None:
-        """
-        Args:
-            group: number of the episode's group.
-            home: of the group, for the first call.
-            on_aborted: called when an engine has ended a call of this episode.
-            on_failed: called when no engine takes a call of this episode, with the reason.
-        """
-        self.id, self.sampling = id, sampling
-        self.cut: list[Completion] = []
-        """Results of calls that engines ended themselves."""
-        self._priority, self._group = priority, group
-        self._calls = calls
-        self._home = home
-        self._on_aborted = on_aborted
-        self._on_failed = on_failed
-        self._log: dict[int, _LoggedCall] = {}
-        """Calls by their keys."""
-        self._salt = 0
-        """Part of the keys that replicas are given: another one where the episode was begun anew."""
-        self._replicas: dict[str, None] = {}
-        """Replicas that may keep a prefix of this episode."""
+    id: TrajectoryId
+    sampling: SamplingParams
+    priority: Priority
+    group: int
+    """Number of the episode's group."""
+    calls: RequestDispatcher
+    home: Affinity
+    """The group's; it is for the first call."""
+    on_aborted: Callable[[], object]
+    """Called when an engine has ended a call of this episode."""
+    on_failed: Callable[[HeadwayError], None]
+    """Called when no engine takes a call of this episode, with the reason."""
+    cut: list[Completion] = field(default_factory=list)
+    """Results of calls that engines ended themselves."""
+    _log: dict[int, _LoggedCall] = field(default_factory=dict)
+    """Calls by their keys."""
+    _salt: int = 0
+    """Part of the keys that replicas are given: another one where the episode was begun anew."""
+    _replicas: dict[str, None] = field(default_factory=dict)
+    """Replicas that may keep a prefix of this episode."""
 
     @property
     def replica(self) -> str:
@@ -95,14 +84,14 @@ class CallLog:
             # The first call has key 0: an episode of one turn samples what a single answer would.
             key = (prompted.key if self._log else 0) ^ self._salt
             logged.asked = PendingRequest(
-                GenerateRequest(0, self.id, prompted.ids, sampling, key, self._priority, goes_on=True),
-                self._home,
+                GenerateRequest(0, self.id, prompted.ids, sampling, key, self.priority, goes_on=True),
+                self.home,
                 done=partial(self._finished, logged),
                 failed=partial(self._refused, logged),
-                group=self._group,
+                group=self.group,
             )
             self._log[prompted.key] = logged
-            self._calls.ask(logged.asked)
+            self.calls.ask(logged.asked)
         # Shielded: a turn that is given up leaves the call to who asks for it again.
         return asyncio.shield(logged.result)
 
@@ -124,16 +113,16 @@ class CallLog:
     @property
     def unused(self) -> int:
         """Number of finished calls in the journal that the program has not asked for."""
-        return self._calls.unused(self._group, self.id)
+        return self.calls.unused(self.group, self.id)
 
     def close(self) -> None:
         """End what is under way: the episode is over."""
         self._drop()
-        self._calls.release(self.id, self._replicas)
+        self.calls.release(self.id, self._replicas)
 
     def _drop(self) -> None:
         open_calls = [logged.asked for logged in self._log.values() if logged.asked is not None]
-        self._calls.drop(open_calls)
+        self.calls.drop(open_calls)
         self._replicas.update({asked.replica: None for asked in open_calls if asked.replica})
 
     def _ended_by(self, max_tokens: int, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -152,7 +141,7 @@ class CallLog:
         """End a call that no engine takes: that is its episode's failure, unless the one replica for it is gone."""
         logged.asked = None
         if isinstance(error, WorkerDied):
-            self._on_failed(error)
+            self.on_failed(error)
         elif not logged.result.done():
             logged.result.set_exception(error)
 
@@ -160,70 +149,68 @@ class CallLog:
         # The call holds the whole context: kept for each turn they would grow with its square.
         logged.asked, logged.known = None, asked.number == 0  # no replica had it: it came from the journal
         self._replicas[asked.replica] = None
-        if self._home.on is None:
-            self._home = Affinity(replica=asked.replica)
+        if self.home.on is None:
+            self.home = Affinity(replica=asked.replica)
         if finished.finish_reason is FinishReason.ABORTED:
             self.cut.append(finished)
             # Once all results are read that came with this one: an engine ends the calls of a group together.
-            asyncio.get_running_loop().call_soon(self._on_aborted)
+            asyncio.get_running_loop().call_soon(self.on_aborted)
         elif not logged.result.done():
             logged.result.set_result(finished)
 
 
+@dataclass(eq=False, repr=False)
 class EpisodeAttempt:
     """`headway.agents.endpoint.dialect.Turns`: one run of the program."""
 
-    def __init__(
-        self,
-        record: EpisodeTokens,
-        log: CallLog,
-        limits: EpisodeLimits,
-        time: EpisodeTime,
-        *,
-        trains: bool,
-        keeps_conversation: bool,
-    ) -> None:
-        """``keeps_conversation``: the last conversation is wanted in the end."""
-        self.name, self.sampling = f"episode {tuple(log.id)}", log.sampling
-        self.trains, self.record = trains, record
-        time.forgive()
-        self.asked = 0
-        """Turns that the program asked for, refused ones and those that it gave up included."""
-        self.calls: list[Completion] = []
-        self.numbers: list[int] = []
-        """Numbers of the answered turns, among all that were asked for."""
-        self.text = ""
-        """Text of the last answer."""
-        self.cut_off = False
-        """The last answer has as many tokens as the run allows, and not only as its turn was to have."""
-        self.limit: str | None = None
-        """The limit that has ended the episode; None before."""
-        self.repeats: str | None = None
-        """The tool that would be called again, which must not be; None while there is none."""
-        self.rewards: tuple[float, ...] = ()
-        """Rewards of turns, as the program told them with its last request."""
-        self.noted: Counter[TurnNote] = Counter()
-        """What the program asked the endpoint for and did not get."""
-        self.notes: dict[TurnNote, str] = {}
-        """The first reason of each kind that has one."""
-        self.running: asyncio.Task[EpisodeEnd] | None = None
-        self.over = False
-        self._log, self._limits, self._time = log, limits, time
-        self._turns: set[int] = set()
-        """Keys of all turns, those that were given up included."""
-        self._taken: set[int] = set()
-        """Keys of the turns that are answered or waited for."""
-        self._asking = asyncio.Lock()
-        """Calls are made in the order in which their turns were asked for, however long their texts are encoded."""
-        self._waiting = 0
-        """Turns that the program waits for."""
-        self._keeps_conversation = keeps_conversation
-        self.conversation: Conversation | None = None
-        """The last conversation; None where it is not wanted, or there is none."""
+    record: EpisodeTokens
+    log: CallLog
+    limits: EpisodeLimits
+    time: EpisodeTime
+    trains: bool
+    keeps_conversation: bool
+    """The last conversation is wanted in the end."""
+    name: str = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    asked: int = 0
+    """Turns that the program asked for, refused ones and those that it gave up included."""
+    calls: list[Completion] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    """Numbers of the answered turns, among all that were asked for."""
+    text: str = ""
+    """Text of the last answer."""
+    cut_off: bool = False
+    """The last answer has as many tokens as the run allows, and not only as its turn was to have."""
+    limit: str | None = None
+    """The limit that has ended the episode; None before."""
+    repeats: str | None = None
+    """The tool that would be called again, which must not be; None while there is none."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of turns, as the program told them with its last request."""
+    noted: Counter[TurnNote] = field(default_factory=Counter)
+    """What the program asked the endpoint for and did not get."""
+    notes: dict[TurnNote, str] = field(default_factory=dict)
+    """The first reason of each kind that has one."""
+    running: asyncio.Task[EpisodeEnd] | None = None
+    over: bool = False
+    conversation: Conversation | None = None
+    """The last conversation; None where it is not wanted, or there is none."""
+    _turns: set[int] = field(default_factory=set)
+    """Keys of all turns, those that were given up included."""
+    _taken: set[int] = field(default_factory=set)
+    """Keys of the turns that are answered or waited for."""
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Calls are made in the order in which their turns were asked for, however long their texts are encoded."""
+    _waiting: int = 0
+    """Turns that the program waits for."""
+
+    def __post_init__(self) -> None:
+        self.name, self.sampling = f"episode {tuple(self.log.id)}", self.log.sampling
+        self.time.forgive()
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
         """See `headway.agents.endpoint.dialect.Turns.turn`."""
-        self._time.end_step()
+        self.time.end_step()
         self._waiting += 1
         self.rewards = request.rewards
         # Before any wait: numbers follow the order in which turns were asked for, not in which they end.
@@ -237,7 +224,7 @@ class EpisodeAttempt:
 
     def begin_step(self) -> None:
         """Begin a step of the program: it has all that it asked for."""
-        self._time.begin_step(self._end_step)
+        self.time.begin_step(self._end_step)
 
     async def count(self, request: TurnRequest) -> int:
         """See `headway.agents.endpoint.dialect.Turns.count`."""
@@ -303,20 +290,20 @@ class EpisodeAttempt:
         # Its conversation was too long, and a shorter one was answered: this limit did not end the episode.
         if self.limit == "tokens":
             self.limit = None
-            self._time.forgive()
+            self.time.forgive()
         self.calls.append(finished)
         self.numbers.append(number)
         self.cut_off = finished.finish_reason is FinishReason.LENGTH and finished.length != own
         with boundary("the answer of a turn cannot be read", UserCodeError):
             stops = (*request.stop_token_ids, *self.sampling.stop_token_ids)
             answer = self.record.answered(prompted, replace(request, stop_token_ids=stops), finished, number)
-        if self._log.known(prompted) and (tool := self._limits.repeated(call.name for call in answer.calls)):
+        if self.log.known(prompted) and (tool := self.limits.repeated(call.name for call in answer.calls)):
             self.repeats = tool
             if self.running is not None:
                 self.running.cancel()
             raise EpisodeOver("repeated")  # before the program has the answer
         self.text = answer.text
-        if self._keeps_conversation:
+        if self.keeps_conversation:
             self._answered(request.messages, answer.message, prompted.opened)
         return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
 
@@ -325,39 +312,39 @@ class EpisodeAttempt:
 
         Raises `EpisodeOver` where a limit refuses the turn.
         """
-        if self._time.is_over:
+        if self.time.is_over:
             self.limit = self.limit or "time"
-        if self.limit is None and len(self._taken) >= self._limits.max_turns:
+        if self.limit is None and len(self._taken) >= self.limits.max_turns:
             self.limit = "turns"
         if self.limit not in (None, "tokens"):  # a conversation that is too long may go on as a shorter one
             raise self._refused(self.limit)
         with boundary("the messages of a turn cannot be used", UserCodeError):
             prompted = await self.record.prompt(request, self._taken)
-        room = self._limits.max_length - len(prompted.ids)
+        room = self.limits.max_length - len(prompted.ids)
         if room < 1:
             raise self._refused("tokens")
         # Turns that were given up count: a client that hangs up each time would sample without end.
-        if prompted.key not in self._turns and len(self._turns) >= self._limits.max_turns:
+        if prompted.key not in self._turns and len(self._turns) >= self.limits.max_turns:
             raise self._refused("turns")
         self._turns.add(prompted.key)
         self._taken.add(prompted.key)
         room = min(room, self.sampling.max_tokens)
-        own = (self._limits.max_turn_tokens, request.max_tokens)
+        own = (self.limits.max_turn_tokens, request.max_tokens)
         most = min([room, *(tokens for tokens in own if tokens is not None)])
         return (
             prompted,
-            self._log.call(prompted, most, request.stop, request.stop_token_ids),
+            self.log.call(prompted, most, request.stop, request.stop_token_ids),
             most if most < room else None,
         )
 
     def _refused(self, limit: str) -> EpisodeOver:
         self.limit = limit
-        self._time.refuse()
+        self.time.refuse()
         return EpisodeOver(limit)
 
     def _end_step(self) -> None:
         """End the program where it is. One that was refused a turn and only asked again has that turn's limit."""
-        if self._time.refused < 2:
+        if self.time.refused < 2:
             self.limit = "step"
         if self.running is not None:
             self.running.cancel()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from headway.agents.episodes.episode_attempt import CallLog
 from headway.agents.episodes.episode_limits import EpisodeClock
@@ -29,12 +29,7 @@ from headway.agents.episodes.request_dispatcher import (
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
 from headway.data.journal import CompletionJournal
-from headway.data.types import (
-    FinishReason,
-    RowAt,
-    RowTokens,
-    Trajectory,
-)
+from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory
 from headway.errors import HeadwayError, RunError, WorkerDied, boundary
 
 
@@ -70,35 +65,27 @@ class _OpenGroup:
         return min([*versions, *(version for version in begun if version is not None)], default=None)
 
 
+@dataclass(eq=False, repr=False)
 class EpisodeWorker:
-    """`headway.data.interfaces.episode_groups.EpisodeWorkerProtocol` on the running event loop.
+    """`headway.data.interfaces.episode_groups.EpisodeWorkerProtocol` on the running event loop."""
 
-    Args:
-        name: of the episode worker, under which replicas know its calls.
-        decode: an answer's token ids, less the stop token that ended it, to its text; None where tokens are only
-            simulated.
-        hosting: what makes episodes by a user's program; None for the program of one turn.
-        gather_s: seconds from when groups were handed on until the next ones are, unless none is being made any more.
-        journal: where finished calls are kept, and found by who makes their groups again; None for nowhere.
-    """
+    name: str
+    """Name under which replicas know its calls."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """An answer's token ids, less the stop token that ended it, to its text; None where tokens are only simulated."""
+    hosting: Hosting | None = None
+    """Hosting of episodes by a user's program; None for the program of one turn."""
+    _: KW_ONLY
+    gather_s: float = 0.0
+    """Seconds from when groups were handed on until the next ones are, unless none is being made any more."""
+    journal: CompletionJournal | None = None
+    """Journal of finished calls, which are found by who makes their groups again; None for none."""
 
-    def __init__(
-        self,
-        name: str,
-        decode: Callable[[Sequence[int]], str] | None = None,
-        hosting: Hosting | None = None,
-        *,
-        gather_s: float = 0.0,
-        journal: CompletionJournal | None = None,
-    ) -> None:
-        self.name = name
-        self._decode = decode
-        self._hosting = hosting
-        most = None if hosting is None else hosting.held_out_at_once
+    def __post_init__(self) -> None:
+        most = None if self.hosting is None else self.hosting.held_out_at_once
         self._room = None if most is None else asyncio.Semaphore(most)
         """Room for held-out episodes of programs; None for any number."""
-        self._journal = journal
-        self._calls = RequestDispatcher(name, journal)
+        self._calls = RequestDispatcher(self.name, self.journal)
         self._clock = EpisodeClock()
         self._groups: dict[_OpenGroup, None] = {}
         """Groups that were started and are not over."""
@@ -106,7 +93,6 @@ class EpisodeWorker:
         """Groups that wait for `go_on`; None while none has to."""
         self._changed = asyncio.Event()
         """Set when a group is over."""
-        self._gather_s = gather_s
         self._whole: dict[_OpenGroup, None] = {}
         """Groups that are over, and were not handed on."""
         self._hands_on_at = 0.0
@@ -125,10 +111,10 @@ class EpisodeWorker:
         inbox: asyncio.Queue[Group | HeadwayError] = asyncio.Queue()
         groups = [_opened(request, inbox, on) for request in requests]
         missing = len(groups)
-        if self._journal is not None:  # before the first is started: the files of several groups are read once
+        if self.journal is not None:  # before the first is started: the files of several groups are read once
             for request in requests:
                 if request.again:
-                    self._journal.reread(request.number)
+                    self.journal.reread(request.number)
         for group in groups:
             if self._held is not None and _trains(group):
                 self._held[group] = None
@@ -203,18 +189,18 @@ class EpisodeWorker:
         if self._handing_on is not None:
             self._handing_on.cancel()
         await self._calls.close()
-        if self._journal is not None:
-            self._journal.close()
-        if self._hosting is not None:
-            await self._hosting.close()
+        if self.journal is not None:
+            self.journal.close()
+        if self.hosting is not None:
+            await self.hosting.close()
 
     # ------------------------------------------------------------------------------------- episodes
 
     def _start(self, group: _OpenGroup) -> None:
         self._groups[group] = None
         for k in range(len(group.samplings)):
-            if self._hosting is not None:
-                self._begin(group, k, self._hosting)
+            if self.hosting is not None:
+                self._begin(group, k, self.hosting)
             else:
                 self._ask(group, k)
 
@@ -302,12 +288,12 @@ class EpisodeWorker:
         for group in whole:
             try:
                 with boundary(f"{self.name}, group {group.request.number}", RunError):
-                    finished = _whole(group, self._decode)
+                    finished = _whole(group, self.decode)
             except HeadwayError as error:
                 group.inbox.put_nowait(error)
             else:
                 group.inbox.put_nowait(finished)
-        self._hands_on_at = asyncio.get_running_loop().time() + self._gather_s
+        self._hands_on_at = asyncio.get_running_loop().time() + self.gather_s
 
     def _abort(self, groups: Iterable[_OpenGroup]) -> None:
         """End ``groups`` as they are: what replicas have of them comes back."""

@@ -26,14 +26,7 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, Priority, SamplingParams
 from headway.data.tokenize import template_kwargs
 from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
-from headway.errors import (
-    EpisodeOver,
-    HeadwayError,
-    ProgramAway,
-    ProgramFailed,
-    RunError,
-    RunnerLost,
-)
+from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, RunError, RunnerLost
 
 if TYPE_CHECKING:
     from headway.agents.endpoint.endpoint_server import Endpoint  # the HTTP server takes a third of a second to import
@@ -226,17 +219,18 @@ class ProgramEpisode:
         async def answer(request: TurnRequest) -> TurnAnswer:
             return (await one.turn(request)).answer
 
+        prompt = self._request.prompt
         with nullcontext() if self._hosting.endpoint is None else self._hosting.endpoint.open(one) as access:
             start = EpisodeStart(
                 one.name,
-                self._messages(),
-                self._row(),
+                [{"role": "user", "content": prompt.data_text}] if prompt.messages is None else prompt.messages,
+                {**prompt.extra, "answer": prompt.answer, "source": prompt.source},
                 _seed(self._hosting.seed, self.id),
                 access,
                 {name: getattr(self._log.sampling, name) for name in _TOLD},
                 self._limits.max_length,
-                template_kwargs(self._hosting.template_kwargs, self._request.prompt.extra),
-                self._request.prompt.data_text,
+                template_kwargs(self._hosting.template_kwargs, prompt.extra),
+                prompt.data_text,
             )
             # Its own task: a limit ends the program, and not the episode, which is this task.
             one.running = asyncio.get_running_loop().create_task(
@@ -274,14 +268,6 @@ class ProgramEpisode:
             raise RunError(f"a program ended with {end!r} in place of its end")
         return one.rewarded(end)
 
-    def _messages(self) -> list[dict[str, Any]]:
-        prompt = self._request.prompt
-        return prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.data_text}]
-
-    def _row(self) -> Mapping[str, Any]:
-        prompt = self._request.prompt
-        return {**prompt.extra, "answer": prompt.answer, "source": prompt.source}
-
     def _wait_s(self, error: RunnerLost | ProgramAway) -> float:
         """Seconds before the program is run again. Raises ``error`` where that was one failure too many.
 
@@ -302,7 +288,10 @@ class ProgramEpisode:
 
     def _made(self, one: EpisodeAttempt, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
         rows, turn_rewards = one.rows(end.turn_rewards, failed=failure is not None)
-        places = tuple(_place(index, row) for index, row in enumerate(rows))
+        places = tuple(
+            row if isinstance(row, RowAt) else RowAt(index, len(row.prompt_ids), len(row.ids))
+            for index, row in enumerate(rows)
+        )
         last = one.calls[-1] if one.calls else None
         episode = self._trajectory(one.calls, FinishReason.LENGTH if one.cut_off else FinishReason.STOP)
         trajectory = replace(
@@ -349,10 +338,6 @@ class ProgramEpisode:
             rows=(),
             turns=len(calls),
         )
-
-
-def _place(index: int, row: RowTokens | RowAt) -> RowAt:
-    return row if isinstance(row, RowAt) else RowAt(index, len(row.prompt_ids), len(row.ids))
 
 
 def _seed(seed: int, id: TrajectoryId) -> int:

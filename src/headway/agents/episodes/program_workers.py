@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headway.agents.adapters.mcp_servers import McpServerSpec
 from headway.agents.adapters.program_loader import ProgramSpec
@@ -15,11 +15,7 @@ from headway.agents.endpoint.dialect import TextCodec
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.program_episode import Hosting, Programs, Turn
-from headway.agents.interface.program_messages import (
-    EpisodeEnd,
-    EpisodeStart,
-    ProgramDescription,
-)
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
 from headway.config.schema import Config
 from headway.config.sizing.placement import concurrent, resolve_placement
 from headway.data.tokenize import TextStart
@@ -51,11 +47,8 @@ class ProgramWorkers:
         self._spec = replace(program_spec(config), model_path=model_path)
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._pool: WorkerPool | None = None
-
-    @property
-    def waits_s(self) -> float:
+        self.waits_s = self._spec.waits_s
         """Seconds for which loading may wait for servers, beside what the user's code takes."""
-        return self._spec.waits_s
 
     async def describe(self) -> ProgramDescription:
         """Load the user's code, in the first process, and return what it turned out to be.
@@ -64,7 +57,9 @@ class ProgramWorkers:
             UserError: the code cannot be used; says why.
             WorkerDied: a process ended while it loaded the code.
         """
-        self._pool = self._made("environment process", self._agent.environment_processes, at_once=1, forked=True)
+        self._pool = self._made(
+            "environment process", processes=self._agent.environment_processes, at_once=1, forked=True
+        )
         described: ProgramDescription = await self._pool.start()
         known = {tool["function"]["name"] for tool in described.tools}
         if known and (unknown := {*self._agent.side_effects} - known - {"*"}):
@@ -85,29 +80,20 @@ class ProgramWorkers:
         if not described.is_async:
             return
         await self.close()  # the process of `describe` takes one episode at a time; coroutines share theirs
-        self._pool = self._made("user-code worker", self._agent.workers, stall_s=self._agent.stall_s)
+        self._pool = self._made(
+            "user-code worker", processes=self._agent.workers, at_once=None, stall_s=self._agent.stall_s
+        )
         await self._pool.start()
 
-    def _made(
-        self,
-        kind: str,
-        processes: int,
-        *,
-        at_once: int | None = None,
-        forked: bool = False,
-        stall_s: float | None = None,
-    ) -> WorkerPool:
+    def _made(self, kind: str, **settings: Any) -> WorkerPool:
         return WorkerPool(
             f"{kind} of {self._name}",
             self._spec,
-            processes=processes,
-            at_once=at_once,
-            forked=forked,
-            stall_s=stall_s,
             log_path=self._log,
             env=variables(self._agent.env),
             start_timeout_s=START_TIMEOUT_S + self.waits_s,
             close_s=CLOSE_S,
+            **settings,
         )
 
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:

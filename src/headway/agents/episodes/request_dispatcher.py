@@ -34,38 +34,31 @@ class CallEngine(Protocol):
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaClient:
     """One episode worker's end of a connection. Orders reach the engine in the order in which they were given."""
 
-    def __init__(
-        self,
-        client: str,
-        engine: CallEngine,
-        *,
-        on_finished: Callable[[str, Sequence[Completion]], None],
-        on_refused: Callable[[str, Sequence[GenerateRequest], DataError], None],
-        on_failed: Callable[[str, HeadwayError], None],
-    ) -> None:
-        """
-        Args:
-            client: the episode worker's name, under which the engine knows the calls.
-            on_finished: called with the replica's name and a batch.
-            on_refused: called with calls that the engine did not take, all of one message, and why.
-            on_failed: called once with why the replica is of no use any more.
-        """
-        self.engine = engine
-        self.load = 0
-        """Calls that are not finished."""
-        self._client = client
-        self._on_finished, self._on_refused, self._on_failed = on_finished, on_refused, on_failed
+    client: str
+    """The episode worker's name, under which the engine knows the calls."""
+    engine: CallEngine
+    on_finished: Callable[[str, Sequence[Completion]], None]
+    """Called with the replica's name and a batch."""
+    on_refused: Callable[[str, Sequence[GenerateRequest], DataError], None]
+    """Called with calls that the engine did not take, all of one message, and why."""
+    on_failed: Callable[[str, HeadwayError], None]
+    """Called once with why the replica is of no use any more."""
+    load: int = 0
+    """Calls that are not finished."""
+
+    def __post_init__(self) -> None:
         self._calls: list[GenerateRequest] = []
         self._aborted: list[int] = []
         self._released: list[TrajectoryId] = []
         self._ordered = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(self._work(self._receive), name=f"{client} receives from {engine.name}"),
-            loop.create_task(self._work(self._send), name=f"{client} asks {engine.name}"),
+            loop.create_task(self._work(self._receive), name=f"{self.client} receives from {self.engine.name}"),
+            loop.create_task(self._work(self._send), name=f"{self.client} asks {self.engine.name}"),
         ]
         self._failed = False
 
@@ -103,31 +96,28 @@ class ReplicaClient:
             released, self._released = self._released, []
             # Before aborts: an engine ignores those of calls that it does not know, and would decode them whole.
             if calls:
-                await self._submit(calls)
+                try:
+                    await self.engine.submit(self.client, calls)
+                except DataError as error:
+                    self.on_refused(self.engine.name, calls, error)
             if aborted:
-                await self.engine.abort(self._client, aborted)
+                await self.engine.abort(self.client, aborted)
             if released:
                 await self.engine.release(released)
 
-    async def _submit(self, calls: Sequence[GenerateRequest]) -> None:
-        try:
-            await self.engine.submit(self._client, calls)
-        except DataError as error:
-            self._on_refused(self.engine.name, calls, error)
-
     async def _receive(self) -> None:
-        async for batch in self.engine.finished(self._client):
-            self._on_finished(self.engine.name, batch)
+        async for batch in self.engine.finished(self.client):
+            self.on_finished(self.engine.name, batch)
 
     async def _work(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do ``work``, and report its failure once, whichever of the two it is."""
         try:
-            with boundary(f"{self._client} at {self.engine.name}", RunError):
+            with boundary(f"{self.client} at {self.engine.name}", RunError):
                 await work()
         except HeadwayError as error:
             if not self._failed:
                 self._failed = True
-                self._on_failed(self.engine.name, error)
+                self.on_failed(self.engine.name, error)
 
 
 @dataclass(slots=True, eq=False)

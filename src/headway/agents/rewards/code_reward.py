@@ -37,12 +37,7 @@ PYTHONS = ("python", "py", "python3")
 
 
 def code(
-    *,
-    sandbox: SandboxSpec,
-    within_s: float,
-    partial: bool = False,
-    most_tests: int | None = 20,
-    timeout_s: float = 5.0,
+    *, sandbox: SandboxSpec, within_s: float, partial: bool = False, most_tests: int | None = 20, timeout_s: float = 5.0
 ) -> Callable[[ScoreRequest, str], float]:
     """Make the rule: 1 where the code of the response passes the row's tests, else 0. Threads may call it side by side.
 

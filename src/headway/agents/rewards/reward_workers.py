@@ -12,7 +12,7 @@ asynchronous, groups share processes. Rewards that only compare two texts are sc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,32 +37,29 @@ MOST_LOSSES = 8
 """Most times that a group is tried again, beyond its retries, because another one ended the process of both."""
 
 
+@dataclass(eq=False, repr=False)
 class RewardWorkers:
     """Scores groups in ``workers`` processes. Use from one event loop.
 
     Making one is free; `start` or the first `score` starts the processes.
     """
 
-    def __init__(
-        self,
-        spec: RewardSpec,
-        *,
-        workers: int,
-        retries: int,
-        log_path: Path | None,
-        on_timeout: Callable[[int], object] | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        """Make workers whose output goes to ``log_path`` (None: to this process's stderr). ``on_timeout`` is called at
-        each try that took too long, with how many there were so far. ``env``: further environment variables.
-        """
-        self._spec = replace(spec, workers=workers)
-        self._log_path, self._env = log_path, env
+    spec: RewardSpec
+    _: KW_ONLY
+    workers: int
+    retries: int
+    log_path: Path | None
+    """The file that processes print to; None for this process's stderr."""
+    on_timeout: Callable[[int], object] | None = None
+    """Called at each try that took too long, with how many there were so far."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables."""
+
+    def __post_init__(self) -> None:
+        self._spec = replace(self.spec, workers=self.workers)
         self._pool = self._make_pool()
         self._scorer: Scorer | None = None
         """Scorer in this process, once it is loaded, where the rewards need no other."""
-        self._retries = retries
-        self._on_timeout = on_timeout
         self._timeouts = 0
         self._closed = False
 
@@ -96,8 +93,8 @@ class RewardWorkers:
             processes=self._spec.workers,
             at_once=AT_ONCE if self._spec.shared else 1,
             stall_s=self._spec.timeout_s + GRACE_S,
-            log_path=self._log_path,
-            env=self._env,
+            log_path=self.log_path,
+            env=self.env,
             start_timeout_s=max(START_TIMEOUT_S, self._spec.timeout_s),
         )
 
@@ -123,7 +120,7 @@ class RewardWorkers:
             messages=prompt.messages,
             conversations=None if conversations is None else list(conversations),
         )
-        tries_left, losses_left = self._retries, MOST_LOSSES
+        tries_left, losses_left = self.retries, MOST_LOSSES
         while True:
             try:
                 return await self._try(request)
@@ -151,7 +148,7 @@ class RewardWorkers:
             raise ScoringFailed("the reward is closed")
         if not self._spec.needs_process:
             self._scorer = self._scorer or self._spec.load()
-            return await self._scorer.score(request)
+            return await self._scorer.serve(request)
         # One call more where groups share a process: whose call holds its event loop is to be found before.
         calls = len(request.responses) + (1 if self._spec.shared else 0)
         limit = calls * sum(map(self._spec.limit_s, self._spec.parts)) + GRACE_S
@@ -170,6 +167,6 @@ class RewardWorkers:
 
     def _timed_out(self, reason: str) -> ScoringFailed:
         self._timeouts += 1
-        if self._on_timeout is not None:
-            self._on_timeout(self._timeouts)
+        if self.on_timeout is not None:
+            self.on_timeout(self._timeouts)
         return ScoringFailed(reason)

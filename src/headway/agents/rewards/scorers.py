@@ -102,13 +102,7 @@ class RewardSpec:
         keys = (data.answer_key, *(source.answer_key for source in (*data.train_sources, *data.held_out_sources)))
         return cls(
             parts=tuple(
-                RewardPart(
-                    resolve_spec(one.function) if names_user_code(one.function) else one.function,
-                    one.label,
-                    one.weight,
-                    one.params,
-                )
-                for one in config.reward.all
+                RewardPart(resolve_spec(one.function), one.label, one.weight, one.params) for one in config.reward.all
             ),
             timeout_s=config.reward.timeout_s,
             task_name=task.name if task else None,
@@ -172,15 +166,15 @@ class Scorer:
         """Tell whether all parts are asynchronous, so that groups may share a process."""
         return all(iscoroutinefunction(scorer) for _, scorer in self._parts)
 
-    async def serve(self, job: ScoreRequest, ask: Ask) -> Scores:
-        """Return the group's scores. Raises `ScoringFailed` with the reason."""
-        return await self.score(job)
-
     async def close(self) -> None:
         """Close nothing: scorers hold nothing open."""
 
-    async def score(self, request: ScoreRequest) -> Scores:
-        """Return the scores of a group. Awaits something only where `RewardSpec.shared` says so."""
+    async def serve(self, request: ScoreRequest, ask: Ask | None = None) -> Scores:
+        """Return the scores of a group. Awaits something only where `RewardSpec.shared` says so.
+
+        Raises:
+            ScoringFailed: with the reason.
+        """
         values: dict[str, Values] = {}
         others = {}
         several = len(self._parts) > 1

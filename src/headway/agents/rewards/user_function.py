@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from statistics import fmean
 from typing import Any
@@ -108,29 +109,25 @@ class CallingConvention(Enum):
         self.given = given
         self.per_group = per_group
 
-    @property
-    def of_verl(self) -> bool:
-        return self in (CallingConvention.VERL, CallingConvention.VERL_BATCH)
 
-
+@dataclass(eq=False, repr=False)
 class UserFunction:
-    """A reward function of the user's own, called by what its signature asks for. ``spec`` is how the user named it."""
+    """A reward function of the user's own, called by what its signature asks for.
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        spec: str,
-        params: Mapping[str, Any] | None = None,
-        answer_keys: Collection[str] = (),
-    ) -> None:
-        """Check the function's signature. ``answer_keys``: further names of the ground truth.
+    Raises:
+        UserCodeError: the signature does not fit the rule, or does not take ``params``.
+    """
 
-        Raises `UserCodeError` where the signature does not fit the rule, or does not take ``params``.
-        """
-        self._function = function
+    function: Callable[..., Any]
+    spec: str
+    """The function as the user named it."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    answer_keys: Collection[str] = ()
+    """Further names of the ground truth."""
+
+    def __post_init__(self) -> None:
+        spec, function = self.spec, self.function
         self._name = spec.rpartition(":")[2]
-        self._params = dict(params or {})
-        self._answer_keys = tuple(answer_keys)
         self._takes = takes = Parameters.of(function)
         if not takes.readable:
             raise UserCodeError(f"{spec}: its parameters cannot be read; wrap it in a function with def")
@@ -153,8 +150,9 @@ class UserFunction:
 
         ``lacked``: columns that some rows have → the first row that does not, for the message.
         """
-        others = set() if self.dialect.of_verl else {*columns, *self._answer_keys}
-        for name in self._takes.lacking({*self.dialect.given, *self._params, *others}):
+        of_verl = self.dialect in (CallingConvention.VERL, CallingConvention.VERL_BATCH)
+        others = set() if of_verl else {*columns, *self.answer_keys}
+        for name in self._takes.lacking({*self.dialect.given, *self.params, *others}):
             have = ", ".join(sorted(others)) or "nothing"
             lacks = f" ({lacked[name]} lacks it)" if lacked and name in lacked else ""
             raise UserCodeError(
@@ -224,17 +222,17 @@ class UserFunction:
                 loggers = {name: getattr(further, name) for name in LOGGERS}
                 return [self._trls_arguments(request) | loggers]
             case CallingConvention.VERL:
-                return [self._params | _verls_arguments(request) | {"solution_str": text} for text in texts]
+                return [{**self.params, **_verls_arguments(request), "solution_str": text} for text in texts]
             case CallingConvention.VERL_BATCH:
                 lists = {f"{name}s": [value] * len(texts) for name, value in _verls_arguments(request).items()}
-                return [self._params | lists | {"solution_strs": [*texts]}]
+                return [{**self.params, **lists, "solution_strs": [*texts]}]
 
     def _headways_arguments(self, request: ScoreRequest) -> dict[str, Any]:
         return {
             # The later ones count: no column or parameter may take the place of what Headway gives itself.
-            **dict.fromkeys(self._answer_keys, request.answer),
+            **dict.fromkeys(self.answer_keys, request.answer),
             **request.extra,
-            **self._params,
+            **self.params,
             "prompt": request.prompt,
             "answer": request.answer,
             "source": request.source,
@@ -243,7 +241,7 @@ class UserFunction:
 
     def _trls_arguments(self, request: ScoreRequest) -> dict[str, Any]:
         responses = request.responses
-        columns = {**dict.fromkeys(("answer", *self._answer_keys), request.answer), **request.extra}
+        columns = {**dict.fromkeys(("answer", *self.answer_keys), request.answer), **request.extra}
         chat = request.messages
         prompts: list[Any] = [request.prompt if chat is None else list(chat) for _ in responses]
         completions: list[Any] = [
@@ -254,7 +252,7 @@ class UserFunction:
             completions = [list(conversation.completion) for conversation in request.conversations]
         return {
             **{name: [value] * len(responses) for name, value in columns.items()},
-            **self._params,
+            **self.params,
             "prompts": prompts,
             "completions": completions,
         }
@@ -265,10 +263,10 @@ class UserFunction:
                 f"{self._name} needs {lacking[0]!r}, and the row has {', '.join(sorted(available))}; "
                 "give the parameter a default or the row that column"
             )
-        return self._function(**self._takes.given(available))
+        return self.function(**self._takes.given(available))
 
     def _check_params(self) -> None:
-        for name in self._params:
+        for name in self.params:
             if name in self.dialect.given:
                 raise UserCodeError(f"reward.params: {name!r} is given to {self._name} anyway; drop it")
             if not self._takes.given({name: None}):
@@ -276,7 +274,7 @@ class UserFunction:
                     f"reward.params: {self._name} takes ({', '.join(self._takes.order)}), not {name!r}; drop it"
                 )
         if self.dialect is CallingConvention.TRL:
-            for name in set(NEVER_GIVEN).intersection(self._takes.lacking(self._params)):
+            for name in set(NEVER_GIVEN).intersection(self._takes.lacking(self.params)):
                 raise UserCodeError(
                     f"reward.function: {self._name} needs {name!r}, which Headway does not give; give it a default"
                 )

@@ -15,7 +15,7 @@ import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from headway.errors import HeadwayError, RunError, RunnerLost
@@ -36,40 +36,34 @@ WITH_FORK_SERVER = "the process that forked it"
 """End of a worker whose fork server has ended: all of its workers end with it."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerProcess:
-    """A process with user code, on the host's event loop.
+    """A process with user code, watched on the host's event loop.
 
     loaded    what it describes, once it has loaded the user's code: a result, `UserError` or `RunnerLost`
     ended     how it ended, such as ``exit code 3`` or ``SIGKILL``, once it is gone
     """
 
-    def __init__(
-        self,
-        pid: int,
-        sock: socket.socket,
-        on_frame: Callable[[Frame], object],
-        end_of: Callable[[int], Awaitable[str]],
-        *,
-        guarded: bool = False,
-    ) -> None:
-        """Watch ``pid``, which stays unreaped until ``end_of`` is awaited: it returns how the process ended.
+    pid: int
+    sock: InitVar[socket.socket]
+    on_frame: Callable[[Frame], object]
+    end_of: Callable[[int], Awaitable[str]]
+    """Returns how the process ended, which stays unreaped until this is awaited."""
+    guarded: bool = False
+    """``pid`` is the process's guard (`headway.runtime.process_tree`)."""
 
-        ``guarded``: it is the process's guard (`headway.runtime.process_tree`).
-        """
+    def __post_init__(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        self.pid = pid
-        self._works_as = pid
+        self._works_as = self.pid
         """Id of the process that runs the user's code: below the guard, where there is one."""
         self._stopped = 0
         """Looks in a row that found it stopped."""
         self.loaded: asyncio.Future[Any] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
-        self._on_frame = on_frame
-        self._end_of = end_of
         self._ending: asyncio.Task[None] | None = None
         self.channel = FrameChannel(sock, self._receive, self._on_cut)
-        self._pidfd = os.pidfd_open(pid)
-        self._ends_by = signal.SIGTERM if guarded else signal.SIGKILL
+        self._pidfd = os.pidfd_open(self.pid)
+        self._ends_by = signal.SIGTERM if self.guarded else signal.SIGKILL
         loop.add_reader(self._pidfd, self._on_gone)
 
     @property
@@ -114,7 +108,7 @@ class WorkerProcess:
             case FrameKind.FAILED:
                 self.loaded.set_exception(raised(frame.payload))
             case _:
-                self._on_frame(frame)
+                self.on_frame(frame)
 
     def _on_cut(self) -> None:
         """Give a process without a connection a moment to end by itself, which tells more."""
@@ -129,7 +123,7 @@ class WorkerProcess:
         self._ending = asyncio.create_task(self._find_out())
 
     async def _find_out(self) -> None:
-        end = await self._end_of(self.pid)
+        end = await self.end_of(self.pid)
         if not self.loaded.done():
             self.loaded.set_exception(RunnerLost(f"ended with {end}", end=end, culprit=False))
         self.loaded.exception()  # it is seen even where nobody waits for it any more

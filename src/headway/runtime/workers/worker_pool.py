@@ -14,6 +14,7 @@ import os
 import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -43,48 +44,40 @@ STOP_TIMEOUT_S = 2 * END_S + 10.0
 """Seconds for processes that are killed to be gone: later than a fork server, and then its guard, give up."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerPool:
     """Runs jobs in at most ``processes`` processes that have loaded ``spec``. Use from one event loop.
 
     Making one is free; `start` or the first `run` starts a process.
     """
 
-    def __init__(
-        self,
-        name: str,
-        spec: HostedSpec,
-        *,
-        processes: int,
-        at_once: int | None,
-        forked: bool = False,
-        stall_s: float | None = None,
-        log_path: Path | None,
-        env: Mapping[str, str] | None = None,
-        start_timeout_s: float = START_TIMEOUT_S,
-        close_s: float = 0.0,
-    ) -> None:
-        """Make workers that messages call ``name``.
+    name: str
+    """Name of its workers in messages."""
+    spec: HostedSpec
+    _: KW_ONLY
+    processes: int
+    at_once: int | None
+    """Most jobs at once in a process, None for any number. With 1 there is no event loop in it, and a job that is left
+    is killed with its process; with more, jobs share an event loop."""
+    forked: bool = False
+    """Processes are forked from one that has loaded the user's code, and after a job that failed the next one gets a
+    new process; they take one job at a time. Otherwise each process loads the code itself."""
+    stall_s: float | None = None
+    """Seconds after which a process is ended whose event loop stands still."""
+    log_path: Path | None
+    """The file that processes print to; None for this process's stderr."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables beside those that `passed_on` has of this process; their values are ``***`` in the log and
+    in errors, and so are this process's secrets in the log."""
+    start_timeout_s: float = START_TIMEOUT_S
+    close_s: float = 0.0
+    """Seconds that a process has, when these are closed, to close what its code holds."""
 
-        ``at_once``: most jobs at once in a process, None for any number. With 1 there is no event loop in it, and a job
-        that is left is killed with its process; with more, jobs share an event loop.
-        ``forked``: processes are forked from one that has loaded the user's code, and after a job that failed the next
-        one gets a new process. Otherwise each process loads the code itself.
-        ``stall_s``: seconds after which a process is ended whose event loop stands still.
-        ``log_path``: the file that processes print to; None for this process's stderr.
-        ``close_s``: seconds that a process has, when these are closed, to close what its code holds.
-        ``env``: environment variables beside those that `passed_on` has of this process; their values are ``***`` in
-        the log and in errors, and so are this process's secrets in the log.
-        """
-        if forked and at_once != 1:
+    def __post_init__(self) -> None:
+        if self.forked and self.at_once != 1:
             raise ValueError("workers that are forked take one job at a time")
-        self._name, self._spec = name, spec
-        self._processes = processes
-        self._at_once = at_once
-        self._alone = at_once == 1
-        self._forked = forked
-        self._stall_s = None if self._alone else stall_s
-        self._log_path, self._env = log_path, dict(env or {})
-        self._start_timeout_s, self._close_s = start_timeout_s, close_s
+        self._alone = self.at_once == 1
+        self._stall_s = None if self._alone else self.stall_s
         self._log: RedactedLog | None = None
         self._fork_server: ForkServer | None = None
         self._workers: list[UserCodeWorker] = []
@@ -109,7 +102,7 @@ class WorkerPool:
         try:
             # Shielded: cancelled halfway, a launch would leave a process that `close` does not know.
             described = await asyncio.shield(self._begin_launch())
-            more = [] if self._forked else [self._begin_launch() for _ in range(self._processes - self._size)]
+            more = [] if self.forked else [self._begin_launch() for _ in range(self.processes - self._size)]
             if not self._alone and more:
                 await asyncio.wait(more)
                 for launch in more:
@@ -117,10 +110,10 @@ class WorkerPool:
         except RunnerLost as cause:
             if cause.timed_out:
                 raise WorkerDied(
-                    f"no {self._name} was ready within {self._start_timeout_s:g} s: it was loading {self._spec.shown}"
+                    f"no {self.name} was ready within {self.start_timeout_s:g} s: it was loading {self.spec.shown}"
                     f"{self._see_log()}"
                 ) from cause
-            raise WorkerDied(f"a {self._name} ended while it loaded {self._spec.shown}{self._see_log()}") from cause
+            raise WorkerDied(f"a {self.name} ended while it loaded {self.spec.shown}{self._see_log()}") from cause
         return described
 
     async def run(
@@ -143,7 +136,7 @@ class WorkerPool:
             UserError: the process that was started for it could not load the user's code.
         """
         if self._closed:
-            raise RunnerLost(f"the {self._name} is closed", culprit=False)
+            raise RunnerLost(f"the {self.name} is closed", culprit=False)
         result = asyncio.get_running_loop().create_future()
         waiting = WorkerJob(next(self._numbers), pickle.dumps(job), on_ask, on_begin, timeout_s, result)
         self._waiting.append(waiting)
@@ -167,7 +160,7 @@ class WorkerPool:
         self._closed = True
 
         def closed(_: int = 0) -> RunnerLost:
-            return RunnerLost(f"the {self._name} was closed", culprit=False)
+            return RunnerLost(f"the {self.name} was closed", culprit=False)
 
         for job in self._waiting:
             job.end(error=closed())
@@ -179,20 +172,20 @@ class WorkerPool:
         for timer in filter(None, (self._ticking, self._looking)):
             timer.cancel()
         forking = self._fork_server.process if self._fork_server is not None else None
-        within_s = self._close_s + STOP_TIMEOUT_S
+        within_s = self.close_s + STOP_TIMEOUT_S
         deadline = asyncio.get_running_loop().time() + within_s
         while self._alive or self._launches:
             for process in self._alive:
                 # The fork server ends last: its workers are its children, and die with it unreaped.
                 if process is not forking or len(self._alive) == 1:  # last: it tells how the others end
-                    if process in busy or not self._close_s or not process.loaded.done():
+                    if process in busy or not self.close_s or not process.loaded.done():
                         process.kill()
                     else:
-                        process.leave(self._close_s)
+                        process.leave(self.close_s)
             ends = [*(process.ended for process in self._alive), *self._launches]
             left = deadline - asyncio.get_running_loop().time()
             if not (await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED))[0]:
-                raise WorkerDied(f"{self._name}s did not end within {within_s:g} s{self._see_log()}")
+                raise WorkerDied(f"{self.name}s did not end within {within_s:g} s{self._see_log()}")
         if self._log is not None:
             self._log.close()
         self._log = None
@@ -208,7 +201,7 @@ class WorkerPool:
         while self._waiting and (worker := self._free()) is not None:
             worker.begin(self._waiting.popleft())
         # Not one launch for each job: those under way will take some.
-        while len(self._waiting) > len(self._launches) and self._size < self._processes:
+        while len(self._waiting) > len(self._launches) and self._size < self.processes:
             self._begin_launch()
         if self._stall_s is not None and self._ticking is None:
             self._tick()
@@ -217,11 +210,11 @@ class WorkerPool:
 
     def _free(self) -> UserCodeWorker | None:
         """Return the worker with the fewest jobs, if it has room for another one."""
-        free = [one for one in self._workers if not one.dying and (self._at_once is None or one.load < self._at_once)]
+        free = [one for one in self._workers if not one.dying and (self.at_once is None or one.load < self.at_once)]
         return min(free, key=lambda one: one.load, default=None)
 
     def _on_room(self, worker: UserCodeWorker) -> None:
-        if self._forked and worker.failed:
+        if self.forked and worker.failed:
             worker.kill()  # its job may have left threads or files behind
         self._give_room()
 
@@ -276,9 +269,9 @@ class WorkerPool:
             RunnerLost: the process did not come up.
         """
         note = None if self._alone else StepNote()
-        worker = UserCodeWorker(self._name, alone=self._alone, note=note, on_room=self._on_room)
+        worker = UserCodeWorker(self.name, alone=self._alone, note=note, on_room=self._on_room)
         try:
-            if self._forked:
+            if self.forked:
                 described = await self._fork(worker)
                 self._watch(worker.process, worker)
             else:
@@ -287,9 +280,9 @@ class WorkerPool:
                 self._watch(worker.process, worker)
                 described = await self._loaded(worker.process)
         except OSError as cause:
-            raise RunnerLost(f"a {self._name} could not be started: {said_by(cause)}", culprit=False) from cause
+            raise RunnerLost(f"a {self.name} could not be started: {said_by(cause)}", culprit=False) from cause
         if self._closed:
-            raise RunnerLost(f"the {self._name} was closed", culprit=False)
+            raise RunnerLost(f"the {self.name} was closed", culprit=False)
         self._workers.append(worker)
         return described
 
@@ -310,11 +303,11 @@ class WorkerPool:
         return described
 
     async def _loaded(self, process: WorkerProcess) -> Any:
-        await asyncio.wait([process.loaded], timeout=self._start_timeout_s)
+        await asyncio.wait([process.loaded], timeout=self.start_timeout_s)
         if process.loaded.done():
             return process.loaded.result()
         process.kill()
-        text = f"a {self._name} was not ready within {self._start_timeout_s:g} s"
+        text = f"a {self.name} was not ready within {self.start_timeout_s:g} s"
         raise RunnerLost(text, end="SIGKILL", culprit=False, timed_out=True)
 
     def _watch(self, process: WorkerProcess, worker: UserCodeWorker | None = None) -> None:
@@ -333,25 +326,25 @@ class WorkerPool:
         if self._closed or worker not in self._workers:
             return
         self._workers.remove(worker)
-        if over_a_job and not self._forked and self._size < self._processes:
+        if over_a_job and not self.forked and self._size < self.processes:
             self._begin_launch()  # the next job finds it loaded
         self._give_room()
 
     def _spawn(self, on_frame: Callable[[Frame], object], note: StepNote | None = None) -> WorkerProcess:
         """Start a process; the first time, open what processes print to."""
         if self._log is None:
-            redaction = Redaction([*self._env.values(), *secrets_of(os.environ)])
-            self._log = RedactedLog(self._log_path, redaction, begins=f"{self._name} runs {self._spec.shown}")
+            redaction = Redaction([*self.env.values(), *secrets_of(os.environ)])
+            self._log = RedactedLog(self.log_path, redaction, begins=f"{self.name} runs {self.spec.shown}")
         start = WorkerStart(
-            spec=pickle.dumps(self._spec),
-            shown=self._spec.shown,
-            forks=self._forked,
+            spec=pickle.dumps(self.spec),
+            shown=self.spec.shown,
+            forks=self.forked,
             alone=self._alone,
-            secrets=tuple(self._env.values()),
-            prints=self._log_path is not None,
+            secrets=tuple(self.env.values()),
+            prints=self.log_path is not None,
         )
-        environment = {**passed_on(os.environ), **self._env}
-        return spawn(self._name, start, environment, self._log.writer, on_frame, note)
+        environment = {**passed_on(os.environ), **self.env}
+        return spawn(self.name, start, environment, self._log.writer, on_frame, note)
 
     def _see_log(self) -> str:
-        return f"; see {self._log_path}" if self._log_path is not None else ""
+        return f"; see {self.log_path}" if self.log_path is not None else ""
