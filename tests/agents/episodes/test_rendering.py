@@ -53,7 +53,7 @@ def test_the_next_prompt_is_what_was_there_and_the_rendered_tail(template, cut_o
     assert first.kind is PromptKind.NEW
     assert second.kind is PromptKind.EXTENDED
     assert grows(first, second, sampled)
-    assert second.tail == len(second.ids) - len(first.ids) - len(sampled)
+    assert len(second.parts[-1]) == len(second.ids) - len(first.ids) - len(sampled)
     # With the end of the turn that was sampled, or was missing, the text is what the template makes of the messages.
     whole = renderer.render([USER, answer, said("user", "too low")])
     written = renderer.tokenizer.decode(second.ids)
@@ -79,7 +79,7 @@ def test_results_of_tools_are_a_tail_after_the_call_as_it_was_sampled(template, 
     first, second = two_turns(renderer, sampled, answer, tool_result("call00000", "add", "3"), tools=TOOLS)
     assert second.kind is PromptKind.EXTENDED
     assert grows(first, second, sampled)
-    tail = renderer.tokenizer.decode(second.ids[-second.tail :])
+    tail = renderer.tokenizer.decode(second.parts[-1])
     assert "3" in tail
     assert "add" not in tail
     assert "add" in renderer.tokenizer.decode(first.ids)
@@ -220,7 +220,7 @@ def test_an_edit_after_an_answer_goes_on_with_that_answer():
     again = chats.prompt(chat)
     assert again.kind is PromptKind.EXTENDED
     assert grows(first, again, first_sampled)
-    assert "8" in renderer.tokenizer.decode(again.ids[-again.tail :])
+    assert "8" in renderer.tokenizer.decode(again.parts[-1])
 
 
 def test_conversations_side_by_side_go_on_with_their_own_ids():
@@ -300,7 +300,7 @@ def test_a_template_that_ends_turns_with_plain_text_or_nothing_goes_on_too(betwe
     sampled = [*renderer.encode("12").tolist(), renderer.tokenizer.eos_token_id]
     first, second = two_turns(renderer, sampled, said("assistant", "12"), said("user", "no"))
     assert grows(first, second, sampled)
-    assert renderer.tokenizer.decode(second.ids[-second.tail :]) == f"{between}user: no{between}assistant: "
+    assert renderer.tokenizer.decode(second.parts[-1]) == f"{between}user: no{between}assistant: "
 
 
 def test_text_that_has_marks_in_it_is_rendered_whole():

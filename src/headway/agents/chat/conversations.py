@@ -78,11 +78,6 @@ class ChatPrompt:
         """[P] the context to call the policy with, joined anew each time."""
         return np.concatenate(self.parts)
 
-    @property
-    def tail(self) -> int:
-        """Number of ids at the end that were made of text for this prompt."""
-        return len(self.parts[-1])
-
 
 @dataclass(frozen=True, slots=True)
 class _StoredAnswer:
