@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
@@ -179,6 +181,8 @@ async def test_a_node_that_was_killed_is_named_and_leaves_neither_process_nor_fo
     family, session = ChildProcesses(), Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
     for pid in set(descendants(os.getpid())) - others:
         assert os.getsid(pid) != os.getsid(0), "a signal to this process's group ends none of them"
+        command = " ".join(psutil.Process(pid).cmdline())
+        assert not re.search(r"monitor\.py|dashboard\.py", command), "a second of the processor for nothing"
     pid = raylet()
     dead = asyncio.create_task(cluster.died())
     await asyncio.sleep(0)

@@ -17,7 +17,13 @@ import ray
 
 from headway.cluster.machine.worker_setup import available_cores
 from headway.cluster.on_ray.network_interface import check_listens
-from headway.cluster.on_ray.ray_node import RayNode, restore_sigterm, sessions_of_their_own, sigterm_kept
+from headway.cluster.on_ray.ray_node import (
+    RayNode,
+    restore_sigterm,
+    sessions_of_their_own,
+    sigterm_kept,
+    without_services,
+)
 from headway.cluster.on_ray.ray_worker import RayWorker, messages_in, remove_elsewhere
 from headway.cluster.on_ray.resource_pool import ResourcePool
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
@@ -100,7 +106,7 @@ class RayCluster:
 
         def live() -> None:
             try:
-                with sigterm_kept(), sessions_of_their_own():
+                with sigterm_kept(), sessions_of_their_own(), without_services():
                     self._init()
                 up.set_result(None)
             except BaseException as failure:

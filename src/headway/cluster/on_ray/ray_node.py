@@ -27,7 +27,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 import ray
 import ray._private.services as starting
 import ray._private.utils as taking
+from ray._private.node import Node
 
 from headway.config.sizing.timeouts import KILLED_S, ORDERLY_S, TERMINATED_S
 from headway.errors import RunError, WorkerDied
@@ -302,6 +303,17 @@ def restore_sigterm() -> None:
         signal.signal(signal.SIGTERM, handler)
         signal.siginterrupt(signal.SIGTERM, False)  # the same as an event loop's
         signal.alarm(0)  # where the core's handler was called, it ends the process by an alarm
+
+
+@contextmanager
+def without_services() -> Iterator[None]:
+    """Let Ray start in the block without its log monitor, autoscaler and dashboard server, which no run uses. Each
+    takes a second of the processor, and `ray.init` waits for the last.
+    """
+    with ExitStack() as replacing:
+        for start in ("start_log_monitor", "start_monitor", "start_api_server"):
+            replacing.enter_context(replaced(Node, start, lambda starts: lambda *_, **__: None))
+        yield
 
 
 def sessions_of_their_own() -> AbstractContextManager[None]:
