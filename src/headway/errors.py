@@ -12,10 +12,9 @@ the message says what was given, what was expected and what to do.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -197,12 +196,6 @@ def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as cause:  # code that calls sys.exit() ends no command, and no event loop
         raise error(f"{doing}: {raised_by(cause)}") from cause
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return a hint at the name among ``known`` that is spelled most like ``given``; empty where none is alike."""
-    close = difflib.get_close_matches(given, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def said_by(cause: BaseException, most: int = 300) -> str:

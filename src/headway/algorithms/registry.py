@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Generic, TypeVar
 
-from headway.errors import ConfigError, HeadwayError, UserCodeError, did_you_mean, raised_by
-from headway.runtime.user_code import load_function, names_user_code
+from headway.errors import ConfigError, HeadwayError, UserCodeError, raised_by
+from headway.runtime.user_code import did_you_mean, load_function, names_user_code
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headway.errors import ConfigError, did_you_mean
+from headway.errors import ConfigError
+from headway.runtime.user_code import did_you_mean
 
 Values = Mapping[str, Any]
 """Configuration values by dotted key."""

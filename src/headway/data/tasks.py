@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from headway.algorithms.registry import Registry
 from headway.data.problems import REASONING_GYM, Problem, Task
-from headway.errors import ConfigError, DataError, UserCodeError, boundary, cut, did_you_mean
-from headway.runtime.user_code import check_call, load_function, names_user_code
+from headway.errors import ConfigError, DataError, UserCodeError, boundary, cut
+from headway.runtime.user_code import check_call, did_you_mean, load_function, names_user_code
 
 HELD_OUT_TRIES = 4
 """Problems that may be made for each held-out one, until enough distinct ones were found."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import pickle
 import re
 import sys
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import Parameter, signature
@@ -16,6 +17,12 @@ from types import ModuleType
 from typing import Any
 
 from headway.errors import UserCodeError, boundary, raised_by, shown
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return a hint at the name among ``known`` that is spelled most like ``given``; empty where none is alike."""
+    close = difflib.get_close_matches(given, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def names_a_file(spec: str) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 
 from headway.agents.rewards.code_reward import code
 from headway.agents.rewards.score_request import Response, ScoreRequest
-from headway.errors import ConfigError, ScoringFailed, did_you_mean
-from headway.runtime.user_code import Parameters
+from headway.errors import ConfigError, ScoringFailed
+from headway.runtime.user_code import Parameters, did_you_mean
 
 Rule = Callable[[ScoreRequest, Response], float]
 """A function of a request and one of the group's responses that returns the response's value."""
