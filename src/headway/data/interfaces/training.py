@@ -224,6 +224,10 @@ class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
     async def close(self) -> None: ...
 
 
+OverlappingTrainEngine = TrainEngine
+"""Earlier name of a trainer that sends weights while it trains on, as each does now."""
+
+
 class CriticEngine(BatchEngine, Protocol):
     """Critic's ranks, driven as one: V(s_t), an estimate of the rewards from token t on, before token t."""
 
