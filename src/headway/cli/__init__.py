@@ -38,18 +38,16 @@ cli = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-cli.command(cls=TakesSettings)(train)
-cli.command(cls=TakesSettings)(sft)
-cli.command(cls=TakesSettings)(demo)
+for command in (train, sft, demo):
+    cli.command(cls=TakesSettings)(command)
 for command in (plan, profile, report, show, watch, compare):
     cli.command()(command)
 cli.command(cls=TakesSettings)(doctor)
 cli.command("eval", cls=TakesSettings)(evaluate)
 cli.command(cls=TakesSettings)(init)
 cli.add_typer(ctl, name="ctl")
-cli.command()(sync)
-cli.command()(recipes)
-cli.command()(config)
+for command in (sync, recipes, config):
+    cli.command()(command)
 cli.command("import")(import_files)
 
 

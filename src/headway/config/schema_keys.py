@@ -271,7 +271,8 @@ def spelled(value: Any) -> str:
     if isinstance(value, float) and value != 0 and abs(value) < 1e-3:
         mantissa, exponent = f"{value:e}".split("e")
         return f"{float(mantissa)}e{int(exponent)}"
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    # width: YAML breaks longer texts into lines. It ends a document of one scalar with a line of dots.
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=2**31, allow_unicode=True, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.data.files import Columns, Row, check_columns
-from headway.errors import ConfigError, DataError, boundary
+from headway.errors import ConfigError, DataError, boundary, said_by
 
 if TYPE_CHECKING:
     from headway.config.schema import SourceConfig
@@ -131,6 +131,4 @@ def _said(error: BaseException) -> str:
     while root.__cause__ is not None:
         root = root.__cause__
     causes = [error] if root is error else [error, root]
-    return ", from ".join(
-        f"{type(one).__name__}: {' '.join(str(one).split())[:MOST_SHOWN].rstrip('.')}" for one in causes
-    )
+    return ", from ".join(said_by(one, MOST_SHOWN).rstrip(".") for one in causes)

@@ -109,14 +109,12 @@ class Figures:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased estimate, from ``n`` answers of which ``c`` are correct, that one of ``k`` answers is correct.
 
-    1 − C(n−c, k)/C(n, k), as the product 1 − ∏_{i=n−c+1…n} (1 − k/i), in which nothing overflows: Chen et al. 2021,
-    arXiv:2107.03374, equation 1. Raises `ValueError` unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+    1 − C(n−c, k)/C(n, k): Chen et al. 2021, arXiv:2107.03374, equation 1. Raises `ValueError` unless 0 ≤ c ≤ n and
+    1 ≤ k ≤ n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"expected 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
-    if n - c < k:  # any k of the answers include a correct one
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)  # whole numbers of any size: nothing overflows
 
 
 def usual_ks(n: int) -> tuple[int, ...]:

@@ -11,13 +11,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from headway.api.init.data_summary import PROGRAMS, DataFacts
 from headway.api.init.device_layout import Choice, Choices, choose_devices, within_memory
 from headway.api.init.model_summary import SMALL, Machine, ModelFacts
 from headway.config.layers import lies_in, nest
 from headway.config.presets import preset
+from headway.config.schema_keys import spelled
 from headway.config.sections.agent_section import AgentConfig
 from headway.errors import ConfigError
 
@@ -272,7 +271,7 @@ def _lines(name: str, value: Any, key: str, reasons: Mapping[str, str], depth: i
     if isinstance(value, Mapping) and value and key not in reasons:
         inner = [line for part in value for line in _lines(part, value[part], f"{key}.{part}", reasons, depth + 1)]
         return [f"{indent}{name}:", *inner]
-    written = f"{indent}{name}: {scalar(value)}"
+    written = f"{indent}{name}: {spelled(value)}"
     return _commented(written, reasons.get(key, ""), indent)
 
 
@@ -287,11 +286,3 @@ def _commented(written: str, reason: str, indent: str) -> list[str]:
 
 def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def scalar(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    # width: YAML breaks longer texts into lines.
-    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=2**31)
-    # YAML ends a document of one scalar with a line of dots.
-    return text.removesuffix("\n").removesuffix("...").removesuffix("\n")

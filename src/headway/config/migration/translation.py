@@ -12,8 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
-
 from headway.config.aliases import canonical_key
 from headway.config.checks import without_effect
 from headway.config.doctor import diagnose
@@ -26,7 +24,7 @@ from headway.config.migration_tables.projects import OPENRLHF, PRIME_RL, PROJECT
 from headway.config.migration_tables.table_rows import ReportPart, Translated, lost, taken
 from headway.config.migration_tables.verl import RENAMED
 from headway.config.schema import Config
-from headway.config.schema_keys import known_keys
+from headway.config.schema_keys import known_keys, spelled
 from headway.errors import ConfigError
 
 WIDTH = 80
@@ -55,14 +53,8 @@ def body(values: Mapping[str, Any], comments: Mapping[str, tuple[str, str]]) -> 
         opened, indent = sections, "  " * len(sections)
         origin, remark = comments.get(key, ("", ""))
         lines += [f"{indent}# {part}" for part in textwrap.wrap(remark, WIDTH - len(indent) - 2)]
-        lines.append(f"{indent}{name}: {in_yaml(values[key])}" + (f"  # {origin}" if origin else ""))
+        lines.append(f"{indent}{name}: {spelled(values[key])}" + (f"  # {origin}" if origin else ""))
     return "\n".join(lines) + "\n" if lines else "{}\n"
-
-
-def in_yaml(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    text = yaml.safe_dump([value], default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False)
-    return text.strip()[1:-1]
 
 
 _SECRET = re.compile(r"(key|token|password|secret|use_wandb)$", re.IGNORECASE)
@@ -406,7 +398,7 @@ def _urgency(one: TranslationOutcome) -> tuple[int, str]:
 
 def _setting(one: TranslationOutcome, project: str) -> Iterator[str]:
     theirs = f"  {one.key}={shown_value(one)}" + ("" if one.given else f"  ({project}'s default)")
-    ours = [f"{key}={in_yaml(value)}" for key, value in one.answer.values.items()]
+    ours = [f"{key}={spelled(value)}" for key, value in one.answer.values.items()]
     if one.answer.part is ReportPart.TAKEN and len(ours) == 1 and not one.answer.note:
         line = theirs if theirs.strip() == ours[0] else f"{theirs} → {ours[0]}"
         if len(line) <= WIDTH:
