@@ -142,8 +142,8 @@ def test_neither_secrets_nor_this_machines_environment_get_into_report_and_recip
         "experiment_name: ${oc.env:USER_OF_RUN,me}/run\nstats_logger: {wandb: {api_key: hidden-value}}\n"
     )
     done = CliRunner().invoke(cli, ["import", str(file)])
-    assert "  path: '${oc.env:MY_MODEL}'  # actor.path\n" in done.stdout
-    assert "  name: '${oc.env:USER_OF_RUN,me}-run'" in done.stdout and "clip_ratio: 0.3 " in done.stdout
+    assert "  path: ${oc.env:MY_MODEL}  # actor.path\n" in done.stdout
+    assert "  name: ${oc.env:USER_OF_RUN,me}-run" in done.stdout and "clip_ratio: 0.3 " in done.stdout
     script = "python -m openrlhf.cli.train_ppo_ray --use_wandb hidden-value --input_key question --pretrain m"
     typed = CliRunner().invoke(cli, ["import", script])
     assert "  use_wandb=…" in typed.stderr and "  input_key=question" in typed.stderr
