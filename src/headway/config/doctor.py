@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from headway.config.checks import SEQUENCE_MASK, facts, idle_keys, problems, unread_by_sft, without_effect
+from headway.config.checks import SEQUENCE_MASK, facts, idle_keys, problems, rules, unread_by_sft, without_effect
 from headway.config.layers import lies_in
 from headway.config.loading import LoadedConfig, mode_config
 from headway.config.presets import preset
@@ -46,9 +46,10 @@ def diagnose(loaded: LoadedConfig, *, supervised: bool = False) -> list[str]:
         ConfigError: in one message, a line for each problem.
     """
     known = facts(loaded.config)
-    found = []
-    for part in SFT_PARTS if supervised else tuple(part for part in PARTS if part != "conversations"):
-        found += [*problems(part, known), *(problem for check in PARTS[part] for problem in check(loaded.config))]
+    found: list[str] = []
+    for part in SFT_PARTS if supervised else [part for part in rules()["problems"] if part not in NO_PARTS]:
+        found += problems(part, known)
+        found += [problem for check in CHECKS.get(part, ()) for problem in check(loaded.config)]
     idle = idle_keys(known)
     chosen = loaded.user_keys - loaded.usual_keys  # a run's own file gives all keys: usual values were not chosen
     found += [
@@ -201,24 +202,21 @@ def _notes(loaded: LoadedConfig, idle: Mapping[str, str]) -> Iterator[str]:
             yield f"{key}={of_mode[key]} of mode {config.mode} has no effect: {reason}"
 
 
-PARTS: Mapping[str, tuple[Callable[[Config], Iterator[str]], ...]] = {
-    "inputs": (),
-    "conversations": (),
-    "model": (),
+CHECKS: Mapping[str, tuple[Callable[[Config], Iterator[str]], ...]] = {
     "data": (_data,),
     "reward": (_reward,),
     "programs": (lambda config: program_problems(config.agent), _mcp),
-    "length": (),
     "sampling": (_sampling,),
     "algorithm": (_algorithm,),
-    "asynchrony": (),
     "devices": (_devices,),
-    "backend": (),
     "update": (_update,),
 }
-"""Parts of the configuration, in the order in which problems are told, with the checks that compute something."""
+"""Checks that compute something, by parts of the configuration. All parts are in ``checks.toml``, in the order in which
+problems are told."""
 SFT_PARTS = ("conversations", "model", "data", "devices", "backend")
 """Parts that ``headway sft`` reads."""
+NO_PARTS = ("conversations", "mcp", "notes")
+"""Rules there for other than a run's configuration: for ``headway sft``, for each MCP server, and for remarks."""
 
 
 def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[str]:

@@ -107,11 +107,9 @@ class SourceConfig(Section):
         return {key: value for key, value in serialize(self).items() if value is not None}
 
 
-def _path_or_section(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
-Sources = tuple[Annotated[SourceConfig, BeforeValidator(_path_or_section)], ...]
+Sources = tuple[
+    Annotated[SourceConfig, BeforeValidator(lambda value: {"path": value} if isinstance(value, str) else value)], ...
+]
 FileOrSources = Annotated[
     Annotated[Annotated[str, Tag("text")] | Annotated[Sources, Tag("list")], Discriminator(text_or_list)] | None,
     BeforeValidator(lambda value: [value] if isinstance(value, Mapping) else value or None),

@@ -11,7 +11,7 @@ Loads no weights. Names what it cannot try.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import wait
 from contextlib import AsyncExitStack
 from functools import partial
@@ -124,7 +124,6 @@ def _printed(logs: Path) -> bool:
 
 async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -> list[str]:
     """Load all user code of processes, look at the prompts, and call it, in the order in which a run would."""
-    trials: list[Callable[[], Awaitable[str]]] = []
     if config.agent.has_program:
         agent = config.agent.model_copy(update={"workers": 1})  # one episode needs no more
         programs = ProgramWorkers("trial", config.model_copy(update={"agent": agent}), logs)
@@ -135,13 +134,14 @@ async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -
         reward = preflight.one_reward_worker(config, spec, logs / "reward.log")
         stack.push_async_callback(reward.close)
         await preflight.load_reward(reward, spec)
-        trials.append(partial(_try_reward, config, rows, reward))
     # After all user code is loaded, as in a run: its messages come in the same order
     tokenizer, data = preflight.check_prompts(config, rows)
+    told = [] if data is None else [*data.notes]
+    if not config.reward.by_program:
+        told.append(await _try_reward(config, rows, reward))
     if config.agent.has_program:
-        trials.append(partial(_try_program, config, rows, programs, described, tokenizer, data))
-    told = [await trial() for trial in trials]
-    return [*(() if data is None else data.notes), *told]
+        told.append(await _try_program(config, rows, programs, described, tokenizer, data))
+    return told
 
 
 # ---------------------------------------------------------------------------------------------- rewards

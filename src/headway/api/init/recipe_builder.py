@@ -51,34 +51,21 @@ def choose(
     """
     prompt, response = _lengths(model, data, machine, given)
     while True:
+        made = Choices(given)
         try:
-            return _choose(model, data, machine, given, name, prompt, response)
+            mode, data_ranks = choose_devices(made, model, machine, prompt[0] + response[0])
+            made.add("run.name", name)
+            made.add("model.path", model.path, _describe(model))
+            _data(made, data, prompt, response)
+            _reward(made, data, machine)
+            _batch(made, model, data, machine, mode, data_ranks)
+            made.add("trainer.save_freq", 10, "versions between two checkpoints; two are kept")
+            return within_memory(made.finished(), model, machine)
         except ConfigError:
             if "data.max_response_length" in given or response[0] < 2 * ANSWERS["own"]:
                 raise
             half = _up(response[0] // 2)
             response = (half, f"longer answers do not fit on these devices; {response[0]} would be room to reason")
-
-
-def _choose(
-    model: ModelFacts,
-    data: DataFacts,
-    machine: Machine,
-    given: Mapping[str, Any],
-    name: str,
-    prompt: tuple[int, str],
-    response: tuple[int, str],
-) -> list[Choice]:
-    """Return the choices for answers of so many tokens. Raises `ConfigError` where they do not fit."""
-    made = Choices(given)
-    mode, data_ranks = choose_devices(made, model, machine, prompt[0] + response[0])
-    made.add("run.name", name)
-    made.add("model.path", model.path, _describe(model))
-    _data(made, data, prompt, response)
-    _reward(made, data, machine)
-    _batch(made, model, data, machine, mode, data_ranks)
-    made.add("trainer.save_freq", 10, "versions between two checkpoints; two are kept")
-    return within_memory(made.finished(), model, machine)
 
 
 # ------------------------------------------------------------------------------------------ lengths

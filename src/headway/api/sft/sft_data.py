@@ -12,7 +12,7 @@ messages ─▶ for each answer: its context ─▶ the answer's ids, as the tem
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -297,7 +297,19 @@ def demonstrations(
     function, rng = load_function(spec), random.Random(seed)
     made: list[Example] = []
     for _ in range(conversations):
-        rows = _demonstrated(chats, spec, function, tools, held_out, rng)
+        for _ in range(COLLISION_TRIES):
+            with boundary(f"{spec} failed", UserCodeError):
+                messages = function(rng)
+            if not isinstance(messages, list | tuple):
+                raise UserCodeError(f"{spec} returned {shown(messages)}, expected a list of chat messages")
+            with boundary(f"{spec}: a conversation that it returned cannot be learned from", UserCodeError):
+                rows = demonstrated(chats, messages, tools)
+            if held_out.isdisjoint(_first_prompt(chats, messages)):
+                break
+        else:
+            raise UserCodeError(
+                f"{spec}: {COLLISION_TRIES} conversations in a row began with a held-out prompt; draw from more prompts"
+            )
         for length in (len(row.prompt_ids) + len(row.ids) for row in rows):
             if length > longest:
                 raise UserCodeError(
@@ -309,29 +321,6 @@ def demonstrations(
     while True:
         rng.shuffle(made)
         yield from made
-
-
-def _demonstrated(
-    chats: Chats,
-    spec: str,
-    function: Callable[[random.Random], Any],
-    tools: Sequence[ToolSchema],
-    held_out: Set[str],
-    rng: random.Random,
-) -> list[RowTokens]:
-    """The rows of the next conversation that ``function`` makes whose first prompt is not ``held_out``."""
-    for _ in range(COLLISION_TRIES):
-        with boundary(f"{spec} failed", UserCodeError):
-            messages = function(rng)
-        if not isinstance(messages, list | tuple):
-            raise UserCodeError(f"{spec} returned {shown(messages)}, expected a list of chat messages")
-        with boundary(f"{spec}: a conversation that it returned cannot be learned from", UserCodeError):
-            rows = demonstrated(chats, messages, tools)
-        if held_out.isdisjoint(_first_prompt(chats, messages)):
-            return rows
-    raise UserCodeError(
-        f"{spec}: {COLLISION_TRIES} conversations in a row began with a held-out prompt; draw from more prompts"
-    )
 
 
 def _first_prompt(chats: Chats, messages: Sequence[Any]) -> set[str]:
