@@ -15,7 +15,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -25,12 +25,14 @@ from uuid import uuid4
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_map_with_path
 
 from headway.engines.host_copies import host_buffer
-from headway.engines.train.fsdp.device_mesh import from_rank_zero, on_rank_zero
+from headway.engines.train.fsdp.device_mesh import from_rank_zero
 from headway.engines.train.fsdp.shards import Pieces
 from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, is_start, read_state
 from headway.errors import ModelError, RunError, said_by
@@ -58,7 +60,8 @@ class HostState:
 
     def copy(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``tensors``, as `save_checkpoint` takes them, with copies of what this rank writes, or holds."""
-        return self._each(tensors, self._copied)
+        copies: dict[str, Any] = self._each(tensors, self._copied)
+        return copies
 
     def restore(self, tensors: Mapping[str, Any]) -> None:
         """Set ``tensors``, of which `copy` has made copies, to these."""
@@ -68,20 +71,15 @@ class HostState:
         """Return the copy's bytes, tensor by tensor, in an order that ranks of equal parts share. They can be set."""
         return [buffer.reshape(-1).view(torch.uint8).numpy().data for buffer in self._buffers.values()]
 
-    def _each(
-        self, tensors: Mapping[str, Any], do: Callable[[Any, torch.Tensor], torch.Tensor], of: tuple[Any, ...] = ()
-    ) -> dict[str, Any]:
-        """Return ``tensors`` with what ``do`` makes of each. ``of``: names of the dictionaries that they are in."""
-        done: dict[str, Any] = {}
-        for name, tensor in tensors.items():
-            key = (*of, name)
-            if isinstance(tensor, Mapping):
-                done[name] = self._each(tensor, do, key)
-            elif isinstance(tensor, Pieces):
-                done[name] = tensor.copied(lambda start, box, key=key: do((*key, start), box), whole=self._whole)  # type: ignore[misc]
-            else:
-                done[name] = do(key, tensor)
-        return done
+    def _each(self, tensors: Mapping[str, Any], do: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
+        """Return ``tensors`` with what ``do`` makes of each, or of its boxes, given where in ``tensors`` it is."""
+
+        def done(path: Any, tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, Pieces):
+                return tensor.copied(lambda start, box: do((path, start), box), whole=self._whole)
+            return do(path, tensor)
+
+        return tree_map_with_path(done, tensors)
 
     def _copied(self, key: Any, tensor: torch.Tensor) -> torch.Tensor:
         if key not in self._buffers:
@@ -131,7 +129,7 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
             rmtree(temporary, ignore_errors=True)  # where the disk was full, others need the space
             raise RunError(f"could not write the checkpoint {path}: {type(error).__name__}: {error}") from error
 
-    on_rank_zero(partial(told, prepare), group)
+    from_rank_zero(partial(told, prepare), group)
     try:
         with progress_here().writing(temporary):
             save(tensors, checkpoint_id=temporary, process_group=group)
@@ -146,7 +144,7 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
 
         why = from_rank_zero(give_up, group) or _causes(error)
         raise RunError(f"could not write the checkpoint {path}: {why}") from error
-    on_rank_zero(partial(told, finish), group)
+    from_rank_zero(partial(told, finish), group)
 
 
 def _no_room(folder: Path) -> str:
@@ -188,21 +186,14 @@ def incomplete_part(folder: Path) -> str | None:
     return None
 
 
-def _unfit(folder: Path, tensors: Mapping[str, Any]) -> str | None:
+def _unfit(folder: Path, tensors: dict[str, Any]) -> str | None:
     """Return how the names of a checkpoint's tensors differ from those that are wanted; None where they do not."""
-    there, wanted = set(FileSystemReader(folder).read_metadata().state_dict_metadata), set(_names(tensors))
+    there = set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    wanted = set(flatten_state_dict(tensors)[0])
     for names, what in ((wanted - there, "it lacks {}"), (there - wanted, "it has {}, which the model lacks")):
         if names:
             return what.format(min(names) + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
     return None
-
-
-def _names(tensors: Mapping[str, Any]) -> Iterator[str]:
-    for name, of in tensors.items():
-        if isinstance(of, Mapping):
-            yield from (f"{name}.{inner}" for inner in _names(of))
-        else:
-            yield name
 
 
 def _causes(error: CheckpointException) -> str:

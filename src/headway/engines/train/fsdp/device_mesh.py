@@ -148,23 +148,23 @@ def reduce_numbers(
     return reduced.tolist()
 
 
-def on_rank_zero(action: Callable[[], T], group: ProcessGroup | None = None) -> T | None:
-    """Run ``action`` on rank zero while the others wait for it. Returns its result there, None elsewhere.
+def from_rank_zero(action: Callable[[], T], group: ProcessGroup | None = None) -> T:
+    """Run ``action`` on rank zero while the others wait for it. Returns its result, pickled, on every rank.
 
     What it raises is raised on every rank: otherwise the others would wait in the next collective for ever. ``group``:
     one of all ranks, in place of the default one.
     """
-    result: T | None = None
-    outcome: list[Exception | None] = [None]
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            result = action()
+            outcome[0] = action()
         except Exception as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome, src=0, group=group)  # also without an error: the others wait for it
-    if outcome[0] is not None:
-        raise outcome[0]
-    return result
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0, group=group)  # also without a result: the others wait for it
+    result, failure = outcome
+    if failure is not None:
+        raise failure
+    return cast(T, result)
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:
@@ -185,11 +185,3 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     if first is not None:
         raise first
     return cast(T, result)
-
-
-def from_rank_zero(action: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """Run ``action`` on rank zero alone and return its result, pickled, on every rank. Errors as in `on_rank_zero`."""
-    shared: list[Any] = [on_rank_zero(action, group)]
-    dist.broadcast_object_list(shared, src=0, group=group)
-    result: T = shared[0]
-    return result

@@ -32,7 +32,7 @@ from headway.data.interfaces.training import StepContext, StepReport, TrainedRow
 from headway.data.packing import CollatedRow, Tree
 from headway.engines.train.fsdp import objective
 from headway.engines.train.fsdp.column_engines import ProximalWeights
-from headway.engines.train.fsdp.device_mesh import TrainMesh, on_rank_zero, reduce_numbers
+from headway.engines.train.fsdp.device_mesh import TrainMesh, from_rank_zero, reduce_numbers
 from headway.engines.train.fsdp.learner import Learner
 from headway.engines.train.fsdp.micro_batches import collate, on_device
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective, SplitEpisodes
@@ -301,4 +301,4 @@ class FsdpEngine:
         # Before they wait for rank zero: each window is a collective, in which it needs them.
         if dist.get_rank() != 0:
             deque(windows, maxlen=0)
-        on_rank_zero(write)
+        from_rank_zero(write)
