@@ -176,11 +176,11 @@ def on_each_rank(setting: Setting, folder: Path, share: Sequence[CollatedRow], e
         "the weights that were gathered from the ranks are not those of the model's folder",
     )
     said["gathered weights"] = "the model's, bit by bit"
-    engine.save(scratch / "checkpoint", {"step": 0})
+    engine.learner.save(scratch / "checkpoint", {"step": 0})
     engine.train_step(share, StepContext())
     moved = distance(gathered(engine), before)
     require(moved > 0, "a training step changed nothing")
-    extra = engine.load(scratch / "checkpoint")
+    extra = engine.learner.load(scratch / "checkpoint")
     require(extra == {"step": 0}, f"a checkpoint came back with {extra}, saved was {{'step': 0}}")
     back = gathered(engine)
     require(

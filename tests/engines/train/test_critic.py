@@ -407,12 +407,12 @@ def test_training_resumes_bit_for_bit(one_rank: None, model_path: ModelPath, tmp
     critic = build(model_path(), config)
     for rows in batches[:2]:
         critic.train_step(rows)
-    critic.save(tmp_path / "critic")
+    critic.learner.save(tmp_path / "critic", {})
     saved = critic.forward_values(batches[0])
     expected = [critic.train_step(rows) for rows in batches[2:]]
 
     resumed = build(model_path(), config, head=False)
-    resumed.load(tmp_path / "critic")
+    resumed.learner.load(tmp_path / "critic")
     assert_same(resumed.forward_values(batches[0]), saved)
     assert [resumed.train_step(rows) for rows in batches[2:]] == expected
     assert_same(resumed.forward_values(batches[0]), critic.forward_values(batches[0]))
@@ -422,7 +422,7 @@ def train_and_save(path: str, checkpoint: Path, rows: list[CollatedRow]) -> Any:
     mine = rows[:2] if dist.get_rank() == 0 else rows[2:]
     critic = build(path)
     critic.train_step(mine)
-    critic.save(checkpoint)
+    critic.learner.save(checkpoint, {})
     return critic.forward_values(mine), critic.train_step(mine).metrics
 
 
@@ -433,7 +433,7 @@ def test_another_number_of_ranks_can_go_on(
     rows = valued_rows(6)
     (first, metrics), (second, _) = run_ranks(2, train_and_save, (model_path(), tmp_path / "critic", rows))
     alone = build(model_path(), head=False)
-    alone.load(tmp_path / "critic")
+    alone.learner.load(tmp_path / "critic")
     for mine, theirs in zip(alone.forward_values(rows), first + second, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
     assert alone.train_step(rows).metrics == pytest.approx(metrics, rel=1e-3, abs=1e-5)
@@ -446,9 +446,9 @@ def test_a_policys_checkpoint_is_not_a_critics(one_rank: None, model_path: Model
         total_optimizer_steps=1,
         mesh=TrainMesh.make(ParallelConfig(), CPU),
     )
-    policy.save(tmp_path / "policy", {})
+    policy.learner.save(tmp_path / "policy", {})
     with pytest.raises(ModelError, match="does not fit this model"):
-        build(model_path()).load(tmp_path / "policy")
+        build(model_path()).learner.load(tmp_path / "policy")
 
 
 def test_policy_and_critic_in_one_process_leave_each_other_alone(one_rank: None, model_path: ModelPath) -> None:

@@ -51,10 +51,10 @@ def test_a_damaged_file_is_one_message_that_says_what_to_do(
     damage: Damage, said: str, model_path: ModelPath, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "version_3"
-    engine(model_path()).save(path, {})
+    engine(model_path()).learner.save(path, {})
     damage(path)
     with pytest.raises(ModelError) as raised:
-        engine(model_path()).load(path)
+        engine(model_path()).learner.load(path)
     message = str(raised.value)
     assert message.startswith(f"{path}: the checkpoint is damaged: {said}")
     assert message.endswith(". Remove it, to resume from the one before")
@@ -69,7 +69,7 @@ def test_a_file_that_is_missing_or_cut_off_is_known_without_reading_it(
     name: str, model_path: ModelPath, tmp_path: Path
 ) -> None:
     path = tmp_path / "version_3"
-    engine(model_path()).save(path, {})
+    engine(model_path()).learner.save(path, {})
     assert read_state(path)["extra"] == {}
     size = (path / name).stat().st_size
     cut_in_half(path / name)
@@ -123,10 +123,10 @@ def test_a_full_disk_is_named_where_torch_only_says_that_a_position_is_unexpecte
     path, trained = tmp_path / "version_3", engine(model_path())
     monkeypatch.setattr(checkpoint, "save", writes_half)
     with pytest.raises(RunError, match=r"version_3: rank 0: RuntimeError: \[enforce fail"):
-        trained.save(path, {})
+        trained.learner.save(path, {})
     monkeypatch.setattr(checkpoint.os, "fsync", full)
     with pytest.raises(RunError, match=r"version_3: No space left on device; make room there") as raised:
-        trained.save(path, {})
+        trained.learner.save(path, {})
     assert "enforce" not in str(raised.value)
     assert not list(tmp_path.glob(".*partial"))
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_which_a_named_file_is_not_there_takes_no_other_ones_pla
     model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "version_3"
-    engine(model_path()).save(path, {"of": "the first"})
+    engine(model_path()).learner.save(path, {"of": "the first"})
     write = checkpoint.save
 
     def written_elsewhere(*args: Any, checkpoint_id: Path, **kwargs: Any) -> None:
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_which_a_named_file_is_not_there_takes_no_other_ones_pla
 
     monkeypatch.setattr(checkpoint, "save", written_elsewhere)
     with pytest.raises(RunError, match=r"could not write the checkpoint .*: __0_0.distcp is missing where rank zero"):
-        engine(model_path()).save(path, {"of": "the second"})
+        engine(model_path()).learner.save(path, {"of": "the second"})
     assert [entry.name for entry in tmp_path.iterdir()] == ["version_3"]
     assert read_state(path)["extra"] == {"of": "the first"}
 
@@ -155,15 +155,15 @@ def test_a_state_that_names_no_files_does_not_hide_what_the_metadata_lack(
     model_path: ModelPath, tmp_path: Path
 ) -> None:
     path = tmp_path / "version_3"
-    engine(model_path()).save(path, {})
+    engine(model_path()).learner.save(path, {})
     state = json.loads((path / STATE_FILE).read_text())
     (path / STATE_FILE).write_text(json.dumps(state | {"files": {}}))
     cut_in_half(shard(path))
     with pytest.raises(ModelError, match=r"damaged: __0_0.distcp has \d+ bytes, and .metadata names \d+. Remove it"):
-        engine(model_path()).load(path)
+        engine(model_path()).learner.load(path)
     shard(path).unlink()
     with pytest.raises(ModelError, match=r"damaged: __0_0.distcp is missing. Remove it"):
-        engine(model_path()).load(path)
+        engine(model_path()).learner.load(path)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -175,11 +175,11 @@ def test_a_rank_that_was_given_up_in_the_middle_of_a_checkpoint_spoils_nothing_o
 
     def save_meanwhile(*given: Any, **named: Any) -> Any:
         monkeypatch.setattr(checkpoint, "save", write)
-        engine(model_path()).save(path, {"whose": "the successor's"})
+        engine(model_path()).learner.save(path, {"whose": "the successor's"})
         return write(*given, **named)
 
     monkeypatch.setattr(checkpoint, "save", save_meanwhile)
     with pytest.raises(RunError, match="could not write the checkpoint"):
-        engine(model_path()).save(path, {"whose": "that of the one that was given up"})
-    assert engine(model_path()).load(path)["whose"] == "the successor's"
+        engine(model_path()).learner.save(path, {"whose": "that of the one that was given up"})
+    assert engine(model_path()).learner.load(path)["whose"] == "the successor's"
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []

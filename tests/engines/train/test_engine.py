@@ -110,8 +110,8 @@ def test_files_and_weights_on_their_way_count_as_progress_too(model_path: ModelP
     def works() -> None:
         count_for(progress)
         trainer, there = engine(model_path("qwen3")), tmp_path / "version_1"
-        assert f"writing {tmp_path / '.version_1.'}" in places_of(lambda: trainer.save(there, {}))
-        assert f"reading {there}, " in places_of(lambda: trainer.load(there))
+        assert f"writing {tmp_path / '.version_1.'}" in places_of(lambda: trainer.learner.save(there, {}))
+        assert f"reading {there}, " in places_of(lambda: trainer.learner.load(there))
         exported = places_of(lambda: trainer.export(tmp_path / "model"))
         assert " MB gathered\n" in exported
         assert f"writing {tmp_path / '.model.partial'}" in exported
@@ -212,12 +212,12 @@ def test_a_loss_that_is_not_finite_leaves_everything_as_it_was(model_path: Model
 
 def test_log_probs_after_a_step_are_those_of_the_new_weights(model_path: ModelPath, tmp_path: Path) -> None:
     trainer, rows = engine(model_path()), random_rows(3)
-    trainer.save(tmp_path / "start", {})
+    trainer.learner.save(tmp_path / "start", {})
     before = trainer.forward_logprobs(rows)
     trainer.train_step(rows, StepContext())
     after = trainer.forward_logprobs(rows)
     assert not np.array_equal(after[0], before[0])
-    trainer.load(tmp_path / "start")
+    trainer.learner.load(tmp_path / "start")
     for restored, original in zip(trainer.forward_logprobs(rows), before, strict=True):
         assert np.array_equal(restored, original)
 
@@ -227,14 +227,14 @@ def test_a_checkpoint_is_of_the_moment_of_its_copy_though_steps_were_made_before
 ) -> None:
     trainer = engine(model_path())
     trainer.train_step(random_rows(4), StepContext())
-    trainer.copy_state()
+    trainer.learner.copy_state()
     at_copy, expected = weights(trainer), trainer.train_step(random_rows(4, seed=1), StepContext()).metrics
-    writing = ThreadPoolExecutor(1).submit(trainer.save, tmp_path / "version_1", {"version": 1})
+    writing = ThreadPoolExecutor(1).submit(trainer.learner.save, tmp_path / "version_1", {"version": 1})
     for seed in range(2, 5):
         trainer.train_step(random_rows(4, seed=seed), StepContext())
     writing.result()
     resumed = engine(model_path())
-    assert resumed.load(tmp_path / "version_1") == {"version": 1}
+    assert resumed.learner.load(tmp_path / "version_1") == {"version": 1}
     assert_same(weights(resumed), at_copy)
     assert resumed.train_step(random_rows(4, seed=1), StepContext()).metrics == expected
 
@@ -250,14 +250,14 @@ def test_nothing_is_copied_over_what_is_being_written(
         save(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint, "save", slow)
-    trainer.copy_state()
-    writing = ThreadPoolExecutor(1).submit(trainer.save, tmp_path / "version_1", {})
+    trainer.learner.copy_state()
+    writing = ThreadPoolExecutor(1).submit(trainer.learner.save, tmp_path / "version_1", {})
     assert begun.wait(60)
     with pytest.raises(RunError, match="still being written"):
-        trainer.copy_state()
+        trainer.learner.copy_state()
     go_on.set()
     writing.result()
-    trainer.copy_state()
+    trainer.learner.copy_state()
 
 
 def test_training_resumes_bit_for_bit(model_path: ModelPath, tmp_path: Path) -> None:
@@ -266,11 +266,11 @@ def test_training_resumes_bit_for_bit(model_path: ModelPath, tmp_path: Path) -> 
     trainer = engine(model_path(), config)
     for rows in batches[:2]:
         trainer.train_step(rows, StepContext())
-    trainer.save(tmp_path / "checkpoint", {"version": 3, "ledger": {"trained": [1, 2]}})
+    trainer.learner.save(tmp_path / "checkpoint", {"version": 3, "ledger": {"trained": [1, 2]}})
     expected = [trainer.train_step(rows, StepContext()).metrics for rows in batches[2:]]
 
     resumed = engine(model_path(), config)
-    assert resumed.load(tmp_path / "checkpoint") == {"version": 3, "ledger": {"trained": [1, 2]}}
+    assert resumed.learner.load(tmp_path / "checkpoint") == {"version": 3, "ledger": {"trained": [1, 2]}}
     assert [resumed.train_step(rows, StepContext()).metrics for rows in batches[2:]] == expected
     assert_same(weights(resumed), weights(trainer))
 
@@ -280,11 +280,11 @@ def test_the_optimizers_settings_are_those_of_the_run_that_resumes(model_path: M
     rows = random_rows(5)
     trainer = engine(model_path(), configured(optim=OptimConfig(lr=1e-2, weight_decay=0.1)))
     trainer.train_step(rows, StepContext())
-    trainer.save(tmp_path / "checkpoint", {})
+    trainer.learner.save(tmp_path / "checkpoint", {})
 
     def after_a_step(weight_decay: float) -> dict[str, torch.Tensor]:
         resumed = engine(model_path(), configured(optim=OptimConfig(lr=1e-2, weight_decay=weight_decay)))
-        resumed.load(tmp_path / "checkpoint")
+        resumed.learner.load(tmp_path / "checkpoint")
         before = weights(resumed)
         resumed.train_step(rows, StepContext())
         return {name: after - before[name] * (1 - 1e-2 * weight_decay) for name, after in weights(resumed).items()}
@@ -298,23 +298,23 @@ def test_the_optimizers_settings_are_those_of_the_run_that_resumes(model_path: M
 @pytest.mark.slow
 def test_a_checkpoint_replaces_the_one_before_it(model_path: ModelPath, tmp_path: Path) -> None:
     trainer = engine(model_path())
-    trainer.save(tmp_path / "latest", {"version": 1})
+    trainer.learner.save(tmp_path / "latest", {"version": 1})
     trainer.train_step(random_rows(2), StepContext())
-    trainer.save(tmp_path / "latest", {"version": 2})
-    assert engine(model_path()).load(tmp_path / "latest") == {"version": 2}
+    trainer.learner.save(tmp_path / "latest", {"version": 2})
+    assert engine(model_path()).learner.load(tmp_path / "latest") == {"version": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["latest"]
 
 
 def test_a_folder_without_a_checkpoint_is_an_error(model_path: ModelPath, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no checkpoint there"):
-        engine(model_path()).load(tmp_path)
+        engine(model_path()).learner.load(tmp_path)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_an_error(model_path: ModelPath, tmp_path: Path) -> None:
-    engine(model_path("qwen3")).save(tmp_path / "checkpoint", {})
+    engine(model_path("qwen3")).learner.save(tmp_path / "checkpoint", {})
     with pytest.raises(ModelError, match="does not fit this model"):
-        engine(model_path("qwen2")).load(tmp_path / "checkpoint")
+        engine(model_path("qwen2")).learner.load(tmp_path / "checkpoint")
 
 
 @mostly_slow(("architecture", "tie"), [("qwen3", True), ("qwen2", False), ("llama", True)], quick=[("qwen3", True)])

@@ -80,18 +80,18 @@ def names(folder: Path) -> list[str]:
 def test_a_kill_at_any_step_of_a_checkpoint(there: str, model_path: ModelPath, tmp_path: Path) -> None:
     """Some twenty checkpoints of a tiny model, which take 5 s beside other work."""
     trained, before = engine(model_path()), tmp_path / "before"
-    trained.save(before / "version_3", {"of": 3})
+    trained.learner.save(before / "version_3", {"of": 3})
     if there == "half of it":
         shutil.copytree(before / "version_3", before / ".version_6.partial")
     if there == "it, but the driver was not told":
-        trained.save(before / "version_6", {"of": "6, before"})
+        trained.learner.save(before / "version_6", {"of": "6, before"})
     for at in itertools.count(1):
         folder, killed = tmp_path / f"killed-{at}", False
         shutil.copytree(before, folder)
         with pytest.MonkeyPatch.context() as patch:
             killing(patch, at)
             try:
-                trained.save(folder / "version_6", {"of": "6"})
+                trained.learner.save(folder / "version_6", {"of": "6"})
             except Killed:
                 killed = True
         complete = newest(folder)
@@ -100,11 +100,11 @@ def test_a_kill_at_any_step_of_a_checkpoint(there: str, model_path: ModelPath, t
         assert str(state["extra"]["of"]).startswith(str(complete))
         assert state["optimizer_steps"] == 0
         trained.learner._copied = None
-        trained.save(folder / "version_9", {"of": "9"})
+        trained.learner.save(folder / "version_9", {"of": "9"})
         assert not [name for name in names(folder) if name.endswith(".partial")]
         if not killed:
             assert at > 4
-            assert trained.load(folder / "version_9") == {"of": "9"}
+            assert trained.learner.load(folder / "version_9") == {"of": "9"}
             return
 
 

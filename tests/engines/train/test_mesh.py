@@ -245,7 +245,7 @@ def train_and_write(
 ) -> NDArray[np.float32]:
     policy = engine(path, parallel)
     policy.train_step(share(rows, parallel), StepContext())
-    policy.save(folder / "checkpoint", {"version": 1})
+    policy.learner.save(folder / "checkpoint", {"version": 1})
     policy.export(folder / "model")
     return flat(policy)
 
@@ -256,7 +256,7 @@ def go_on(
     found = []
     for parallel in parallels:
         policy = engine(path, parallel)
-        assert policy.load(checkpoint) == {"version": 1}
+        assert policy.learner.load(checkpoint) == {"version": 1}
         before = flat(policy)
         metrics = policy.train_step(share(rows, parallel), StepContext()).metrics
         found.append((before, metrics, flat(policy)))
@@ -286,9 +286,9 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_with_the_optimizers_stat
 
 def test_a_checkpoint_of_another_models_sizes_is_refused(one_rank: None, tmp_path: Path) -> None:
     """Its names are the same."""
-    engine(make_family("llama", tmp_path / "llama"), PLAIN).save(tmp_path / "checkpoint", {})
+    engine(make_family("llama", tmp_path / "llama"), PLAIN).learner.save(tmp_path / "checkpoint", {})
     with pytest.raises(ModelError, match=r"the checkpoint does not fit this model and optimizer: rank 0: .*[Ss]ize"):
-        engine(make_family("llama-odd", tmp_path / "odd"), PLAIN).load(tmp_path / "checkpoint")
+        engine(make_family("llama-odd", tmp_path / "odd"), PLAIN).learner.load(tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -298,9 +298,9 @@ def test_a_checkpoint_with_tensors_of_another_model_is_refused(
     one_rank: None, tmp_path: Path, other: str, how: str
 ) -> None:
     """One that has more than the model, too: it would be restored in part."""
-    engine(make_family("qwen3", tmp_path / "qwen3"), PLAIN).save(tmp_path / "checkpoint", {})
+    engine(make_family("qwen3", tmp_path / "qwen3"), PLAIN).learner.save(tmp_path / "checkpoint", {})
     with pytest.raises(ModelError, match=how + r".*\. Give the model that it is a checkpoint of"):
-        engine(make_family(other, tmp_path / other), PLAIN).load(tmp_path / "checkpoint")
+        engine(make_family(other, tmp_path / other), PLAIN).learner.load(tmp_path / "checkpoint")
 
 
 def test_an_export_of_a_mesh_is_a_folder_with_the_files_names_that_transformers_opens(

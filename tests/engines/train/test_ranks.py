@@ -58,7 +58,7 @@ def train_and_save(path: str, checkpoint: Path, exported: Path, rows: list[Colla
     trainer.train_step(share(rows), StepContext())
     broken = [with_columns(row, advantages=row.columns["advantages"] * np.nan) for row in share(rows)]
     skipped = trainer.train_step(broken if dist.get_rank() == 0 else share(rows), StepContext())
-    trainer.save(checkpoint, {"version": 1})
+    trainer.learner.save(checkpoint, {"version": 1})
     trainer.export(exported)
     saved = buckets(trainer)
     logprobs = trainer.forward_logprobs(share(rows))
@@ -73,7 +73,7 @@ def train_and_save(path: str, checkpoint: Path, exported: Path, rows: list[Colla
 
 def load_and_train(path: str, checkpoint: Path, rows: list[CollatedRow]) -> dict[str, Any]:
     trainer = engine(path)
-    extra = trainer.load(checkpoint)
+    extra = trainer.learner.load(checkpoint)
     saved = buckets(trainer)
     return {
         "extra": extra,

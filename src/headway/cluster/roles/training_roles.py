@@ -57,16 +57,16 @@ class WithCritic(Role):
 
     @register(Dispatch.ONE_TO_ALL)
     def copy_critic(self) -> None:
-        self._critic.copy_state()
+        self._critic.learner.copy_state()
 
     @register(Dispatch.ONE_TO_ALL, files="saving the critic's checkpoint")
     async def save_critic(self, path: Path) -> None:
         """Write the copy in a thread, so that the rank can train meanwhile."""
-        await asyncio.to_thread(self._critic.save, path)
+        await asyncio.to_thread(self._critic.learner.save, path, {})
 
     @register(Dispatch.ONE_TO_ALL, files="loading the critic's checkpoint")
     def load_critic(self, path: Path) -> None:
-        self._critic.load(path)
+        self._critic.learner.load(path)
 
 
 class ActorRole(WithCritic):
@@ -215,16 +215,16 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.ONE_TO_ALL)
     def copy_state(self) -> None:
-        self._engine.copy_state()
+        self._engine.learner.copy_state()
 
     @register(Dispatch.ONE_TO_ALL, files="saving the checkpoint")
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
         """Write the copy in a thread, so that the rank can train meanwhile."""
-        await asyncio.to_thread(self._engine.save, path, dict(driver_state))
+        await asyncio.to_thread(self._engine.learner.save, path, driver_state)
 
     @register(Dispatch.ONE_TO_ALL, files="loading the checkpoint")
     def load(self, path: Path) -> dict[str, Any]:
-        return self._engine.load(path)
+        return self._engine.learner.load(path)
 
     @register(Dispatch.ONE_TO_ALL, files="exporting the model to")
     def export(self, path: Path) -> None:

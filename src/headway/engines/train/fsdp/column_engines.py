@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -204,7 +203,9 @@ class _ValueColumns:
 
 
 class FsdpCritic:
-    """One rank of the critic. Collective like `engine.FsdpEngine`, beside which it may live."""
+    """One rank of the critic. Collective like `engine.FsdpEngine`, beside which it may live. Its `learner` has the
+    checkpoints.
+    """
 
     def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, mesh: TrainMesh) -> None:
         """Load and shard the model at ``model_path``. Raises `ModelError` on every rank when it cannot be used."""
@@ -237,18 +238,6 @@ class FsdpCritic:
         # Returns that are all equal leave no exact zero, but what rounding makes of the difference.
         metrics["vf_explained_var"] = 1.0 - error / variance if variance > 1e-12 * square else 0.0
         return report
-
-    def copy_state(self) -> None:
-        """Copy model, optimizer and schedule into host memory, for `save`. Raises as `Learner.copy_state` does."""
-        self.learner.copy_state()
-
-    def save(self, path: Path) -> None:
-        """Write the copy, or else what is there now, as a checkpoint. Atomic: a rename ends it."""
-        self.learner.save(path, {})
-
-    def load(self, path: Path) -> None:
-        """Restore what `save` wrote, on any number of ranks."""
-        self.learner.load(path)
 
     def _part(
         self, rows: Sequence[CollatedRow], trees: Sequence[Tree], totals: BatchTotals

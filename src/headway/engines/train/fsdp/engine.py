@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from headway.config.schema import Config
@@ -39,7 +37,6 @@ from headway.engines.train.fsdp.objective import NOTHING_APART, Objective, Split
 from headway.engines.train.fsdp.sharded_module import forward_sharded, sharded_policy
 from headway.engines.train.fsdp.shards import gather, given_parts
 from headway.engines.train.fsdp.step_sums import BatchTotals, Sums
-from headway.engines.weights.buckets import Parts
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.transports.disk import write_files
 from headway.engines.weights.weight_layout import Manifest, build_manifest
@@ -107,38 +104,12 @@ def _trained(row: CollatedRow, logprobs_T: NDArray[np.float32], entropy_T: NDArr
     )
 
 
-def export_windows(
-    lm: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    manifest: Manifest,
-    windows: Iterable[Window],
-    dtype: torch.dtype,
-) -> None:
-    """Write config, generation config, tokenizer and the weights of ``windows`` to ``path``; a folder that is there is
-    replaced.
-
-    ``lm`` is whose weights they are; ``dtype`` is theirs, for the config. The files are shards of at most 5 GB.
-    """
-    with replaced_when_complete(path) as folder, progress_here().writing(folder):
-        write_files(folder, manifest, windows)
-        config = copy.deepcopy(lm.config)  # the model's own keeps its dtype
-        config.dtype = dtype
-        config.architectures = [type(lm).__name__]
-        if lm.is_remote_code():
-            custom_object_save(lm, folder, config=config)
-        config.save_pretrained(folder)
-        if lm.generation_config is not None:
-            lm.generation_config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-
 EXPORT_BUCKET = 256 * 2**20
 """Bytes of an export that are gathered, and written, at a time."""
 
 
 class FsdpEngine:
-    """One rank of the trainer, with its shards of the policy and the optimizer."""
+    """One rank of the trainer, with its shards of the policy and the optimizer. Its `learner` has the checkpoints."""
 
     def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, mesh: TrainMesh) -> None:
         """Load, shard and set up the optimizer.
@@ -254,28 +225,10 @@ class FsdpEngine:
         Rank k has share k of ``manifest.shares()``, if there is one. Every rank must draw them all; each is valid until
         the next one is drawn. Two buckets are held, and nothing else.
         """
-        return gather(self._given, manifest, bucket_bytes, self._mesh, everywhere=everywhere)
-
-    @property
-    def _given(self) -> Parts:
-        return given_parts(dict(self._policy.lm.named_parameters()), self._files)
+        given = given_parts(dict(self._policy.lm.named_parameters()), self._files)
+        return gather(given, manifest, bucket_bytes, self._mesh, everywhere=everywhere)
 
     # ------------------------------------------------------------------------------------------ files
-
-    def copy_state(self) -> None:
-        """Copy model, optimizer and schedule into host memory, for `save`. Raises as `Learner.copy_state` does."""
-        self.learner.copy_state()
-
-    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """Write the copy, or else what is there now, as a checkpoint with ``extra`` (JSON). Atomic: a rename ends it.
-
-        May be called beside all other methods, one at a time.
-        """
-        self.learner.save(path, dict(extra))
-
-    def load(self, path: Path) -> dict[str, Any]:
-        """Restore what `save` wrote, on any number of ranks; returns its ``extra``."""
-        return self.learner.load(path)
 
     def export(self, path: Path) -> None:
         """Write the weights, in the served dtype, with config and tokenizer as a Hugging Face folder. Atomic.
@@ -289,12 +242,21 @@ class FsdpEngine:
         manifest = build_manifest((file.name, file.shape, of.get(file.name, dtype)) for file in files)
         parts = given_parts(dict(lm.named_parameters()) | buffers, files)
         windows = gather(parts, manifest, EXPORT_BUCKET, self._mesh)
-        trust = self._config.model.trust_remote_code
+        config = copy.deepcopy(lm.config)  # the model's own keeps its dtype
+        config.dtype = dtype
+        config.architectures = [type(lm).__name__]
 
         def write() -> None:
             try:
-                tokenizer = load_tokenizer(self._model_path, trust_remote_code=trust)
-                export_windows(self._policy.lm, tokenizer, path, manifest, windows, dtype)
+                tokenizer = load_tokenizer(self._model_path, trust_remote_code=self._config.model.trust_remote_code)
+                with replaced_when_complete(path) as folder, progress_here().writing(folder):
+                    write_files(folder, manifest, windows)
+                    if lm.is_remote_code():
+                        custom_object_save(lm, folder, config=config)
+                    config.save_pretrained(folder)
+                    if lm.generation_config is not None:
+                        lm.generation_config.save_pretrained(folder)
+                    tokenizer.save_pretrained(folder)
             finally:
                 deque(windows, maxlen=0)  # also after an error: the other ranks gather to the end
 

@@ -11,7 +11,7 @@ and ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -146,8 +146,9 @@ class Learner:
         self._host.restore({**self._state(), "steps": steps})
         self._steps = int(steps)
 
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write what `copy_state` copied, or else what is there now, as a checkpoint. Atomic: a rename ends it.
+    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+        """Write what `copy_state` copied, or else what is there now, as a checkpoint with ``extra`` (JSON). Atomic: a
+        rename ends it.
 
         Any other thread may call it, while steps are made.
         """
@@ -157,7 +158,7 @@ class Learner:
         with self._writing:
             tensors, self._copied = self._copied, None  # written once; the next `save` copies anew
             steps = int(tensors.pop("steps"))  # they stand in state.json, not among the tensors
-            save_checkpoint(tensors, path, {"optimizer_steps": steps, "extra": extra}, self._mesh.files)
+            save_checkpoint(tensors, path, {"optimizer_steps": steps, "extra": dict(extra)}, self._mesh.files)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore what `save` wrote, on any mesh; returns its ``extra``."""
