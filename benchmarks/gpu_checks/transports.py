@@ -34,6 +34,7 @@ from headway.engines.weights.outgoing_version import Staged, Stream
 from headway.engines.weights.protocols import (
     EndContext,
     IncomingWeights,
+    Link,
     OutgoingWeights,
     StoredVersion,
     TransportAddress,
@@ -216,12 +217,13 @@ def broadcast(setting: Setting) -> Findings:
         raise Skipped(f"NCCL has a GPU for each process, and there is {count} here; two are needed")
     nbytes = 2**26 if setting.small else 2**30
     store, port = open_store(HOST, PEER_LOADS_S)
-    link = TransportAddress(
+    meeting = TransportAddress(
         _flat_manifest(nbytes), ("peer",), PEER_LOADS_S, address=(HOST, port), device=setting.device
     )
+    link = Link("broadcast", meeting)
     with ProcessPoolExecutor(1, get_context("spawn")) as peers:
         receiving = peers.submit(_peer, link, nbytes)
-        sender = BroadcastSender(link, HOST)
+        sender = BroadcastSender(link, EndContext(HOST))
         sent = min([_send(sender, version, nbytes, setting) for version in VERSIONS][1:])
         plain = min([timed(partial(_collectives, sender, nbytes, setting.device)) for _ in VERSIONS][1:])
         received = receiving.result(PEER_LOADS_S)
@@ -258,12 +260,12 @@ def _send(sender: BroadcastSender, version: int, nbytes: int, setting: Setting) 
     return timed(lambda: sender.send(version, stream)) - stream.gather_s
 
 
-def _peer(link: TransportAddress, nbytes: int) -> str:
+def _peer(link: Link, nbytes: int) -> str:
     """Receive in another process; returns what came."""
-    kind = kind_of(link.device)
-    kind.make_current(torch.device(link.device, 1))
-    receiver = BroadcastReceiver(link, 0, HOST)
-    buffer = BackBuffer(_flat_manifest(nbytes), pin=kind.pin, device=torch.device(link.device, 1))
+    kind = kind_of(link.meeting.device)
+    kind.make_current(torch.device(link.meeting.device, 1))
+    receiver = BroadcastReceiver(link, "peer", EndContext(HOST))
+    buffer = BackBuffer(_flat_manifest(nbytes), pin=kind.pin, device=torch.device(link.meeting.device, 1))
     answer = "the same bits"
 
     def receive(version: int, incoming: IncomingWeights) -> None:

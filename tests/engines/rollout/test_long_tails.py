@@ -8,7 +8,7 @@ import numpy as np
 
 from headway.engines.rollout.native.decode_batch import DecodeRows
 from headway.engines.rollout.native.model_runner import SPAN_STEP, blocks_of
-from headway.engines.rollout.scheduler import CallRun
+from headway.engines.rollout.scheduler import CallRun, Scheduler
 from tests.engines.rollout.support import VOCABULARY, make_call, make_request
 from tests.tiers import mostly_slow
 
@@ -19,12 +19,11 @@ def runs(seed: int) -> Iterator[CallRun]:
     """Calls of prompts of 80 to 400 tokens, and answers of lognormal length: the standard deviation is the mean."""
     random = np.random.default_rng(seed)
     sigma = np.sqrt(np.log(2))
+    scheduler = Scheduler(seed=0, max_context=LONGEST + 400, vocabulary=VOCABULARY)
     for number in range(100_000):
         answer = min(int(random.lognormal(np.log(MEAN) - sigma**2 / 2, sigma)) + 1, LONGEST)
         request = make_request(number, length=int(random.integers(80, 400)), max_tokens=answer, stop_token_ids=())
-        yield CallRun.of(
-            make_call(request), "me", seed=0, serial=number, max_context=LONGEST + 400, vocabulary=VOCABULARY
-        )
+        yield from scheduler.submit("me", [make_call(request, number=number)])
 
 
 def trace(rows: DecodeRows, refilled: int, seed: int) -> Iterator[None]:

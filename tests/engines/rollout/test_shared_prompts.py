@@ -20,7 +20,7 @@ from headway.engines.rollout.native.step_attention import (
     places_do_not_matter,
 )
 from headway.engines.rollout.native.supported_models import Windows
-from headway.engines.rollout.scheduler import CallRun
+from headway.engines.rollout.scheduler import CallRun, Scheduler
 from tests.engines.rollout.support import (
     VOCABULARY,
     AskedCore,
@@ -107,7 +107,7 @@ def test_what_an_update_interrupts_goes_on_with_the_prompt_under_the_new_weights
 
 def run(number: int, k: int = 0, **changes: Any) -> CallRun:
     call = make_call(make_request(number, n=N, length=LEAST_TOKENS), k, **changes)
-    return CallRun.of(call, "me", seed=0, serial=k, max_context=LONG, vocabulary=VOCABULARY)
+    return Scheduler(seed=0, max_context=LONG, vocabulary=VOCABULARY).submit("me", [call])[0]
 
 
 def add(prompts: SharedPrompts, row: int, run: CallRun) -> None:

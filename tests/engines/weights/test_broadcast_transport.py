@@ -249,7 +249,9 @@ def test_a_sender_leaves_the_group_before_it_asks_who_is_late(monkeypatch: pytes
             return ["b"]
 
     monkeypatch.setattr(broadcast, "StoreGroup", Recorded)
-    sender = broadcast.BroadcastSender(TransportAddress(MANIFEST, ("a", "b"), 1.0, address=(HOST, 1)))
+    sender = broadcast.BroadcastSender(
+        Link("broadcast", TransportAddress(MANIFEST, ("a", "b"), 1.0, address=(HOST, 1))), HERE
+    )
     with pytest.raises(UpdateFailed, match="b did not answer"):
         sender.send(1, stream(1))
     assert calls == ["left", "who is behind 1:0"]

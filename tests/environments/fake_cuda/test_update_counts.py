@@ -13,7 +13,15 @@ from headway.engines.weights import incoming_version
 from headway.engines.weights.buckets import pack, whole
 from headway.engines.weights.incoming_version import SharedBytes
 from headway.engines.weights.outgoing_version import Staged, Stream
-from headway.engines.weights.protocols import Chunk, Header, IncomingWeights, OutgoingWeights, TransportAddress
+from headway.engines.weights.protocols import (
+    Chunk,
+    EndContext,
+    Header,
+    IncomingWeights,
+    Link,
+    OutgoingWeights,
+    TransportAddress,
+)
 from headway.engines.weights.served_weights import ServedWeights, WeightMemory
 from headway.engines.weights.transports import broadcast
 from headway.engines.weights.transports.broadcast import BroadcastReceiver, BroadcastSender
@@ -74,8 +82,9 @@ class Noted:
 
 def by_broadcast(weights: OutgoingWeights, incoming: IncomingWeights) -> None:
     Group.sent, outgoing, (sink,) = [], Noted(weights), incoming.expect([incoming.manifest])
-    link = TransportAddress(MANIFEST, ("replica",), 1.0, address=("nowhere", 1), device="cuda:0")
-    BroadcastSender(link).send(1, outgoing)
+    meeting = TransportAddress(MANIFEST, ("replica",), 1.0, address=("nowhere", 1), device="cuda:0")
+    link = Link("broadcast", meeting)
+    BroadcastSender(link, EndContext()).send(1, outgoing)
     due = iter([*outgoing.headers, outgoing.digests])
 
     class Receiver(BroadcastReceiver):
@@ -83,7 +92,7 @@ def by_broadcast(weights: OutgoingWeights, incoming: IncomingWeights) -> None:
             Group.sent.pop(0)
             return next(due)
 
-    Receiver(link, 0).receive(1, sink)
+    Receiver(link, "replica", EndContext()).receive(1, sink)
 
 
 def by_local(outgoing: OutgoingWeights, incoming: IncomingWeights) -> None:

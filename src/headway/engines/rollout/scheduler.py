@@ -90,32 +90,6 @@ class CallRun:
     cached: int = 0
     """Tokens of the call's own context that were found in a prefix cache when it started."""
 
-    @classmethod
-    def of(
-        cls,
-        call: GenerateRequest,
-        client: str,
-        *,
-        seed: int,
-        serial: int,
-        max_context: int,
-        vocabulary: int,
-        like: CallRun | None = None,
-    ) -> CallRun:
-        """Check a call, the ``serial``-th of an engine, and set it up. What it has in common with ``like`` is right.
-
-        Raises `DataError` for a context that is empty, leaves no room for a token or has tokens that the model does not
-        know, and for sampling parameters that make no sense.
-        """
-        sampling, ids = call.sampling, call.input_ids
-        if like is None or like.call.sampling is not sampling:
-            check_sampling(sampling, vocabulary)
-        room = max_context - len(ids)
-        if like is None or like.call.input_ids is not ids:
-            check_context(call, max_context, vocabulary)
-        key = trajectory_key(seed if sampling.seed is None else sampling.seed, call.trajectory, call.key)
-        return cls(call, client, serial, key, min(sampling.max_tokens, room))
-
     @property
     def trains(self) -> bool:
         """True for a call of training, false for one of validation."""
@@ -214,17 +188,18 @@ class Scheduler:
         number."""
         opened = self._open.get(client, {})
         runs: dict[int, CallRun] = {}
-        run: CallRun | None = None
+        before: GenerateRequest | None = None
         for serial, call in enumerate(calls, self._serial):
-            run = runs[call.number] = CallRun.of(
-                call,
-                client,
-                seed=self._seed,
-                serial=serial,
-                max_context=self._max_context,
-                vocabulary=self.vocabulary,
-                like=run,
-            )
+            # What a call has in common with the one before it is right.
+            if before is None or call.sampling is not before.sampling:
+                check_sampling(call.sampling, self.vocabulary)
+            if before is None or call.input_ids is not before.input_ids:
+                check_context(call, self._max_context, self.vocabulary)
+            seed = self._seed if call.sampling.seed is None else call.sampling.seed
+            limit = min(call.sampling.max_tokens, self._max_context - len(call.input_ids))
+            key = trajectory_key(seed, call.trajectory, call.key)
+            runs[call.number] = CallRun(call, client, serial, key, limit)
+            before = call
         if len(runs) < len(calls) or not opened.keys().isdisjoint(runs):
             raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
         self._serial += len(calls)  # after all were checked: a refused batch takes no numbers

@@ -291,7 +291,7 @@ class DecodeBatch:
         """Admission to the next step, as it is now."""
         return StepAdmission(
             rows=self.active,
-            longest=self._longest,
+            positions=self._longest + 1,
             budget=self._max_batched_tokens,
             fits=self._runner.fits,
             contexts=self.contexts,

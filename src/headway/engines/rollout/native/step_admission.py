@@ -163,61 +163,51 @@ class KeptContexts:
         self._cache.lent = self.tree.top
 
 
+@dataclass(slots=True, kw_only=True)
 class StepAdmission:
     """Decides which waiting calls start in one step. It is asked in order, until it refuses one."""
 
-    def __init__(
-        self,
-        *,
-        rows: int,
-        longest: int,
-        budget: int,
-        fits: Callable[[int, int], bool],
-        contexts: KeptContexts,
-    ) -> None:
-        """
-        Args:
-            rows: that decode already.
-            longest: positions that the longest of them has.
-            budget: tokens that a step prefills, unless one context alone is longer.
-            fits: whether the KV cache has memory for (rows, positions).
-            contexts: what calls need not prefill.
-        """
-        self._rows = rows
-        self._budget = budget
-        self._fits = fits
-        self._contexts = contexts
-        self._prefilled = 0
-        self._fresh: dict[bytes, Share] = {}
-        self.starting: list[CallRun] = []
-        """The calls that were admitted."""
-        self.shares: list[Share] = []
-        """The same, by context."""
-        self.positions = longest + 1
-        """Number of positions of the longest row, its next token included."""
+    rows: int
+    """Rows that decode already."""
+    positions: int
+    """Number of positions of the longest row, its next token included."""
+    budget: int
+    """Most tokens that the step prefills, unless one context alone is longer."""
+    fits: Callable[[int, int], bool]
+    """Tells whether the KV cache has memory for (rows, positions)."""
+    contexts: KeptContexts
+    """Contexts that calls need not prefill."""
+    starting: list[CallRun] = field(default_factory=list)
+    """The calls that were admitted."""
+    shares: list[Share] = field(default_factory=list)
+    """The same, by context."""
+    fresh: dict[bytes, Share] = field(default_factory=dict)
+    """Those of calls that have not started before, by `context_key`."""
+    prefilled: int = 0
+    """Tokens that they prefill."""
 
     def __call__(self, run: CallRun) -> bool:
         """Tell whether ``run`` starts, too."""
-        found = self._contexts.find(run)
-        share = self._fresh.get(context_key(run)) if run.started is None else None
+        found = self.contexts.find(run)
+        share = self.fresh.get(context_key(run)) if run.started is None else None
         joins = share is not None and share.found.blocks == found.blocks
         if share is None or not joins:
             # What others had prefilled has no bit of what the call's episode sampled before.
-            kept = self._contexts.prefill_of(run) if found.shared == found.length else None
+            kept = self.contexts.prefill_of(run) if found.shared == found.length else None
             share = Share(run.context, found, kept)
-        tokens = self._prefilled + (0 if joins else share.missing)
+        tokens = self.prefilled + (0 if joins else share.missing)
         # The first one starts whatever its length: a context above the budget would wait for ever.
-        if self.starting and tokens > self._budget:
+        if self.starting and tokens > self.budget:
             return False
         positions = max(self.positions, len(share.ids) + 1)
-        if not self._fits(self._rows + len(self.starting) + 1, positions):
+        if not self.fits(self.rows + len(self.starting) + 1, positions):
             return False
         if not joins:
             self.shares.append(share)
             if run.started is None:
-                self._fresh[context_key(run)] = share
+                self.fresh[context_key(run)] = share
         share.runs.append(run)
         share.places.append(len(self.starting))
-        self._prefilled, self.positions = tokens, positions
+        self.prefilled, self.positions = tokens, positions
         self.starting.append(run)
         return True

@@ -35,14 +35,6 @@ HEADER = 8
 """Number of integers in a header: version, kind, then a bucket's `Header`, or the number of digests."""
 
 
-def open_sender(link: Link, here: EndContext) -> BroadcastSender:
-    return BroadcastSender(link.meeting, here.host)
-
-
-def open_receiver(link: Link, name: str, here: EndContext) -> BroadcastReceiver:
-    return BroadcastReceiver(link.meeting, place_of(name, link.meeting.receivers), here.host)
-
-
 def prefix_of(meeting: TransportAddress) -> str:
     """Prefix of the store's keys: no other group of a run has the same."""
     return f"weights/{meeting.generation}/{'+'.join(meeting.receivers)}"
@@ -55,9 +47,10 @@ class _MessageKind(IntEnum):
 
 
 class _Member:
-    def __init__(self, meeting: TransportAddress, rank: int, host: str | None) -> None:
+    def __init__(self, link: Link, rank: int, here: EndContext) -> None:
+        meeting = self._meeting = link.meeting
         assert meeting.address is not None
-        self._meeting, self._device = meeting, meeting.device
+        self._device = meeting.device
         self._group = StoreGroup(
             meeting.address,
             prefix=prefix_of(meeting),
@@ -65,7 +58,7 @@ class _Member:
             rank=rank,
             timeout_s=meeting.timeout_s,
             device=meeting.device,
-            host=host,
+            host=here.host,
         )
 
     def close(self) -> None:
@@ -89,8 +82,8 @@ class _Member:
 class BroadcastSender(_Member):
     """The trainer's end of a broadcast, rank 0 (`WeightSender`). Joining blocks until all receivers join."""
 
-    def __init__(self, meeting: TransportAddress, host: str | None = None) -> None:
-        super().__init__(meeting, rank=0, host=host)
+    def __init__(self, link: Link, here: EndContext) -> None:
+        super().__init__(link, 0, here)
 
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion | None:
         count = 0
@@ -133,11 +126,11 @@ class BroadcastSender(_Member):
 
 
 class BroadcastReceiver(_Member):
-    """A replica's end of a broadcast, rank ``index + 1`` (`WeightReceiver`). Joining blocks until all join."""
+    """A replica's end of a broadcast, a rank behind the sender (`WeightReceiver`). Joining blocks until all join."""
 
-    def __init__(self, meeting: TransportAddress, index: int, host: str | None = None) -> None:
-        super().__init__(meeting, rank=index + 1, host=host)
-        self._name = meeting.receivers[index]
+    def __init__(self, link: Link, name: str, here: EndContext) -> None:
+        super().__init__(link, 1 + place_of(name, link.meeting.receivers), here)
+        self._name = name
 
     def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None = None) -> None:
         index = 0
@@ -198,6 +191,9 @@ class BroadcastReceiver(_Member):
             self._group.broadcast(numbers)
         received: list[int] = numbers.tolist()
         return received
+
+
+open_sender, open_receiver = BroadcastSender, BroadcastReceiver
 
 
 class _SenderGaveUp(UpdateFailed):

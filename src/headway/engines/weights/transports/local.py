@@ -36,11 +36,6 @@ def open_sender(link: Link, here: EndContext) -> LocalExchange:
     return exchange
 
 
-def open_receiver(link: Link, name: str, here: EndContext) -> LocalReceiver:
-    place_of(name, link.meeting.receivers)
-    return LocalReceiver(link.exchange, name)
-
-
 class LocalExchange:
     """The exchange at which the sender and the named receivers of one process meet. It is the sender's end.
 
@@ -181,8 +176,9 @@ def done_on(payload: torch.Tensor) -> None:
 class LocalReceiver:
     """A replica's end of a `LocalExchange` (`WeightReceiver`)."""
 
-    def __init__(self, exchange: LocalExchange, name: str) -> None:
-        self._exchange = exchange
+    def __init__(self, link: Link, name: str, here: EndContext) -> None:
+        place_of(name, link.meeting.receivers)
+        self._exchange: LocalExchange = link.exchange
         self._name = name
 
     def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None = None) -> None:
@@ -191,3 +187,6 @@ class LocalReceiver:
     def close(self) -> None:
         """Close the exchange: every end that still waits fails at once."""
         self._exchange.close()
+
+
+open_receiver = LocalReceiver
