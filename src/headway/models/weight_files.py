@@ -33,15 +33,23 @@ class FileTensor:
     dims: tuple[int, ...]
     """The parameter's dimension that each of its own is; the box has one element in each other."""
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view of the whole ``parameter``."""
-        view = parameter
-        for dim in reversed(range(parameter.ndim)):  # the last one first: `select` removes a dimension
-            if dim in self.dims:
-                view = view.narrow(dim, self.start[dim], self.shape[self.dims.index(dim)])
-            else:
-                view = view.select(dim, self.start[dim])
-        return view
+    def within(self, start: Sequence[int], box: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
+        """Return what a ``box`` of the parameter, from ``start`` on, has of the tensor: its start there, and a view.
+
+        None where it has none of it.
+        """
+        place, view = [], box
+        for dim, first in enumerate(self.start):
+            size = self.shape[self.dims.index(dim)] if dim in self.dims else 1
+            low, high = max(first, start[dim]), min(first + size, start[dim] + box.shape[dim])
+            if low >= high:
+                return None
+            view = view.narrow(dim, low - start[dim], high - low)
+            place.append(low - first)
+        for dim in reversed(range(len(self.start))):  # the last one first: `select` removes a dimension
+            if dim not in self.dims:
+                view = view.select(dim, 0)
+        return tuple(place[dim] for dim in self.dims), view
 
 
 def persistent_buffers(lm: PreTrainedModel) -> dict[str, torch.Tensor]:

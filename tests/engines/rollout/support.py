@@ -31,6 +31,7 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
 from headway.data.types import Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.native_core import EngineCore, Finished
+from headway.engines.weights.buckets import parts_of_files, whole
 from headway.models.weight_files import file_tensors
 
 VOCABULARY = 40
@@ -89,8 +90,8 @@ def make_model(family: str = "qwen3", *, tied: bool = True, seed: int = 0, **cha
 
 def tensors_of_files(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors of a model's files, as views of its parameters."""
-    parameters = dict(model.named_parameters())
-    return {file.name: file.of(parameters[file.parameter].detach()) for file in file_tensors(model)}
+    parts = parts_of_files(whole(dict(model.named_parameters())), file_tensors(model))
+    return {name: part.values for name, (part,) in parts.items()}
 
 
 def served_tensors(core: EngineCore) -> dict[str, torch.Tensor]:

@@ -26,13 +26,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from headway.engines.weights.weight_layout import Manifest, TensorSlot, slots_in
+
+if TYPE_CHECKING:
+    from headway.models.weight_files import FileTensor
 
 
 def slot_dtype(slot: TensorSlot) -> torch.dtype:
@@ -63,6 +66,15 @@ Parts = Mapping[str, Sequence[Part]]
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Part]]:
     """Return ``tensors``, all of each, as parts."""
     return {name: (Part((0,) * tensor.ndim, tensor.detach()),) for name, tensor in tensors.items()}
+
+
+def parts_of_files(held: Parts, files: Iterable[FileTensor]) -> dict[str, list[Part]]:
+    """Return what is here of each tensor of a model's ``files``, given what is ``held`` of its parameters."""
+    found: dict[str, list[Part]] = {}
+    for file in files:
+        there = (file.within(box.start, box.values) for box in held[file.parameter])
+        found[file.name] = [Part(*part) for part in there if part is not None]
+    return found
 
 
 class Tensors:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from headway.data.interfaces.weights import ReceiveReport
 from headway.devices import kind_of
 from headway.engines.host_copies import host_buffer
-from headway.engines.weights.buckets import Parts, Tensors, whole
+from headway.engines.weights.buckets import Parts, Tensors, parts_of_files, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Intake
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.receiver_state import ReceiverState
@@ -64,8 +64,8 @@ class ServedWeights:
     def of(cls, model: PreTrainedModel, name: str) -> ServedWeights:
         """Serve a ``model`` that is here as a whole."""
         parameters, files = dict(model.named_parameters()), file_tensors(model)
-        parts = whole({file.name: file.of(parameters[file.parameter].detach()) for file in files})
         tied = model.state_dict().keys() - parameters.keys()
+        parts = parts_of_files(whole(parameters), files)
         return cls(files, parts, WeightMemory(model.parameters()), model.device, name, tied)
 
     def target(self, manifest: Manifest) -> Tensors:

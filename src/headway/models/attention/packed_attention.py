@@ -62,36 +62,20 @@ def packed_attention(
         if query.shape[1] % ranks.size:
             raise ValueError(f"{ranks.size} ranks cannot divide {query.shape[1]} heads (actor.parallel.cp)")
         query, key, value = ranks.to_heads(query), ranks.to_heads(key), ranks.to_heads(value)
-        sinks = None if s_aux is None else ranks.own_heads(s_aux)
-        out = _attend(query, key, value, layout, scale, sliding_window, softcap, sinks)
-        return ranks.to_tokens(out), None
-    return _attend(query, key, value, layout, scale, sliding_window, softcap, s_aux), None
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Float[Tensor, "1 L H E"]:
+        s_aux = None if s_aux is None else ranks.own_heads(s_aux)
+    out: Tensor
     if kind_of(query.device).flex_attention:
         from headway.models.attention.flex_attention import flex  # imports compilers, which CPUs do without
 
-        out: Tensor = flex(query, key, value, layout, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
-        return out
-    parts = layout.parts(sliding_window)
-    q_LHD, k_LGD, v_LGE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    flash = query.device.type == "cpu" and softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
-    if flash:
-        out_LHE = _Flash.apply(q_LHD, k_LGD, v_LGE, parts, scale)  # type: ignore[no-untyped-call]
+        out = flex(query, key, value, layout, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     else:
-        out_LHE = _by_definition(q_LHD, k_LGD, v_LGE, parts, scale, softcap, s_aux)
-    line: Tensor = out_LHE.unsqueeze(0)
-    return line
+        parts = layout.parts(sliding_window)
+        q_LHD, k_LGD, v_LGE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if query.device.type == "cpu" and softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]:
+            out = _Flash.apply(q_LHD, k_LGD, v_LGE, parts, scale).unsqueeze(0)  # type: ignore[no-untyped-call]
+        else:
+            out = _by_definition(q_LHD, k_LGD, v_LGE, parts, scale, softcap, s_aux).unsqueeze(0)
+    return out if ranks is None else ranks.to_tokens(out), None
 
 
 # Compiled layers (model.compile) call it as it is: what it does depends on the layout.

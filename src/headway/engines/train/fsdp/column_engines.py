@@ -28,8 +28,9 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.learner import Learner
 from headway.engines.train.fsdp.micro_batches import collate, on_device, required_column, response_aligned
 from headway.engines.train.fsdp.sharded_module import ValueModule, forward_sharded, sharded, sharded_policy
-from headway.engines.train.fsdp.shards import local, parts_of_files
+from headway.engines.train.fsdp.shards import boxes, local
 from headway.engines.train.fsdp.step_sums import BatchTotals, Sums
+from headway.engines.weights.buckets import parts_of_files
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served_weights import ServedWeights, WeightMemory, outcome
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
@@ -158,7 +159,7 @@ class LogProbCopy:
         self._vocabulary = int(self._policy.lm.get_input_embeddings().weight.shape[0])
         files, parameters = file_tensors(self._policy.lm), dict(self._policy.lm.named_parameters())
         memory = WeightMemory(local(parameter) for parameter in parameters.values())
-        parts = parts_of_files(parameters, files)
+        parts = parts_of_files({of: boxes(parameter) for of, parameter in parameters.items()}, files)
         self._weights = ServedWeights(files, parts, memory, mesh.device, name)
         window = bucket_bytes(config.rollout.param_update_consume_bucket_size_mb)
         self._updates = self._weights.updates(manifest, receive, window)

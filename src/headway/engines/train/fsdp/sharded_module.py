@@ -57,7 +57,6 @@ from headway.models.output_layer import check_output_layer
 from headway.models.pretrained import compute_dtype, load_model
 from headway.runtime.progress import Progress, advance, progress_here
 
-T = TypeVar("T")
 WRAPPING = GradientCheckpointingLayer.__module__
 """The module whose functions `transformers` wraps forward passes of layers in, to recompute them."""
 
@@ -86,15 +85,11 @@ class ShardedModule(nn.Module):
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Compute one number per response token: what a forward pass without gradient is run for."""
-        raise NotImplementedError
-
-    def run(self, trial: Callable[[], T]) -> T:
-        """Run ``trial``, which calls parts of the module, in a forward pass: FSDP gathers weights for nothing else."""
-        result: T = self(trial)
+        result: Tensor = self(batch)
         return result
 
     def forward(self, work: MicroBatch | Callable[[], Any]) -> Any:
-        """Compute what `compute` does, or run what `run` was given."""
+        """Compute what `compute` does, or run a trial of the module's parts: FSDP gathers weights for nothing else."""
         return self.compute(work) if isinstance(work, MicroBatch) else work()
 
     def compute(self, batch: MicroBatch) -> Any:
@@ -102,7 +97,7 @@ class ShardedModule(nn.Module):
         raise NotImplementedError
 
     def check(self, whose: str) -> None:
-        """Try what is computed behind the decoder, in `run`. Raises `ModelError`, which begins with ``whose``."""
+        """Try what is computed behind the decoder, in `forward`. Raises `ModelError`, which begins with ``whose``."""
 
     def _predicting(self, decoder: nn.Module, batch: MicroBatch) -> Float[Tensor, "u H"]:
         """Hidden states of this rank's positions that predict a response token.
@@ -162,9 +157,8 @@ class PolicyModule(ShardedModule):
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Log-probs (nats) of the response tokens."""
-        logprobs, _ = self(batch)
-        result: Tensor = logprobs
-        return result
+        logprobs: Tensor = self(batch)[0]
+        return logprobs
 
     def check(self, whose: str) -> None:
         check_output_layer(self.lm, whose)
@@ -207,10 +201,6 @@ class ValueModule(ShardedModule):
             lm.set_output_embeddings(nn.Identity())  # else every rank would read all of it, for nothing
         self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
-
-    def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
-        result: Tensor = self(batch)
-        return result
 
     def compute(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Values of the states before the response tokens, [M] float32."""
@@ -365,7 +355,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
         return use_packed_attention(lm, on_gpu=kind_of(mesh.device).flex_attention)
 
     with torch.no_grad():
-        module.padded = _agreed(module, lm, lambda: module.run(try_out))
+        module.padded = _agreed(lm, lambda: module(try_out))
     reshard(module)
     module.packing = replace(packing, packed=packing.packed and module.padded is None)
     if mesh.sequence is not None and module.padded is not None:
@@ -378,7 +368,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
     return module
 
 
-def _agreed(module: ShardedModule, lm: PreTrainedModel, try_out: Callable[[], str | None]) -> str | None:
+def _agreed(lm: PreTrainedModel, try_out: Callable[[], str | None]) -> str | None:
     """Return why rows are padded, on any rank: then all pad. What a rank raises is raised on all."""
     before = lm.config._attn_implementation
     own = on_all_ranks(try_out)

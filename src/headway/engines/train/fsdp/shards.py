@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from headway.engines.train.fsdp.device_mesh import EP, REPLICATE, TP, TrainMesh
-from headway.engines.weights.buckets import Part, Parts, pack
+from headway.engines.weights.buckets import Part, Parts, pack, parts_of_files
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, buckets
 from headway.models.weight_files import FileTensor
@@ -230,33 +230,7 @@ def _padded(share: Manifest, bucket_bytes: int) -> Iterator[tuple[int, int]]:
         yield share.start + start, share.start + stop + -stop % ALIGNMENT
 
 
-def parts_of_files(parameters: Mapping[str, torch.Tensor], files: Sequence[FileTensor]) -> dict[str, list[Part]]:
-    """Return what this rank holds of each tensor of a model's files."""
-    held = {name: boxes(parameter) for name, parameter in parameters.items()}
-    found: dict[str, list[Part]] = {}
-    for file in files:
-        found[file.name] = [part for box in held[file.parameter] if (part := _part(box, file)) is not None]
-    return found
-
-
 def given_parts(parameters: Mapping[str, torch.Tensor], files: Sequence[FileTensor]) -> dict[str, list[Part]]:
     """Return what this rank gives where the ranks of each copy give each element once: of equal parts the first."""
-    parts = parts_of_files(parameters, files)
-    gives = {name: is_first(parameter, of_copy=True) for name, parameter in parameters.items()}
-    return {file.name: parts[file.name] if gives[file.parameter] else [] for file in files}
-
-
-def _part(box: Part, file: FileTensor) -> Part | None:
-    """The elements that a box of a parameter has of a file's tensor; None where it has none."""
-    values, start = box.values, []
-    for dim, first in enumerate(file.start):
-        size = file.shape[file.dims.index(dim)] if dim in file.dims else 1
-        low, high = max(first, box.start[dim]), min(first + size, box.start[dim] + box.values.shape[dim])
-        if low >= high:
-            return None
-        values = values.narrow(dim, low - box.start[dim], high - low)
-        start.append(low - first)
-    for dim in reversed(range(len(file.start))):  # the last one first: `select` removes a dimension
-        if dim not in file.dims:
-            values = values.select(dim, 0)
-    return Part(tuple(start[dim] for dim in file.dims), values)
+    given = {name: boxes(of) if is_first(of, of_copy=True) else [] for name, of in parameters.items()}
+    return parts_of_files(given, files)
