@@ -54,11 +54,11 @@ async def test_the_probe_is_at_the_temperature_of_the_run(served: Served) -> Non
     np.testing.assert_allclose(probe, served.probe_reference(), atol=TOLERANCE, rtol=0)
     core = served.engine._core
     assert core is not None
-    core._temperature = 0.5
+    core.temperature = 0.5
     try:
         np.testing.assert_allclose(await served.engine.probe(), served.probe_reference(0.5), atol=TOLERANCE, rtol=0)
     finally:
-        core._temperature = 1.0
+        core.temperature = 1.0
 
 
 async def test_a_probe_between_steps_changes_nothing(served: Served) -> None:

@@ -24,13 +24,13 @@ class Counts(ABC):
 
     def take(self, running: int, waiting: int, version: int) -> EngineStats:
         """Everything since the last call."""
-        self._close()
+        self.stop()
         stats, self._stats = self._stats, EngineStats()
         stats.running, stats.waiting, stats.version = running, waiting, version
         return stats
 
     @abstractmethod
-    def _close(self) -> None:
+    def stop(self) -> None:
         """Bring spans and slot time up to date; later activity begins a new span."""
 
     def _count(self, *, active: int, prefilled: int, seconds: float, cached: int) -> None:
@@ -95,9 +95,6 @@ class NativeActivity(Counts):
         if self._open:
             self._stats.busy.append(self._open)
             self._open = None
-
-    def _close(self) -> None:
-        self.stop()
 
 
 class VllmActivity(Counts):
@@ -191,7 +188,7 @@ class VllmActivity(Counts):
         others = dict.fromkeys(("log", "log_engine_initialized", "record_sleep_state"), nothing)
         return SimpleNamespace(record=record, **others)
 
-    def _close(self) -> None:
+    def stop(self) -> None:
         now = self._clock()
         self._count_slots(now)
         if self._since is not None:

@@ -221,21 +221,14 @@ class DecodeBatch:
     """The rows, with all that belongs to them: keys and values, tokens seen, and contexts kept for other calls."""
 
     def __init__(
-        self,
-        name: str,
-        runner: ModelRunner,
-        *,
-        slots: int,
-        max_context: int,
-        max_batched_tokens: int,
-        decode: Callable[[Sequence[int]], str],
-        clock: Callable[[], float],
+        self, name: str, runner: ModelRunner, max_batched_tokens: int, decode: Callable[[Sequence[int]], str]
     ) -> None:
         """``name``: of the replica, for messages. The rest is `EngineCore`'s."""
+        slots, max_context = runner.slots, runner.max_context
         self.rows = DecodeRows(slots, max_context, ordered=runner.in_blocks)
         self.contexts = KeptContexts(runner.cache, max(max_context, runner.cache.tokens // KEPT_SHARE))
         self._prompts = SharedPrompts(slots)
-        self._name, self._runner, self._clock = name, runner, clock
+        self._name, self._runner = name, runner
         self._max_batched_tokens = max_batched_tokens
         self._decode_text = decode
         self._seen = SeenTokens(slots, runner.vocabulary, runner.device)
@@ -367,10 +360,10 @@ class DecodeBatch:
             self._bars = any(p.min_tokens > of for p, of in zip(params, rows.sampled.tolist(), strict=False))
         return brought[len(arrays) :]
 
-    def read(self) -> tuple[DecodeStep, float, list[tuple[CallRun, FinishReason]]]:
+    def read(self, clock: Callable[[], float]) -> tuple[DecodeStep, float, list[tuple[CallRun, FinishReason]]]:
         """Wait for the tokens of the oldest step that was not read, and record those of rows that are still active.
 
-        Returns the step's record, when it was read, and the calls that have ended, whose rows are free.
+        Returns the step's record, when it was read by ``clock``, and the calls that have ended, whose rows are free.
         Raises what `not_finite` returns.
         """
         step = self._unread[0]
@@ -383,7 +376,7 @@ class DecodeBatch:
             raise not_finite(self._name, step.version)
         self._unread.popleft()
         self.rows.record(rows, tokens[at], logprobs[at], step.version)
-        now = self._clock()
+        now = clock()
         for run in step.starting:
             if run.started is None:
                 run.started, run.oldest_version = now, step.version

@@ -118,15 +118,14 @@ class ModelRunner:
         self,
         model: PreTrainedModel,
         forward: PolicyForward,
-        *,
         slots: int,
         max_context: int,
-        kv_cache_bytes: int | None = None,
-        recorder: GraphRecorder | None = None,
+        kv_cache_bytes: int | None,
+        recorder: GraphRecorder | None,
     ) -> None:
         """``recorder``: of decoding steps, which are then replayed (see `DecodeGraphs`), where ``forward`` can be.
 
-        Raises `ConfigError` where ``kv_cache_bytes`` (default: enough for ``slots``) are too few for one context.
+        Raises `ConfigError` where ``kv_cache_bytes`` (None: enough for ``slots``) are too few for one context.
         """
         self._forward = forward
         self.device, self._dtype = model.device, model.dtype
@@ -134,7 +133,7 @@ class ModelRunner:
         """Steps that are launched before the tokens of the one before are read."""
         self.in_blocks = self.device.type == "cpu"
         """Rows attend in blocks of neighbours. On a GPU the time of a step is the number of its kernels: one block."""
-        self._max_context = max_context
+        self.slots, self.max_context = slots, max_context
         self._window = Windows.of(model.config, max_context).size
         self._least_rows = 1
         self._has_experts = has_experts(model.config)
@@ -156,7 +155,7 @@ class ModelRunner:
             context=max_context,
             dtype=model.dtype,
             device=model.device,
-            tokens=self._enough(slots) if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes, slots),
+            tokens=self._enough() if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes),
             room_step=ROOM_STEP if recorder is None else RECORDED_SPAN_STEP,  # another room is another shape to record
         )
         self.roomy = self.cache.tokens >= slots * max_context
@@ -173,29 +172,29 @@ class ModelRunner:
         """Tell whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""
         return self.cache.fits(self.rows_of(rows), positions)
 
-    def _tokens_in(self, kv_cache_bytes: int, slots: int) -> int:
+    def _tokens_in(self, kv_cache_bytes: int) -> int:
         geometry = self._geometry
         of_token: int = geometry.layers * 2 * geometry.kv_heads * geometry.head_dim * self._dtype.itemsize
-        tokens, least = kv_cache_bytes // of_token, self._least_rows * self._max_context
+        tokens, least = kv_cache_bytes // of_token, self._least_rows * self.max_context
         if tokens < least:
             raise ConfigError(
                 f"rollout.kv_cache_gib={kv_cache_bytes / 2**30:.3g} holds the keys and values of {tokens} tokens, of "
                 f"{of_token} bytes each, and a replica needs room for {least}: {self._least_rows} rows of "
-                f"{self._max_context} (fewer rows are filled up, so that none depends on those beside it); give it "
+                f"{self.max_context} (fewer rows are filled up, so that none depends on those beside it); give it "
                 f"{least * of_token / 2**30:.3g} or more, or let answers be shorter (data.max_response_length)"
             )
-        return min(tokens, self._enough(slots))
+        return min(tokens, self._enough())
 
-    def _enough(self, slots: int) -> int:
-        """Tokens for ``slots`` contexts in rows or in blocks, beside the rows that fill a step up."""
-        return enough(slots + self._least_rows - 1, self._max_context)
+    def _enough(self) -> int:
+        """Tokens for `slots` contexts in rows or in blocks, beside the rows that fill a step up."""
+        return enough(self.slots + self._least_rows - 1, self.max_context)
 
     @torch.inference_mode()
     def _least_invariant_rows(self) -> int | None:
         """See `invariance`. On a GPU the kernels of a step differ with its shape: not looked for."""
         if self.device.type != "cpu":
             return None
-        context = min(40, self._max_context)
+        context = min(40, self.max_context)
         lengths = 1 + 7 * np.arange(TOGETHER) % (context - 1) if context > 1 else np.zeros(TOGETHER, np.int64)
         tokens = 11 * np.arange(TOGETHER) % self.vocabulary
         noise = torch.Generator().manual_seed(0)

@@ -73,29 +73,14 @@ class EngineCore:
         temperature: float = 1.0,
     ) -> None:
         self.name, self.slots = name, slots
-        self._max_context = max_context
         self._temperature = temperature
         self._clock = clock
         prepare_model(model, max_context)
-        vocabulary = len(model.get_input_embeddings().weight)
-        self._scheduler = Scheduler(seed=seed, max_context=max_context, vocabulary=vocabulary)
         self._runner = ModelRunner(
-            model,
-            best_forward(model, max_context),
-            slots=slots,
-            max_context=max_context,
-            kv_cache_bytes=kv_cache_bytes,
-            recorder=recorder,
+            model, best_forward(model, max_context), slots, max_context, kv_cache_bytes, recorder
         )
-        self._batch = DecodeBatch(
-            name,
-            self._runner,
-            slots=slots,
-            max_context=max_context,
-            max_batched_tokens=max_batched_tokens,
-            decode=decode,
-            clock=clock,
-        )
+        self._scheduler = Scheduler(seed=seed, max_context=max_context, vocabulary=self._runner.vocabulary)
+        self._batch = DecodeBatch(name, self._runner, max_batched_tokens, decode)
         self.weights = ServedWeights.of(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._finished: list[Finished] = []
         """Calls that have ended, until `step` returns them."""
@@ -205,7 +190,7 @@ class EngineCore:
         Nothing that decodes is touched. Raises `RunError` while there is no whole version to compute with.
         """
         sequences = probe_sequences(self._scheduler.vocabulary)
-        if sequences.shape[1] > self._max_context:
+        if sequences.shape[1] > self._runner.max_context:
             return None
         self._read(0)
         self.weights.state.check("probe")
@@ -266,7 +251,7 @@ class EngineCore:
         Where no row is left, nothing is ahead: what has been launched is of rows that had ended.
         """
         while self._batch.unread > (ahead if self._batch.active else 0):
-            record, now, ended = self._batch.read()
+            record, now, ended = self._batch.read(self._clock)
             self._finished += [(run.client, self._scheduler.finish(run, reason, now)) for run, reason in ended]
             self._activity.end(record)
 

@@ -20,6 +20,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -112,46 +113,31 @@ Deliver = Callable[[str, Sequence[Completion]], None]
 """Takes the calls of a client that one step has finished."""
 
 
+@dataclass(eq=False)
 class VllmCore:
-    """One engine of vLLM's. Driven from its loop alone."""
+    """One engine of vLLM's. Driven from its loop alone. Fields without a docstring: see `VllmEngine`."""
 
-    def __init__(
-        self,
-        llm: Any,
-        deliver: Deliver,
-        on_end: Callable[[HeadwayError], None],
-        *,
-        name: str,
-        seed: int,
-        slots: int,
-        max_context: int,
-        clock: Callable[[], float],
-        activity: VllmActivity,
-        temperature: float,
-        can_sleep: bool,
-        weights: ReceiverState,
-    ) -> None:
-        """
-        Args:
-            llm: an ``AsyncLLM`` of the running loop, whose steps are counted in ``activity``.
-            deliver: called with each batch of finished calls.
-            on_end: called with what the engine ended with, which all clients have to hear.
-            others: see `VllmEngine`.
-        """
-        self._llm = llm
-        self._hand_on, self._on_end = deliver, on_end
-        self.state = VllmState(
-            llm, name, weights, on_end=self._end, on_halted=self._show, on_cleared=activity.interrupted
-        )
-        self._name = name
-        self._slots = slots
-        self._max_context = max_context
-        self._clock = clock
-        self._activity = activity
-        self._temperature = temperature
-        self._can_sleep = can_sleep
-        vocabulary = int(llm.model_config.get_vocab_size())
-        self._scheduler = Scheduler(seed=seed, max_context=max_context, vocabulary=vocabulary)
+    llm: Any
+    """An ``AsyncLLM`` of the running loop, whose steps are counted in `activity`."""
+    deliver: Deliver
+    """Called with each batch of finished calls."""
+    on_end: Callable[[HeadwayError], None]
+    """Called with what the engine ended with, which all clients have to hear."""
+    name: str
+    seed: InitVar[int]
+    slots: int
+    max_context: int
+    clock: Callable[[], float]
+    activity: VllmActivity
+    temperature: float
+    can_sleep: bool
+    weights: InitVar[ReceiverState]
+
+    def __post_init__(self, seed: int, weights: ReceiverState) -> None:
+        cleared = self.activity.interrupted
+        self.state = VllmState(self.llm, self.name, weights, on_end=self._end, on_halted=self._show, on_cleared=cleared)
+        vocabulary = int(self.llm.model_config.get_vocab_size())
+        self._scheduler = Scheduler(seed=seed, max_context=self.max_context, vocabulary=vocabulary)
         self._running: dict[str, CallRun] = {}
         """The calls that vLLM has, by request id."""
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -203,7 +189,7 @@ class VllmCore:
         vLLM was told to load them.
         """
         async with self._alone():
-            start = self._clock()
+            start = self.clock()
             await self.state.halt(clear=False)
             loop = asyncio.get_running_loop()
 
@@ -217,7 +203,7 @@ class VllmCore:
                 goes_on = self._scheduler.mode is not Mode.PAUSED and not self.state.asleep
                 if goes_on and self.state.weights.problem is None and self.state.over is None:
                     await self.state.go_on()
-            return self._clock() - start
+            return self.clock() - start
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None:
         """End these calls of ``client`` as they are."""
@@ -240,14 +226,14 @@ class VllmCore:
     async def sleep(self, *, keep_weights: bool) -> None:
         """Free the device's memory. Raises `RunError` unless paused, and where the platform cannot."""
         self.state.check()
-        if not self._can_sleep:
+        if not self.can_sleep:
             raise RunError(
-                f"rollout engine {self._name} cannot sleep: vLLM frees nothing on a CPU, elsewhere only when it was "
+                f"rollout engine {self.name} cannot sleep: vLLM frees nothing on a CPU, elsewhere only when it was "
                 "started so; set cluster.placement=split"
             )
         async with self._alone():
             if self._scheduler.mode is not Mode.PAUSED:
-                raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
+                raise RunError(f"rollout engine {self.name} was told to sleep while decoding; pause it first")
             await self.state.sleep(keep_weights=keep_weights)
 
     async def wake(self) -> None:
@@ -259,7 +245,7 @@ class VllmCore:
         """Log-probs [8] of `headway.models.logprobs`'s sequences; None where a context is too short for them."""
         self.state.check()
         sequences = probe_sequences(self._scheduler.vocabulary)
-        if sequences.shape[1] > self._max_context:
+        if sequences.shape[1] > self.max_context:
             return None
         positions = range(PROBE_PREFILL, sequences.shape[1])
         contexts = [ids[:position].tolist() for ids in sequences for position in positions]
@@ -269,7 +255,7 @@ class VllmCore:
             was_halted = self.state.halted
             await self.state.halt(clear=False)
             try:
-                return await self.state.score(contexts, tokens, self._temperature or 1.0)
+                return await self.state.score(contexts, tokens, self.temperature or 1.0)
             finally:
                 if not was_halted and self.state.over is None:
                     await self.state.go_on()
@@ -279,7 +265,7 @@ class VllmCore:
         self.state.check()
         running = 0 if self.state.halted else len(self._running)
         waiting = self._scheduler.waiting + len(self._running) - running
-        return self._activity.take(running, waiting, self.state.version)
+        return self.activity.take(running, waiting, self.state.version)
 
     async def close(self, error: HeadwayError) -> None:
         """End everything; waiting callers get ``error``."""
@@ -295,8 +281,8 @@ class VllmCore:
         """Submit waiting calls to vLLM while it has free slots."""
         if self.state.over is not None:
             return
-        for run in self._scheduler.take(self._slots - len(self._running)):
-            request = f"{self._name}-{run.serial}"
+        for run in self._scheduler.take(self.slots - len(self._running)):
+            request = f"{self.name}-{run.serial}"
             self._running[request] = run
             self._following[request] = asyncio.create_task(self._follow(request, run))
         self._show()
@@ -304,19 +290,19 @@ class VllmCore:
     async def _follow(self, request: str, run: CallRun) -> None:
         last = None
         try:
-            outputs = self._llm.generate(
+            outputs = self.llm.generate(
                 prompt_of(run, self.state.version), sampling_of(run), request, priority=int(run.trains)
             )
             async for output in outputs:
                 last = output
                 if run.started is None and output.outputs[0].token_ids:
-                    run.started, run.oldest_version = self._clock(), self.state.version
+                    run.started, run.oldest_version = self.clock(), self.state.version
                     run.cached = output.num_cached_tokens or 0
             reason = None if last is None else _REASONS.get(last.outputs[0].finish_reason)
             if last is None or reason is None:
                 ended = "without an output" if last is None else f"with {last.outputs[0].finish_reason!r}"
-                raise RunError(f"rollout engine {self._name}: vLLM ended {run.call.trajectory} {ended}")
-            run.written = written_of(last, self._name)
+                raise RunError(f"rollout engine {self.name}: vLLM ended {run.call.trajectory} {ended}")
+            run.written = written_of(last, self.name)
         except HeadwayError as error:
             self.state.end(error)
         except Exception as cause:
@@ -328,7 +314,7 @@ class VllmCore:
         del self._running[request], self._following[request]
         if self.state.over is not None:  # whoever waited was told so
             return
-        self._activity.ended(0 if run.started is None else run.length)
+        self.activity.ended(0 if run.started is None else run.length)
         self._finish(run, reason)
         self._fill()
         self._settle()
@@ -339,12 +325,12 @@ class VllmCore:
             return
         if not self._done:
             asyncio.get_running_loop().call_soon(self._deliver)
-        self._done.setdefault(run.client, []).append(self._scheduler.finish(run, reason, self._clock()))
+        self._done.setdefault(run.client, []).append(self._scheduler.finish(run, reason, self.clock()))
 
     def _deliver(self) -> None:
         done, self._done = self._done, {}  # exchanged first: `_finish` schedules a delivery where it is empty
         for client, batch in done.items():
-            self._hand_on(client, batch)
+            self.deliver(client, batch)
 
     async def _abort(self, runs: Iterable[CallRun]) -> None:
         """End ``runs`` as they are, wherever they are; return when they have ended."""
@@ -355,16 +341,16 @@ class VllmCore:
         requests = [request for request, run in self._running.items() if run in aborted]
         tasks = [self._following[request] for request in requests]
         if requests:
-            await self.state.tell("abort", self._llm.abort(requests))
+            await self.state.tell("abort", self.llm.abort(requests))
             await asyncio.wait(tasks)
         self._settle()
 
     def _end(self, error: HeadwayError) -> None:
         """Tell all clients that the engine has ended."""
         self._deliver()
-        self._on_end(error)
+        self.on_end(error)
         self._scheduler.clear()
-        self._activity.running(0)
+        self.activity.running(0)
         self._settle()
 
     def _settle(self) -> None:
@@ -376,7 +362,7 @@ class VllmCore:
         self._moved = asyncio.Event()
 
     def _show(self) -> None:
-        self._activity.running(len(self._running), halted=self.state.halted)
+        self.activity.running(len(self._running), halted=self.state.halted)
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:

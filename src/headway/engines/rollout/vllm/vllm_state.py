@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,43 +26,36 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """vLLM's tags of the memory that it gives up when it sleeps."""
 
 
+@dataclass(eq=False)
 class VllmState:
     """State of one vLLM: version, pause, sleep, and its end, which every waiting caller hears of. Driven from its loop.
 
     Callers must not run two changes of it at once.
-
-    Args:
-        llm: an ``AsyncLLM`` of the running loop.
-        name: of the replica, in messages.
-        weights: the state of the weights that vLLM's workers hold; `WeightUpdates` changes it.
-        on_end: called once with why the engine ended.
-        on_halted: called when vLLM is paused or resumed.
-        on_cleared: called when all keys and values are gone.
     """
 
-    def __init__(
-        self,
-        llm: Any,
-        name: str,
-        weights: ReceiverState,
-        *,
-        on_end: Callable[[HeadwayError], None],
-        on_halted: Callable[[], None],
-        on_cleared: Callable[[], None],
-    ) -> None:
-        self._llm = llm
-        self._name = name
-        self.weights = weights
-        self._on_end, self._on_halted, self._on_cleared = on_end, on_halted, on_cleared
-        self.over: HeadwayError | None = None
-        """The error that the engine ended with; None before."""
+    llm: Any
+    """An ``AsyncLLM`` of the running loop."""
+    name: str
+    """Name of the replica, in messages."""
+    weights: ReceiverState
+    """State of the weights that vLLM's workers hold; `WeightUpdates` changes it."""
+    on_end: Callable[[HeadwayError], None]
+    """Called once with why the engine ended."""
+    on_halted: Callable[[], None]
+    """Called when vLLM is paused or resumed."""
+    on_cleared: Callable[[], None]
+    """Called when all keys and values are gone."""
+    over: HeadwayError | None = None
+    """The error that the engine ended with; None before."""
+    version: int = 0
+    """The version of the weights, stamped on what is sampled."""
+    halted: bool = False
+    """vLLM is paused."""
+    cleared: bool = False
+    """Paused, and all keys and values are gone."""
+
+    def __post_init__(self) -> None:
         self._ended = asyncio.Event()
-        self.version = 0
-        """The version of the weights, stamped on what is sampled."""
-        self.halted = False
-        """vLLM is paused."""
-        self.cleared = False
-        """Paused, and all keys and values are gone."""
         self._sleeping: list[str] = []
         """The parts of its memory that sleep, by vLLM's tags: it wakes as a whole, or the weights first, when new ones
         come."""
@@ -95,11 +89,11 @@ class VllmState:
     def attributed(self, what: str, cause: Exception, error: type[HeadwayError]) -> HeadwayError:
         """The error for what vLLM raised when told to do ``what``: `WorkerDied` if it is dead, else ``error``."""
         detail = f"{type(cause).__name__}: {cause}"
-        if self._llm.errored:
-            dead = WorkerDied(f"vLLM's processes of rollout engine {self._name} ended when told to {what}: {detail}")
+        if self.llm.errored:
+            dead = WorkerDied(f"vLLM's processes of rollout engine {self.name} ended when told to {what}: {detail}")
             dead.__cause__ = cause
             return dead
-        failed = error(f"rollout engine {self._name}: vLLM was told to {what}: {detail}")
+        failed = error(f"rollout engine {self.name}: vLLM was told to {what}: {detail}")
         failed.__cause__ = cause
         return failed
 
@@ -109,18 +103,18 @@ class VllmState:
             # Before anything is told: callers that wake up by it ask for the error.
             self.over = error
             self._ended.set()
-            self._on_end(error)
+            self.on_end(error)
 
     def check(self) -> None:
         """Raise what the engine ended with, if it did."""
-        if self.over is None and self._llm.errored:
+        if self.over is None and self.llm.errored:
             self._lost()
         if self.over is not None:
             raise self.over
 
     def _lost(self) -> None:
         """End with the error for outputs of vLLM's that have ended: by its death, unless this engine ended before."""
-        self.end(WorkerDied(f"vLLM's processes of rollout engine {self._name} have ended; its own output says why"))
+        self.end(WorkerDied(f"vLLM's processes of rollout engine {self.name} have ended; its own output says why"))
 
     # ------------------------------------------------------------------------------------- its state
 
@@ -131,11 +125,11 @@ class VllmState:
 
     async def begin(self) -> None:
         """The first weights are version 0. Raises `ModelError` for a model that vLLM loads and cannot compute with."""
-        if (handler := getattr(self._llm, "output_handler", None)) is not None:  # it ends with vLLM, also while idle
+        if (handler := getattr(self.llm, "output_handler", None)) is not None:  # it ends with vLLM, also while idle
             handler.add_done_callback(lambda _: self._lost())
-        await self.tell("start", self._llm.get_supported_tasks())  # kept by vLLM: requests then register at once
-        await self.tell("start", self._llm.update_weight_version("0"))
-        first = self._llm.collective_rpc("headway_score", args=([[0, 0]], [0], 1.0))
+        await self.tell("start", self.llm.get_supported_tasks())  # kept by vLLM: requests then register at once
+        await self.tell("start", self.llm.update_weight_version("0"))
+        first = self.llm.collective_rpc("headway_score", args=([[0, 0]], [0], 1.0))
         await self.tell("compute with the model", first, ModelError)
 
     async def connect(self, nbytes: int, slots: list[tuple[str, list[int], str, int, int]]) -> None:
@@ -145,25 +139,25 @@ class VllmState:
         )
 
         request = WeightTransferInitRequest({"nbytes": nbytes, "slots": slots})
-        told = self._llm.init_weight_transfer_engine(request)
+        told = self.llm.init_weight_transfer_engine(request)
         await self.tell("prepare for new weights", told, UpdateFailed)
 
     async def halt(self, *, clear: bool) -> None:
         """Pause vLLM and collect the outputs under way. ``clear`` also empties the cache: all is prefilled again."""
         if self.halted and (self.cleared or not clear):
             return
-        await self.tell("pause", self._llm.pause_generation(mode="keep", clear_cache=clear))
+        await self.tell("pause", self.llm.pause_generation(mode="keep", clear_cache=clear))
         self.halted, self.cleared = True, clear
         if clear:
-            self._on_cleared()
-        self._on_halted()
+            self.on_cleared()
+        self.on_halted()
 
     async def go_on(self) -> None:
         """End a pause."""
         if self.halted:
-            await self.tell("go on", self._llm.resume_generation())
+            await self.tell("go on", self.llm.resume_generation())
             self.halted = self.cleared = False
-            self._on_halted()
+            self.on_halted()
 
     async def load(self, version: int, path: str) -> None:
         """Have the workers load ``version`` from a buffer. Raises `UpdateFailed`; the weights are then torn."""
@@ -171,11 +165,11 @@ class VllmState:
 
         async def load() -> None:
             if WEIGHTS in self._sleeping:
-                await self._llm.wake_up([WEIGHTS])
+                await self.llm.wake_up([WEIGHTS])
                 self._sleeping.remove(WEIGHTS)  # once: vLLM takes memory for whatever it is told to wake
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
-            await self._llm.finish_weight_update(str(version))
+            await self.llm.start_weight_update()
+            await self.llm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
+            await self.llm.finish_weight_update(str(version))
 
         # The version behind it: a load that fails leaves the old one, so that no token is stamped with a torn version.
         await self.tell(f"load version {version}", load(), UpdateFailed)
@@ -184,8 +178,8 @@ class VllmState:
     async def sleep(self, *, keep_weights: bool) -> None:
         """Free the device's memory."""
         if not self.asleep:
-            await self.tell("sleep", self._llm.sleep(level=1 if keep_weights else 2, mode="keep"))
-            self._on_cleared()
+            await self.tell("sleep", self.llm.sleep(level=1 if keep_weights else 2, mode="keep"))
+            self.on_cleared()
             self._sleeping = [WEIGHTS, KV_CACHE]
         if not keep_weights:
             self.weights.lose_served()
@@ -193,21 +187,21 @@ class VllmState:
     async def wake(self) -> None:
         """Take the device's memory back; still paused."""
         if self.asleep:
-            await self.tell("wake", self._llm.wake_up(list(self._sleeping)))
+            await self.tell("wake", self.llm.wake_up(list(self._sleeping)))
             # Waking lets it go on.
-            await self.tell("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+            await self.tell("pause", self.llm.pause_generation(mode="keep", clear_cache=True))
             self._sleeping, self.cleared = [], True
 
     async def score(
         self, contexts: Sequence[Sequence[int]], tokens: Sequence[int], temperature: float
     ) -> NDArray[np.float32]:
         """The log-prob of each of ``tokens`` behind its context, in steps of their own, while vLLM stands still."""
-        scoring = self._llm.collective_rpc("headway_score", args=(contexts, tokens, temperature))
+        scoring = self.llm.collective_rpc("headway_score", args=(contexts, tokens, temperature))
         scores = await self.tell("compute the probe's log-probs", scoring)
         return np.array(next((s for s in scores if s), []), np.float32)
 
     def check_computes(self, doing: str) -> None:
         """Raise `RunError` while asleep, and without a whole version: nothing can be computed for ``doing`` that."""
         if self.asleep:
-            raise RunError(f"rollout engine {self._name} was told to {doing} while asleep; call wake() first")
+            raise RunError(f"rollout engine {self.name} was told to {doing} while asleep; call wake() first")
         self.weights.check(doing)
