@@ -131,7 +131,7 @@ async def test_nothing_is_received_while_the_back_buffer_is_copied_into_the_mode
     async with serving(source) as engine:
         await engine.stage_weights(1)
         assert engine._updates is not None
-        write, loading, go_on = engine._updates._write, threading.Event(), threading.Event()
+        write, loading, go_on = engine._updates.write, threading.Event(), threading.Event()
         assert write is not None
 
         def slowly(buffer: BackBuffer) -> None:
@@ -139,7 +139,7 @@ async def test_nothing_is_received_while_the_back_buffer_is_copied_into_the_mode
             assert go_on.wait(WAIT_S)
             write(buffer)
 
-        monkeypatch.setattr(engine._updates, "_write", slowly)
+        monkeypatch.setattr(engine._updates, "write", slowly)
         activating = asyncio.create_task(engine.activate(1))
         assert await asyncio.to_thread(loading.wait, WAIT_S)
         with pytest.raises(UpdateFailed, match="still loading version 1; receiving version 2 has to wait"):
@@ -384,7 +384,7 @@ async def test_an_update_that_breaks_half_way_ends_the_engine_and_its_own_caller
             raise MemoryError("no room for the weights")
 
         assert engine._updates is not None
-        monkeypatch.setattr(engine._updates, "_write", fail)
+        monkeypatch.setattr(engine._updates, "write", fail)
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(WorkerDied, match="no room for the weights"):
                 await engine.activate(1)

@@ -424,7 +424,7 @@ async def test_a_version_that_is_written_over_while_it_is_loaded_serves_nobody_u
         await engine.stage_weights(1)
         await engine.pause(OnUpdate.KEEP)
         assert engine._updates is not None
-        write = engine._updates._write
+        write = engine._updates.write
         assert write is not None
 
         def meanwhile(buffer: BackBuffer) -> None:
@@ -432,7 +432,7 @@ async def test_a_version_that_is_written_over_while_it_is_loaded_serves_nobody_u
             write(buffer)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._updates, "_write", meanwhile)
+            patch.setattr(engine._updates, "write", meanwhile)
             with pytest.raises(UpdateFailed, match="version 1 was written over by another one while it was loaded"):
                 await engine.activate(1)
         for call in (engine.resume, engine.probe):

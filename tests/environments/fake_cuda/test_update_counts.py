@@ -131,7 +131,7 @@ def test_from_gpu_to_gpu_no_byte_passes_through_host_memory(
         buffer = torch.empty(BUCKET, dtype=torch.uint8, device=CUDA)
         outgoing = Stream(MANIFEST, pack(MANIFEST, whole(source), spans, buffer))
         counts.clear()
-        report = updates._intake.fill(1, lambda incoming: carry(outgoing, incoming))
+        report = updates.intake.fill(1, lambda incoming: carry(outgoing, incoming))
         updates.load(1)
         assert report.nbytes == MANIFEST.nbytes and served.state.served == 1
         assert report.path is None

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -209,6 +210,7 @@ async def outcome(work: Future[T]) -> T:
     return await asyncio.shield(waited)
 
 
+@dataclass(eq=False)
 class WeightUpdates:
     """Receives and loads versions by one `Intake`, one at a time; receives on its own thread.
 
@@ -218,30 +220,20 @@ class WeightUpdates:
     A shared pool may have fewer threads than there are replicas, and a transport waits for all of them.
     """
 
-    def __init__(
-        self,
-        intake: Intake,
-        receive: Callable[[int, IncomingWeights], None],
-        device: torch.device,
-        *,
-        take_memory: Callable[[], None] = lambda: None,
-        write: Callable[[BackBuffer], None] | None = None,
-    ) -> None:
-        """Set up a receiving thread.
+    intake: Intake
+    """The memory that versions arrive in."""
+    receive: Callable[[int, IncomingWeights], None]
+    """Lets a version come in, blocking."""
+    device: torch.device
+    """The engine's."""
+    take_memory: Callable[[], None] = lambda: None
+    """Called before served weights are written, whose memory may have been given up."""
+    write: Callable[[BackBuffer], None] | None = None
+    """Writes a staged version over the served weights; None: `load` is given such a function."""
 
-        Args:
-            intake: the memory that versions arrive in.
-            receive: lets a version come in, blocking.
-            device: the engine's.
-            take_memory: is called before served weights are written, whose memory may have been given up.
-            write: writes a staged version over the served weights; None: `load` is given such a function.
-        """
-        self._intake, self._state = intake, intake.state
-        self._receive = receive
-        self._take_memory = take_memory
-        self._write = write
-        self._stream = kind_of(device).side_stream(device)
-        self._device = device
+    def __post_init__(self) -> None:
+        self._state = self.intake.state
+        self._stream = kind_of(self.device).side_stream(self.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"headway-receive-{self._state.name}")
 
     def start(self, version: int) -> Future[ReceiveReport]:
@@ -252,8 +244,8 @@ class WeightUpdates:
                 self._prepare(version)
             with boundary(f"{self._state.name}, which is being closed, receiving version {version}", RunError):
                 # The state changes there and not where `start` is awaited: who waits may be cancelled meanwhile.
-                receive = partial(self._receive, version)
-                return self._thread.submit(self._intake.finish, version, receive, self._on_stream())
+                receive = partial(self.receive, version)
+                return self._thread.submit(self.intake.finish, version, receive, self._on_stream())
         except BaseException:
             self._state.fail()
             raise
@@ -264,19 +256,19 @@ class WeightUpdates:
         with nullcontext() if self._stream is None else self._stream.working():
             yield
             if self._state.in_place:
-                kind_of(self._device).synchronize(self._device)
+                kind_of(self.device).synchronize(self.device)
 
     def load(self, version: int, write: Callable[[BackBuffer], None] | None = None) -> None:
         """Serve ``version``. Raises `UpdateFailed` if it was not received, or while another one is being received."""
-        self._state.begin_load(version, self._intake.version)
+        self._state.begin_load(version, self.intake.version)
         try:
-            if isinstance(self._intake, BackBuffer):
+            if isinstance(self.intake, BackBuffer):
                 self._prepare(version)  # before the weights are torn: it may raise
                 self._state.tear()  # until all of it is written
-                write = write or self._write
+                write = write or self.write
                 assert write is not None
-                write(self._intake)
-            self._intake.loaded()
+                write(self.intake)
+            self.intake.loaded()
         except BaseException:
             self._state.fail_load()
             raise
@@ -287,4 +279,4 @@ class WeightUpdates:
 
     def _prepare(self, version: int) -> None:
         with boundary(f"{self._state.name} taking memory for version {version}", UpdateFailed):
-            self._take_memory()
+            self.take_memory()

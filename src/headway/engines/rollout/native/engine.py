@@ -31,8 +31,8 @@ from headway.engines.rollout.engine_base import EngineBase, Work
 from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served_weights import outcome
-from headway.engines.weights.weight_layout import ALIGNMENT, Manifest
-from headway.errors import ConfigError, HeadwayError, NonFinite, RunError, StallError, WorkerDied
+from headway.engines.weights.weight_layout import Manifest
+from headway.errors import HeadwayError, NonFinite, RunError, StallError, WorkerDied
 
 Command = tuple[Work, "Future[Any]"]
 """Work for the decoding thread, and its answer."""
@@ -53,8 +53,7 @@ class NativeEngine(EngineBase):
         enforce_eager: on a GPU, decode without CUDA graphs (see `DecodeGraphs`).
         core: arguments of `EngineCore`.
 
-    Raises `ModelError` for a model that it cannot serve, or whose tensors are not what ``manifest`` will bring, and
-    `ConfigError` for a ``consume_bucket_bytes`` that does not fit.
+    Raises `ModelError` for a model that it cannot serve, or whose tensors are not what ``manifest`` will bring.
     """
 
     capabilities = Capabilities(on_update=frozenset(OnUpdate), reproducible=True, sleep=True)
@@ -70,11 +69,6 @@ class NativeEngine(EngineBase):
         enforce_eager: bool = False,
         **core: Any,
     ) -> None:
-        if consume_bucket_bytes <= 0 or consume_bucket_bytes % ALIGNMENT:
-            raise ConfigError(
-                f"weights are copied by a positive multiple of {ALIGNMENT} bytes; {consume_bucket_bytes} was given "
-                "(see rollout.param_update_consume_bucket_size_mb)"
-            )
         recorder = None if enforce_eager else kind_of(model.device).recorder(model.device)
         self._core = EngineCore(model, recorder=recorder, **core)
         super().__init__(self._core.name, self._core.slots)

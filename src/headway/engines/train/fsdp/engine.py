@@ -133,7 +133,6 @@ class FsdpEngine:
             config.actor.optim,
             grad_clip=config.actor.grad_clip,
             total_steps=total_optimizer_steps,
-            prefix="lm.",
             whole_copies=config.trainer.snapshot is not None,
         )
         # With one train batch a version all ask for its start before its first step, where the policy still is.

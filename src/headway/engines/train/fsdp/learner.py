@@ -72,13 +72,11 @@ class Learner:
         *,
         grad_clip: float,
         total_steps: int,
-        prefix: str = "",
         whole_copies: bool = False,
     ) -> None:
         """Set up the optimizer of ``module``, and a schedule of ``total_steps``.
 
-        ``prefix`` is taken off the names of parameters in checkpoints. ``whole_copies``: copies have all that this rank
-        holds, for `restore_copy`, and not only what it writes.
+        ``whole_copies``: copies have all that this rank holds, for `restore_copy`, and not only what it writes.
         """
         assert module.mesh is not None
         self._module, self._mesh = module, module.mesh
@@ -87,7 +85,6 @@ class Learner:
         self._optim = optim
         self._grad_clip = grad_clip
         self._total_steps = total_steps
-        self._prefix = prefix
         self._steps = 0
         self._shards = {name: nn.Parameter(local(parameter)) for name, parameter in self._parameters.items()}
         """This rank's part of each parameter, as the optimizer steps it: parameters lie on meshes of several kinds."""
@@ -177,7 +174,7 @@ class Learner:
         weights: dict[str, Any] = {}
         moments: dict[str, Any] = {}
         for name, parameter in self._parameters.items():
-            of = name.removeprefix(self._prefix)
+            of = name.removeprefix("lm.")  # of a policy the names are the model's own
             weights[of] = Pieces(parameter)
             moments[of] = {
                 # `step` has no dimensions, and is the same on all ranks. Moments lie as their parameter does.
