@@ -140,21 +140,15 @@ def _digest(file: Path) -> str:
 
 
 def _check_weights(path: str, folder: Path) -> None:
-    if (folder / SAFETENSORS).exists():
-        _check_safetensors(folder / SAFETENSORS)
-    elif (folder / SAFETENSORS_INDEX).exists():
-        places = read_object(folder / SAFETENSORS_INDEX).get("weight_map")
-        if not isinstance(places, Mapping) or not places or not all(isinstance(v, str) for v in places.values()):
-            raise ModelError(f"{folder / SAFETENSORS_INDEX}: there is no weight_map of tensors to files; {GET_AGAIN}")
-        shards = sorted(set(places.values()))
-        if missing := [name for name in shards if not (folder / name).exists()]:
-            raise ModelError(
-                f"{path}: {len(missing)} of the {len(shards)} files of weights that {SAFETENSORS_INDEX} names are not "
-                f"there: {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}; copy or download the rest"
-            )
-        for name in shards:
-            _check_safetensors(folder / name)
-    elif not any((folder / name).exists() for name in OTHER_WEIGHTS):
+    files = _safetensors_files(folder)
+    if missing := [name for name in files if not (folder / name).exists()]:
+        raise ModelError(
+            f"{path}: {len(missing)} of the {len(files)} files of weights that {SAFETENSORS_INDEX} names are not "
+            f"there: {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}; copy or download the rest"
+        )
+    for name in files:
+        _check_safetensors(folder / name)
+    if not files and not any((folder / name).exists() for name in OTHER_WEIGHTS):
         if (folder / ADAPTER).exists():
             raise _adapter(path, folder)
         there = ""
@@ -165,6 +159,18 @@ def _check_weights(path: str, folder: Path) -> None:
         raise ModelError(
             f"{path}: the folder has no weights: expected {SAFETENSORS}, or shards with {SAFETENSORS_INDEX}{there}"
         )
+
+
+def _safetensors_files(folder: Path) -> list[str]:
+    """Return the names of the safetensors files that a folder's weights are in, or should be; none without such."""
+    if (folder / SAFETENSORS).exists():
+        return [SAFETENSORS]
+    if not (folder / SAFETENSORS_INDEX).exists():
+        return []
+    places = read_object(folder / SAFETENSORS_INDEX).get("weight_map")
+    if not isinstance(places, Mapping) or not places or not all(isinstance(v, str) for v in places.values()):
+        raise ModelError(f"{folder / SAFETENSORS_INDEX}: there is no weight_map of tensors to files; {GET_AGAIN}")
+    return sorted(set(places.values()))
 
 
 def _check_safetensors(file: Path) -> None:
@@ -327,14 +333,7 @@ def tensors_in_files(folder: Path) -> Iterator[StoredTensor]:
     """Yield the tensors in a folder's safetensors files, of which only the headers are read."""
     from safetensors import safe_open
 
-    if (folder / SAFETENSORS).exists():
-        files = [SAFETENSORS]
-    elif (folder / SAFETENSORS_INDEX).exists():
-        places = json.loads((folder / SAFETENSORS_INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(places.values()))
-    else:
-        files = []
-    for file in files:
+    for file in _safetensors_files(folder):
         with safe_open(folder / file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 piece = opened.get_slice(name)

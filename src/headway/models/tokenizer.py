@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +138,9 @@ class TokenTexts:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of all tokens together."""
-        return self._decode(ids)
+        # Without the clean-up, which takes spaces between tokens away: pieces would not add up to the text.
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token. Bytes that are no whole character are spelled, as ``<0xE2>``."""
@@ -149,23 +151,18 @@ class TokenTexts:
         return [known[id] for id in ids]
 
     def _piece(self, id: int) -> str:
-        text = self._decode([*self._anchor, id])
-        piece = text.removeprefix(self._before) if text.startswith(self._before) else self._decode([id])
+        text = self.text([*self._anchor, id])
+        piece = text.removeprefix(self._before) if text.startswith(self._before) else self.text([id])
         if REPLACEMENT not in piece:
             return piece
         return _bytes_spelled(str(self._tokenizer.convert_ids_to_tokens(id) or piece))
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        # Without the clean-up, which takes spaces between tokens away: pieces would not add up to the text.
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
     def _find_anchor(self) -> tuple[list[int], str]:
         """Return a token behind which others are decoded, and its text; nothing where no token serves."""
         vocabulary = self._tokenizer.get_vocab()
         for text in ANCHORS:
             # Twice: a space before it is left out at the beginning, and shows in the second one.
-            if (id := vocabulary.get(text)) is not None and self._decode([id, id]) == 2 * text:
+            if (id := vocabulary.get(text)) is not None and self.text([id, id]) == 2 * text:
                 return [id], text
         return [], ""
 
@@ -175,7 +172,9 @@ def _bytes_spelled(token: str) -> str:
 
     A token of another kind is returned as it is: SentencePiece's vocabularies have such names for bytes.
     """
-    table = _byte_of_character()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    table = {character: byte for byte, character in bytes_to_unicode().items()}
     if not all(character in table for character in token):
         return token
     text, rest = "", bytes(table[character] for character in token)
@@ -186,11 +185,3 @@ def _bytes_spelled(token: str) -> str:
             text += rest[: cause.start].decode("utf-8") + "".join(f"<0x{b:02X}>" for b in rest[cause.start : cause.end])
             rest = rest[cause.end :]
     return text
-
-
-@cache
-def _byte_of_character() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for, as GPT-2's tokenizer has it."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
