@@ -50,7 +50,6 @@ def core_over(llm: Noting) -> VllmCore:
         seed=0,
         slots=2,
         max_context=32,
-        clock=clock,
         activity=VllmActivity(clock),
         temperature=1.0,
         can_sleep=True,

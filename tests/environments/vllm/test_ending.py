@@ -80,7 +80,6 @@ async def core_over(llm: Scripted, told: Told) -> AsyncIterator[VllmCore]:
         seed=0,
         slots=2,
         max_context=32,
-        clock=clock,
         activity=VllmActivity(clock),
         temperature=1.0,
         can_sleep=True,

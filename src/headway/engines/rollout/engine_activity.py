@@ -19,7 +19,7 @@ class Counts(ABC):
     """Busy spans, tokens and steps since the last `take`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self.clock = clock
         self._stats = EngineStats()
 
     def take(self, running: int, waiting: int, version: int) -> EngineStats:
@@ -71,12 +71,12 @@ class NativeActivity(Counts):
 
     def begin(self) -> None:
         """A step begins. Consecutive ones without a `stop` in between count as one busy span."""
-        self._start = self._clock()
+        self._start = self.clock()
         self._open = self._open or (self._start, self._start)
 
     def end(self, step: DecodeStep) -> None:
         """``step`` has given its tokens, and lasted from the end of the one before."""
-        end = self._clock()
+        end = self.clock()
         opened, before = self._open or (self._start, self._start)
         self._open = (opened, end)
         self._stats.slot_seconds += step.active * (end - self._start)
@@ -125,7 +125,7 @@ class VllmActivity(Counts):
 
     def running(self, calls: int, *, halted: bool = False) -> None:
         """Set how many calls vLLM has from now on; they compute unless it is ``halted``."""
-        now = self._clock()
+        now = self.clock()
         self._count_slots(now)
         self._cut = min(self._cut, calls)  # it never tells of those that were aborted before they went on
         if halted:
@@ -165,7 +165,7 @@ class VllmActivity(Counts):
         if details is None:
             self._stats.prefilled_tokens += 0 if iteration is None else iteration.prompt_token_stats.computed
             return
-        now = self._clock()
+        now = self.clock()
         seconds = min(latencies) if latencies and self._goes_on else now - self._last
         self._last, self._goes_on = now, True
         prefilled = details.num_ctx_tokens + details.num_generation_tokens - details.num_generation_requests
@@ -189,7 +189,7 @@ class VllmActivity(Counts):
         return SimpleNamespace(record=record, **others)
 
     def stop(self) -> None:
-        now = self._clock()
+        now = self.clock()
         self._count_slots(now)
         if self._since is not None:
             self._stats.busy.append((self._since, now))

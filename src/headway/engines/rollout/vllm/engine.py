@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,22 +220,16 @@ class VllmEngine(EngineBase):
         self._close_s = close_s(model_nbytes(str(model_path)))
         super().__init__(name, slots)
         self._settings = VllmSettings(Path(model_path), slots, max_context, **settings)
-        weights = ReceiverState(f"rollout engine {name}")
-        self._core_settings: dict[str, Any] = {
-            "name": name,
-            "seed": seed,
-            "slots": slots,
-            "max_context": max_context,
-            "clock": clock,
-            "temperature": temperature,
-            "weights": weights,
-        }
+        state = ReceiverState(f"rollout engine {name}")
+        self._make_core = partial(
+            VllmCore, name=name, seed=seed, slots=slots, max_context=max_context, temperature=temperature, weights=state
+        )
         self._clock = clock
         self._manifest: Manifest | None = None
         if receive is not None and manifest is not None:
             check_manifest(manifest, self._settings.model_path)
             self._manifest = manifest
-            self._updates = WeightUpdates(BackBuffer(manifest, state=weights), receive, torch.device("cpu"))
+            self._updates = WeightUpdates(BackBuffer(manifest, state=state), receive, torch.device("cpu"))
         self._core: VllmCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -319,9 +314,7 @@ class VllmEngine(EngineBase):
             sleep = self._settings.sleep and kind_here() is not CPU
             roomy = is_roomy(llm, self.slots)
             self.capabilities = replace(VllmEngine.capabilities, sleep=sleep, reproducible=roomy)
-            core = VllmCore(
-                llm, self._deliver, self._tell_clients, activity=activity, can_sleep=sleep, **self._core_settings
-            )
+            core = self._make_core(llm, self._deliver, self._tell_clients, activity=activity, can_sleep=sleep)
             await core.state.begin()
             if self._manifest is not None:
                 slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in self._manifest.slots]

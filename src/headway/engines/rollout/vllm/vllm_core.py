@@ -127,7 +127,6 @@ class VllmCore:
     seed: InitVar[int]
     slots: int
     max_context: int
-    clock: Callable[[], float]
     activity: VllmActivity
     temperature: float
     can_sleep: bool
@@ -189,7 +188,7 @@ class VllmCore:
         vLLM was told to load them.
         """
         async with self._alone():
-            start = self.clock()
+            start = self.activity.clock()
             await self.state.halt(clear=False)
             loop = asyncio.get_running_loop()
 
@@ -203,7 +202,7 @@ class VllmCore:
                 goes_on = self._scheduler.mode is not Mode.PAUSED and not self.state.asleep
                 if goes_on and self.state.weights.problem is None and self.state.over is None:
                     await self.state.go_on()
-            return self.clock() - start
+            return self.activity.clock() - start
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None:
         """End these calls of ``client`` as they are."""
@@ -296,7 +295,7 @@ class VllmCore:
             async for output in outputs:
                 last = output
                 if run.started is None and output.outputs[0].token_ids:
-                    run.started, run.oldest_version = self.clock(), self.state.version
+                    run.started, run.oldest_version = self.activity.clock(), self.state.version
                     run.cached = output.num_cached_tokens or 0
             reason = None if last is None else _REASONS.get(last.outputs[0].finish_reason)
             if last is None or reason is None:
@@ -325,7 +324,7 @@ class VllmCore:
             return
         if not self._done:
             asyncio.get_running_loop().call_soon(self._deliver)
-        self._done.setdefault(run.client, []).append(self._scheduler.finish(run, reason, self.clock()))
+        self._done.setdefault(run.client, []).append(self._scheduler.finish(run, reason, self.activity.clock()))
 
     def _deliver(self) -> None:
         done, self._done = self._done, {}  # exchanged first: `_finish` schedules a delivery where it is empty
