@@ -22,6 +22,10 @@ class LogitRule:
     cap: float | None = None
     """Soft cap, positive: logits lie between -cap and cap. None: there is none."""
 
+    def at(self, temperature: float) -> LogitRule:
+        """Return the rule of the logits divided by ``temperature``."""
+        return LogitRule(self.scale / temperature, None if self.cap is None else self.cap / temperature)
+
 
 PLAIN = LogitRule()
 """Rule of a model whose logits are the output layer's result as it is."""

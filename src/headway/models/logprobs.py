@@ -93,30 +93,26 @@ def chunked_logprobs(
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], weight.device)
     hidden_MH, targets_M = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     logprobs_M, entropy_M = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden_MH, weight, bias, targets_M, temperature, rule, chunk, compiled, part
+        hidden_MH, weight, bias, targets_M, rule.at(temperature), chunk, compiled, part
     )
     if targets.ndim == 1:  # no view of an output: FSDP2 hooks onto what a module returns, and warns of views
         return logprobs_M, entropy_M
     return logprobs_M.view(targets.shape), entropy_M.view(targets.shape)
 
 
-def _scaled_logits(
-    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rule: LogitRule, temperature: float
-) -> Float[Tensor, "C V"]:
-    """The model's logits, divided by the temperature. Only for functions that build no graph: it works in place."""
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rule: LogitRule) -> Float[Tensor, "C V"]:
+    """The logits by ``rule``. Only for functions that build no graph: it works in place."""
     output_CV = linear(hidden_CH, weight_VH, bias_V).to(torch.promote_types(hidden_CH.dtype, torch.float32))
     if rule.cap is None:
-        factor = rule.scale / temperature
-        return output_CV if factor == 1.0 else output_CV.mul_(factor)
-    return output_CV.mul_(rule.scale / rule.cap).tanh_().mul_(rule.cap / temperature)
+        return output_CV if rule.scale == 1.0 else output_CV.mul_(rule.scale)
+    return output_CV.mul_(rule.scale / rule.cap).tanh_().mul_(rule.cap)
 
 
-def _slope(logits_CV: Tensor, rule: LogitRule, temperature: float) -> Float[Tensor, "C V"] | float:
-    """Derivative of `_scaled_logits` with respect to what the output layer gives: scale · (1 − tanh²) / temperature."""
-    factor = rule.scale / temperature
+def _slope(logits_CV: Tensor, rule: LogitRule) -> Float[Tensor, "C V"] | float:
+    """Derivative of `_logits` with respect to what the output layer gives: scale · (1 − tanh²)."""
     if rule.cap is None:
-        return factor
-    return (logits_CV * (temperature / rule.cap)).square_().neg_().add_(1.0).mul_(factor)
+        return rule.scale
+    return (logits_CV / rule.cap).square_().neg_().add_(1.0).mul_(rule.scale)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -134,7 +130,6 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_M: Tensor,
-        temperature: float,
         rule: LogitRule,
         chunk: int,
         compiled: bool,
@@ -148,14 +143,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         compute = _of_chunks(_logprobs, compiled)
         for start in range(0, len(targets_M), chunk):
             of = slice(start, start + chunk)
-            given = weight_VH, bias_V, rule, temperature, hidden_MH[of], targets_M[of]
+            given = weight_VH, bias_V, rule, hidden_MH[of], targets_M[of]
             if part is None or logsum_M is None:
                 logprobs_M[of], entropy_M[of] = compute(*given)
             else:
                 logprobs_M[of], entropy_M[of], logsum_M[of] = _logprobs_of_part(*given, part)
         ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, entropy_M, logsum_M)
-        ctx.temperature, ctx.rule, ctx.chunk = temperature, rule, chunk
-        ctx.compiled, ctx.part = compiled, part
+        ctx.rule, ctx.chunk, ctx.compiled, ctx.part = rule, chunk, compiled, part
         return logprobs_M, entropy_M
 
     @staticmethod
@@ -175,7 +169,6 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 weight_VH,
                 bias_V,
                 ctx.rule,
-                ctx.temperature,
                 hidden_MH[of],
                 targets_M[of],
                 None if grad_logprobs_M is None else grad_logprobs_M[of],
@@ -195,14 +188,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
             dist.all_reduce(grad_hidden_MH, group=ctx.part.group)
         grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         grad_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_MH, grad_weight_VH, grad_bias_V, *(None,) * 6  # as many as `forward` has arguments
+        return grad_hidden_MH, grad_weight_VH, grad_bias_V, *(None,) * 5  # as many as `forward` has arguments
 
 
 def _logprobs(
-    weight_VH: Tensor, bias_V: Tensor | None, rule: LogitRule, temperature: float, hidden_CH: Tensor, targets_C: Tensor
+    weight_VH: Tensor, bias_V: Tensor | None, rule: LogitRule, hidden_CH: Tensor, targets_C: Tensor
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     """Log-probs of the targets of one chunk, and entropies."""
-    logp_CV = _scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature).log_softmax(dim=-1)
+    logp_CV = _logits(hidden_CH, weight_VH, bias_V, rule).log_softmax(dim=-1)
     # −inf logits (a masked vocabulary entry) have p = 0 and contribute nothing: 0·log 0 is 0
     return logp_CV.gather(1, targets_C[:, None]).squeeze(1), torch.special.entr(logp_CV.exp()).sum(dim=-1)
 
@@ -211,7 +204,6 @@ def _logprobs_of_part(
     weight_VH: Tensor,
     bias_V: Tensor | None,
     rule: LogitRule,
-    temperature: float,
     hidden_CH: Tensor,
     targets_C: Tensor,
     part: VocabularyPart,
@@ -220,7 +212,7 @@ def _logprobs_of_part(
 
     As Megatron-LM's vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053), with the entropy.
     """
-    z_CV = _scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature)
+    z_CV = _logits(hidden_CH, weight_VH, bias_V, rule)
     highest_C = z_CV.amax(dim=1) if z_CV.shape[1] else z_CV.new_full((len(z_CV),), -torch.inf)
     # Of all ranks, before any exponential: with its own maximum each rank's sums would be in another scale.
     dist.all_reduce(highest_C, op=dist.ReduceOp.MAX, group=part.group)
@@ -265,7 +257,6 @@ def _chunk_gradient(
     weight_VH: Tensor,
     bias_V: Tensor | None,
     rule: LogitRule,
-    temperature: float,
     hidden_CH: Tensor,
     targets_C: Tensor,
     grad_logp_C: Tensor | None,
@@ -277,11 +268,11 @@ def _chunk_gradient(
 ) -> tuple[Float[Tensor, "C V"], Float[Tensor, " V"] | None]:
     """Gradient of what the output layer gives for one chunk, in its dtype, and that of the bias.
 
-    Of Σ grad_logp·log p_target + Σ grad_entropy·S, first with respect to the scaled logits.
+    Of Σ grad_logp·log p_target + Σ grad_entropy·S, first with respect to the logits.
     """
-    logits_CV = _scaled_logits(hidden_CH, weight_VH, bias_V, rule, temperature)
+    logits_CV = _logits(hidden_CH, weight_VH, bias_V, rule)
     # Before the logits of a part become log-probs in place.
-    factor = _slope(logits_CV, rule, temperature)
+    factor = _slope(logits_CV, rule)
     of_targets_C = torch.zeros_like(entropy_C) if grad_logp_C is None else grad_logp_C
     if part is None or logsum_C is None:
         logp_CV, own_C = logits_CV.log_softmax(dim=-1), None

@@ -33,7 +33,7 @@ from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.micro_batches import collate
-from headway.engines.train.fsdp.objective import Objective, collate_columns
+from headway.engines.train.fsdp.objective import Objective
 from headway.engines.train.fsdp.step_sums import count
 from tests.engines.train.rows import random_rows, with_columns
 from tests.tiers import mostly_slow
@@ -279,10 +279,10 @@ def through_objective(
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, its gradient in each token's log-prob, and sums."""
     given = rows if mode == RECOMPUTE else [replace(r, columns={"advantages": r.columns["advantages"]}) for r in rows]
-    batch, columns = collate(given), collate_columns(given, with_ref=False)
+    objective = Objective(configured(mode, correction))
+    batch, columns = collate(given), objective.collate(given)
     now = policy.logprobs(batch.targets.numpy(), context.version + context.progress)
     logprobs = torch.from_numpy(now.astype(np.float32)).requires_grad_()
-    objective = Objective(configured(mode, correction))
     loss, sums = objective(columns, count(rows), logprobs, torch.zeros_like(logprobs), context)
     loss.backward()
     assert logprobs.grad is not None

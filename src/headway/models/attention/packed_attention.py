@@ -115,6 +115,13 @@ def _gather(line: Float[Tensor, "L G D"], places: Places, items: int, heads: int
     return gathered if own == heads else gathered.repeat_interleave(heads // own, dim=1)
 
 
+def _operands(part: AttentionPart, q_LHD: Tensor, k_LGD: Tensor, v_LGE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a part, [B, H, N, …] each."""
+    heads = q_LHD.shape[1]
+    keys, values = (_gather(line, part.keys, part.items, heads) for line in (k_LGD, v_LGE))
+    return _gather(q_LHD, part.queries, part.items, heads), keys, values
+
+
 def _as_line(line: Float[Tensor, "L G D"], grad: Float[Tensor, "B H N D"]) -> Float[Tensor, "BN G D"]:
     """Gradient of what `_gather` took from ``line``, token by token."""
     heads, own = grad.shape[1], line.shape[1]
@@ -169,15 +176,8 @@ class _Flash(torch.autograd.Function):
         # In float32 at least: parts are merged by differences of these, for which bfloat16 is too coarse.
         lse_LH = torch.empty(tokens, heads, dtype=torch.promote_types(q_LHD.dtype, torch.float32))
         for part in parts:
-            out, lse = _flash(
-                _gather(q_LHD, part.queries, part.items, heads),
-                _gather(k_LGD, part.keys, part.items, heads),
-                _gather(v_LGD, part.keys, part.items, heads),
-                0.0,
-                part.kind is AttentionKind.CAUSAL,
-                attn_mask=_as_dtype(part.mask, q_LHD.dtype),
-                scale=scale,
-            )
+            mask, causal = _as_dtype(part.mask, q_LHD.dtype), part.kind is AttentionKind.CAUSAL
+            out, lse = _flash(*_operands(part, q_LHD, k_LGD, v_LGD), 0.0, causal, attn_mask=mask, scale=scale)
             own_MHD, own_MH = _kept(part, out), _kept(part, lse.to(lse_LH.dtype))
             if part.kind is AttentionKind.SUBTREE:
                 own_MHD, own_MH = _merged(out_LHD, lse_LH, part, own_MHD, own_MH)
@@ -190,7 +190,6 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_LHD, k_LGD, v_LGD, out_LHD, lse_LH = ctx.saved_tensors
-        heads = q_LHD.shape[1]
         grad_q = torch.empty(q_LHD.shape, dtype=lse_LH.dtype)  # parts that cover each query once come first
         grad_k, grad_v = (torch.zeros(t.shape, dtype=lse_LH.dtype) for t in (k_LGD, v_LGD))
         for part in ctx.parts:
@@ -200,10 +199,8 @@ class _Flash(torch.autograd.Function):
             lse_BHQ = _take(lse_LH, part.queries).unflatten(0, (part.items, -1)).transpose(1, 2)
             of_q, of_k, of_v = _flash_backward(
                 grad_NHD.unflatten(0, (part.items, -1)).transpose(1, 2),
-                _gather(q_LHD, part.queries, part.items, heads),
-                _gather(k_LGD, part.keys, part.items, heads),
-                _gather(v_LGD, part.keys, part.items, heads),
-                _gather(out_LHD, part.queries, part.items, heads),
+                *_operands(part, q_LHD, k_LGD, v_LGD),
+                _gather(out_LHD, part.queries, part.items, q_LHD.shape[1]),
                 lse_BHQ,
                 0.0,
                 part.kind is AttentionKind.CAUSAL,
@@ -235,8 +232,8 @@ def _by_definition(
     out_LHE = q_LHD.new_zeros(tokens, heads, v_LGE.shape[2], dtype=dtype)
     lse_LH = q_LHD.new_full((tokens, heads), -math.inf, dtype=dtype)
     for part in parts:
-        keys = _gather(k_LGD, part.keys, part.items, heads)
-        scores = (_gather(q_LHD, part.queries, part.items, heads) @ keys.transpose(-1, -2)).to(dtype) * scale
+        queries, keys, values = _operands(part, q_LHD, k_LGD, v_LGE)
+        scores = (queries @ keys.transpose(-1, -2)).to(dtype) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)  # before the mask, whose -inf it would make -softcap
         if part.mask is not None:
@@ -245,8 +242,7 @@ def _by_definition(
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(later, -math.inf)
         lse = scores.logsumexp(-1)
-        values = _gather(v_LGE, part.keys, part.items, heads).to(dtype)
-        own_MHE, own_MH = _kept(part, (scores - lse.unsqueeze(-1)).exp() @ values), _kept(part, lse)
+        own_MHE, own_MH = _kept(part, (scores - lse.unsqueeze(-1)).exp() @ values.to(dtype)), _kept(part, lse)
         if part.kind is AttentionKind.SUBTREE:
             own_MHE, own_MH = _merged(out_LHE, lse_LH, part, own_MHE, own_MH)
         # Not in place: autograd needs the values that later parts replace.

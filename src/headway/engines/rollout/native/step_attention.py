@@ -315,16 +315,9 @@ class _Alike:
         outputs = []
         for places, stop, masks in self.queries:
             mask = masks[shape.windows.layers[layer]]
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    queries[:, :, places],
-                    keys[:, :, :stop],
-                    values[:, :, :stop],
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    enable_gqa=True,
-                )
-            )
+            q, k, v = queries[:, :, places], keys[:, :, :stop], values[:, :, :stop]
+            attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+            outputs.append(attended)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
         output = output.transpose(1, 2).reshape(-1, output.shape[1] * output.shape[3])
         return output if self.places is None else output.index_select(0, self.places)
@@ -381,11 +374,7 @@ class PrefillAttention:
         at = np.arange(first - start, blocks.stop * BLOCK - start)  # in a context's tokens
         own = (at >= 0) & (at < lengths)
         calls = tuple(
-            (
-                slice(block * BLOCK - first, (block + 1) * BLOCK - first),
-                (block + 1) * BLOCK,
-                masks.of(block),
-            )
+            (slice(block * BLOCK - first, (block + 1) * BLOCK - first), (block + 1) * BLOCK, masks.of(block))
             for block in blocks
         )
         if own.all():

@@ -28,7 +28,6 @@ from headway.config.schema import Config
 from headway.data.assignment import GroupId
 from headway.data.interfaces.training import StepContext, StepReport, TrainedRow
 from headway.data.packing import CollatedRow, Tree
-from headway.engines.train.fsdp import objective
 from headway.engines.train.fsdp.column_engines import ProximalWeights
 from headway.engines.train.fsdp.device_mesh import TrainMesh, from_rank_zero, reduce_numbers
 from headway.engines.train.fsdp.learner import Learner
@@ -185,13 +184,7 @@ class FsdpEngine:
         apart: SplitEpisodes = NOTHING_APART,
         shown: SampledRows | None = None,
     ) -> tuple[torch.Tensor, Sums]:
-        columns = objective.collate_columns(
-            rows,
-            with_ref=self._objective.needs_ref,
-            with_prox=self._objective.needs_prox,
-            lengths=totals.lengths,
-            others=apart.beside(rows),
-        )
+        columns = self._objective.collate(rows, totals.lengths, apart.beside(rows))
         batch, columns = on_device(self._device, collate(rows, trees, self._policy.ranks), columns)
         logprobs, entropy = self._policy(batch)
         if shown is not None:

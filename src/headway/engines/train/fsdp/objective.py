@@ -107,64 +107,6 @@ class LossColumns:
     """T, the number of tokens of the longest response."""
 
 
-def collate_columns(
-    rows: Sequence[CollatedRow],
-    *,
-    with_ref: bool,
-    with_prox: bool = False,
-    lengths: Mapping[TrajectoryId, int] = MappingProxyType({}),
-    others: SplitEpisodes = NOTHING_APART,
-) -> LossColumns:
-    """Collate the loss's tensors for a micro-batch's ``rows``: the columns that it always reads, and those asked for.
-
-    They are in host memory. ``lengths``: see `step_sums.BatchTotals`; without any, each row is an episode. ``others``:
-    rows that stand behind, and count elsewhere. Raises `ValueError` for a row that lacks a column.
-    """
-    own_tokens = sum(len(row.loss_mask) for row in rows)
-    rows = [*rows, *others.rows]
-    labels = np.empty(len(rows), np.int64)  # without `lengths` these are never read
-    tokens = np.array([row.loss_mask.sum() for row in rows])
-    for label, own in enumerate(by_episode(rows) if lengths else ()):
-        episode = rows[own[0]].episode
-        labels[own] = label
-        if episode is not None and episode in lengths:
-            tokens[own] = lengths[episode]
-
-    def floats(get: Callable[[CollatedRow], NDArray[np.float32]]) -> Tensor:
-        return response_aligned(rows, get, np.float32)
-
-    mask = response_aligned(rows, lambda row: row.loss_mask, np.bool_)
-    versions = response_aligned(rows, lambda row: row.versions, np.int64)
-    counted = np.flatnonzero(mask.numpy()[:own_tokens])
-    tokens_N = np.array([len(row.loss_mask) for row in rows])
-    width, row_M = int(tokens_N.max()), np.repeat(np.arange(len(rows)), tokens_N)
-    places = row_M * width + np.arange(len(row_M)) - np.repeat(np.cumsum(tokens_N) - tokens_N, tokens_N)
-
-    return LossColumns(
-        logprobs=floats(lambda row: row.logprobs),
-        prox_logprobs=floats(
-            lambda row: (
-                required_column(row, ColumnName.PROX_LOGPROBS)
-                if with_prox
-                else row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs)
-            )
-        ),
-        advantages=floats(lambda row: required_column(row, ColumnName.ADVANTAGES)),
-        mask=mask,
-        versions=versions,
-        ref_logprobs=floats(lambda row: required_column(row, ColumnName.REF_LOGPROBS)) if with_ref else None,
-        row=torch.from_numpy(row_M),
-        finished=torch.tensor([row.finished for row in rows]),
-        episodes=torch.from_numpy(labels) if lengths else None,
-        lengths=torch.from_numpy(tokens),
-        beside=torch.from_numpy(np.concatenate(others.logprobs)) if others.rows else None,
-        counted=None if len(counted) == len(row_M) else torch.from_numpy(counted),
-        newest=int(versions.numpy()[counted].max(initial=-1)),
-        places=torch.from_numpy(places),
-        width=width,
-    )
-
-
 class Objective:
     """The configured loss of one micro-batch. It knows no ranks, and no micro-batch's place among others."""
 
@@ -184,6 +126,61 @@ class Objective:
         self._own_correction = any(names_user_code(str(one.name)) for one in config.algorithm.corrections)
         self.looks_at_sequences = config.algorithm.looks_at_sequences
         """True where the loss, or a correction, looks at sequences: it then needs whole episodes."""
+
+    def collate(
+        self,
+        rows: Sequence[CollatedRow],
+        lengths: Mapping[TrajectoryId, int] = MappingProxyType({}),
+        others: SplitEpisodes = NOTHING_APART,
+    ) -> LossColumns:
+        """Collate the loss's tensors for a micro-batch's ``rows``: the columns that it reads.
+
+        They are in host memory. ``lengths``: see `step_sums.BatchTotals`; without any, each row is an episode.
+        ``others``: rows that stand behind, and count elsewhere. Raises `ValueError` for a row that lacks a column.
+        """
+        own_tokens = sum(len(row.loss_mask) for row in rows)
+        rows = [*rows, *others.rows]
+        labels = np.empty(len(rows), np.int64)  # without `lengths` these are never read
+        tokens = np.array([row.loss_mask.sum() for row in rows])
+        for label, own in enumerate(by_episode(rows) if lengths else ()):
+            episode = rows[own[0]].episode
+            labels[own] = label
+            if episode is not None and episode in lengths:
+                tokens[own] = lengths[episode]
+
+        def floats(get: Callable[[CollatedRow], NDArray[np.float32]]) -> Tensor:
+            return response_aligned(rows, get, np.float32)
+
+        mask = response_aligned(rows, lambda row: row.loss_mask, np.bool_)
+        versions = response_aligned(rows, lambda row: row.versions, np.int64)
+        counted = np.flatnonzero(mask.numpy()[:own_tokens])
+        tokens_N = np.array([len(row.loss_mask) for row in rows])
+        width, row_M = int(tokens_N.max()), np.repeat(np.arange(len(rows)), tokens_N)
+        places = row_M * width + np.arange(len(row_M)) - np.repeat(np.cumsum(tokens_N) - tokens_N, tokens_N)
+
+        return LossColumns(
+            logprobs=floats(lambda row: row.logprobs),
+            prox_logprobs=floats(
+                lambda row: (
+                    required_column(row, ColumnName.PROX_LOGPROBS)
+                    if self.needs_prox
+                    else row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs)
+                )
+            ),
+            advantages=floats(lambda row: required_column(row, ColumnName.ADVANTAGES)),
+            mask=mask,
+            versions=versions,
+            ref_logprobs=floats(lambda row: required_column(row, ColumnName.REF_LOGPROBS)) if self.needs_ref else None,
+            row=torch.from_numpy(row_M),
+            finished=torch.tensor([row.finished for row in rows]),
+            episodes=torch.from_numpy(labels) if lengths else None,
+            lengths=torch.from_numpy(tokens),
+            beside=torch.from_numpy(np.concatenate(others.logprobs)) if others.rows else None,
+            counted=None if len(counted) == len(row_M) else torch.from_numpy(counted),
+            newest=int(versions.numpy()[counted].max(initial=-1)),
+            places=torch.from_numpy(places),
+            width=width,
+        )
 
     def __call__(
         self,
