@@ -171,9 +171,8 @@ def different(source: PreTrainedModel, served: PreTrainedModel) -> str:
 def group_of_one(setting: Setting) -> None:
     """A group made from a store, of one rank: what NCCL asks for where there is one GPU only."""
     store, port = open_store(HOST, TIMEOUT_S)
-    group = StoreGroup(
-        (HOST, port), prefix="one", members=("this",), rank=0, timeout_s=TIMEOUT_S, device=setting.device, host=HOST
-    )
+    alone = TransportAddress(_flat_manifest(0), (), TIMEOUT_S, address=(HOST, port), device=setting.device)
+    group = StoreGroup(alone, 0, HOST)
     sent = torch.arange(1024, device=setting.device)
     group.broadcast(sent)
     group.meet()

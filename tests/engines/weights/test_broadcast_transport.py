@@ -281,7 +281,7 @@ def test_a_group_that_connects_at_its_first_collective_is_joined_within_the_limi
     monkeypatch.setattr(process_group, "kind_of", lambda device: Kind())
     store, port = open_store(HOST, 20.0)
     with pytest.raises(UpdateFailed, match=r"waited 0\.3 s for the others to join .*: one of them joined and does not"):
-        StoreGroup((HOST, port), prefix="p", members=["trainer"], rank=0, timeout_s=0.3)
+        StoreGroup(TransportAddress(MANIFEST, (), 0.3, address=(HOST, port)), 0)
     assert left.is_set()
     del store
 
@@ -348,7 +348,7 @@ def test_groups_of_one_receiver_each_carry_different_versions_at_the_same_time(s
 
 def test_every_meeting_of_a_run_has_keys_of_its_own() -> None:
     def prefix(*receivers: str, generation: int = 0) -> str:
-        return broadcast.prefix_of(TransportAddress(MANIFEST, receivers, 1.0, generation=generation))
+        return process_group.prefix_of(TransportAddress(MANIFEST, receivers, 1.0, generation=generation))
 
     meetings = [prefix("a", "b"), prefix("a"), prefix("b"), prefix("a", "b", generation=1), prefix("a", generation=1)]
     assert len(set(meetings)) == len(meetings)
@@ -357,10 +357,10 @@ def test_every_meeting_of_a_run_has_keys_of_its_own() -> None:
 def test_leaving_ends_a_collective_that_waits_for_one_who_is_silent() -> None:
     """As after a machine lost its power: no connection breaks, and Gloo by itself waits until its time is up."""
     store, port = open_store(HOST, 30.0)
-    names = ("actor-0", "rollout-0", "rollout-1")
+    members = TransportAddress(MANIFEST, ("rollout-0", "rollout-1"), 30.0, address=(HOST, port))
 
     def join(rank: int) -> StoreGroup:
-        return StoreGroup((HOST, port), prefix="silent", members=names, rank=rank, timeout_s=30.0, host=HOST)
+        return StoreGroup(members, rank, HOST)
 
     with ThreadPoolExecutor(5) as pool:
         groups = list(pool.map(join, range(3)))

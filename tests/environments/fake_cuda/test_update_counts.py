@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ class Group:
 
     sent: list[Tensor]
 
-    def __init__(self, *_: Any, rank: int, **__: Any) -> None:
+    def __init__(self, meeting: TransportAddress, rank: int, host: str | None) -> None:
         self._rank = rank
 
     def broadcast(self, tensor: Tensor) -> None:

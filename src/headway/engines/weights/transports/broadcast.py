@@ -24,7 +24,6 @@ from headway.engines.weights.protocols import (
     Link,
     OutgoingWeights,
     StoredVersion,
-    TransportAddress,
     WeightSink,
     place_of,
 )
@@ -35,11 +34,6 @@ HEADER = 8
 """Number of integers in a header: version, kind, then a bucket's `Header`, or the number of digests."""
 
 
-def prefix_of(meeting: TransportAddress) -> str:
-    """Prefix of the store's keys: no other group of a run has the same."""
-    return f"weights/{meeting.generation}/{'+'.join(meeting.receivers)}"
-
-
 class _MessageKind(IntEnum):
     BUCKET = 0
     END = 1
@@ -48,18 +42,8 @@ class _MessageKind(IntEnum):
 
 class _Member:
     def __init__(self, link: Link, rank: int, here: EndContext) -> None:
-        meeting = self._meeting = link.meeting
-        assert meeting.address is not None
-        self._device = meeting.device
-        self._group = StoreGroup(
-            meeting.address,
-            prefix=prefix_of(meeting),
-            members=(meeting.sender, *meeting.receivers),
-            rank=rank,
-            timeout_s=meeting.timeout_s,
-            device=meeting.device,
-            host=here.host,
-        )
+        self._meeting, self._device = link.meeting, link.meeting.device
+        self._group = StoreGroup(link.meeting, rank, here.host)
 
     def close(self) -> None:
         """Leave the group; others that still wait in it fail at once."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from headway.devices import kind_of
+from headway.engines.weights.protocols import TransportAddress
 from headway.errors import UpdateFailed, boundary
 
 Endpoint = tuple[str, int]
@@ -79,33 +80,34 @@ def _tcp_sockets() -> Iterator[socket.socket]:
                 yield found
 
 
-class StoreGroup:
-    """One rank's membership in a new process group. Collectives block and raise torch's errors.
+def prefix_of(meeting: TransportAddress) -> str:
+    """Prefix of the store's keys: no other group of a run has the same."""
+    return f"weights/{meeting.generation}/{'+'.join(meeting.receivers)}"
 
-    ``members`` names the ranks in order; ``device`` chooses the backend: NCCL for ``cuda``, Gloo for ``cpu``. ``host``
-    is the address under which the other members reach this one (Gloo only; default: this machine's own choice).
+
+class StoreGroup:
+    """One rank's membership in a new process group of a meeting's sender (rank 0) and its receivers, in their order.
+
+    Collectives block and raise torch's errors. The meeting's device chooses the backend: NCCL for ``cuda``, Gloo for
+    ``cpu``.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        *,
-        prefix: str,
-        members: Sequence[str],
-        rank: int,
-        timeout_s: float,
-        device: str = "cpu",
-        host: str | None = None,
-    ) -> None:
-        self.members = tuple(members)
+    def __init__(self, meeting: TransportAddress, rank: int, host: str | None = None) -> None:
+        """Join as ``rank``; blocks until all have joined.
+
+        ``host``: the address under which the other members reach this one (Gloo only; None: this machine's own choice).
+        """
+        assert meeting.address is not None
+        self.members = (meeting.sender, *meeting.receivers)
         self.rank = rank
-        self.device = torch.device(device)
-        self._kind = kind_of(device)
-        self._timeout = timedelta(seconds=timeout_s)
+        self.device = torch.device(meeting.device)
+        self._kind = kind_of(meeting.device)
+        self._timeout = timedelta(seconds=meeting.timeout_s)
         self._listens: Endpoint | None = None
         """The endpoint at which the others connect to this rank (Gloo only), as far as it is known."""
-        with boundary(f"{members[rank]} cannot reach the store at {address[0]}:{address[1]}", UpdateFailed):
-            self._store = join_store(address, prefix, timeout_s)
+        at = f"{meeting.address[0]}:{meeting.address[1]}"
+        with boundary(f"{self.members[rank]} cannot reach the store at {at}", UpdateFailed):
+            self._store = join_store(meeting.address, prefix_of(meeting), meeting.timeout_s)
         self._group = self._form(host)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
