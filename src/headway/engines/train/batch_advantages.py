@@ -10,9 +10,8 @@ Shape suffixes: T response tokens of a row, L tokens of an episode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from headway.config.sections.learning import AlgorithmConfig
 from headway.data.packing import CollatedRow
 from headway.data.types import ColumnName, Outcomes
 from headway.errors import ConfigError, RunError
+from headway.runtime.user_code import Parameters
 
 Get = Callable[[CollatedRow], NDArray[Any]]
 """Function that returns an array [T] of a row."""
@@ -121,16 +121,14 @@ class BatchAdvantages:
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         """Look up the configured estimator. Raises `ConfigError` or `UserCodeError` when it does not exist."""
         self._estimator = ADVANTAGES.get(algorithm.adv_estimator)
-        self._params = _named(
-            self._estimator,
-            {
-                "normalize_by_std": algorithm.norm_adv_by_std_in_grpo,
-                "gamma": algorithm.gamma,
-                "lam": algorithm.lam,
-                "k": algorithm.pass_k,
-                "step_weight": algorithm.step_weight,
-            },
-        )
+        params = {
+            "normalize_by_std": algorithm.norm_adv_by_std_in_grpo,
+            "gamma": algorithm.gamma,
+            "lam": algorithm.lam,
+            "k": algorithm.pass_k,
+            "step_weight": algorithm.step_weight,
+        }
+        self._params = Parameters.of(self._estimator).given(params)
         self._algorithm = algorithm
 
     def __call__(self, rows: Sequence[CollatedRow], outcomes: Outcomes) -> dict[str, Arrays]:
@@ -271,11 +269,3 @@ def _check_finite(name: str, arrays: Iterable[Any], outcomes: Outcomes) -> None:
                 f"{name} of trajectory {tuple(outcomes.ids[index])} (group {group}) are not finite; its group's "
                 f"rewards are {outcomes.rewards[outcomes.groups == group]}"
             )
-
-
-def _named(estimator: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the ``params`` that the estimator has as parameters: all of them if it takes ``**`` arguments."""
-    names = signature(estimator).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names):
-        return dict(params)
-    return {p.name: params[p.name] for p in names if p.name in params}
