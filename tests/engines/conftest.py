@@ -27,7 +27,7 @@ def one_look_at_each_kind_of_model() -> Iterator[None]:
 
     def known(runner: Any) -> int | None:
         forward, by = runner._forward, (fused_forward.PACKED_FROM, model_runner.least_invariant_rows)
-        kind = (*runner._kind, type(forward), forward.varlen, runner._max_context, *by)
+        kind = (*runner._kind, type(forward), forward.varlen, runner.max_context, *by)
         if kind not in found:
             found[kind] = look(runner)
         return found[kind]

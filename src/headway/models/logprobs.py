@@ -176,7 +176,6 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 entropy_M[of],
                 None if logsum_M is None else logsum_M[of],
                 ctx.part,
-                grad_bias_V is not None,
             )
             if grad_bias_V is not None:
                 grad_bias_V += of_bias_V
@@ -264,7 +263,6 @@ def _chunk_gradient(
     entropy_C: Tensor,
     logsum_C: Tensor | None,
     part: VocabularyPart | None,
-    with_bias: bool,
 ) -> tuple[Float[Tensor, "C V"], Float[Tensor, " V"] | None]:
     """Gradient of what the output layer gives for one chunk, in its dtype, and that of the bias.
 
@@ -293,7 +291,7 @@ def _chunk_gradient(
         own_grad_C = of_targets_C if own_C is None else of_targets_C.where(own_C, 0.0)
         grad_CV.scatter_add_(1, targets_C.unsqueeze(1), own_grad_C.unsqueeze(1).to(grad_CV.dtype))
     grad_CV = grad_CV.mul_(factor)  # before the cast, or it would be rounded twice
-    return grad_CV.to(hidden_CH.dtype), grad_CV.sum(dim=0) if with_bias else None
+    return grad_CV.to(hidden_CH.dtype), None if bias_V is None else grad_CV.sum(dim=0)
 
 
 PROBE_SEQUENCES = 4

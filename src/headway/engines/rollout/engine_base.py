@@ -90,6 +90,9 @@ class EngineBase(ABC):
     def _check_open(self) -> None:
         """Raise what the engine has ended with, if it has."""
 
+    def _closed_error(self) -> RunError:
+        return RunError(f"rollout engine {self.name} is closed")
+
     async def _ask(self, work: Callable[[Any], T]) -> T:
         """Return the result of ``work``. It runs to its end also if the caller is cancelled."""
         result: T = await outcome(self._run(work))

@@ -32,7 +32,7 @@ from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served_weights import outcome
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import HeadwayError, NonFinite, RunError, StallError, WorkerDied
+from headway.errors import HeadwayError, NonFinite, StallError, WorkerDied
 
 Command = tuple[Work, "Future[Any]"]
 """Work for the decoding thread, and its answer."""
@@ -131,7 +131,7 @@ class NativeEngine(EngineBase):
         if self._ended is not None:
             raise self._ended()
         if self._closing:
-            raise self._closed()
+            raise self._closed_error()
 
     # ------------------------------------------------------------------------------------- decoding thread's side
 
@@ -147,7 +147,7 @@ class NativeEngine(EngineBase):
         except BaseException as error:  # whatever ended the thread has to reach those who wait for it
             self._end(partial(self._died, error))
         else:
-            self._end(self._closed)
+            self._end(self._closed_error)
 
     def _obey(self) -> bool:
         """Run the commands that are there; wait for one when there is nothing to decode. False to end."""
@@ -202,9 +202,6 @@ class NativeEngine(EngineBase):
         error = WorkerDied(f"the decoding thread of rollout engine {self.name} ended: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         return error
-
-    def _closed(self) -> RunError:
-        return RunError(f"rollout engine {self.name} is closed")
 
 
 def _answer(answers: list[tuple[Future[Any], Any]]) -> None:

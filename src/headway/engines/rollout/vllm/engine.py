@@ -274,7 +274,7 @@ class VllmEngine(EngineBase):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise self._over()
+            raise self._closed_error()
 
     def _run(self, work: Work) -> Future[Any]:
         self._check_open()
@@ -285,7 +285,7 @@ class VllmEngine(EngineBase):
             return asyncio.run_coroutine_threadsafe(answering, self._loop)
         except RuntimeError as cause:
             answering.close()  # or Python warns of a coroutine that was never awaited
-            raise self._over() from cause
+            raise self._closed_error() from cause
 
     async def _answer(self, work: Work, core: VllmCore) -> Any:
         task = asyncio.current_task()
@@ -295,7 +295,7 @@ class VllmEngine(EngineBase):
             working = work(core)
             return working if working is None else await working
         except asyncio.CancelledError:  # by the end of the loop: nobody else can
-            raise self._over() from None
+            raise self._closed_error() from None
         finally:
             self._answering.discard(task)
 
@@ -322,13 +322,10 @@ class VllmEngine(EngineBase):
             self._loop, self._stop, self._core = asyncio.get_running_loop(), asyncio.Event(), core
             self._started.set_result(None)  # last: callers rely on all that was set above
             await self._stop.wait()
-            await core.close(self._over())
+            await core.close(self._closed_error())
             if self._answering:  # who was told what the engine ended with is to say so
                 await asyncio.wait(self._answering, timeout=self._close_s / 4)
         finally:
             if (handler := getattr(llm, "output_handler", None)) is not None:
                 handler.cancel()  # or it takes the end of vLLM's processes for a failure, and says so
             llm.shutdown(timeout=self._close_s / 2)  # killed, they would leave shared memory behind
-
-    def _over(self) -> RunError:
-        return RunError(f"rollout engine {self.name} is closed")

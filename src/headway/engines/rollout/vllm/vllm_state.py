@@ -90,10 +90,10 @@ class VllmState:
         """The error for what vLLM raised when told to do ``what``: `WorkerDied` if it is dead, else ``error``."""
         detail = f"{type(cause).__name__}: {cause}"
         if self.llm.errored:
-            dead = WorkerDied(f"vLLM's processes of rollout engine {self.name} ended when told to {what}: {detail}")
-            dead.__cause__ = cause
-            return dead
-        failed = error(f"rollout engine {self.name}: vLLM was told to {what}: {detail}")
+            error, said = WorkerDied, f"vLLM's processes of rollout engine {self.name} ended when told to {what}"
+        else:
+            said = f"rollout engine {self.name}: vLLM was told to {what}"
+        failed = error(f"{said}: {detail}")
         failed.__cause__ = cause
         return failed
 

@@ -194,10 +194,8 @@ class Learner:
         """Leave the mini-batch's gradient in the parameters; returns the metrics, equal on all ranks."""
         mine = count(rows)
         packs = micro_batches(rows, self._module, whole_episodes=whole_episodes)
-        computed, given = sum(pack.tokens for pack in packs), sum(len(row.input_ids) for row in rows)
-        tokens, sequences, computed, given = reduce_numbers(
-            [mine.tokens, mine.sequences, computed, given], dist.ReduceOp.SUM, self._mesh.device, self._mesh.rows
-        )
+        own = [mine.tokens, mine.sequences, sum(pack.tokens for pack in packs), sum(len(row.input_ids) for row in rows)]
+        tokens, sequences, computed, given = reduce_numbers(own, dist.ReduceOp.SUM, self._mesh.device, self._mesh.rows)
         totals = BatchTotals(tokens, sequences, mine.lengths)
         parts = []
         for done, pack in enumerate(packs, 1):
