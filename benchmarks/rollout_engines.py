@@ -42,7 +42,7 @@ from benchmarks.shapes import SIZES, long_tailed
 
 if TYPE_CHECKING:
     from headway.data.interfaces.episode_groups import Group
-    from headway.engines.rollout.native import NativeEngine
+    from headway.engines.rollout.native.engine import NativeEngine
 
 UPDATE = "update"
 KINDS = ("uniform", "long-tailed", "ragged", "prefill")
@@ -145,7 +145,7 @@ def group_requests(requests: Sequence[Request], row: int = 0) -> list[Group]:
 
 
 def native_engine(model: Any, **settings: Any) -> NativeEngine:
-    from headway.engines.rollout.native import NativeEngine
+    from headway.engines.rollout.native.engine import NativeEngine
 
     usual = {"name": "bench", "seed": 0, "max_batched_tokens": BATCHED_TOKENS, "decode": lambda ids: ""}
     return NativeEngine(model, **{**usual, **settings})
@@ -378,7 +378,7 @@ async def updates(kind: str, path: Path, rounds: int) -> list[Update]:
     }
     engine: Any
     if kind == "vllm":
-        from headway.engines.rollout.vllm import VllmEngine
+        from headway.engines.rollout.vllm.engine import VllmEngine
 
         common = {"name": "bench", "seed": 0, "max_batched_tokens": BATCHED_TOKENS}
         engine = VllmEngine(path, dtype="float32", options={"skip_tokenizer_init": True}, **common, **settings)

@@ -22,7 +22,7 @@ from benchmarks.shapes import Shape
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.native import NativeEngine
+from headway.engines.rollout.native.engine import NativeEngine
 
 TOLERANCE = 2e-3
 """Nats, in float32."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headway.engines.rollout.native import NativeEngine
+from headway.engines.rollout.native.engine import NativeEngine
 from tests.engines.contract.harness import CONTEXT, VOCABULARY, Feature, features_of, text_of
 from tests.engines.rollout.serving import Source
 from tests.engines.rollout.support import make_model

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headway.engines.rollout.vllm import VllmEngine
+from headway.engines.rollout.vllm.engine import VllmEngine
 from headway.models.made_model import character_tokenizer
 from tests.engines.contract.harness import BLOCK, CHARACTERS, CONTEXT, Feature, at_rest, features_of
 from tests.engines.contract.harness_native import SEED, model_of

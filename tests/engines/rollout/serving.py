@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.data.interfaces.episode_groups import Group
-from headway.engines.rollout.native import NativeEngine
+from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.weights.buckets import pack, whole
 from headway.engines.weights.outgoing_version import Stream
 from headway.engines.weights.protocols import IncomingWeights

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.native import NativeEngine
+from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import Chunk, HostCopy, IncomingWeights, WeightSink
 from headway.errors import RunError, UpdateFailed

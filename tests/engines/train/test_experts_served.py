@@ -15,7 +15,7 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
-from headway.engines.rollout.native import NativeEngine
+from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.weights.outgoing_version import Staged
 from headway.models.logprobs import probe_rows, probe_vector
 from headway.models.pretrained import load_model

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.interfaces.rollout import GenerateRequest, OnUpdate, Paused
-from headway.engines.rollout.vllm import VllmEngine
+from headway.engines.rollout.vllm.engine import VllmEngine
 from headway.models.logprobs import PROBE_PREFILL, probe_sequences
 from headway.models.made_model import character_tokenizer
 from tests.engines.contract import harness

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
-from headway.engines.rollout.vllm import VllmEngine
+from headway.engines.rollout.vllm.engine import VllmEngine
 from headway.engines.weights.outgoing_version import Staged
 from headway.engines.weights.transports.disk import write_files
 from headway.models.logprobs import probe_rows, probe_vector

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.vllm import VllmEngine
-from headway.engines.rollout.vllm.engine import check_manifest, prepare_environment
+from headway.engines.rollout.vllm.engine import VllmEngine, check_manifest, prepare_environment
 from headway.engines.weights.weight_layout import Manifest, TensorSlot
 from headway.errors import ConfigError, ModelError, RunError, UpdateFailed, WorkerDied
 from tests.engines.contract.harness import CONTEXT, endless, make_calls, tokens_of
@@ -151,7 +150,7 @@ def test_the_environment_is_prepared_where_the_user_left_it_open(environment: No
 
 def test_the_rest_of_headway_runs_without_vllm() -> None:
     """Over 5 s: a process that imports torch and transformers."""
-    code = "import sys, headway.api.run, headway.engines.rollout.vllm; sys.exit('vllm' in sys.modules)"
+    code = "import sys, headway.api.run, headway.engines.rollout.vllm.engine; sys.exit('vllm' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "src"}, check=True)
 
 

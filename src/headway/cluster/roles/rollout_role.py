@@ -118,7 +118,7 @@ async def start_native(replica: ReplicaSpec) -> Any:
 
 
 async def start_vllm(replica: ReplicaSpec) -> Any:
-    from headway.engines.rollout.vllm import VllmEngine
+    from headway.engines.rollout.vllm.engine import VllmEngine
 
     config = replica.config
     options = config.rollout.engine_kwargs

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,8 @@ _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 
 
-def _mix(z: int) -> int:
+def _mix(z: Any) -> Any:
+    """Mix the bits of a number, or of each in an array of uint64."""
     z = ((z ^ (z >> 30)) * _MIX1) & _MASK
     z = ((z ^ (z >> 27)) * _MIX2) & _MASK
     return z ^ (z >> 31)
@@ -48,7 +50,7 @@ def trajectory_key(seed: int, trajectory: TrajectoryId, call: int = 0) -> int:
     ``call``: `headway.data.interfaces.rollout.GenerateRequest.key`, of which 64 bits count. Calls of key 0 take the
     trajectory's own key.
     """
-    key = _mix((seed + _GAMMA) & _MASK)
+    key: int = _mix((seed + _GAMMA) & _MASK)
     for part in trajectory if call == 0 else (*trajectory, call):
         key = _mix((key + _GAMMA * (part + 1)) & _MASK)
     return key
@@ -56,10 +58,7 @@ def trajectory_key(seed: int, trajectory: TrajectoryId, call: int = 0) -> int:
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """[A] uniforms in [0, 1) with 53 random bits, one for each (key, position in the call)."""
-    z = keys + np.uint64(_GAMMA) * (positions.astype(np.uint64) + np.uint64(1))
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX2)
-    z ^= z >> np.uint64(31)
+    z = _mix(keys + np.uint64(_GAMMA) * (positions.astype(np.uint64) + np.uint64(1)))
     bits: NDArray[np.uint64] = z >> np.uint64(11)  # 53 bits: with more a float64 could round up to 1
     return np.ldexp(bits.astype(np.float64), -53)
 

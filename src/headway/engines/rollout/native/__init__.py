@@ -13,7 +13,3 @@ step_attention.py  a step, and who attends to what in it
 Every engine uses `engine_base`, `scheduler` and `engine_activity`; the weights and their updates are in
 `headway.engines.weights.served_weights`.
 """
-
-from headway.engines.rollout.native.engine import NativeEngine
-
-__all__ = ["NativeEngine"]

@@ -9,7 +9,3 @@
 `extension.py` is imported by vLLM's processes and by `engine.start_vllm`. vLLM itself is imported there and inside
 functions only: the rest of Headway runs without it.
 """
-
-from headway.engines.rollout.vllm.engine import VllmEngine
-
-__all__ = ["VllmEngine"]
