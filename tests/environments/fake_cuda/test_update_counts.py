@@ -21,7 +21,7 @@ from headway.engines.weights.protocols import (
     OutgoingWeights,
     TransportAddress,
 )
-from headway.engines.weights.served_weights import ServedWeights, WeightMemory
+from headway.engines.weights.served_weights import ServedWeights
 from headway.engines.weights.transports import broadcast
 from headway.engines.weights.transports.broadcast import BroadcastReceiver, BroadcastSender
 from headway.engines.weights.transports.local import done_on, take
@@ -106,7 +106,7 @@ def by_local(outgoing: OutgoingWeights, incoming: IncomingWeights) -> None:
 def made(name: str) -> tuple[dict[str, Tensor], ServedWeights]:
     tensors = {key: torch.zeros(shape, dtype=torch.bfloat16, device=CUDA) for key, shape in SHAPES.items()}
     files = [FileTensor(key, shape, key, (0,) * len(shape), tuple(range(len(shape)))) for key, shape in SHAPES.items()]
-    return tensors, ServedWeights(files, whole(tensors), WeightMemory(tensors.values()), CUDA, name)
+    return tensors, ServedWeights(files, whole(tensors), CUDA, name)
 
 
 def moved(counts: Counts) -> int:

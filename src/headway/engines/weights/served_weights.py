@@ -39,23 +39,17 @@ class ServedWeights:
     """
 
     def __init__(
-        self,
-        files: Sequence[FileTensor],
-        parts: Parts,
-        memory: WeightMemory,
-        device: torch.device,
-        name: str,
-        tied: Collection[str] = (),
+        self, files: Sequence[FileTensor], parts: Parts, device: torch.device, name: str, tied: Collection[str] = ()
     ) -> None:
         """Serve version 0: weights as they are. Messages call their owner ``name``.
 
         Args:
             files: the tensors of the model's files.
             parts: what is served here of each, all of it or a rank's part.
-            memory: the memory behind them.
             tied: names that the model has beside those of ``files``, for the same memory.
         """
-        self.device, self.memory = device, memory
+        self.device = device
+        self.memory = WeightMemory(part.values for own in parts.values() for part in own)
         self.state = ReceiverState(name)
         self._shapes = {file.name: file.shape for file in files}
         self._parts = parts
@@ -67,7 +61,7 @@ class ServedWeights:
         parameters, files = dict(model.named_parameters()), file_tensors(model)
         tied = model.state_dict().keys() - parameters.keys()
         parts = parts_of_files(whole(parameters), files)
-        return cls(files, parts, WeightMemory(model.parameters()), model.device, name, tied)
+        return cls(files, parts, model.device, name, tied)
 
     def target(self, manifest: Manifest) -> Tensors:
         """The tensors into which flat bytes, in host memory or on the device, are written."""

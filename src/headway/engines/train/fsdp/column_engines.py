@@ -32,7 +32,7 @@ from headway.engines.train.fsdp.shards import boxes, local
 from headway.engines.train.fsdp.step_sums import BatchTotals, Sums
 from headway.engines.weights.buckets import parts_of_files
 from headway.engines.weights.protocols import IncomingWeights
-from headway.engines.weights.served_weights import ServedWeights, WeightMemory, outcome
+from headway.engines.weights.served_weights import ServedWeights, outcome
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
 from headway.errors import RunError
 from headway.models.logprobs import probe_rows, probe_vector
@@ -158,9 +158,8 @@ class LogProbCopy:
         self._policy.requires_grad_(False)
         self._vocabulary = int(self._policy.lm.get_input_embeddings().weight.shape[0])
         files, parameters = file_tensors(self._policy.lm), dict(self._policy.lm.named_parameters())
-        memory = WeightMemory(local(parameter) for parameter in parameters.values())
         parts = parts_of_files({of: boxes(parameter) for of, parameter in parameters.items()}, files)
-        self._weights = ServedWeights(files, parts, memory, mesh.device, name)
+        self._weights = ServedWeights(files, parts, mesh.device, name)
         window = bucket_bytes(config.rollout.param_update_consume_bucket_size_mb)
         self._updates = self._weights.updates(manifest, receive, window)
 
