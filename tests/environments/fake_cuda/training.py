@@ -100,5 +100,5 @@ def trainer(cls: Any, shape: Any, config: Config) -> Iterator[FsdpEngine]:
         engine = object.__new__(FsdpEngine)
         engine._config, engine._mesh, engine._device, engine._policy = config, mesh, mesh.device, policy
         engine._objective = Objective(config)
-        engine.learner = Learner(policy, config.actor.optim, grad_clip=1.0, total_steps=10)
+        engine.learner = Learner(policy, config.actor, total_steps=10)
         yield engine

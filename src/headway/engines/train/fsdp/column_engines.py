@@ -212,13 +212,8 @@ class FsdpCritic:
         self._cliprange = config.critic.cliprange_value
         self._device = mesh.device
         self._module = sharded(lambda lm: ValueModule(lm, mesh), model_path, config, mesh)
-        self.learner = Learner(
-            self._module,
-            config.critic.optim,
-            grad_clip=config.critic.grad_clip,
-            total_steps=total_optimizer_steps,
-            whole_copies=config.trainer.snapshot is not None,
-        )
+        whole = config.trainer.snapshot is not None
+        self.learner = Learner(self._module, config.critic, total_optimizer_steps, whole_copies=whole)
 
     def forward_values(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
         """The [T] float32 values of each of this rank's ``rows``: V(s_t), before token t."""

@@ -127,13 +127,8 @@ class FsdpEngine:
         self._policy = sharded_policy(model_path, config, mesh)
         self._files = file_tensors(self._policy.lm)
         self._objective = Objective(config)
-        self.learner = Learner(
-            self._policy,
-            config.actor.optim,
-            grad_clip=config.actor.grad_clip,
-            total_steps=total_optimizer_steps,
-            whole_copies=config.trainer.snapshot is not None,
-        )
+        whole = config.trainer.snapshot is not None
+        self.learner = Learner(self._policy, config.actor, total_optimizer_steps, whole_copies=whole)
         # With one train batch a version all ask for its start before its first step, where the policy still is.
         keeps = config.async_training.trigger_parameter_sync_step > 1
         self._at_version = ProximalWeights(self._policy, keeps_copy=keeps)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 
-from headway.config.sections.learning import OptimConfig
+from headway.config.sections.learning import ActorConfig, CriticConfig, OptimConfig
 from headway.data.interfaces.training import StepReport
 from headway.data.packing import CollatedRow, Tree
 from headway.devices import kind_of
@@ -66,13 +66,7 @@ class Learner:
     """Trains a sharded module: gradients, optimizer steps, learning-rate schedule and checkpoints. Collective."""
 
     def __init__(
-        self,
-        module: ShardedModule,
-        optim: OptimConfig,
-        *,
-        grad_clip: float,
-        total_steps: int,
-        whole_copies: bool = False,
+        self, module: ShardedModule, config: ActorConfig | CriticConfig, total_steps: int, *, whole_copies: bool = False
     ) -> None:
         """Set up the optimizer of ``module``, and a schedule of ``total_steps``.
 
@@ -82,8 +76,8 @@ class Learner:
         self._module, self._mesh = module, module.mesh
         self._parameters = dict(module.named_parameters())
         assert all(isinstance(p, DTensor) for p in self._parameters.values()), "FSDP still has gathered parameters"
-        self._optim = optim
-        self._grad_clip = grad_clip
+        optim = self._optim = config.optim
+        self._grad_clip = config.grad_clip
         self._total_steps = total_steps
         self._steps = 0
         self._shards = {name: nn.Parameter(local(parameter)) for name, parameter in self._parameters.items()}
