@@ -11,9 +11,7 @@ Shape suffixes: S positions, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 from torch import Tensor, nn
@@ -97,12 +95,16 @@ def _without_decoder(lm: PreTrainedModel) -> tuple[Tensor, Tensor] | None:
         directions = torch.randn(len(_MAGNITUDES), head.in_features)
     nn.init.orthogonal_(small.weight)
     hidden_SH = directions * torch.tensor(_MAGNITUDES).unsqueeze(1)
-    with _replaced(lm, small, _States(last_hidden_state=hidden_SH.unsqueeze(0))) as calls:
-        try:
+    decoder = Mock(return_value=_States(last_hidden_state=hidden_SH.unsqueeze(0)))
+    lm.set_output_embeddings(small)
+    try:
+        with patch.object(lm.base_model, "forward", decoder):
             logits = lm(input_ids=torch.zeros(1, len(_MAGNITUDES), dtype=torch.int64), use_cache=False).logits
-        except Exception:  # the model's own code, of any family, may want what only a decoder gives
-            return None
-    if not calls or not isinstance(logits, Tensor):  # the model calls a part of its decoder, as OPT does
+    except Exception:  # the model's own code, of any family, may want what only a decoder gives
+        return None
+    finally:
+        lm.set_output_embeddings(head)
+    if not decoder.called or not isinstance(logits, Tensor):  # the model calls a part of its decoder, as OPT does
         return None
     return logits, small(hidden_SH).unsqueeze(0)
 
@@ -119,22 +121,3 @@ class _States(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):  # copies look for methods by such names, and must not find None
             raise AttributeError(name)
-
-
-@contextmanager
-def _replaced(lm: PreTrainedModel, head: nn.Linear, states: _States) -> Iterator[list[_States]]:
-    """Context in which ``lm`` has another output layer, and a decoder that returns ``states``; calls are listed."""
-    before, decoder = lm.get_output_embeddings(), lm.base_model
-    calls: list[_States] = []
-
-    def forward(*_: Any, **__: Any) -> _States:
-        calls.append(states)
-        return states
-
-    lm.set_output_embeddings(head)
-    decoder.forward = forward
-    try:
-        yield calls
-    finally:
-        del decoder.forward  # the instance's: its class's is in force again
-        lm.set_output_embeddings(before)

@@ -11,8 +11,9 @@ themselves), so each is tried, with its weights, on a few tokens, and with windo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -138,16 +139,10 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 @contextmanager
 def _short_windows(lm: PreTrainedModel) -> Iterator[None]:
     """Context in which the sliding windows of ``lm`` are `WINDOW` tokens long."""
-    config = lm.config.get_text_config()
-    owners: list[tuple[Any, str, Any]] = []
-    for owner in (config, *lm.modules()):
-        for name in _WINDOWS:
-            value = vars(owner).get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:  # True is an int, too
-                owners.append((owner, name, value))
-                setattr(owner, name, WINDOW)
-    try:
+    with ExitStack() as windows:
+        for owner in (lm.config.get_text_config(), *lm.modules()):
+            for name in _WINDOWS:
+                value = vars(owner).get(name)
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:  # True is an int, too
+                    windows.enter_context(patch.object(owner, name, WINDOW))
         yield
-    finally:
-        for owner, name, value in owners:
-            setattr(owner, name, value)
