@@ -154,7 +154,6 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprobs_M, grad_entropy_M = grads
         hidden_MH, weight_VH, bias_V, targets_M, entropy_M, logsum_M = ctx.saved_tensors
         dtype = entropy_M.dtype
         grad_hidden_MH = torch.zeros_like(hidden_MH) if ctx.needs_input_grad[0] else None
@@ -165,18 +164,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         # Of a small vocabulary a rank may have no row.
         for start in range(0, len(targets_M) if len(weight_VH) else 0, ctx.chunk):
             of = slice(start, start + ctx.chunk)
-            grad_CV, of_bias_V = compute(
-                weight_VH,
-                bias_V,
-                ctx.rule,
-                hidden_MH[of],
-                targets_M[of],
-                None if grad_logprobs_M is None else grad_logprobs_M[of],
-                None if grad_entropy_M is None else grad_entropy_M[of],
-                entropy_M[of],
-                None if logsum_M is None else logsum_M[of],
-                ctx.part,
-            )
+            given = (None if each is None else each[of] for each in (*grads, entropy_M, logsum_M))
+            grad_CV, of_bias_V = compute(weight_VH, bias_V, ctx.rule, hidden_MH[of], targets_M[of], *given, ctx.part)
             if grad_bias_V is not None:
                 grad_bias_V += of_bias_V
             if grad_hidden_MH is not None:

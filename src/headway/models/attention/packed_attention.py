@@ -196,17 +196,12 @@ class _Flash(torch.autograd.Function):
             grad_NHD = _take(grads[0], part.queries)
             if part.dropped is not None:
                 grad_NHD = grad_NHD.index_fill(0, part.dropped, 0.0)
+            grad_BHQD = grad_NHD.unflatten(0, (part.items, -1)).transpose(1, 2)
             lse_BHQ = _take(lse_LH, part.queries).unflatten(0, (part.items, -1)).transpose(1, 2)
-            of_q, of_k, of_v = _flash_backward(
-                grad_NHD.unflatten(0, (part.items, -1)).transpose(1, 2),
-                *_operands(part, q_LHD, k_LGD, v_LGD),
-                _gather(out_LHD, part.queries, part.items, q_LHD.shape[1]),
-                lse_BHQ,
-                0.0,
-                part.kind is AttentionKind.CAUSAL,
-                attn_mask=_as_dtype(part.mask, q_LHD.dtype),
-                scale=ctx.scale,
-            )
+            out_BHQD = _gather(out_LHD, part.queries, part.items, q_LHD.shape[1])
+            operands = grad_BHQD, *_operands(part, q_LHD, k_LGD, v_LGD), out_BHQD, lse_BHQ
+            mask, causal = _as_dtype(part.mask, q_LHD.dtype), part.kind is AttentionKind.CAUSAL
+            of_q, of_k, of_v = _flash_backward(*operands, 0.0, causal, attn_mask=mask, scale=ctx.scale)
             to_queries = _add if part.kind is AttentionKind.SUBTREE else _put
             to_queries(grad_q, part.places, _kept(part, of_q).to(grad_q.dtype))
             _add(grad_k, *_summed(part, _as_line(grad_k, of_k)))

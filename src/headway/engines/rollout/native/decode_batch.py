@@ -444,8 +444,5 @@ class DecodeBatch:
 
 def neighbours(places: Sequence[int]) -> Iterator[range]:
     """Cut increasing ``places`` into ranges without a gap."""
-    start = 0
-    for index, place in enumerate(places):
-        if index + 1 == len(places) or places[index + 1] != place + 1:
-            yield range(places[start], place + 1)
-            start = index + 1
+    for part in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+        yield range(part[0], part[-1] + 1)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -331,9 +332,9 @@ class ModelRunner:
         self, lengths: NDArray[np.int64], on_device: torch.Tensor, room: int, prompts: Sequence[SharedPrompt]
     ) -> list[RowBlock]:
         """Partition the rows into neighbours that attend together, each over its own longest row."""
+        block = partial(RowBlock.of, lengths=on_device, window=self._window, dtype=self._dtype)
         if not self.in_blocks:
-            span = self._span(int(lengths.max()) + 1, room)
-            return [RowBlock.of(range(len(lengths)), span, on_device, self._window, self._dtype)]
+            return [block(range(len(lengths)), self._span(int(lengths.max()) + 1, room))]
         firsts = np.zeros(len(lengths), np.int64)
         for prompt in prompts:
             firsts[prompt.rows] = prompt.length
@@ -342,14 +343,7 @@ class ModelRunner:
         for end in ends:
             first = int(firsts[begin])
             blocks += [
-                RowBlock.of(
-                    range(begin + start, begin + stop),
-                    self._span(span, room - first),
-                    on_device,
-                    self._window,
-                    self._dtype,
-                    first,
-                )
+                block(range(begin + start, begin + stop), self._span(span, room - first), first=first)
                 for start, stop, span in blocks_of(lengths[begin:end] + 1 - first)
             ]
             begin = end

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -126,23 +127,18 @@ class ModuleForward(PolicyForward):
             wanted += [at for at in range(len(block)) if at not in wanted][: max(0, least_rows - len(wanted))]
             # A block may end behind the longest context: positions beyond would leave the tables of learned ones.
             positions = torch.arange(block.start, block.stop, device=device).clamp_(max=self._last_position)
-            logits = self._run(
-                ids,
-                positions.expand(len(contexts), -1),
-                self._mask(block, windowed=False).expand(len(contexts), 1, -1, -1),
-                self._mask(block, windowed=True).expand(len(contexts), 1, -1, -1),
-                store.at(max(start - block.start, 0)),
-                torch.tensor(wanted, device=device),
-            )
+            known, kept = max(start - block.start, 0), torch.tensor(wanted, device=device)
+            logits = self._run(ids, positions.expand_as(ids), self._masks_of(block), store.at(known), kept)
         # Not strict: contexts that only fill the call up have rows, too.
         ends = [row[wanted.index(last - blocks[-1].start)] for row, last in zip(logits, lasts, strict=False)]
         return ends, torch.stack(store.stored).unbind(1)
 
-    def _mask(self, block: range, *, windowed: bool) -> torch.Tensor:
+    def _masks_of(self, block: range) -> Sequence[torch.Tensor]:
+        """Full and windowed mask of a block of queries."""
         if self._masks is not None:
-            return self._masks.of(block.start // BLOCK)[windowed]
-        device = self._model.device
-        return self._windows.causal(block, block.stop, self._model.dtype, device, windowed=windowed)
+            return self._masks.of(block.start // BLOCK)
+        causal = partial(self._windows.causal, block, block.stop, self._model.dtype, self._model.device)
+        return causal(windowed=False), causal(windowed=True)
 
     def _decode(self, decoding: Decoding) -> torch.Tensor:
         tokens, lengths = decoding.tokens, decoding.lengths
@@ -154,23 +150,22 @@ class ModuleForward(PolicyForward):
             windowed[block.start : block.stop, :, :, : block.span] = block.windowed
         store = _DecodeStore(decoding.cache, decoding.cache.addresses(lengths), span)
         one = torch.zeros(1, dtype=torch.int64, device=tokens.device)
-        return self._run(tokens.unsqueeze(1), lengths.unsqueeze(1), mask, windowed, store, one).squeeze(1)
+        return self._run(tokens.unsqueeze(1), lengths.unsqueeze(1), (mask, windowed), store, one).squeeze(1)
 
     def _run(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        mask: torch.Tensor,
-        windowed: torch.Tensor,
+        masks: Sequence[torch.Tensor],
         store: Cache,
         kept: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [B, len(kept), V] at the positions ``kept``. A model with layers of both kinds takes both masks."""
-        masks = {FULL: mask, SLIDING: windowed} if self._windows.mixed else windowed
+        """Logits [B, len(kept), V] at the positions ``kept``. A model with layers of both kinds takes both."""
         # A four-dimensional mask is taken as it is, by every attention implementation that takes masks at all.
+        full, windowed = (mask.expand(len(ids), 1, -1, -1) for mask in masks)
         output = self._model(
             input_ids=ids,
-            attention_mask=masks,
+            attention_mask={FULL: full, SLIDING: windowed} if self._windows.mixed else windowed,
             position_ids=positions,
             past_key_values=store,
             use_cache=True,

@@ -66,18 +66,10 @@ class VarlenPrefill:
         shape, kv = self._shape, self._kv[layer]
         kv.index_copy_(0, self._places, qkv[:, shape.heads :])
         window = shape.windows.size if shape.windows.layers[layer] else None
-        output: torch.Tensor = _flash(
-            qkv[:, : shape.heads],
-            kv[:, : shape.kv_heads],
-            kv[:, shape.kv_heads :],
-            *self._bounds,
-            *self._most,
-            0.0,
-            window is None,  # causal from the last key backwards: that of a context's last query
-            False,
-            window_size_left=-1 if window is None else window - 1,
-            window_size_right=0,
-        )[0]
+        operands = qkv[:, : shape.heads], kv[:, : shape.kv_heads], kv[:, shape.kv_heads :], *self._bounds, *self._most
+        causal, left = window is None, -1 if window is None else window - 1
+        # Causal from the last key backwards: that of a context's last query.
+        output: torch.Tensor = _flash(*operands, 0.0, causal, False, window_size_left=left, window_size_right=0)[0]
         return output.flatten(1)
 
     def kv(self) -> list[torch.Tensor]:
@@ -109,19 +101,8 @@ class VarlenDecode(DecodeAttention):
         self._cache.append(layer, self._addresses, qkv[:, self._shape.heads :])
         keys, values = self._cache.in_line(layer)
         begins, used = self._keys[self._shape.windows.layers[layer]]
-        output: torch.Tensor = _flash(
-            qkv[:, : self._shape.heads],
-            keys,
-            values,
-            self._each,
-            begins,
-            1,
-            self._cache.room,
-            0.0,
-            False,
-            False,
-            seqused_k=used,
-        )[0]
+        operands = qkv[:, : self._shape.heads], keys, values, self._each, begins, 1, self._cache.room
+        output: torch.Tensor = _flash(*operands, 0.0, False, False, seqused_k=used)[0]
         return output.flatten(1)
 
 

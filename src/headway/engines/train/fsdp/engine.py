@@ -56,11 +56,9 @@ class SampledRows:
 
     def __init__(self, rows: Sequence[CollatedRow], groups: Collection[GroupId]) -> None:
         """Look out for those of this rank's ``rows`` that are of ``groups``."""
-        self._wanted = (
-            {id(row): place for place, row in enumerate(rows) if row.episode is not None and row.episode[:3] in groups}
-            if groups
-            else {}
-        )
+        self._wanted = {
+            id(row): place for place, row in enumerate(rows) if row.episode is not None and row.episode[:3] in groups
+        }
         """Identity of a row, as an object → its place among the step's rows."""
         self._seen: list[tuple[Sequence[CollatedRow], Tensor, Tensor]] = []
         """The micro-batches with some of them. Read at the end: reading would wait for the device."""

@@ -151,6 +151,7 @@ class Objective:
         def floats(get: Callable[[CollatedRow], NDArray[np.float32]]) -> Tensor:
             return response_aligned(rows, get, np.float32)
 
+        prox = ColumnName.PROX_LOGPROBS
         mask = response_aligned(rows, lambda row: row.loss_mask, np.bool_)
         versions = response_aligned(rows, lambda row: row.versions, np.int64)
         counted = np.flatnonzero(mask.numpy()[:own_tokens])
@@ -161,11 +162,7 @@ class Objective:
         return LossColumns(
             logprobs=floats(lambda row: row.logprobs),
             prox_logprobs=floats(
-                lambda row: (
-                    required_column(row, ColumnName.PROX_LOGPROBS)
-                    if self.needs_prox
-                    else row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs)
-                )
+                lambda row: required_column(row, prox) if self.needs_prox else row.columns.get(prox, row.logprobs)
             ),
             advantages=floats(lambda row: required_column(row, ColumnName.ADVANTAGES)),
             mask=mask,
@@ -238,13 +235,8 @@ class Objective:
         terms = {"policy_loss": (weights_M1 * policy_M1).sum()}
         loss = terms["policy_loss"]
         if inputs.ref_logprobs is not None and self._actor.use_kl_loss:
-            kl_M1 = kl_penalty(
-                inputs.logprobs,
-                inputs.ref_logprobs,
-                self._actor.kl_loss_type,
-                mask_M1,
-                inputs.behaviour_logprobs if self._actor.use_bias_correction_kl else None,
-            )
+            behaviour = inputs.behaviour_logprobs if self._actor.use_bias_correction_kl else None
+            kl_M1 = kl_penalty(inputs.logprobs, inputs.ref_logprobs, self._actor.kl_loss_type, mask_M1, behaviour)
             terms["kl_loss"] = (weights_M1 * kl_M1).sum()
             loss = loss + self._actor.kl_loss_coef * terms["kl_loss"]
         if self._actor.entropy_coeff > 0:  # an entropy that is not used costs no backward pass
