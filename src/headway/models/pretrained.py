@@ -15,12 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig, DistributedMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
@@ -209,11 +204,7 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def export(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-) -> None:
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Write config, generation config, weights and tokenizer to ``path``; a folder that is there is replaced."""
     with replaced_when_complete(path) as folder, progress_here().writing(folder), without_progress_bars():
         model.save_pretrained(folder)

@@ -36,12 +36,7 @@ from headway.engines.rollout.native.step_attention import (
     places_do_not_matter,
 )
 from headway.engines.rollout.native.supported_models import KvGeometry, Windows, check_kind, not_served
-from headway.engines.rollout.native.varlen_attention import (
-    WITHOUT_VARLEN,
-    VarlenDecode,
-    VarlenPrefill,
-    has_varlen,
-)
+from headway.engines.rollout.native.varlen_attention import WITHOUT_VARLEN, VarlenDecode, VarlenPrefill, has_varlen
 from headway.errors import ModelError, said_by
 
 _DTYPES = (torch.float32, torch.bfloat16)

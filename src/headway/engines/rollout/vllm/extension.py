@@ -44,12 +44,7 @@ def score(worker: Any, context: Sequence[int], token: int, temperature: float) -
         raise ValueError(f"a context of {len(context)} tokens; the one block that is free for it takes {room}")
     request = f"headway-probe-{next(_serial)}"
     params = SamplingParams(
-        max_tokens=1,
-        temperature=temperature,
-        logprobs=0,
-        logprob_token_ids=[token],
-        ignore_eos=True,
-        detokenize=False,
+        max_tokens=1, temperature=temperature, logprobs=0, logprob_token_ids=[token], ignore_eos=True, detokenize=False
     )
     new = NewRequestData(
         req_id=request,

@@ -136,10 +136,7 @@ def _own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
 
 
 def reduce_numbers(
-    values: Sequence[float],
-    op: dist.ReduceOp.RedOpType,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
+    values: Sequence[float], op: dist.ReduceOp.RedOpType, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[float]:
     """All-reduce ``values`` element by element in float64; every rank of ``group`` gets the same. Collective."""
     # In float32 numbers of tokens above 2²⁴ would be rounded.

@@ -180,12 +180,7 @@ class Objective:
         )
 
     def __call__(
-        self,
-        columns: LossColumns,
-        totals: BatchTotals,
-        logprobs: Tensor,
-        entropy: Tensor,
-        context: StepContext,
+        self, columns: LossColumns, totals: BatchTotals, logprobs: Tensor, entropy: Tensor, context: StepContext
     ) -> tuple[Float[Tensor, ""], Sums]:
         """Compute the micro-batch's part of loss and sums. ``logprobs`` and ``entropy`` [M] are the policy's.
 
