@@ -85,7 +85,7 @@ def chunked_logprobs(
         temperature: positive; logits are divided by it.
         chunk_tokens: tokens computed at once; the default suits the device. The results do not depend on it.
         rule: the model's own scale and soft cap (`headway.models.logits.logit_rule`).
-        compiled: compile what is computed of a chunk; results differ in the last bits. Not with a ``part``.
+        compiled: compile what is computed of a chunk; results differ in the last bits. Not done with a ``part``.
         part: the part of all rows that ``weight`` and ``bias`` are. Then all ranks need equal ``chunk_tokens``.
     """
     if temperature <= 0:
@@ -93,7 +93,7 @@ def chunked_logprobs(
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], weight.device)
     hidden_MH, targets_M = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     logprobs_M, entropy_M = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden_MH, weight, bias, targets_M, rule.at(temperature), chunk, compiled, part
+        hidden_MH, weight, bias, targets_M, rule.at(temperature), chunk, compiled and part is None, part
     )
     if targets.ndim == 1:  # no view of an output: FSDP2 hooks onto what a module returns, and warns of views
         return logprobs_M, entropy_M

@@ -63,8 +63,8 @@ class PolicyForward(Protocol):
         """Give up what is derived from the weights, until `refresh`."""
 
 
-class ModuleForward(PolicyForward):
-    """Runs the module itself, with a cache that writes into slots. It derives nothing from the weights."""
+class ModuleForward:
+    """Runs the module itself, with a cache that writes into slots."""
 
     recordable = shares = varlen = False
 
@@ -84,6 +84,12 @@ class ModuleForward(PolicyForward):
             prefilled, kv = self._prefill(contexts, least_rows)
             logits.append(prefilled)
         return logits[0] if len(logits) == 1 else torch.cat(logits), kv
+
+    def refresh(self) -> None:
+        """Do nothing: no copies are derived from the weights."""
+
+    def release(self) -> None:
+        """Do nothing: no memory is held beside the module's own."""
 
     def _prefill(self, contexts: Sequence[PrefillContext], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits: dict[int, torch.Tensor] = {}

@@ -173,15 +173,7 @@ class PolicyModule(ShardedModule):
         if part is not None:  # the same on all ranks, which meet in each chunk: their parts may differ in length
             chunk = default_chunk_tokens(-(-len(head.weight) // part.group.size()), weight.device)
         logprobs_U, entropy_U = chunked_logprobs(
-            hidden_UH,
-            weight,
-            bias,
-            targets_U,
-            self._temperature,
-            chunk,
-            rule=self._rule,
-            compiled=self.compiled and part is None,
-            part=part,
+            hidden_UH, weight, bias, targets_U, self._temperature, chunk, self._rule, compiled=self.compiled, part=part
         )
         return self._of_all(logprobs_U, batch), self._of_all(entropy_U, batch)
 

@@ -46,12 +46,8 @@ def count(rows: Sequence[CollatedRow]) -> BatchTotals:
 
 def merge(parts: Sequence[Sums]) -> Sums:
     """Merge the sums of several micro-batches: by maximum for names in `MAXIMA`, by addition for all others."""
-    return {
-        name: torch.stack([part[name] for part in parts]).amax(0)
-        if name in MAXIMA
-        else torch.stack([part[name] for part in parts]).sum(0)
-        for name in parts[0]
-    }
+    stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    return {name: of.amax(0) if name in MAXIMA else of.sum(0) for name, of in stacked.items()}
 
 
 def as_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:

@@ -126,11 +126,8 @@ class StoreGroup:
 
     def behind(self, progress: str) -> list[str]:
         """Names of the members that have not noted ``progress``, as far as is known; rank 0 asks, after a failure."""
-        return [
-            name
-            for rank, name in enumerate(self.members)
-            if rank > 0 and (self._read(f"progress/{rank}") != progress.encode())
-        ]
+        there = progress.encode()
+        return [n for rank, n in enumerate(self.members) if rank > 0 and self._read(f"progress/{rank}") != there]
 
     def close(self) -> None:
         """Leave the group: collectives that others have in flight fail at once."""
