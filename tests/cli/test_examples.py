@@ -25,7 +25,7 @@ def test_the_examples_reward_scores_the_examples_data(tmp_path: Path) -> None:
         a, b = map(int, record.prompt.removesuffix("=").split("+"))
         right, wrong = str(a + b), str(a + b + 1)
         request = ScoreRequest(record.prompt, [right, f" {right}\n", wrong, "?"], record.answer, record.source, {})
-        assert asyncio.run(scorer.score(request)).rewards.tolist() == pytest.approx([1.0, 1.0, 0.1, 0.0])
+        assert asyncio.run(scorer.serve(request)).rewards.tolist() == pytest.approx([1.0, 1.0, 0.1, 0.0])
 
 
 def test_the_examples_prompts_may_be_worded_otherwise(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_the_rewards_for_trl_score_text_and_chats_and_leave_out_what_they_do_not
     scorer = Scorer(RewardSpec(parts, timeout_s=10))
     for messages in (None, [{"role": "user", "content": "2+2="}]):
         request = ScoreRequest("2+2=", ["4", "it is 4", "5", ""], "4", "sums", {}, messages)
-        scores = asyncio.run(scorer.score(request))
+        scores = asyncio.run(scorer.serve(request))
         assert scores.parts == {"accuracy": [1.0, 1.0, 0.0, 0.0], "brevity": [1.0, 0.0, 1.0, None]}
         assert scores.rewards.tolist() == pytest.approx([1.1, 1.0, 0.1, 0.0])
 
@@ -53,4 +53,4 @@ def test_the_reward_for_verl_returns_its_score() -> None:
     part = RewardPart.of(f"{EXAMPLES / 'reward_verl.py'}:compute_score", hint=0.25)
     request = ScoreRequest("?", ["#### 1,072", "#### 7", "1072"], "1072", "openai/gsm8k", {"extra_info": {"index": 0}})
     scorer = Scorer(RewardSpec((part,), timeout_s=10))
-    assert asyncio.run(scorer.score(request)).rewards.tolist() == [1.0, 0.25, 0.0]
+    assert asyncio.run(scorer.serve(request)).rewards.tolist() == [1.0, 0.25, 0.0]

@@ -194,7 +194,7 @@ def test_small_files_have_the_columns_of_the_public_ones(
 @pytest.mark.parametrize(("kind", "say"), [("gsm8k", "#### {}"), ("dapo-math", "Answer: {}")])
 def test_math_verify_reads_answers_in_the_form_that_the_prompts_ask_for(kind: str, say: str, tmp_path: Path) -> None:
     path = make_data(tmp_path / "train.jsonl", kind, "--rows", "8")
-    score = Scorer(RewardSpec((RewardPart.of("math_verify"),), timeout_s=10)).score
+    score = Scorer(RewardSpec((RewardPart.of("math_verify"),), timeout_s=10)).serve
     for record in read_records(str(path), Columns()):
         right = int(record.answer)
         responses = [f"First 1, then 2.\n{say.format(right)}", f"It was {right}.\n{say.format(right + 1)}"]

@@ -39,7 +39,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         async def start(self) -> None: ...
 
-    monkeypatch.setattr("headway.engines.rollout.vllm.VllmEngine", Engine)
+    monkeypatch.setattr("headway.engines.rollout.vllm.engine.VllmEngine", Engine)
 
     async def start(**sections: Any) -> dict[str, Any]:
         config = Config.model_validate({"model": {"path": str(tmp_path)}, **sections})

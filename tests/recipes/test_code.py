@@ -89,7 +89,7 @@ def test_the_sandbox_tells_the_right_function_from_the_others() -> None:
     responses = [f"{BEFORE}{body}" for body in FUNCTIONS] + ["f=lambda x,y:", ""]
     assert [code_of(response) for response in responses] == responses
     request = ScoreRequest("?", responses, record.answer, record.source, record.extra)
-    rewards = asyncio.run(scorer.score(request)).rewards
+    rewards = asyncio.run(scorer.serve(request)).rewards
     assert list(rewards) == [float(body == right) for body in FUNCTIONS] + [0.0, 0.0]
 
 

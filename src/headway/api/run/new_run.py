@@ -122,7 +122,7 @@ def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports, go_on: Ca
         assert task is not None, "the doctor asks for a task where there are no demonstrations"
         examples = solutions(tokenizer, prompt_tokenizer(config, tokenizer), task, warmup, held_out, seed)
         evaluate = WarmupEvaluation(tokenizer, task, val, seed, config.data.max_response_length, go_on)
-    asyncio.run(warm_up(path, config, warmup, examples, evaluate, partial(reports.phase, WARMING), go_on))
+    asyncio.run(warm_up(path, config, warmup, examples, evaluate, partial(reports.phase, WARMING), go_on=go_on))
 
 
 def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | None = None) -> int:

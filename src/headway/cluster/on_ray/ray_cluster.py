@@ -101,6 +101,8 @@ class RayCluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Ray gives its first process 30 s, which are over where a busy disk has to read it.
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(int(self._config.cluster.start_timeout_s)))
         self._up = up = Future[None]()
         self._messages.enter_context(messages_in(self._run_dir / "logs" / "ray.log"))
 
