@@ -279,7 +279,7 @@ def _peer(link: Link, nbytes: int) -> str:
             answer = f"other bytes than were sent as version {version}"
         buffer.loaded()
     for _ in VERSIONS:
-        _collectives(receiver, nbytes, link.device)
+        _collectives(receiver, nbytes, link.meeting.device)
     receiver.close()
     return answer
 

@@ -263,7 +263,7 @@ def gathering_leaves_bytes_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoints_are_not_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FsdpEngine, "load", lambda self, path: {"step": 0})
+    patch.setattr(learner.Learner, "load", lambda self, path: {"step": 0})
 
 
 def the_last_value_is_not_written(patch: pytest.MonkeyPatch) -> None:
