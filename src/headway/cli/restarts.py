@@ -67,7 +67,7 @@ def keep_going(arguments: Sequence[str], run: Path, restarts: int, *, debug: boo
     written = _changed(directory.config)
     # Before the first process: the workers of one that is killed become children of this one, which ends them.
     adopt_orphans()
-    attended = _Attended(HEADWAY, [*resumes, *options])
+    attended = _Attended([*resumes, *options])
     with closing(attended), handled(attended.pass_on, interrupting_signals()):
         while True:
             record = _changed(directory.events)
@@ -129,14 +129,14 @@ def _changed(file: Path) -> int | None:
 
 
 class _Attended:
-    """Processes of a program that run one after the other, to which this one passes its signals on.
+    """Processes of `HEADWAY` that run one after the other, to which this one passes its signals on.
 
     Each is in a group of its own, so that a terminal's Ctrl-C reaches it once.
     """
 
-    def __init__(self, program: str, resumes: Sequence[str]) -> None:
-        """``resumes``: the arguments with which ``program`` goes on with a run."""
-        self._program, self._resumes = program, resumes
+    def __init__(self, resumes: Sequence[str]) -> None:
+        """``resumes``: the arguments with which a run goes on."""
+        self._resumes = resumes
         self._waits: subprocess.Popen[bytes] | None = None
         """The process that goes on with the run when this one has ended."""
         self.told = Event()
@@ -150,12 +150,12 @@ class _Attended:
         return [] if self._waits is None else [self._waits.pid]
 
     def finish(self, arguments: Sequence[str], *, again: bool) -> int:
-        """Run the program with ``arguments`` to its end, and return its exit code. ``again``: another may follow."""
+        """Run `HEADWAY` with ``arguments`` to its end, and return its exit code. ``again``: another may follow."""
         # Groups of their own: Ctrl-C of a terminal would reach them twice, and the second one leaves at once
         went_on = arguments == self._resumes and self._goes_on()
-        self._process = went_on or subprocess.Popen(python_command(self._program, *arguments), process_group=0)
+        self._process = went_on or subprocess.Popen(python_command(HEADWAY, *arguments), process_group=0)
         if again and self._waits is None:
-            command = python_command(WAITS + self._program, *self._resumes)
+            command = python_command(WAITS + HEADWAY, *self._resumes)
             self._waits = subprocess.Popen(command, process_group=0, stdin=subprocess.PIPE)
         if self.told.is_set():  # between two processes
             self._process.terminate()

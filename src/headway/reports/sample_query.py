@@ -233,7 +233,7 @@ def _why_none(run: Path, what: str, damaged: list[int]) -> str:
 
 
 def _last_admitted(run: Path) -> int | None:
-    next(events_of(run), None)  # an empty record has a message of its own
+    next(events_of(run), None)  # raises where the record is empty
     admitted = events_of(run, (events.GroupAdmitted,))
     return max((event.number for event in admitted if isinstance(event, events.GroupAdmitted)), default=None)
 

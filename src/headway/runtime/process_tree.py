@@ -37,7 +37,7 @@ STOPPED_S = 2.0
 def run_guarded(owner: int) -> None:
     """Fork, and return only in the child, whose guard this process becomes. Call it before threads are started.
 
-    The child leads a session of its own. ``owner``: id of the process that started this one.
+    The child leads a new session. ``owner``: id of the process that started this one.
     """
     if sys.platform != "linux":
         return

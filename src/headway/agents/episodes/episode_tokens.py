@@ -3,7 +3,7 @@
 TurnRequest ─▶ ChatRecord.prompt ─▶ TurnContext (ids, key) ─▶ a call ─▶ ChatRecord.answered ─▶ TurnAnswer
                                                                             └──▶ rows to train on, in the end
 
-    [context 1][sampled 1][tail][sampled 2]        one row: turn 2 goes on with all that was there
+    [context 1][sampled 1][tail][sampled 2]        one row: turn 2 continues all of it
     [context 1][samp][another tail][sampled 3]     a further row: turn 3 forks where its ids differ
 
 A turn whose context begins, token by token, with everything that some row has continues that row; any other turn begins

@@ -53,7 +53,7 @@ class SimulatedRollout:
     delivery_s: float = 0.0
     """Seconds that a finished call is under way; its slot is free meanwhile."""
     resume_s: float = 0.0
-    """Seconds until `resume` returns after a load; decoding goes on at once."""
+    """Seconds until `resume` returns after a load; decoding does not wait for it."""
     contention: Contention | None = None
     """Contention with the trainer, where it slows this replica down."""
     _loaded: bool = False

@@ -125,7 +125,7 @@ class SimulatedTrainer:
     """Latency, in seconds, of a batch whose first step is still to come; 0 after that step."""
     _doing: str | None = None
     _computes: bool = False
-    """True while the trainer computes: its work takes time, and waits for nobody."""
+    """True while the trainer computes, and does not wait for another process."""
     _copy: int | None = None
     """The version that the copy in host memory holds; None while it is being written, or before."""
     _sending: int = 0

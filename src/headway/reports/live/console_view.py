@@ -161,7 +161,7 @@ def _remarks(summary: dict[str, Any]) -> Iterator[Text]:
     if _hardly_trains(summary):
         share, of = summary["filtered"]["recent_share"], summary["filtered"]["recent_groups"]
         yield Text(
-            f"Of the last {human.count(of)} groups {human.share(share)} were filtered, and so it goes on unless "
+            f"Of the last {human.count(of)} groups {human.share(share)} were filtered. More will be unless "
             "the prompts or the reward are changed. If the reward had been higher before, remove "
             "the checkpoints since then, and go on with a lower actor.optim.lr.",
             style="yellow",

@@ -444,5 +444,8 @@ class DecodeBatch:
 
 def neighbours(places: Sequence[int]) -> Iterator[range]:
     """Cut increasing ``places`` into ranges without a gap."""
-    for part in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
-        yield range(part[0], part[-1] + 1)
+    start = 0
+    for index, place in enumerate(places):  # a few: numpy would take ten times as long
+        if index + 1 == len(places) or places[index + 1] != place + 1:
+            yield range(places[start], place + 1)
+            start = index + 1
