@@ -389,7 +389,7 @@ def test_as_many_open_episodes_as_slots_keep_what_they_have() -> None:
 def test_where_memory_is_short_contexts_are_prefilled_again_and_nothing_else_changes(tokens: int) -> None:
     model = long_model()
     core = long_core(model, slots=4, tokens=max(tokens, core_least(model)))
-    played = episodes(6, turns=5, words=(8, 16), answer=12)
+    played = episodes(6, turns=10, words=(8, 16), answer=16)
     play(core, played)
     assert_reference(model, played)
     assert core.stats().unpinned > 0

@@ -108,7 +108,7 @@ def stopped(proxy: Proxy, url: str) -> Fault:
     """The server goes away in the middle of a checkpoint's upload."""
 
     def fault(method: str, path: str) -> str | None:
-        return "drop" if method == "PUT" and "version_3" in path and "distcp" in path else None
+        return "drop" if method == "PUT" and "distcp" in path else None
 
     return fault
 
