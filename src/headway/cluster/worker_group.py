@@ -197,6 +197,7 @@ class ReplicaCalls:
         await self._peer.call("engine.submit", client, list(calls))
 
     async def finished(self, client: str) -> AsyncGenerator[Sequence[Completion], None]:
+        # Gathered: a message for each step cost the episode worker and the engine more than the answers in it.
         async with aclosing(self._peer.each("engine.finished", client, apart_s=BETWEEN_BATCHES_S)) as batches:
             async for batch in batches:
                 yield batch

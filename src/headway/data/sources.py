@@ -426,5 +426,6 @@ def _form(value: Any) -> Any:
         return "text" if value.isascii() or writable(value) == value else "surrogate"
     if isinstance(value, Mapping):
         # A role's own name counts; a tool may also have a parameter that is called so.
+        # Its schema is a mapping, which cannot be a key: the check of rows failed on such a tool with a TypeError.
         return tuple((k, v if k == "role" and isinstance(v, str) else _form(v)) for k, v in value.items())
     return tuple(map(_form, value)) if isinstance(value, list) else type(value).__name__

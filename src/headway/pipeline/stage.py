@@ -148,6 +148,7 @@ class Stage(ABC, Generic[In, Out]):
             self._enter(State.FAILED)
             raise
         # Not after a failure: the consumer would take what it has got for all there is.
+        # A batch that was not full was trained then, and made a version.
         self.close_output()
 
     @property

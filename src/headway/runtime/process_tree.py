@@ -99,6 +99,7 @@ def children() -> list[int]:
     reaped.
     """
     try:
+        # Of every thread: the kernel lists a child only under the thread that has forked it.
         lists = [Path("/proc/self/task", thread, "children").read_text() for thread in os.listdir("/proc/self/task")]  # noqa: PTH208
     except OSError:  # a kernel that was built without
         return _children().get(os.getpid(), [])
@@ -130,6 +131,7 @@ def _guarded(child: int, owner: int) -> int:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, number)
 
+    # A guard that ended by these would take its process with it: when that ends, its owner alone decides.
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: send(signal.SIGKILL))

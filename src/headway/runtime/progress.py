@@ -150,6 +150,7 @@ class Progress:
         does not answer does not delay a heartbeat.
         """
         closed, files = Event(), Files(0)
+        # A daemon: a look at a network's disk may hang, and would keep the process from ending.
         looking = Thread(target=self._look, args=(folder, files, closed), name="headway-file-growth", daemon=True)
         self._files = files
         self.advance(f"writing {folder}")
@@ -169,6 +170,7 @@ class Progress:
             # Asked again: a look may hang for minutes, and the call be over by then.
             if sizes != seen and not closed.is_set():
                 seen = nbytes, on_disk = sizes
+                # Not into self._files: a look that ended late left its bytes there for the next call's heartbeat.
                 files.nbytes = nbytes
                 self.advance(f"writing {folder}, {_amount(min(on_disk, nbytes))} of {_amount(nbytes)} on the disk")
 

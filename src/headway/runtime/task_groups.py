@@ -57,6 +57,7 @@ class Tasks:
     """Running tasks that `failing_as_one` waits for, in the order in which they were started."""
 
     def __init__(self) -> None:
+        # A dict, not a set: a set would cancel tasks in another order in each process, and simulated runs would differ.
         self._running: dict[asyncio.Task[Any], None] = {}
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that is done when all tasks have ended, or with the first failure."""
@@ -139,6 +140,7 @@ async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     cancelled: asyncio.CancelledError | None = None
     for task in tasks:
         task.cancel()
+    # Not left when it is cancelled: the tasks would go on, and write files or end workers beside what follows.
     while running := [task for task in tasks if not task.done()]:
         try:
             await asyncio.wait(running)

@@ -108,6 +108,7 @@ class CallLog:
         """Forget all calls. Those that are made from now on are others, also where their contexts are the same."""
         self._drop()
         self._log.clear()
+        # Other keys sample other answers. With the old ones the same tools would be called a second time.
         self._salt = xxhash.xxh3_64_intdigest(self._salt.to_bytes(8, "little"))
 
     @property

@@ -171,6 +171,7 @@ class StorageUploader:
             return
         changed = (reason is None) != (self._reason is None)
         self._reason, self._version = reason, self._version if version is None else version
+        # A report behind the record's end once ended this thread.
         with suppress(ValueError):  # the record is closed already
             if changed:
                 has = "has everything again" if reason is None else f"lacks what was closed last: {reason}"

@@ -108,6 +108,7 @@ class RayCluster:
 
         def live() -> None:
             try:
+                # With its services Ray takes three seconds of the processor more, for which `ray.init` partly waits.
                 with sigterm_kept(), sessions_of_their_own(), without_services():
                     self._init()
                 up.set_result(None)

@@ -263,6 +263,7 @@ class _Caller(FrameSession):
             async with aclosing(self._host.each(method, *args)) as items:
                 async for item in items:
                     self._send(CallFrameKind.ITEM, frame.number, item)
+                    # A caller that does not read is waited for: its items grew to 1 GiB, and the worker was lost.
                     await self.has_room.wait()
                     if frame.detail:
                         await asyncio.sleep(frame.detail / 1e6)
@@ -347,6 +348,7 @@ class WorkerConnection(FrameSession):
                 while True:
                     try:
                         return await self.open()
+                    # Its process has ended. To try on until the time limit would only put off its replacement.
                     except ConnectionRefusedError:
                         return self._end(f"the connection to {place} broke, and nothing listens there any more")
                     except ConnectionEnded as error:

@@ -106,6 +106,7 @@ async def start_native(replica: ReplicaSpec) -> Any:
     model = (await asyncio.to_thread(load)).to(replica.device)
     if room is not None:
         kind = kind_of(replica.device)
+        # Of what is free now: sized by the whole card, it left nothing to other processes, or to a trainer in this one.
         cache_bytes = room.cache_in(kind.free_memory(replica.device) or 0, kind.allocated_memory(replica.device) or 0)
     return NativeEngine(
         model,

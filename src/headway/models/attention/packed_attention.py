@@ -27,6 +27,7 @@ from headway.models.attention.packed_layout import AttentionKind, AttentionPart,
 NAME = "headway_packed"
 """Name of this attention among those of `transformers`."""
 
+# What is beneath `scaled_dot_product_attention`, which gives no log-sum-exp: without it parts cannot be merged.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -195,6 +196,7 @@ class _Flash(torch.autograd.Function):
         for part in ctx.parts:
             grad_NHD = _take(grads[0], part.queries)
             if part.dropped is not None:
+                # These queries count in another item: their gradient would be added twice.
                 grad_NHD = grad_NHD.index_fill(0, part.dropped, 0.0)
             grad_BHQD = grad_NHD.unflatten(0, (part.items, -1)).transpose(1, 2)
             lse_BHQ = _take(lse_LH, part.queries).unflatten(0, (part.items, -1)).transpose(1, 2)

@@ -179,6 +179,7 @@ def _items(segments: Segments, positions: Places, window: int | None) -> list[It
         windowed = window is not None and window <= positions[starts[root] : ends[root]].max()
         if windowed or (as_views < min(as_rows, as_segments) and pairs.max() <= MOST_PAIRS):
             items += _views(root, following, segments, stops, window)
+        # Trees that share little stay whole rows: computed as segments, they changed the bits of runs.
         elif as_rows <= as_segments:
             items += _rows(root, following, segments, stops)
         else:

@@ -178,6 +178,7 @@ class RunJournal:
             give_up(self._directory, event.worker)
             self._given_up.pop(self._directory / f"{GIVEN_UP}{event.worker}", None)  # it has written more since
         if isinstance(event, VersionReached):
+            # Removed later: files that stayed made a resumed run's worker of the same name count as given up.
             new = {*self._directory.glob(f"{GIVEN_UP}*")} - {*self._given_up}
             # An earlier process may have admitted more groups than are admitted again by now.
             self._given_up |= {path: max([event.groups["admitted"], *self._until().values()]) for path in new}

@@ -226,6 +226,7 @@ class RankRestarts:
         self, ranks: RestartableRanks, bring_back: Callable[[], Coroutine[Any, Any, int]], tasks: Tasks
     ) -> int:
         """Return the result of ``bring_back``. The new ranks are watched meanwhile, and may be lost, too."""
+        # New ranks, too: one that hung while it was brought back ended the run, because nothing watched it.
         watching = [tasks.start(ranks.watch()), tasks.start(self._end_of_motion(ranks))]
         try:
             return await tasks.start(bring_back(), among=self._works)

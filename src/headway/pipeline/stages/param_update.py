@@ -71,6 +71,7 @@ class Schedule(ABC):
     def lacking(self, receivers: Sequence[ReceiverClient], version: int) -> list[ReceiverClient]:
         """Return those of ``receivers`` that have not loaded ``version``: one that joins has loaded nothing, not 0."""
         loaded = self.state.staleness.loaded
+        # Not of replicas: one that joins has loaded nothing, was taken for one with version 0, and the run stood still.
         others = {one.name: one.version for one in receivers if not isinstance(one, Replica)}
         return [one for one in receivers if (loaded | others).get(one.name) != version]
 

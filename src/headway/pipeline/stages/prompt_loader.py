@@ -110,6 +110,7 @@ class PromptLoader(Stage[list[Prompt], Share]):
             # Strictly on-policy, a wave also waits for its version's validation: what shares a batch with it must be
             # the same in every run. With η > 0 generation goes on beside validation.
             # Without a replica one that was under way has yet to begin anew.
+            # Without that a wave was admitted at once, and reached the new replicas beside the problems.
             validation_runs=state.staleness.eta == 0 and bool(state.validating or not state.staleness.loaded),
             groups_per_version=state.staleness.groups_per_version,
         )

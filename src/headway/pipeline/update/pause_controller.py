@@ -100,6 +100,7 @@ class PauseController:
                 await self._finish_episodes(replica)
                 await validated()  # another one may have begun meanwhile
             halt = self._halts[replica.name] = ReplicaPause([why], validation_s=now() - asked)
+            # Before it is paused: a call that is sent to it meanwhile would wait there for the whole update.
             self._available.pop(replica.name, None)
             self._set_gate()
             try:

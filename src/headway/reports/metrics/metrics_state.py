@@ -81,6 +81,7 @@ class MetricsStates:
     def keep(self, metrics: RunMetrics, event: VersionReached, offset: int) -> None:
         """Keep ``metrics`` at the boundary ``event``, which ends at ``offset`` of the record."""
         self._look()
+        # Several: where only one could wait, a quick run kept its first state alone.
         if len(self._saving) >= MOST_WAITING:
             return
         try:

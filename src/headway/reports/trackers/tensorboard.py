@@ -86,6 +86,7 @@ class _Records:
         texts = SummaryMetadata.PluginData(plugin_name="text")
         self._is_text = SummaryMetadata(plugin_data=texts, data_class=DATA_CLASS_TENSOR)
         self._string = partial(TensorProto, dtype=DT_STRING)
+        # Numbered with zeros in front: TensorBoard reads files by name, and those of one second came in another order.
         opened = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBER):06d}"
         self._writer = RecordWriter((directory / f"events.out.tfevents.{opened}").open("xb"))
         self.write(self._event(wall_time=time.time(), file_version="brain.Event:2"))

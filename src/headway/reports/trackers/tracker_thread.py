@@ -135,6 +135,7 @@ class TrackerThread:
         self._given_up = False
         self._asked_at: float | None = None
         """Time of the call that has not returned yet; None where there is none."""
+        # A daemon: a library that hangs holds up neither the run nor the end of its process.
         self._thread = threading.Thread(target=self._serve, name=f"tracker-{name}", daemon=True)
 
     # ------------------------------------------------------------------------------------------ the run's thread
@@ -239,6 +240,7 @@ class TrackerThread:
                 self._take()
             else:
                 self._refusals += 1
+                # The next row tells a bad one from a tracker that takes none: a single row used to hold up the others.
                 behind = self._waiting[1] if len(self._waiting) > 1 else None
                 if self._refusals < MOST_REFUSALS or behind is None or not self._call("on_row", behind):
                     return False

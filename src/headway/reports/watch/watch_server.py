@@ -75,6 +75,7 @@ class _Connection(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._strangers[self] = None
+        # Without a bound another user could hold all of the process's files open.
         if len(self._strangers) > MOST_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]

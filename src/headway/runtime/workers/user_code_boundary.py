@@ -119,6 +119,7 @@ def killed_after(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
+        # Also after a failure: an alarm that is left over would kill the worker in its next job.
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 

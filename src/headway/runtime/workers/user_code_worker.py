@@ -86,9 +86,11 @@ class WorkerProcess:
         """Kill the process. ``shown_first``: a moment after it has printed where it stands."""
         if self._ending is None:
             with suppress(ProcessLookupError):
+                # By descriptor: once the process was reaped, its id may be another one's.
                 signal.pidfd_send_signal(self._pidfd, SHOWS_WHERE if shown_first else self._ends_by)
                 signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)  # a guard that is stopped would end nothing
             if shown_first:
+                # Later: the traceback that the signal asks for has to be in the log before the process is killed.
                 asyncio.get_running_loop().call_later(SHOWN_S, self.kill)
 
     def leave(self, within_s: float) -> None:
@@ -371,6 +373,7 @@ class UserCodeWorker:
             self.kill()
         else:
             self._leaving.add(job.number)
+            # Without a limit a job that swallows its cancellation would keep its place in the worker for ever.
             asyncio.get_running_loop().call_later(LEAVES_S, self._overstayed, job.number)
             self.process.channel.send(Frame(FrameKind.CANCEL, job.number))
 

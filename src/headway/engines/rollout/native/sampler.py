@@ -209,6 +209,7 @@ def has_kernel(device: torch.device) -> bool:
 
 def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
     """Logits with -inf outside the filters. The most likely token always stays; ties go to the lower index."""
+    # Stable: of equal logits, of which bfloat16 has many, the same ones are cut each time.
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         ranks = torch.arange(logits.shape[1], device=logits.device)
@@ -217,6 +218,7 @@ def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Ten
         probs = torch.softmax(ordered, -1)
         mass_before = probs.cumsum(-1) - probs
         outside = mass_before >= top_p
+        # The likeliest token stays whatever top_p is: in a row without any, all log-probs would be NaN.
         outside[:, 0] = False
         # top_p = 1 is off: rounding in the cumulative sum must not cut the tail.
         ordered = ordered.masked_fill(outside & (top_p < 1), -torch.inf)

@@ -157,6 +157,7 @@ class SharedMemoryTransfer(WeightTransferEngine):
 
     def _map(self, path: str) -> None:
         status = Path(path).stat()
+        # By the file, not by its path: a descriptor's number is used again after it was closed.
         if self._mapped != (status.st_dev, status.st_ino):
             self._flat = torch.from_file(path, shared=True, size=self._nbytes, dtype=torch.uint8)
             self._mapped = (status.st_dev, status.st_ino)

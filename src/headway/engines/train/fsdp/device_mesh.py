@@ -78,6 +78,7 @@ class TrainMesh:
         of_copy = ranks // parallel.replicate
         copy = _own_group([range(first, first + of_copy) for first in range(0, ranks, of_copy)])
         rows, inner, sequence = _groups(parallel, ranks)
+        # Not the world's group: a checkpoint's collectives on another thread could meet those of a training step.
         files = dist.new_group(backend="gloo")
         if timeout is not None:
             # Afterwards: `init_device_mesh` takes no time limit, and gives its groups torch's own.

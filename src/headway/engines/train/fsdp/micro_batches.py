@@ -101,6 +101,7 @@ def on_device(device: torch.device, *parts: Any) -> list[Any]:
     """
     found = [(part, field.name) for part in parts for field in fields(part)]
     found = [(part, name) for part, name in found if isinstance(getattr(part, name), Tensor)]
+    # All of them at once: one by one they were 14 copies and 20 waits for the device in each micro-batch.
     tensors = to_device([getattr(part, name).numpy() for part, name in found], device, beside=True)
     return [
         replace(part, **{name: there for (of, name), there in zip(found, tensors, strict=True) if of is part})

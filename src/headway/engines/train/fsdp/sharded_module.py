@@ -365,6 +365,7 @@ def _agreed(lm: PreTrainedModel, try_out: Callable[[], str | None]) -> str | Non
     before = lm.config._attn_implementation
     own = on_all_ranks(try_out)
     reasons: list[str | None] = [None] * dist.get_world_size()
+    # One answer for all: ranks that packed the same rows differently would meet in collectives of different sizes.
     dist.all_gather_object(reasons, own)
     reason = next((of for of in reasons if of is not None), None)
     if own is None and reason is not None:  # this rank could pack rows, and another one cannot

@@ -92,6 +92,7 @@ def _indices(tensor: DTensor) -> list[NDArray[np.int64]]:
     mesh, own = tensor.device_mesh, [np.arange(size) for size in tensor.shape]
     names, place = mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.get_coordinate()
     assert place is not None
+    # In this order, not in that of the mesh: FSDP2 has sharded what tensor and expert parallelism had left.
     for at in sorted(range(mesh.ndim), key=lambda at: (names[at] not in (TP, EP), at)):
         placement = tensor.placements[at]
         if not isinstance(placement, Shard | _StridedShard):

@@ -43,6 +43,7 @@ def device_and_listener(host: str | None) -> tuple[Any, Endpoint | None]:
 
     None where that cannot be told.
     """
+    # One at a time: with another thread's listener beside it this one's could not be told, and `cut` would miss it.
     with _making:
         before = _listeners()
         if host is None:
@@ -173,6 +174,7 @@ class StoreGroup:
             except BaseException as cause:  # raised below, in the thread that asked
                 failed.append(cause)
 
+        # Not in this thread: NCCL's call takes no time limit, and for a dead member it never returns.
         thread = Thread(target=meet, name="headway-weights-join", daemon=True)
         thread.start()
         thread.join(limit_s)
