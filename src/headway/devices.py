@@ -201,6 +201,7 @@ def _left_below(limit: Path) -> float:
     used = _text_of(limit.with_name("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes"))
     if not (_text_of(limit).isdigit() and used.isdigit()):
         return math.inf
+    # Cached files count as used, and are given up first: without them a machine that has read a model looks full.
     cached = re.search(r"^inactive_file (\d+)", _text_of(limit.with_name("memory.stat")), re.MULTILINE)
     return int(_text_of(limit)) - int(used) + (0 if cached is None else int(cached[1]))
 

@@ -93,6 +93,7 @@ def lag_sums(
         per_token: what else is averaged by lag, by name: clip and mask indicators, entropy.
     """
     every_M = torch.ones_like(lags, dtype=torch.bool)
+    # In float64: squares of ratios are summed over all tokens, and one large ratio would swallow the rest in float32.
     log_ratio_M = log_ratio(logprobs, behaviour_logprobs, every_M).double()
     bucket_M = lags.long().clamp(max=LAG_BUCKETS - 1)
     ratio_M = log_ratio_M.exp()

@@ -123,6 +123,7 @@ class LaunchedWorkers:
         """Return a device for each worker to be started again, on a machine that answers: its own, or on another with
         room. Workers that have none after ``wait_s`` are left out.
         """
+        # Side by side: one machine that is silent would use up the time in which places are found for the others.
         looks = {name: asyncio.ensure_future(self._cluster.find_place(self._specs[name])) for name in names}
         if not looks:
             return {}
@@ -196,6 +197,7 @@ class LaunchedWorkers:
 
     async def kill(self) -> None:
         """Kill all workers, even if one of them fails to end."""
+        # All of them, also after a failure: one that does not end would leave the others running.
         ends = await asyncio.gather(*(worker.kill() for worker in self.by_name.values()), return_exceptions=True)
         for end in ends:
             if isinstance(end, BaseException):

@@ -234,6 +234,7 @@ def replace_folder(temporary: Path, path: Path) -> None:
     old = path.with_name(f".{path.name}.old")
     rmtree(old, ignore_errors=True)  # a folder cannot be renamed to one that has files
     if path.exists():
+        # Moved aside, not removed: after a kill in between, one of the two folders is still whole.
         path.rename(old)
     temporary.rename(path)
     rmtree(old, ignore_errors=True)

@@ -160,6 +160,7 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """Close those that are not lent."""
+        # Not in a forked process: to close them there would close what the parent still uses.
         while self._process == os.getpid() and self._free:
             await close(self._free.pop())
 

@@ -206,6 +206,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
                         self._url, max_msg_size=MOST_BYTES, timeout=ClientWSTimeout(ws_close=5.0)
                     )
             except WSServerHandshakeError as cause:
+                # 429 is a full server: taken for a refusal, it failed the episode, which is now tried again.
                 if cause.status < 500 and cause.status != 429:
                     raise
                 raise ConnectionError(f"the server answers with status {cause.status}") from cause

@@ -109,6 +109,7 @@ class AgentSession:
         self._turns.add(turn)
         turn.add_done_callback(self._turns.discard)
         request = _Request(turn)
+        # In place of the one that was given up: a repeated request would find that one again, and get no answer.
         self._requests[digest] = [*(one for one in known if one is not found), request]
         return request
 

@@ -125,6 +125,7 @@ class RewardWorkers:
             try:
                 return await self._try(request)
             except ScoringFailed as failure:
+                # A try that another group's code took along costs none of this group's own retries.
                 if losses_left and self._is_anothers(failure.__cause__):
                     losses_left -= 1
                 elif tries_left:

@@ -170,6 +170,7 @@ class WeightSync:
         self._published.clear()
         for copy in self._copies.values():
             copy.link = None
+            # New ranks have no version to compute a delta from: the next one goes whole.
             copy.distrust(None)
 
     # ------------------------------------------------------------------------------------------ meeting

@@ -115,6 +115,7 @@ class Section(BaseModel):
             and field.annotation is type(field.default)
         ):
             # Only where the default differs from its class: critic.optim={} keeps the critic's lr.
+            # Left to pydantic, a critic.optim of which one key was given had the lr of actor.optim.
             return {**field.default.model_dump(exclude_defaults=True), **value}
         return value
 

@@ -88,6 +88,7 @@ class Silence:
         self._silent_s += passed_s
         stopped = look is not None and set(look.threads) == {"T"}
         self._stopped_s = self._stopped_s + passed_s if stopped else 0.0
+        # Sleep alone proves nothing, for a process may be between two steps: what it computed since then counts, too.
         asleep = (
             look is not None
             and self._cpu_s is not None

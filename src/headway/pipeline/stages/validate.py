@@ -189,6 +189,7 @@ class Validate(Stage[Validation, None]):
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, due, first = now(), validation.version, validation.version == 0
+        # A resumed run made this validation a second time, though it had ended.
         if due == self._told:
             self._newest = due
             self._validators.let_go(validation)

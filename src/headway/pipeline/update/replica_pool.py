@@ -130,6 +130,7 @@ class ReplicaPool:
 
     async def others_back(self) -> int:
         """Note that they were started again, with the initial model."""
+        # New clients: the old ones are gone for good, and have the version of the ranks that were lost.
         self._others = [ReceiverClient(other.receiver, self.timeouts) for other in self._others]
         self._late = True
         self._state.changed.changed()

@@ -111,6 +111,7 @@ class MlflowTracker(Tracker):
             except Exception as cause:  # one parameter that is refused costs its batch, not the others
                 refused.append(cause)
         for key, value in params.items():
+            # As a tag: MLflow refuses another value of a parameter, and a resumed run may have changed some.
             if told.get(key, value) != value:
                 self._client.set_tag(self.entry, f"changed.{key}", value)
         if refused:
@@ -176,6 +177,7 @@ class TrackioTracker(Tracker):
         self._run = trackio.init(
             project=setting.project, name=self.entry, config=setting.config, resume=resume, embed=False
         )
+        # trackio tells of rows that it lost by a warning alone: where warnings are off, a loss was never noticed.
         self._run._warn_once = lambda key, message: self._troubles.append(message)
         self.where = f"trackio show --project {setting.project}"
         self._newest = 0

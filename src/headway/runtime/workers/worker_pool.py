@@ -166,6 +166,7 @@ class WorkerPool:
             job.end(error=closed())
         self._waiting.clear()
         # Before their jobs are taken from them: `load` counts these.
+        # These are killed: a worker that computes does not see that its connection was closed.
         busy = {worker.process for worker in self._workers if worker.load and self._alone}
         for worker in self._workers:
             worker.lose(closed)

@@ -107,6 +107,7 @@ def start_vllm(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
         "dtype": settings.dtype,
         "max_model_len": settings.max_context,
         "max_num_seqs": settings.slots + 1,  # the probe has a place of its own beside requests that stand still
+        # Those of the distribution that was sampled from: vLLM's default is before temperature and filters.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # what the folder recommends must not change the distribution
         "enable_prefix_caching": True,

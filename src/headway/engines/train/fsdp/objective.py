@@ -222,6 +222,7 @@ class Objective:
             loss_scale_factor=self._actor.loss_scale_factor,
             lengths=columns.lengths[columns.row],
         )
+        # Padded rows for the user's own functions alone, as documented; ours read one number per token.
         policy_M1, per_token = _called(self._loss, inputs, params, columns if self._own_loss else None)
         if self._corrections is not None:
             correct, correction_params = self._corrections

@@ -148,6 +148,7 @@ class StoreGroup:
                 self._prove(group, until - monotonic())
                 return group
             device, self._listens = device_and_listener(host)
+            # Before the group forms: where a member hangs, the others cut their connections to these addresses.
             self._store.set(f"listens/{self.rank}", " ".join(map(str, self._listens or ())))
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout, options._threads, options._devices = self._timeout, 1, [device]
