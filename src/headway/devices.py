@@ -379,12 +379,12 @@ class DeviceStream:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Run this thread's work on the stream; it has ended on the device when the block has.
+        """Run this thread's work on the stream. When the block ends, the device has done the work.
 
-        It begins behind what the default stream was given so far, which may still read the tensors that are written.
-        Other streams need no event: they are only told of the tensors after the host has waited. For the same reason
-        no memory is recorded for a second stream: what was taken inside is given back to the stream that used it, and
-        no tensor of another stream can be freed and taken again while work here still writes it.
+        The work begins after what the default stream was given so far, which may still read the tensors that are
+        written here. Other streams need no event: the host waits before it tells them of the tensors. For the same
+        reason no tensor needs `record_stream`: memory that is taken in the block goes back to this stream, and memory
+        of another stream cannot be freed and taken again while work here still writes to it.
         """
         self._stream.wait_stream(self._module.default_stream(self._device))
         try:
@@ -397,7 +397,7 @@ class DeviceStream:
         self._stream.synchronize()
 
     def bring(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Copy ``buffer``, page-locked, to the device beside what that computes; what it is given next waits for it."""
+        """Copy ``buffer``, page-locked, to the device while that computes. Work that is queued later waits for it."""
         import torch
 
         current = self._module.current_stream(self._device)

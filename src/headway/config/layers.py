@@ -47,7 +47,7 @@ _SURPRISING = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)")
 class Layer:
     """A layer of settings: ``values`` by dotted key.
 
-    An empty mapping is a value, too, and so is null: what earlier layers set below such a key is gone.
+    An empty mapping and null are values, too: they remove what earlier layers set below the key.
 
     ``origin`` says where the values are written, as in "in demo.yaml" or "on the command line".
     """
@@ -285,7 +285,7 @@ def _replaces(new: str, old: str, value: Any) -> bool:
 
 
 def _excludes(one: str, one_value: Any, other: str, other_value: Any) -> bool:
-    """Tell whether two settings exclude each other in one layer: the same key, or a value and a key below it."""
+    """Tell whether one layer cannot give both settings: they are the same key, or one has a value above the other."""
     below = one.startswith(f"{other}.") and other_value != {}
     above = other.startswith(f"{one}.") and one_value != {}
     return one == other or below or above

@@ -266,9 +266,10 @@ def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[s
 
 
 def _drop_parts(layers: Sequence[Layer], choice: str, value: Any, *parts: str) -> list[Layer]:
-    """Return the layers without ``parts``, unless they were written for this value of ``choice``.
+    """Return the layers without ``parts``, unless these were written for this value of ``choice``.
 
-    A section that they were all of is left empty, and keys of a loss that names none may be for any.
+    A section that had no other keys stays as an empty one. A loss's keys stay if no layer has named a loss: they may be
+    for any.
     """
     before = [layer.values[choice] for layer in layers if layer.gives(choice)]
     if before[-1:] == [value] or (choice == LOSS_MODE and not before):

@@ -181,7 +181,7 @@ def _pieces(group: Sequence[_Work], most: int) -> list[_Work]:
 
 
 def _doubling(first: int, last: int) -> Iterator[int]:
-    """Yield ``first``, twice that, and so on, and ``last``."""
+    """Yield ``first``, its doubles below ``last``, and ``last``."""
     while first < last:
         yield first
         first *= 2

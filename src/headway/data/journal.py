@@ -6,12 +6,12 @@
     record: length, CRC-32 │ header: one line of JSON │ bytes
 
 A file is only appended to, in whole records; the first names the run. Reading ends at the first record that is not
-whole: its writer died, or its disk was full. So every prefix of a file is a state that some moment had. What is
-*finished* was written before anybody acted on it: the death of a process loses nothing, that of a machine what was not
-synced yet.
+whole: its writer died, or its disk was full. A file that is cut off is therefore the file of an earlier moment. What is
+*finished* is written before anything uses it: the death of a process loses nothing, the death of a machine loses what
+was not synced yet.
 
-Records are found again by what they are of: a completion by its trajectory, call and context, so that no bookkeeping is
-needed of what was under way. `headway.pipeline.admission.run_journal` has the driver's records.
+A record is found by its content: a completion by its trajectory, call and context. So no list is kept of the calls that
+were under way. `headway.pipeline.admission.run_journal` has the driver's records.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Mixture:
     """
 
     def __init__(self, parts: Sequence[SourceShare], *, seed: int, shuffle: bool) -> None:
-        """Set each part's quota. Raises `DataError` for a part without rows, or of too small a weight for any draw."""
+        """Set each part's quota. Raises `DataError` for a part without rows, or of a weight too small for one draw."""
         self.parts = tuple(parts)
         self.quotas = quotas(parts)
         self.rows = sum(self.quotas)

@@ -385,11 +385,11 @@ def _prompt(record: Record, tokenised: Tokenised, row: int, epoch: int) -> Promp
 
 
 def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> list[str]:
-    """Find the bad training rows that can be found in little time, and return what to tell of the data.
+    """Find bad training rows, as far as that is quick, and return notes on the data.
 
-    Templates refuse chats for their roles and fields, tokenizers refuse lone surrogates: of rows that are alike in
-    these one is tried, and the others where that one is bad. Problems of a task, which are made on demand, are not
-    looked at.
+    Templates refuse chats for their roles and fields, tokenizers refuse lone surrogates. Of rows that are alike in
+    these, one is tried; the others are tried only where that one is bad. Problems of a task are not tried, since they
+    are made on demand.
 
     Raises:
         DataError: there are more than ``data.max_bad_rows`` of them, or no row can be rendered.

@@ -6,13 +6,13 @@
 Everything is read off the presets' values. The work per version is the same everywhere: B is the profile's, so a
 setting's trigger decides ``require_batches = B / (mini-batch · trigger)``.
 
-Devices go together: those of a mesh, by the dimensions that a profile was measured with, and of a replica.
+The devices of a mesh stay together, and so do those of a replica. The profile says which dimensions the mesh has.
 
     0 1 2 3 │ 4 5 6 7          machines of 4 devices; tp = 2, and 2 devices a replica
     └─┘ └─┘ │ └─┘ └─┘
     training    two replicas
 
-Whole meshes train, whole replicas find place on what is left of each machine.
+Only whole meshes train. The rest of each machine's devices is filled with whole replicas.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headway.errors import ConfigError
 from headway.planner.profiles.job_profile import Profile
 
 ETAS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
-"""Values of η that are tried beside a preset's own where that is above 0."""
+"""Values of η that are tried beside the preset's own, if that is above 0."""
 TRAIN_SHARES = tuple(Fraction(*share) for share in ((1, 8), (1, 4), (3, 8), (1, 2), (5, 8), (3, 4), (7, 8)))
 """Shares of the devices at which splits are looked for when there are more than a handful."""
 

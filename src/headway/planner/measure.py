@@ -202,7 +202,7 @@ def config_of(profile: Profile, setting: PlanSetting, versions: int) -> Config:
 
 
 def _least_step_s(profile: Profile, setting: PlanSetting) -> float:
-    """Seconds that a version takes at least, by a few draws: to train on it, or to decode it with all slots filled."""
+    """Return the least seconds of a version, by a few draws: of training on it, or of decoding it with full slots."""
     batch, slots = profile.batch, profile.rollout.slots
     length = lengths_of(profile.response, 0)
     tokens = fmean(length(TrajectoryId(0, row, 0, 0)) for row in range(DRAWS))

@@ -47,9 +47,9 @@ class PlanResult:
     rows: tuple[PlanRow, ...]
     """Simulated rows, the quickest first."""
     open: tuple[PlanSetting, ...]
-    """Settings that were not simulated, as time was out; the most promising first."""
+    """Settings that were not simulated because the time was used up; the most promising first."""
     skipped: tuple[PlanSetting, ...]
-    """Settings that were not simulated, as they are expected to be slower than others."""
+    """Settings that were not simulated because they are expected to be slower than others."""
     baseline: PlanRow | None
     """The row that ``speedup`` compares with: colocated synchronous training, or the quickest synchronous row."""
     advice: Advice

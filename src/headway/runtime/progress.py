@@ -45,7 +45,7 @@ class Living(Protocol):
 
 
 class OpenWork:
-    """Silence of a worker that has work open, by what it has done so far: an answer alone is no sign of life.
+    """Silence of a worker with open work. Only progress ends the silence: an answer alone is no sign of life.
 
     Example:
         >>> work = OpenWork()

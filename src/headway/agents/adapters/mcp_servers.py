@@ -101,12 +101,12 @@ class McpServer:
         self.tools: Sequence[Tool] = ()
 
     def load(self) -> None:
-        """Ask the server for its tools, over a connection that ends with that.
+        """Ask the server for its tools, over a connection that is closed afterwards.
 
         Raises:
-            UserCodeError: the SDK is not installed, the command is not found, what answers is no MCP server, or it
-                lacks a tool that is named.
-            ProgramAway: it is away for a time.
+            UserCodeError: the SDK is not installed, the command is not found, the server does not speak MCP, or it
+                lacks a tool that the settings name.
+            ProgramAway: the server cannot be reached now.
         """
         check_sdk()
         others = threading.enumerate()

@@ -64,14 +64,14 @@ class ChatPrompt:
     digest: bytes = field(repr=False)
     """Digest of the messages and the tools."""
     parts: tuple[NDArray[np.int32], ...] = field(repr=False)
-    """The stretches that ``ids`` are made of. Prompts share them, so that an episode's memory grows with its tokens.
-    The last one was made of text for this prompt: all of it, unless it extends another."""
+    """The stretches that make up ``ids``. Prompts share them, so that an episode's memory grows with its tokens. The
+    last one was rendered for this prompt; it is the only one where the prompt extends no other."""
     answers: Mapping[int, Message] = field(repr=False)
     """The answers of this episode among the messages, by their indices, in the form in which they were rendered."""
     text: tuple[int, bytes] = field(repr=False)
     """Length and digest of the rendered chat, with marks in ``answers``."""
     opened: str = ""
-    """The tag of a thought with which it ends; empty for none."""
+    """Tag of a thought at the prompt's end; empty for none."""
 
     @property
     def ids(self) -> NDArray[np.int32]:

@@ -173,7 +173,7 @@ def _stop(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
 
 
 def _pieces(block: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]:
-    """A block as it begins in a stream, and what comes to it."""
+    """Return a block as it begins in a stream, and the deltas that complete it."""
     match block["type"]:
         case "text":
             return {**block, "text": ""}, [("text_delta", {"text": block["text"]})]

@@ -1,4 +1,4 @@
-"""The record of one episode: what its turns are called with, and what was sampled.
+"""The record of one episode: the contexts of its turns, and what was sampled.
 
 TurnRequest ─▶ ChatRecord.prompt ─▶ TurnContext (ids, key) ─▶ a call ─▶ ChatRecord.answered ─▶ TurnAnswer
                                                                             └──▶ rows to train on, in the end
@@ -6,9 +6,9 @@ TurnRequest ─▶ ChatRecord.prompt ─▶ TurnContext (ids, key) ─▶ a call
     [context 1][sampled 1][tail][sampled 2]        one row: turn 2 continues all of it
     [context 1][samp][another tail][sampled 3]     a further row: turn 3 forks where its ids differ
 
-A turn whose context begins, token by token, with everything that some row has continues that row; any other turn begins
-a row of its own. Each sampled token is trained exactly once, in the row that its turn continues or begins; in all other
-rows it is context.
+If a turn's context begins with all tokens of a row, the turn continues that row; otherwise it begins a row of its own.
+Each sampled token is trained exactly once, in the row that its turn continues or begins; in all other rows it is
+context.
 
 Shape suffixes: P tokens of a context, T sampled tokens of one call, L tokens of a row.
 """

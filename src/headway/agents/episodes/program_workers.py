@@ -188,13 +188,13 @@ def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Endpoint:
 
 
 def texts_of(renderer: ChatRenderer) -> TextCodec:
-    """Text to token ids and back, as ``renderer`` has them; a text's ids begin as those of a prompt that is text."""
+    """Return a codec between text and token ids, by ``renderer``. Ids begin like those of a prompt that is text."""
     start = TextStart(renderer.tokenizer)
     return TextCodec(lambda text: start.added(renderer.encode(text).tolist(), text), renderer.decode)
 
 
 def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
-    """The chats that ``tokenizer`` renders. Raises `ConfigError` where it cannot, as `chat_hosting` does."""
+    """Return the chats that ``tokenizer`` renders. Raises `ConfigError` where it cannot render what the run needs."""
     renderer = ChatRenderer(tokenizer, config.data.chat_template_kwargs, most_tokens=limits_of(config).max_length)
     chats = Chats(renderer, config.agent.tool_parser)
     if config.agent.tools or config.agent.mcp:

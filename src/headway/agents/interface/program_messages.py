@@ -136,7 +136,7 @@ class EpisodeStart:
     seed: int
     """Seed of the episode, below 2^32: the same at every try, another one for each episode of a group."""
     access: Access | None = None
-    """The way of an agent to the policy; None for other programs, which have a chat."""
+    """Address and key by which an agent reaches the policy; None for other programs, which have a chat."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The sampling of the episode's turns, by names that vLLM has, too."""
     most_tokens: int = 0
@@ -144,7 +144,7 @@ class EpisodeStart:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, for programs that render it themselves."""
     text: str | None = None
-    """The prompt as the data have it, where it is text; ``messages`` has it as the user's then."""
+    """The prompt as text, if the data have text; ``messages`` then has it as the user's message."""
 
     @property
     def row_seed(self) -> int:

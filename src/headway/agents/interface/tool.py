@@ -54,7 +54,7 @@ class Tool:
     show: Callable[[Any], str] = field(default_factory=lambda: shown_to_model, repr=False)
     """Turns what the function returns into the text that the model is told."""
     blocks: bool | None = None
-    """The function runs, and blocks, where it is called. Default: unless it is a coroutine function."""
+    """Whether the function runs in the calling thread, and blocks it. Default: True, but for a coroutine function."""
     origin: str = ""
     """The setting that names the tool, for messages."""
 

@@ -341,9 +341,8 @@ def _saved(directory: RunDirectory, config: Config) -> list[int]:
 def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False, refused: int | None = None) -> str:
     """Return advice on how to resume a run that ended early. Empty if nothing was trained.
 
-    ``changed``: whether a setting must change, or the run would end in the same way again. ``refused``: the version
-    that could not be resumed with what was given. While that is the newest, nothing is returned: the command is the one
-    that just failed.
+    ``changed``: a setting must change, or the run would end in the same way again. ``refused``: the version that could
+    not be resumed with these settings. If it is the newest one, the advice is empty, as the command has just failed.
     """
     directory = reports.directory
     try:

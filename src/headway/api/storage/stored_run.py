@@ -166,20 +166,20 @@ def complete_versions(names: Iterable[str]) -> list[int]:
 
 
 def left_over(names: Iterable[str], kept: Callable[[int], bool]) -> list[str]:
-    """Return the files of checkpoints that are not ``kept``, those that make them complete first."""
+    """Return the files of checkpoints that are not ``kept``. The files that make a checkpoint complete come first."""
     found = [name for name in names if (version := OF_CHECKPOINT.match(name)) and not kept(int(version[1]))]
     return sorted(found, key=lambda name: not COMPLETE.fullmatch(name))
 
 
 def located(run: str, storage: str | None, run_dir: str | None, tell: Callable[[str], None]) -> tuple[Path, str | None]:
-    """Return the directory of the run to resume, and the storage that it was brought back from; None where it was here.
+    """Return the directory of the run to resume, and the storage that it came from; None if the directory was here.
 
     ``run``: the directory, or a storage; ``storage`` and ``run_dir``: what the user gave with it.
 
     Raises:
         ConfigError: there is no such run, or the storage cannot be used here.
         UserError: there is no run in the storage, or nothing to resume it from; or its directory cannot be written.
-        DataError: files of it are missing or cut off.
+        DataError: files of the stored run are missing or cut off.
     """
     with boundary(f"RUN: {run} cannot be looked into", ConfigError):
         stored = "://" in run or (Path(run) / RUN_FILE).is_file()

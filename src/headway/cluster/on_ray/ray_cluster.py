@@ -53,15 +53,15 @@ class RayCluster:
         self._run_dir = run_dir
         self._weights_bytes = weights_bytes
         self._up: Future[None] | None = None
-        """End of the start of Ray, or of joining it; None before it began, and after `stop`."""
+        """Done when Ray has started, or was joined; None before the start began, and after `stop`."""
         self._left = Event()
-        """Event that lets the thread that started Ray end."""
+        """Event after which the thread that started Ray may end."""
         self._messages = ExitStack()
         """Context that redirects what Ray reports to a log of the run, until it is closed."""
         self._node: RayNode | None = None
         """Ray node that this run started; None where the run joined a cluster."""
         self._launched: dict[str, RayWorker] = {}
-        """Workers by their first names: those of now."""
+        """Present workers, by the name of the first worker in each place."""
         self._tokens: Path | None = None
         """Directory of tokens, the same on each machine; None before a worker that writes there was launched."""
         self._deadline: float | None = None

@@ -327,7 +327,7 @@ def _load(result: Translation) -> LoadedConfig:
 
 
 def _drop_refused(result: Translation, message: str) -> bool:
-    """Take away the values that an error of loading names at the beginning of its lines; tell whether any was there."""
+    """Remove the values that a loading error names at the beginning of its lines. Return whether there were any."""
     found = False
     for line in message.splitlines():
         for key in list(result.values):
@@ -340,7 +340,7 @@ def _drop_refused(result: Translation, message: str) -> bool:
 
 
 def _drop(result: Translation, key: str, note: str) -> None:
-    """Take a value away; a setting whose first value it was is not taken over."""
+    """Remove a value. A setting that has lost its first value counts as not taken over."""
     # A list of its own: the mapping gets smaller meanwhile.
     for name in [name for name in result.values if lies_in(name, key)]:
         del result.values[name]

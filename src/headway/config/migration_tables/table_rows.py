@@ -217,7 +217,7 @@ def trackers(value: Any) -> Translated:
 
 
 def interval(value: Any) -> int:
-    """Return a number of versions between two events: never is -1."""
+    """Return a number of versions between two events; -1 means never."""
     return -1 if value in (0, "0", "no", False) else max(whole(value), -1)
 
 
@@ -227,12 +227,12 @@ def top_k(value: Any) -> int:
 
 
 def schedule(value: Any) -> str:
-    """Return the course of a learning rate, by the first word of its name elsewhere."""
+    """Return the kind of a learning rate's schedule: the first word of its name in another project."""
     return str(value).rpartition(".")[2].lower().partition("_")[0]
 
 
 def replica(value: Any) -> Translated:
-    """Return the devices of an engine, and the only engine here that may have several."""
+    """Return the number of devices of a replica, and vLLM as the engine if there are several."""
     size = whole(value)
     return taken({"rollout.tensor_model_parallel_size": size} | ({"rollout.name": "vllm"} if size > 1 else {}))
 

@@ -59,7 +59,7 @@ class ParallelConfig(Section):
 
     @property
     def least_ranks(self) -> int:
-        """Fewest ranks that make such a mesh; every number of ranks that does is a multiple."""
+        """Fewest ranks that make such a mesh; any number of ranks that makes one is a multiple of it."""
         return self.replicate * lcm(self.inner, self.ep)
 
     @property

@@ -64,15 +64,15 @@ class RunningDigests:
         """Weights of the rows of the largest tensor, and of one more."""
         self._on_host = True
         self._sums: torch.Tensor | None = None
-        """Sums [≤ _TOGETHER, COLUMNS] of the tensors that have begun last."""
+        """Sums [≤ _TOGETHER, COLUMNS] of the latest tensors."""
         self._mixed: list[torch.Tensor] = []
-        """Mixed sums [≤ _TOGETHER] of the tensors before those."""
+        """Mixed sums [≤ _TOGETHER] of the tensors before those in ``_sums``."""
         self._finished: tuple[int, ...] | None = None
 
     def add(self, offset: int, data: torch.Tensor) -> None:
         """Take in ``data`` [n] uint8, the flat bytes from ``offset`` on. Raises `UpdateFailed` if out of order.
 
-        A device is only given the work, on the current stream: ``data`` may be written over by what it is given later.
+        On a device the work is queued on the current stream: later work of that stream may write over ``data``.
         """
         if offset != self._at:
             raise UpdateFailed(f"bytes of the weights from {offset} on came where those from {self._at} on were due")
@@ -128,7 +128,7 @@ class RunningDigests:
             first, data = first + size, data[size:]
 
     def _add_words(self, at: int, words: torch.Tensor) -> None:
-        """Add ``words`` [n] int64, those of the tensor that has begun last from number ``at`` on."""
+        """Add ``words`` [n] int64 of the latest tensor. ``at``: number of the first of them within the tensor."""
         assert self._sums is not None and self._weights is not None
         sums = self._sums[(self._begun - 1) % _TOGETHER]
         row, column = divmod(at, COLUMNS)

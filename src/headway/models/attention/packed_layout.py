@@ -140,9 +140,9 @@ class PackedLayout:
         return self.positions_L.device
 
     def parts(self, window: int | None) -> list[AttentionPart]:
-        """Parts of attention under a sliding ``window``: a token sees those less than so many positions before it.
+        """Parts of attention. With a sliding ``window`` w a token sees tokens less than w positions before it.
 
-        What covers each token, ``causal`` or ``view``, comes before the subtrees.
+        The parts that cover each token, ``causal`` or ``view``, come before the subtrees.
         """
         if window is not None and window > self.positions.max():
             window = None  # none of the tokens is so far from another that it sees
@@ -161,7 +161,7 @@ class PackedLayout:
 
 
 def _items(segments: Segments, positions: Places, window: int | None) -> list[Item]:
-    """Queries and keys of a whole line, tree by tree in whichever way costs least."""
+    """Return the queries and keys of a whole line. Each tree is divided in the way that costs least."""
     starts, parents, ends = segments.starts, segments.parents, segments.ends
     stops = np.append(starts[1:], len(positions))
     roots = np.flatnonzero(parents < 0)
@@ -188,12 +188,12 @@ def _items(segments: Segments, positions: Places, window: int | None) -> list[It
 
 
 def _causal(lengths: Places) -> Places:
-    """Pairs that are computed of tokens among themselves: kernels leave out blocks in which none is seen."""
+    """Number of pairs that causal attention computes: kernels leave out blocks in which no token is seen."""
     return lengths * (lengths + BLOCK) // 2
 
 
 def _paths(root: int, following: int, segments: Segments, stops: Places) -> Iterator[tuple[int, Places, Places]]:
-    """Yield each segment of a tree with the places of its tokens, and of those of its whole path."""
+    """Yield each segment of a tree, with the places of its own tokens and of all tokens on its path."""
     paths: dict[int, Places] = {-1: np.empty(0, np.int64)}
     for segment in range(root, following):
         own = np.arange(segments.starts[segment], stops[segment])

@@ -49,15 +49,15 @@ MAKES_GROUPS: Mapping[str, set[str]] = {
     "data": {"accept_changes"},
     "reward": {"workers", "timeout_s", "retries"},
 }
-"""Sections of settings that decide which groups there are and what becomes of them, and keys of these that do not.
-How a completion is sampled stands with each."""
+"""Sections of settings that decide which groups are made and what becomes of them; for each, its keys that do not.
+Settings of sampling are not among them: each completion's record has its own."""
 
 
 class RunJournal:
     """`headway.events.Observer`: the journal of one run in its directory, as its driver writes and reads it."""
 
     def __init__(self, directory: Path, config: Config, tell: Callable[[str], object] = log.warning) -> None:
-        """Open the journal, which other processes of the run may write, too. ``tell`` is told of a disk that takes no
+        """Open the journal, which other processes of the run may write, too. ``tell`` is called when the disk takes no
         more.
 
         Raises `OSError` where nothing can be written.
@@ -200,8 +200,8 @@ class RunJournal:
 
 
 def changed_since(directory: Path, config: Config) -> list[str] | None:
-    """Return the sections of settings that decide about groups and are not those of the journal in ``directory``; None
-    where there is no journal.
+    """Return the sections in `MAKES_GROUPS` that differ from those of the journal in ``directory``; None if there is
+    no journal.
     """
     if not (before := settings_in(directory)):
         return None
@@ -209,7 +209,7 @@ def changed_since(directory: Path, config: Config) -> list[str] | None:
 
 
 def settings_of(config: Config) -> dict[str, str]:
-    """Return a digest of each section that decides about groups, with the files of the user's functions it names."""
+    """Return a digest of each section in `MAKES_GROUPS`, and of the files of user functions that it names."""
     digests = {}
     for name, others in MAKES_GROUPS.items():
         values = getattr(config, name).model_dump(mode="json", exclude=others)
@@ -221,7 +221,7 @@ def settings_of(config: Config) -> dict[str, str]:
 
 
 def _files(values: Any) -> list[Path]:
-    """Files that are named as ``file.py:function`` anywhere in ``values``, and are there."""
+    """Return the existing files that ``values`` name, at any depth, as ``file.py:function``."""
     if isinstance(values, Mapping):
         return [path for value in values.values() for path in _files(value)]
     if isinstance(values, list):
@@ -231,7 +231,7 @@ def _files(values: Any) -> list[Path]:
 
 
 def _answers(group: Group) -> int:
-    """Sum over what is scored: the answers, what programs said of them, and what the data have on the prompt."""
+    """Return a digest of what is scored: the answers, rewards of programs, and the prompt's answer and columns."""
     # Not `hash`, which differs from process to process for text: a resumed run compares these sums.
     digest = xxhash.xxh64(repr((group.prompt.answer, group.prompt.extra)).encode())
     for t in group.trajectories:

@@ -31,9 +31,9 @@ ASK_AGAIN_S = 3.0
 LOOK_S = 1.0
 """Seconds between two looks at a process that has not answered yet."""
 SLOWER = 8.0
-"""Factor by which a process that sleeps may be slower to answer than it ever was."""
+"""Multiple of its longest answer for which a sleeping process may be silent."""
 SLEEPS = 0.1
-"""Share of a core up to which a process sleeps: Ray's own threads wake up many times a second."""
+"""Share of a core up to which a process counts as asleep: Ray's own threads wake up many times a second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from headway.reports.metrics.intervals import IntervalUnion
 OUTLIER = 3.0
 """Multiple of the median (of its kind, per unit of work) above which a measurement is left out."""
 SIGNIFICANT = 2.0
-"""Number of standard errors by which a slope must differ from zero, or it is taken for noise."""
+"""Number of standard errors by which a slope must differ from zero; a smaller one counts as noise."""
 LEAST_SPREAD = 1e-3
 """Standard deviation of sizes, in tokens, below which they are all the same."""
 LEAST_SPREAD_OF_SHARES = 0.15

@@ -2,8 +2,8 @@
 
     messages ─▶ a path: what was said, and the keys of the answers in it ─▶ a context that has a length ─▶ RowAt
 
-A message says how many tokens it has; two messages are the same where role, content and tokens are. An answer is known
-by the key of its call, so that a path tells all that the tokens of a context would.
+A message says how many tokens it has; two messages are the same where role, content and number of tokens are. The key
+of its call identifies an answer, so that equal paths stand for equal contexts.
 
     a program ─▶ waits for an environment ─▶ turn, step, turn, step … ─▶ EpisodeEnd
 

@@ -39,11 +39,11 @@ class GroupRecord:
     """Tokens of each episode that did not fail, its baseline not counted. No event is kept: open groups have thousands,
     and the state of a large run is copied at each boundary while the driver waits."""
     clipped: int = 0
-    """Number of those that were cut off by their length."""
+    """Number of the episodes in ``lengths`` that were cut off by their length."""
     oldest: list[int] = field(default_factory=list)
-    """Oldest version of each of those that has tokens."""
+    """Oldest version of each episode in ``lengths`` that has tokens."""
     newest: int = -1
-    """Newest version of their tokens."""
+    """Newest version of these episodes' tokens."""
     failed: int = 0
     """Number of episodes that failed, its baseline included."""
     lost: list[int] = field(default_factory=list)

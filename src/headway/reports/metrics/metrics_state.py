@@ -65,9 +65,9 @@ class MetricsState:
 
 
 class MetricsStates:
-    """Keeper of the states of a run: each is copied at its boundary, and written in a thread.
+    """Saved states of a run's metrics: each is copied at its boundary, and written in a thread.
 
-    None is kept while `MOST_WAITING` others wait for a slow disk, which the run never does.
+    While `MOST_WAITING` states wait for a slow disk, further ones are left out, so that the run need not wait.
     """
 
     def __init__(self, run: RunDirectory, warn: Callable[[str], None]) -> None:

@@ -33,7 +33,7 @@ class Tail:
     _identity: tuple[int, int] | None = None
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each further whole line with where it begins, one `CHUNK` of them.
+        """Yield the next whole lines, one `CHUNK` of bytes of them, each with the offset at which it begins.
 
         Raises `Rewritten`, and `OSError` where the file cannot be read.
         """

@@ -113,7 +113,7 @@ class IdleReason:
 def build_timeline(history: Iterable[Event], *, simulated: bool = False) -> Timeline:
     """Build the timeline of a run from its events, in the order in which they happened.
 
-    ``simulated``: nothing was computed, so that rewards mean nothing.
+    ``simulated``: the events are a simulation's, whose rewards mean nothing.
     """
     builder = TimelineBuilder(simulated=simulated)
     for event in history:

@@ -105,7 +105,7 @@ class TrackerSetting:
 
 
 class NotKept(RunError):
-    """Error of a tracker that found that it lost what it had taken: it is made anew, and told all of it again."""
+    """Error of a tracker that lost what it had taken: another one is made, and is told all of it again."""
 
 
 class Tracker:
@@ -119,10 +119,10 @@ class Tracker:
         tracker.on_model(folder)                         the exported model, where ``reports.log_model`` is set
         tracker.close("completed")
 
-    Calls come from one thread, one after the other. Each may raise anything, and is then made again later, but for
-    `on_sample`. Making a tracker raises nothing once a new entry is there: its id would be lost, and another one made.
-    One that raises `NotKept` has lost what it took since it was made.
-    A call may take long: who must not wait keeps the tracker in a thread (`TrackerThread`).
+    Calls come from one thread, one after the other. Each may raise anything; all but `on_sample` are then made again
+    later. The constructor raises nothing after it has made a new entry: the entry's id would be lost, and another entry
+    made. A call that raises `NotKept` says that everything since the constructor was lost.
+    A call may take long: a caller that must not wait keeps the tracker in a thread (`TrackerThread`).
     A row's version may be lower than that of the row before: a validation that ended late has a row of its own.
     """
 
@@ -131,7 +131,7 @@ class Tracker:
     where = ""
     """Place to look at the run: a URL, or a folder with the command that shows it."""
     remedy = ""
-    """Command that sends what the tracker has taken and not delivered; empty for the usual one."""
+    """Command that sends what the tracker has not delivered yet; empty for the usual command."""
 
     def on_settings(self, config: dict[str, Any]) -> None:
         """Take the run's settings by dotted key. Rows come whether or not they were taken."""

@@ -42,7 +42,7 @@ from headway.runtime.sandbox.sandbox_call import (
 UID_INSIDE = 1000
 HOSTNAME = "headway-sandbox"
 FIRST_UID, UIDS = 64000, 1000
-"""Users of this machine that sandboxes are made as where we are root: one for each that is open."""
+"""User ids under which root runs sandboxes: one for each open sandbox."""
 COUNTS_BY_NAMESPACE = (5, 14)
 """First Linux that counts a user's processes within a user namespace, and not on the whole machine."""
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -53,7 +53,7 @@ DEVICES = ("null", "full", "random", "urandom")
 MOST_OPEN = 64
 """Files that a process may have open."""
 MOST_SIGNALS = 256
-"""Signals that may wait for the processes of a call together. Each timer takes the place of one."""
+"""Signals that may wait for the processes of a call together. Each timer counts as one."""
 SCRATCH = "/tmp"
 INPUT = "/input"
 FIRST = (

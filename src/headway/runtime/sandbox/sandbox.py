@@ -37,8 +37,8 @@ from headway.runtime.sandbox.sandbox_call import (
 from headway.runtime.sandbox.seccomp import seccomp_filter
 
 AT_ONCE = max(32, 2 * (os.cpu_count() or 1))
-"""Most calls at once of a process's event loop; further ones wait. Many more than processors: a call that sleeps takes
-none, and is not to hold up others."""
+"""Most calls that a process runs at once; further ones wait. There are more than processors, because a call that sleeps
+uses none, and should not hold up others."""
 FILE_NAME = re.compile(r"[\w.-]{1,100}")
 TRIAL = SandboxLimits(wall_s=10.0, cpu_s=5.0, memory_mib=256, processes=8, output_kib=16, scratch_mib=1)
 REFUSED = (

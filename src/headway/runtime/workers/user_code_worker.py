@@ -330,9 +330,9 @@ class UserCodeWorker:
         """Make one without a process; ``on_room`` is called when it may take a further job."""
         self.process: WorkerProcess
         self.dying = False
-        """It takes no more jobs."""
+        """Whether the worker takes no more jobs."""
         self.failed = False
-        """The user's code has raised in its last job."""
+        """Whether the user's code raised in the last job."""
         self.jobs: dict[int, WorkerJob] = {}
         self._name, self._alone, self._note, self._on_room = name, alone, note, on_room
         self._leaving: set[int] = set()

@@ -46,9 +46,9 @@ MOST = 16
 
 
 def least_invariant_rows(decode: Callable[[int], torch.Tensor]) -> int | None:
-    """The least number of rows from which on a call's result does not depend on their number; None: there is none.
+    """Return the least number of rows from which on a row's logits are the same for any number; None if there is none.
 
-    ``decode(rows)`` gives the logits [rows, V] of the first ``rows`` sequences of a batch of `TOGETHER`.
+    ``decode(rows)`` returns the logits [rows, V] of the first ``rows`` sequences of a batch of `TOGETHER`.
     """
     together = decode(TOGETHER)
     least = None

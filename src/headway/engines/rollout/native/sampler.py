@@ -177,7 +177,7 @@ def _adjusted(logits: torch.Tensor, sampling: BatchSampling) -> torch.Tensor:
 
 @functools.cache
 def has_kernel(device: torch.device) -> bool:
-    """Tell whether a batch is sampled by one kernel there (see `sampling_kernel`). Logs why not, where it might."""
+    """Tell whether one kernel samples a batch on ``device`` (see `sampling_kernel`). Logs why a GPU has none."""
     if not kind_of(device).compiles_kernels:
         return False
     noise = torch.Generator().manual_seed(0)

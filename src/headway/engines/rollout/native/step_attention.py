@@ -21,9 +21,9 @@ from headway.engines.rollout.native.prefix_cache import BLOCK
 from headway.engines.rollout.native.supported_models import Windows
 
 LEAST_TOKENS = 128
-"""Tokens of the shortest prompt that is attended to apart: below, another call costs more than is saved."""
+"""Tokens of the shortest prompt with an attention call of its own: with fewer, the call costs more than it saves."""
 LEAST_CALLS = 4
-"""Calls of the smallest group whose prompt is attended to apart."""
+"""Calls of the smallest group whose prompt has an attention call of its own."""
 TOGETHER = 8
 """Rows of one attention call to a prompt."""
 
@@ -39,12 +39,12 @@ class SharedPrompt:
 
 
 class SharedPrompts:
-    """The prompt of each row, where several rows have it in common: its keys are read once for all of them.
+    """Prompts that several rows have in common: the keys of each are read once for all its rows.
 
-    Each row keeps a copy of its prompt's keys and values, and any of the copies is as good as the others. A call of a
-    group attends to its prompt and to its own tokens apart, and the two are merged by their log-sum-exp. Whether it
-    does depends on the call alone, never on who decodes beside it, and the prompt's part is always computed for
-    `TOGETHER` rows, some of which nobody uses. What is sampled is then the same with the whole group and alone.
+    Each row keeps a copy of its prompt's keys and values; the copies are equal. A call of a large group attends to its
+    prompt and to its own tokens separately, and the two results are merged by their log-sum-exp. Whether it does so
+    depends on the call alone, never on the rows beside it, and the prompt's part is always computed for `TOGETHER`
+    rows, of which some may be fillers. So a call samples the same tokens alone and with the whole group.
     """
 
     def __init__(self, slots: int) -> None:
@@ -189,7 +189,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 VECTORS = 32
-"""Numbers in float32 that an elementwise operation computes at once, in the two largest vector registers there are."""
+"""Numbers in float32 that an elementwise operation computes at once: two vector registers of the largest size."""
 
 
 def attend_to_prompt(

@@ -199,7 +199,7 @@ class FsdpEngine:
     def manifest(self, dtype: torch.dtype, *, most_senders: int = 1) -> Manifest:
         """The layout of the weights in ``dtype``: names and shapes of the model's files, tied ones once.
 
-        As many ranks of a copy of the model send them as there are, at most ``most_senders``.
+        All ranks of one copy of the model send a share of them, up to ``most_senders`` ranks.
         """
         files = build_manifest((file.name, file.shape, dtype) for file in self._files)
         return replace(files, senders=min(most_senders, self._mesh.copy.size()))
@@ -207,8 +207,8 @@ class FsdpEngine:
     def gather(self, manifest: Manifest, bucket_bytes: int, *, everywhere: bool = False) -> Iterator[Window]:
         """Yield this rank's share of the weights by buckets, on its device; all weights if ``everywhere``.
 
-        Rank k has share k of ``manifest.shares()``, if there is one. Every rank must draw them all; each is valid until
-        the next one is drawn. Two buckets are held, and nothing else.
+        Rank k has share k of ``manifest.shares()``, if there is one. Every rank must draw all buckets; each is valid
+        until the next one is drawn. A rank holds two buckets, and nothing else.
         """
         given = given_parts(dict(self._policy.lm.named_parameters()), self._files)
         return gather(given, manifest, bucket_bytes, self._mesh, everywhere=everywhere)
