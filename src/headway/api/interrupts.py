@@ -13,9 +13,9 @@ from headway.runtime.signals import signals_handled
 class Interrupts:
     """Handling of Ctrl-C, SIGTERM and SIGHUP, as long as there is anything to close.
 
-    In a block of `asking` the first signal asks for an end in order; any other leaves at once. What is open is then
-    closed, which takes a few seconds; nothing disturbs that, so that no process is left behind. A run in another thread
-    than the main one gets no signals: Python handles them in the main thread alone.
+    Within `asking` the first signal asks for an end in order; any other signal leaves at once. The run then closes what
+    is open, which takes a few seconds. Further signals do not cut that short, so that no process is left behind. A run
+    in another thread than the main one gets no signals: Python handles them in the main thread alone.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -38,7 +38,7 @@ class Interrupts:
 
     @contextmanager
     def asking(self, stop: Callable[[], None], after: str) -> Iterator[None]:
-        """Have the first interrupt before the end of the block call ``stop``, for an end ``after`` what is named."""
+        """Have the first signal within the block call ``stop``. ``after``: what the run finishes first, for users."""
         self._stop = stop, after
         try:
             yield

@@ -106,14 +106,14 @@ class LeftOutRows:
 
 
 def bad_rows(counts: Counts) -> int:
-    """Return the number of rows that are left out for another reason than their length."""
+    """Return the number of rows that are left out, except those that are too long."""
     return _bad(counts).total()
 
 
 def reasons_told(counts: Counts, *, too_long: bool = False) -> str:
     """Return the reasons of bad rows, the commonest first, in one line: ``template 3, empty 1``.
 
-    ``too_long``: tell of rows that are too long, too.
+    ``too_long``: include rows that are too long.
     """
     return ", ".join(f"{reason} {count}" for reason, count in _bad(counts, too_long=too_long).most_common())
 

@@ -346,9 +346,10 @@ class Critic:
             self._changed.changed()
 
     async def redo(self, batches: Sequence[TrainBatch]) -> int:
-        """Train the critic's own ranks anew on those of ``batches`` that it was trained on, and begin the open one.
+        """Train the critic again on those of ``batches`` that it was trained on before, and begin the open batch.
 
-        The ranks hold a checkpoint or the initial model. Returns the number of batches that were trained on.
+        Its ranks, which are its own, have loaded a checkpoint or the initial model. Returns the number of batches that
+        were trained on.
         """
         trained = [batch for batch in batches if batch.index < self._trained]
         for batch in trained:

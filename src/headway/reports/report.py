@@ -22,9 +22,10 @@ from headway.reports.timeline.timeline import Timeline, TimelineBuilder
 from headway.reports.timeline.trace import write_trace
 
 DRAWN_BYTES = 16 * 2**20
-"""Most bytes of the newest versions' events that are drawn, but for one version; some seconds to read."""
+"""Most bytes of events that are drawn, those of the newest versions; one version is drawn even if it has more. Reading
+them takes some seconds."""
 LASTING = (RunStarted, ReplicaJoined, ReplicaLost, LeaseChanged, UpdatePhase)
-"""Events that say what still holds versions later: who is there, what it serves, who has the devices."""
+"""Events whose effect lasts for later versions: present replicas, what they serve, who has the devices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,8 @@ class Reports:
     ) -> None:
         """Open every report in a run's directory, whose ``run_lock`` is held; the reports release it.
 
-        A run that is resumed has ``metrics`` of what it goes on from, a ``clock`` of its own, and ``purge_step``, the
-        first version whose figures are undone.
+        A resumed run gives ``metrics`` up to its checkpoint, a ``clock`` of its own, and ``purge_step``, the first
+        version whose figures are undone.
         """
         self.directory = directory
         self._console = console

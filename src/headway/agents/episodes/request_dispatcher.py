@@ -125,22 +125,22 @@ class Affinity:
     """The replica that calls with a common prefix go to while it has free slots."""
 
     on: str | None = None
-    """The one replica for all of these calls, whatever its load is; None for any."""
+    """The only replica that may have these calls, whatever its load is; None for any replica."""
     replica: str | None = None
     """The replica chosen for the first of these calls; None before."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One call of the policy, from when it is wanted until its result is there."""
+    """One call of the policy that has no result yet."""
 
     request: GenerateRequest
-    """What a replica is asked for; its number is chosen when it is sent."""
+    """The request to a replica; it gets its number when it is sent."""
     home: Affinity
     done: Callable[[PendingRequest, Completion], None]
-    """Called with the result, that of an aborted call too."""
+    """Called with the result, also with that of an aborted call."""
     failed: Callable[[PendingRequest, HeadwayError], None]
-    """Called instead where an engine does not take the call, or the one replica for it is gone."""
+    """Called instead of ``done`` where an engine refuses the call, or its only replica is gone."""
     replica: str = ""
     """The replica that has the call, or had it; empty before."""
     number: int = 0
@@ -157,7 +157,7 @@ class RequestDispatcher:
     """
 
     def __init__(self, name: str, journal: CompletionJournal | None = None) -> None:
-        """``name``: under which replicas know it. ``journal``: where results are written before anybody has them."""
+        """``name``: the client's name at the replicas. ``journal``: gets each result before ``done`` is called."""
         self._name = name
         self._journal = journal
         self._lines: dict[str, ReplicaClient] = {}

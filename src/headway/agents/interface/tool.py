@@ -99,12 +99,12 @@ class OpenToolbox:
     """The tools of one episode."""
 
     def __init__(self, tools: Sequence[Tool], *ends: Callable[[], Awaitable[EpisodeEnd]]) -> None:
-        """``ends``: functions that return the reward and the numbers which tools give at the episode's end."""
+        """``ends``: functions that return the reward and the metrics that tools give at the episode's end."""
         self.tools = tools
         self._ends = ends
 
     async def end(self, end: EpisodeEnd | None = None) -> EpisodeEnd:
-        """Return the episode's end: the rewards that tools give it, and their numbers, added to those of ``end``."""
+        """Return the episode's end: ``end``, with the rewards and the metrics of the tools added."""
         ends = [*([] if end is None else [end]), *[await end_of() for end_of in self._ends]]
         rewards = [one.reward for one in ends if one.reward is not None]
         metrics = {name: value for one in ends for name, value in one.metrics.items()}
@@ -116,7 +116,7 @@ class ToolSource(Protocol):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """The tools as they are known before the first episode; calls are made of those that `episode` gives."""
+        """The tools as they are known before the first episode. Calls go to the tools that `episode` yields."""
         ...
 
     @property

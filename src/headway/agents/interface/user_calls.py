@@ -44,7 +44,7 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 async def close_quietly(close: Callable[[], Any]) -> None:
-    """Close what an episode held. What that raises is printed: the episode has ended, and does not depend on it."""
+    """Close what an episode held. An exception of ``close`` is only printed: the episode has ended already."""
     try:
         async with asyncio.timeout(CLOSE_S) if is_in_a_loop() else nullcontext():
             await called(close)
@@ -53,7 +53,7 @@ async def close_quietly(close: Callable[[], Any]) -> None:
 
 
 def are_coroutines(*functions: Any) -> bool:
-    """Tell whether all these are coroutine functions; only then does none of them block the loop."""
+    """Tell whether all ``functions`` are coroutine functions, and so do not block the event loop."""
     return all(inspect.iscoroutinefunction(function) for function in functions)
 
 
@@ -84,7 +84,7 @@ AWAY_BY_NAME = frozenset(
 
 @contextmanager
 def failing(doing: str) -> Iterator[None]:
-    """Turn what user code raises in the block into `ProgramFailed`, or `ProgramAway` where a peer is away for a time.
+    """Turn exceptions of user code into `ProgramFailed`, or into `ProgramAway` if a peer cannot be reached for a time.
 
     The traceback goes to standard error, which is the worker's log. `EpisodeOver` passes, also out of a group of
     exceptions or as the cause of another one; so do Headway's own errors, cancellation and interrupts.
@@ -108,7 +108,7 @@ def failing(doing: str) -> Iterator[None]:
 
 
 def is_away(cause: BaseException) -> bool:
-    """Tell whether ``cause``, or what it was raised from, says that a peer is away for a time."""
+    """Tell whether ``cause``, or an exception that it was raised from, says that a peer cannot be reached."""
     one: BaseException | None = cause
     while one is not None:
         names = {kind.__name__ for kind in type(one).__mro__}

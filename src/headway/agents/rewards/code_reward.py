@@ -43,14 +43,14 @@ def code(
 
     Args:
         sandbox: where it runs.
-        within_s: seconds for all tests of a response; what has not run by then has not passed. A trial of the row's
-            tests has as long.
+        within_s: seconds for all tests of a response; tests that have not run by then count as failed. A trial of the
+            row's tests has the same limit.
         partial: give the share of tests that pass instead.
         most_tests: most tests of a row that are run, those with the longest inputs; null for all.
         timeout_s: most seconds of one test.
 
     Raises:
-        ConfigError: a parameter that cannot be, or a machine without such a sandbox.
+        ConfigError: a parameter is wrong, or the machine has no such sandbox.
     """
     _check(partial, most_tests, timeout_s)
     runs = Sandbox(sandbox)

@@ -123,7 +123,7 @@ def _printed(logs: Path) -> bool:
 
 
 async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -> list[str]:
-    """Load all user code of processes, look at the prompts, and call it, in the order in which a run would."""
+    """Load all user code that runs in processes, check the prompts, and call the code, in a run's order."""
     if config.agent.has_program:
         agent = config.agent.model_copy(update={"workers": 1})  # one episode needs no more
         programs = ProgramWorkers("trial", config.model_copy(update={"agent": agent}), logs)

@@ -65,15 +65,15 @@ class StartingModel:
     path: str
     """Folder of the model, or its name on the hub."""
     warm_up: Callable[[Callable[[], None]], None] | None = None
-    """Function that warms the model in its folder up, and calls what it is given after each step and answer, which
-    raises when the run is left; None for a model that is ready."""
+    """Function that warms up the model in its folder. It calls its argument after each step and each answer; that call
+    raises once the run is left. None for a model that needs no warm-up."""
 
 
 @asynccontextmanager
 async def _warming_up(
     model: StartingModel, stall_s: float, reports: Reports
 ) -> AsyncIterator[asyncio.Future[None] | None]:
-    """Warm ``model`` up beside the block, and give its end; None where nothing is to be done."""
+    """Warm ``model`` up while the block runs. Yields a future of the warm-up's end; None for a model that is ready."""
     if model.warm_up is None:
         yield None
         return
@@ -85,7 +85,7 @@ async def _warming_up(
 
 
 async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float, reports: Reports) -> None:
-    """Warm a model up in a thread, which is left alone where it does not end soon after a cancellation.
+    """Warm a model up in a thread. After a cancellation the thread has a few seconds to end, and is left then.
 
     Raises:
         StallError: for ``stall_s`` seconds there was neither a step nor an answer.

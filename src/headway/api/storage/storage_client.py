@@ -60,7 +60,7 @@ class StorageClient:
         """Result of the last operation."""
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Return the bytes of each file, by its name; of those below a folder, where one is given. Raises `OSError`."""
+        """Return the size of each file by its name. ``below``: a folder, for its files alone. Raises `OSError`."""
         try:
             found = self._within(storage_s(0), lambda: self._fs.find(self._path(below), detail=True))
         except ABSENT:

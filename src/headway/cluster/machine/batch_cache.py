@@ -1,9 +1,9 @@
 """Rows that a rank holds while its role works on a batch: what several calls ask for is fetched once.
 
 rows of a `BatchShare`: each row and column is fetched when it is first asked for ─▶ rows of another batch's share: all
-of the one before are forgotten
+rows of the batch before are forgotten
 
-Held are the rank's own rows of one batch, and no more. Rows of other samples are forgotten with the call.
+The cache holds the rank's own rows of one batch. Rows of other samples are forgotten when the call ends.
 """
 
 from __future__ import annotations

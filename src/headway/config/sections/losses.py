@@ -141,7 +141,7 @@ class KlCov(PolicyLossConfig):
 
     loss_mode: Literal["kl_cov"] = "kl_cov"
     kl_cov_ratio: Probability = 0.0002
-    """Share of the tokens, those of the largest covariance, that get the penalty, at least one token."""
+    """Share of the tokens that get the penalty: those with the largest covariance, at least one token."""
     ppo_kl_coef: float = Field(1.0, ge=0)
     """Coefficient of the KL penalty."""
     clips: ClassVar[bool] = False

@@ -23,9 +23,9 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class SequenceRanks:
-    """Ranks that divide lines of tokens, as one of them sees them. Their number divides the length of a line.
+    """Ranks that divide lines of tokens, seen from one of them. A line's length is a multiple of their number.
 
-    Heads of keys and values are repeated where there are fewer than ranks, or where they do not divide.
+    Heads of keys and values are repeated where their number is no multiple of the number of ranks.
     """
 
     group: ProcessGroup

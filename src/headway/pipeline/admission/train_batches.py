@@ -28,13 +28,13 @@ class TrainBatch:
     """Version of the trainer when it trains on the batch."""
     groups: list[Group]
     is_last: bool = False
-    """True where the data has ended, and left the batch short of groups."""
+    """True if the batch has fewer groups because the data has ended."""
     lags: Mapping[int, int] = field(default_factory=dict)
     """Number → lag of each group, checked when training on the batch begins."""
     given: set[str] | None = None
-    """Names of the columns that the batch has from other ranks, and keeps; None before training on it has begun."""
+    """Names of the columns that came from other roles' ranks, and stay; None before training on the batch begins."""
     steps: list[tuple[StepContext, bool]] = field(default_factory=list)
-    """Context of each optimizer step that was made, and whether it was skipped: they are made again where a rank is
+    """Context of each optimizer step that was made, and whether it was skipped. The steps are made again if a rank is
     lost before the next checkpoint."""
     is_over: bool = False
     """True once all steps were made."""
@@ -48,7 +48,7 @@ class TrainBatches:
     name = WAITS_FOR_GROUPS
 
     def __init__(self, state: RunState, size: int, *, fill_first: bool = False) -> None:
-        """Take batches of ``size`` groups. ``fill_first``: the first one waits for all groups that may run ahead."""
+        """Take batches of ``size`` groups. ``fill_first``: the first batch waits for all groups that may run ahead."""
         self.taken = 0
         """Number of batches that were taken; a resumed run goes on counting. ``fill_first`` applies again."""
         self._state = state

@@ -110,7 +110,7 @@ class Scoring:
         return scores
 
     def stop(self) -> None:
-        """Begin a stop: from now on scores are waited for only as long as some come."""
+        """Begin a stop: open scores are given up once no score has come for a time (`patience_s`)."""
         if not self._stopping:
             self._stopping, self._moved = True, now()
             self._changed.changed()

@@ -141,10 +141,10 @@ weight."""
 
 
 def fit_slowdown(measured: Iterable[OverlapSample]) -> float | None:
-    """Fit how many times as long work takes while the other side computes: at least 1, and 1 if it drowns in noise.
+    """Fit the factor by which work takes longer while the other side computes: at least 1, and 1 if it is within noise.
     None where the shares are too much alike to tell.
 
-    By weighted least squares of seconds on share and size together, since large work may well have other shares.
+    The fit is weighted least squares of seconds on share and size together, since large work may have other shares.
     """
     usual = without_outliers(measured, lambda sample: sample[1])
     shares, seconds, sizes, weights = np.array(usual, float).reshape(-1, 4).T

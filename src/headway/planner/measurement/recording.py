@@ -364,7 +364,7 @@ class Recording:
         ]
 
     def warm_activity(self, name: str) -> list[events.ReplicaActivity]:
-        """Reports whose field ``name`` is not empty: those from after the warm-up, or all if there are none."""
+        """Return the reports whose field ``name`` is not empty: those after the warm-up, or all if there are none."""
         reports = [report for report in self.activity if getattr(report, name)]
         return [report for report in reports if report.busy and report.busy[0][0] >= self.updates.warm_at] or reports
 
@@ -380,8 +380,8 @@ def recording_of(history: Iterable[Event], *, mini_batch: int, ranks: int = 1) -
 
 
 def _until_busy(admissions: Sequence[float], resumed: Sequence[float], busy: Sequence[Span]) -> Iterator[float]:
-    """Seconds from the first admission of each gap between busy spans, or the last time in it that the replica went on,
-    until the gap's end. All in order of time.
+    """Yield, for each gap between ``busy`` spans, the seconds from its first admission to its end; from the replica's
+    last resumption in the gap, if that is later. All arguments are in order of time.
     """
     for (_, idle_from), (start, _) in pairwise(busy):
         first = bisect_right(admissions, idle_from)

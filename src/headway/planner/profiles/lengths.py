@@ -78,9 +78,9 @@ def _lognormal(profile: LognormalLengths, seed: int) -> LengthSampler:
 
 
 def _recorded(profile: EmpiricalLengths, seed: int) -> Callable[[TrajectoryId], int]:
-    """The index of the recorded group that a group takes: that of its row, over and over, or one that is drawn for it.
+    """Return a function from a group to the recorded group whose lengths it takes: by its row in turn, or at random.
 
-    Rows are admitted in order, so a replay goes by the order of admission, in which groups were recorded.
+    Rows are admitted in order, so that a replay follows the order of admission, in which groups were recorded.
     """
     count = len(profile.groups)
     if profile.replay:
@@ -89,9 +89,9 @@ def _recorded(profile: EmpiricalLengths, seed: int) -> Callable[[TrajectoryId], 
 
 
 def lengths_id(id: TrajectoryId, key: int) -> TrajectoryId:
-    """Return the id by which a sampler is asked for the length of an episode's call ``key``: its own for the first one.
+    """Return the id that a sampler gets for an episode's call ``key``: the episode's own id for its first call.
 
-    Further calls have lengths of their own, that have in common what answers of the group have.
+    Further calls have lengths of their own, which vary together with those of the group.
     """
     return id._replace(k=_mix(_mix(key) + id.k)) if key else id
 

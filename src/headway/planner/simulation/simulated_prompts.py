@@ -127,16 +127,15 @@ class _SimulatedTurn:
 
 
 class SimulatedRecord:
-    """`headway.agents.episodes.episode_tokens.EpisodeTokens` of lengths. Rows are `RowAt`: there is nothing behind
-    them.
+    """`headway.agents.episodes.episode_tokens.EpisodeTokens` without tokens: lengths alone. Rows are `RowAt`.
 
-    All ids of a context are the same number, which takes no memory: how many of its tokens some earlier turn of the
-    episode has left behind, as far as the last answer in it, or 0 for a first turn. `PrefixCache` reads it.
+    All ids of a context are one number, which takes no memory: the number of its tokens, up to the last answer in it,
+    that earlier turns of the episode have computed; 0 for a first turn. `SimulatedPrefixCache` reads it.
     """
 
     def __init__(self) -> None:
         self._turns: dict[int, _SimulatedTurn] = {}
-        """Turns by the keys of their calls."""
+        """Turn of each call, by the call's key."""
         self._rows: list[RowAt] = []
         self._last: list[int] = []
         """Key of the last turn of each row."""

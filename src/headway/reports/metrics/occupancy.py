@@ -139,9 +139,9 @@ class Occupancy:
             sums.begin(origin)
 
     def sum_up(self, until: float) -> None:
-        """Sum up the time before ``until``; later windows begin at the origin or not before it, and end no earlier.
+        """Sum up the time before ``until``. Later windows begin at the origin or after ``until``, and end after it.
 
-        All that happened before ``until`` must have been reported by then, but for what stages are still doing.
+        Everything before ``until`` must have been reported by now, except states of stages that still last.
         """
         if until <= self._summed_until:
             return

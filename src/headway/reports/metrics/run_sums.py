@@ -1,8 +1,8 @@
 """Sums of what happens all through a run, and one way to thin what is kept of each version.
 
 updates ─▶ `UpdateSums`   over the run, and up to the last optimizer step
-batches ─▶ `Pace`         the last two versions, for the remaining time: early versions say little about late ones
-series  ─▶ `Series`, `thinned`  of many values the first, the last, and of each stretch the extremes
+batches ─▶ `Pace`         over the last two versions, for the remaining time: early versions say little about late ones
+series  ─▶ `Series`, `thinned`  the first and the last of many values, and the extremes of each stretch
 """
 
 from __future__ import annotations

@@ -345,8 +345,8 @@ def read_all(path: Path) -> SampleIndex:
 def for_page(index: SampleIndex, budget: int = ON_PAGE) -> list[dict[str, Any]]:
     """Samples that fit into ``budget`` bytes of JSON: the newest, the oldest, and evenly between them.
 
-    Groups and validations get a half each, and what the other leaves. Of a group that is large its first episodes keep
-    their tokens; ``left_out`` counts the others.
+    Groups and validations get half of the budget each, and what the other half leaves. In a large group only the first
+    episodes keep their tokens; ``left_out`` counts the others.
     """
     chosen, left = _fill(index, sorted(index.validations), budget // 2)
     groups, _ = _fill(index, [(number,) for number in sorted(index.groups)], budget - budget // 2 + left)

@@ -3,8 +3,8 @@
 Idle time is what ``trainer/idle_ratio`` and ``rollouter/idle_ratio`` count: saving a checkpoint and loading weights are
 not work. Claims go from the most telling to the least.
 
-Each state of a stage lasts from the event that names it to the next one. Episodes tell of their steps and waits when
-they have finished, so those that are under way when the record ends are not in the lanes of environments.
+Each state of a stage lasts from the event that names it to the next one. An episode's steps and waits are reported when
+it has finished, so the lanes of environments lack episodes that are under way when the record ends.
 
 An `UpdatePhase` says how long a phase took and is reported when a transfer is over, several phases at once. Phases of
 one version at one place follow each other, so they are placed from the last one backwards: each ends where it was

@@ -38,9 +38,10 @@ class PolicyForward(Protocol):
     """A decoder's forward pass. It computes with the module's weights as of the last `refresh`."""
 
     recordable: bool
-    """A step without contexts never waits for the device, and reads weights where they stay (see `DecodeGraphs`)."""
+    """Whether a step without contexts can be recorded (see `DecodeGraphs`): it never waits for the device, and the
+    weights that it reads stay where they are."""
     shares: bool
-    """Rows can attend to their prompts apart (see `SharedPrompts`)."""
+    """Whether a shared prompt can have an attention call of its own (see `SharedPrompts`)."""
     varlen: bool
     """Each row attends to its own length (see `VarlenDecode`): a step needs no blocks of rows with their masks."""
 
@@ -49,18 +50,18 @@ class PolicyForward(Protocol):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run one token for each row that is ``decoding``, and all tokens of ``contexts``.
 
-        Every matrix product has ``least_rows`` rows at least (see `least_invariant_rows`), as many as ``decoding``
-        has, if there is any: what comes out of a row or a context does not depend on those beside it.
+        Every matrix product has at least ``least_rows`` rows (see `least_invariant_rows`), and so has ``decoding``, if
+        it is given: the result for a row or a context does not depend on the others.
 
         Returns the logits [A + C, V], of the rows and then at each context's last token, and keys and values
         [layers, 2·kv_heads, T, head_dim] of each context's tokens.
         """
 
     def refresh(self) -> None:
-        """The module's weights were written: derive from them again what is derived."""
+        """Derive packed weights and the like anew, after the module's weights were written."""
 
     def release(self) -> None:
-        """Give up what is derived from the weights, until `refresh`."""
+        """Free what was derived from the weights, until `refresh`."""
 
 
 class ModuleForward:

@@ -31,14 +31,14 @@ def context_key(run: CallRun) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """Calls that start in one step from the same context, which is prefilled once at most."""
+    """Calls that start in one step from the same context, which is prefilled at most once."""
 
     ids: NDArray[np.int64]
     """[P] the context."""
     found: Found
-    """The part of it that the prefix cache has."""
+    """The part of the context that the prefix cache has."""
     prefilled: Prefilled | None
-    """All of it: from an earlier prefill, or from this step once it has run."""
+    """The whole context: of an earlier prefill, or of this step once it has run."""
     runs: list[CallRun] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     """Places of ``runs`` among those that start in the step."""
@@ -56,11 +56,12 @@ class Share:
 
 
 class KeptContexts:
-    """Store of computed contexts that calls to come will start from.
+    """Store of computed contexts from which later calls start.
 
-    Calls that wait with the same context start from one prefill, with its logits. Calls start in order, so there is one
-    such prefill for each priority, unless calls of many contexts were submitted by turns; the oldest are given up where
-    they take too much. Contexts between two calls of an episode are in a tree of blocks.
+    Calls that wait with the same context start from one prefill, with its logits. As calls start in order, there is
+    usually one such prefill for each priority; there are more if calls of many contexts were submitted in turn, and the
+    oldest are dropped where they take too much memory. A tree of blocks has the contexts between two calls of an
+    episode.
     """
 
     def __init__(self, cache: SlotCache, most: int) -> None:
