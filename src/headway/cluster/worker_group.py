@@ -289,6 +289,7 @@ class WorkerGroup:
         self._owners = None
 
     def _start(self, method: str, registration: Registration, *args: Any) -> asyncio.Task[Any]:
+        # Here, since a worker may have another working directory.
         args = tuple(argument.absolute() if isinstance(argument, Path) else argument for argument in args)
         call = self._naming_who_died(method, registration, args)
         if registration.files is not None:
@@ -304,6 +305,7 @@ class WorkerGroup:
             return await self._run(method, registration, args)
         except RunError as failure:
             if type(failure) is RunError and failure.__cause__ is not None:  # no error of Headway's own
+                # When a rank dies, collectives fail on the others: their error came first, and named the wrong rank.
                 with suppress(TimeoutError):
                     # Where a process has ended, this raises that in place of the failure.
                     await asyncio.wait_for(concurrently(worker.died() for worker in self.workers), END_KNOWN_S)

@@ -31,6 +31,7 @@ def onednn_is_quicker() -> bool:
     except OSError:
         return False
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    # On these processors MKL uses half of AVX-512.
     return amd and wide and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

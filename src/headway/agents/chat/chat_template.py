@@ -79,6 +79,7 @@ class ChatRenderer:
                 self.tokenizer.apply_chat_template(
                     list(messages),
                     tools=list(tools) if tools else None,
+                    # As text: its ids would be of the whole chat, and those sampled in it have to stay as they are.
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
                     **self.options,

@@ -271,6 +271,7 @@ def name_of(fields: Mapping[str, Any], name: str, where: str) -> str:
 def made_calls(turn: MadeTurn) -> list[tuple[str, str, Any]]:
     """Return id, name and arguments of each tool call of a turn, as JSON can have them."""
     calls = [(one["id"], one["function"]) for one in turn.answer.message.get("tool_calls", ())]
+    # Infinity is no JSON: clients could not read such a call, and it was not recognised when it came back.
     return [(id, function["name"], finite(function["arguments"])) for id, function in calls]
 
 

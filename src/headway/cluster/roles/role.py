@@ -160,6 +160,7 @@ class Role:
             store=join_store(store, f"ranks/{role}", self._timeouts.start_s),
             rank=self._rank,
             world_size=self._world_size,
+            # Longer than all watches of the driver, which knows who hangs: torch's own limit would end those that wait.
             timeout=timedelta(seconds=self._timeouts.ranks_s),
         )
 

@@ -156,6 +156,7 @@ class ReplicaPool:
         """Add a replica that was not there at the start; it serves from the next update on, or, where no other one
         serves, as soon as it has the trainer's version."""
         name = engine.name
+        # Never a name twice: what is still told of the lost replica would be taken for the new one's.
         if name in self._gone or any(name == receiver.name for receiver in self.receivers):
             raise ValueError(f"a replica named {name!r} is or was part of this run; give it a name of its own")
         self._joining[name] = Replica(engine, self.timeouts)

@@ -39,6 +39,7 @@ class TensorBoardTracker(Tracker):
         self._directory.mkdir(exist_ok=True)  # of a run that goes on it may have been removed
         self._begins_with = setting.undone_from or 0
         if setting.undone_from is not None:
+            # TensorBoard's alone: W&B, MLflow and trackio delete no rows, and the later row counts there.
             _purge(self._directory, setting.undone_from if setting.entry else 0)
         self._records: _Records | None = _Records(self._directory)
         self._version = 0

@@ -202,6 +202,7 @@ class ProcessLimitsCall(SandboxCall):
             stderr=subprocess.PIPE,
             env={"PATH": "/usr/bin:/bin", "HOME": here, "TMPDIR": here, "LANG": "C.UTF-8"},
             cwd=here,
+            # By their session all processes of the call are found, also those that leave its process group.
             start_new_session=True,
         )
         self._session = process.pid

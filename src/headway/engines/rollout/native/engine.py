@@ -137,6 +137,7 @@ class NativeEngine(EngineBase):
 
     def _serve(self) -> None:
         try:
+            # In this thread, since the mode is a thread's own: without it steps are recorded for a backward pass.
             with torch.inference_mode():
                 while self._obey():
                     _answer(self._unanswered)  # before the step, for which callers need not wait

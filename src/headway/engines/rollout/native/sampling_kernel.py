@@ -49,6 +49,7 @@ def _sum(row, SIZE: tl.constexpr, temperature, most, least, key, COUNTED: tl.con
     for start in range(0, SIZE, BLOCK):
         logits = _logits(row, start, SIZE, temperature, BLOCK)
         weights, keys = _weights(logits, most, least, COUNTED), _key(logits)
+        # Blocks are added up in float64: in float32 the tail of a large vocabulary is lost to rounding.
         behind += tl.sum(tl.where(keys > key, weights, 0.0)).to(tl.float64)
         beside += tl.sum(tl.where(keys >= key, weights, 0.0)).to(tl.float64)
     return behind, beside

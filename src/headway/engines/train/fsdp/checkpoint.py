@@ -132,6 +132,7 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
     from_rank_zero(partial(told, prepare), group)
     try:
         with progress_here().writing(temporary):
+            # In a group of its own: a training step on another thread has its collectives in the others.
             save(tensors, checkpoint_id=temporary, process_group=group)
     except CheckpointException as error:  # raised on every rank: torch gathers who failed
 

@@ -186,4 +186,5 @@ class _SenderGaveUp(UpdateFailed):
 
 def _signed(numbers: Sequence[int]) -> torch.Tensor:
     """Numbers of 64 bits, with a sign or without, as int64."""
+    # torch refuses integers from 2⁶³ on for int64.
     return torch.tensor([(number + 2**63) % 2**64 - 2**63 for number in numbers])
