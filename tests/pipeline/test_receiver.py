@@ -9,7 +9,7 @@ import pytest
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.errors import UpdateFailed, WorkerDied
-from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
+from headway.pipeline.remote_workers import Replica, WorkerUnavailable
 from headway.planner.simulation.virtual_clock import run_virtual
 
 TIMEOUT_S = 5.0

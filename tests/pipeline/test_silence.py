@@ -15,8 +15,8 @@ from headway.errors import StallError
 from headway.events import Event, ReplicaActivity, ReplicaLost, TrajectoryFinished
 from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.recovery.run_monitor import RunMonitor
+from headway.pipeline.remote_workers import WorkerUnavailable
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.weight_receiver import WorkerUnavailable
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import OpenWork
 from tests.pipeline.invariants import check_everything

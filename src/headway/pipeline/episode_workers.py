@@ -27,7 +27,7 @@ from headway.errors import HeadwayError, RunError, WorkerDied
 from headway.events import EpisodeWorkerLost
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel, Signal
-from headway.pipeline.weight_receiver import Remote, WorkerUnavailable
+from headway.pipeline.remote_workers import RemoteWorker, WorkerUnavailable
 from headway.runtime.task_groups import Tasks, concurrently
 
 Call = Callable[[EpisodeWorkerProtocol], Coroutine[Any, Any, None]]
@@ -35,7 +35,7 @@ OnFailed = Callable[[str, HeadwayError], Coroutine[Any, Any, None]]
 """Coroutine function that is called with the name of a replica that failed, and why."""
 
 
-class EpisodeWorkerClient(Remote):
+class EpisodeWorkerClient(RemoteWorker):
     """Client of an `EpisodeWorkerProtocol`, whose calls raise `WorkerUnavailable` once the episode worker is gone."""
 
     def __init__(self, worker: EpisodeWorkerProtocol, timeout_s: float) -> None:

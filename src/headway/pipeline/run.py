@@ -24,8 +24,8 @@ from headway.config.schema import Config
 from headway.errors import UpdateFailed, WorkerDied
 from headway.events import Observer, RunFinished, RunStarted
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.recovery.checkpoint_manager import Taken
-from headway.pipeline.weight_receiver import Replica
+from headway.pipeline.recovery.checkpoint_manager import DriverState
+from headway.pipeline.remote_workers import Replica
 from headway.pipeline.wiring import AnyStage, Parts, Wiring
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
@@ -48,7 +48,7 @@ class Pipeline:
         parts: Parts,
         observers: Sequence[Observer],
         checkpoints: Path,
-        resume_from: Taken | None = None,
+        resume_from: DriverState | None = None,
     ) -> None:
         """Build the pipeline. ``resume_from``: the driver's state in the checkpoint that trainer and critic loaded."""
         self.config = config

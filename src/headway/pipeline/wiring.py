@@ -35,7 +35,7 @@ from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
 from headway.pipeline.channel import Channel
 from headway.pipeline.episode_workers import EpisodeWorkers, Share
 from headway.pipeline.off_policy_guard import Guard
-from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, SnapshotStore, Taken
+from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, DriverState, SnapshotStore
 from headway.pipeline.recovery.rank_restarts import (
     RankRestarts,
     RestartableRanks,
@@ -110,7 +110,7 @@ class Parts:
     """Journal of what the run finishes; None for none."""
     validated: int | None = None
     """The version that the run is resumed at, where its validation is not made again."""
-    keep_start: Callable[[Taken], bool] | None = None
+    keep_start: Callable[[DriverState], bool] | None = None
     """Function that writes the checkpoint of version 0, and returns whether it is there."""
     samples: SampleOutlet | None = None
     """Outlet of samples of what was said; None where there are none."""

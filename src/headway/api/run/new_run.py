@@ -39,7 +39,7 @@ from headway.errors import (
 )
 from headway.events import RunFinished
 from headway.pipeline.admission.run_journal import changed_since
-from headway.pipeline.recovery.checkpoint_manager import Taken, balance
+from headway.pipeline.recovery.checkpoint_manager import DriverState, balance
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import SurvivingRecord, look_through
@@ -150,8 +150,8 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         checkpoints = Checkpoints(directory.checkpoints)
         record = look_through(directory.events)
         version = _newest(directory, checkpoints, record, before)
-        taken: Taken = read_state(checkpoints.actor(version))["extra"]
-        cursor = taken["source"]
+        driver_state: DriverState = read_state(checkpoints.actor(version))["extra"]
+        cursor = driver_state["source"]
         changes = check_changes(before, config, version, epochs_begun=cursor["epoch"] + (cursor["position"] > 0))
         longer = _is_longer(before, config, version)
         if record.ended == Status.COMPLETED and is_of_the_end(directory, [version]) and not longer:
@@ -161,10 +161,10 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
                 f"{path}: this run is complete, at version {version}; there is nothing to resume. To train it longer "
                 f"give a new length, like {length}"
             )
-        if taken["data_ended"] and longer:
+        if driver_state["data_ended"] and longer:
             raise ConfigError(
                 f"data.epochs: the run ended where its data did, within version {version}: it has trained "
-                f"{taken['consumed']} groups, which is no multiple of {config.groups_per_version} per version. "
+                f"{driver_state['consumed']} groups, which is no multiple of {config.groups_per_version} per version. "
                 "It cannot be made longer; start another one with model.path set to its model folder"
             )
         if needs_critic(config):
@@ -190,7 +190,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         )
         # From here on the reports have the lock, and release it.
         reports = reopen_reports(
-            config, directory, lock, version, balance(taken), console, keeps_validation=keeps_validation
+            config, directory, lock, version, balance(driver_state), console, keeps_validation=keeps_validation
         )
     except BaseException:
         try:

@@ -33,7 +33,7 @@ from headway.errors import HeadwayError, RunError, StallError, boundary, said_by
 from headway.events import Note, Observer, PromptsLeftOut, WorkerDescribed
 from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet
-from headway.pipeline.recovery.checkpoint_manager import Taken
+from headway.pipeline.recovery.checkpoint_manager import DriverState
 from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.pipeline.wiring import Parts
@@ -238,7 +238,7 @@ class TrainingRun:
             probe_tolerance=workers.rounding.tolerance,
         )
         # After the workers are up: each rank reads its own part of the checkpoint
-        taken = None if self._start is None else await self._load(workers, self._start)
+        driver_state = None if self._start is None else await self._load(workers, self._start)
         checkpoints = Checkpoints(reports.directory.checkpoints)
         uploader = self._uploader
         retention = Retention(
@@ -252,7 +252,7 @@ class TrainingRun:
         others: list[Observer | None] = [journal, uploader]
         # Reports come first: retention and storage ask what the record tells of
         observers: list[Observer] = [reports, retention, window, *(one for one in others if one is not None)]
-        pipeline = Pipeline(config, parts, observers, reports.directory.checkpoints, taken)
+        pipeline = Pipeline(config, parts, observers, reports.directory.checkpoints, driver_state)
         if config.cluster.backend == "ray":  # else the trainer computes in this process
             stack.enter_context(collecting_seldom())
         try:
@@ -286,7 +286,7 @@ class TrainingRun:
             note(self._reports, text, "warning")
             return None
 
-    def _keep_start(self, taken: Taken) -> bool:
+    def _keep_start(self, driver_state: DriverState) -> bool:
         """Write the checkpoint of version 0, from which a run that ends before its next one is resumed. Returns
         whether the disk took it.
         """
@@ -294,7 +294,7 @@ class TrainingRun:
         try:
             if needs_critic(self._config):  # first: a checkpoint whose own folder is there is complete
                 write_start(checkpoints.critic(0), {})
-            write_start(checkpoints.actor(0), taken)
+            write_start(checkpoints.actor(0), driver_state)
         except OSError as cause:
             text = f"before its first checkpoint the run cannot be resumed: {checkpoints.actor(0)}: {said_by(cause)}"
             note(self._reports, text, "warning")
@@ -341,14 +341,14 @@ class TrainingRun:
                 )
                 self._reports.emit(event)
 
-    async def _load(self, workers: Workers, version: int) -> Taken:
+    async def _load(self, workers: Workers, version: int) -> DriverState:
         """Load the checkpoint into trainer and critic. Returns the driver's part of it."""
         self._reports.phase("loading the checkpoint", f"version {version}")
         checkpoints = Checkpoints(self._reports.directory.checkpoints)
-        taken = await workers.train.load(checkpoints.actor(version))
+        driver_state = await workers.train.load(checkpoints.actor(version))
         if workers.critic is not None:
             await workers.critic.load(checkpoints.critic(version))
-        return taken
+        return driver_state
 
 
 def is_of_the_end(directory: RunDirectory, newest: Sequence[int]) -> bool:

@@ -15,7 +15,8 @@ after it. When the models are copied, groups of the next version may have been a
 of them is in it. So a resumed run begins with that update, and admits nothing before it. What is not listed in
 `CheckpointManager` is either configuration, or made anew at every start (docs/resume.md lists it).
 
-One of both is under way at a time. A checkpoint that falls due meanwhile waits; a snapshot is left out.
+One of both is under way at a time. A checkpoint that falls due meanwhile waits; a snapshot is left out. Older
+checkpoints are removed by `headway.reports.checkpoint_folders.Retention` when a newer one is complete.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from headway.pipeline.admission.train_batches import TrainBatches
 from headway.pipeline.stage import WaitingFor
 from headway.runtime.task_groups import Tasks
 
-Taken = Mapping[str, Any]
+DriverState = Mapping[str, Any]
 """State of the driver as JSON values."""
 MOST_FAILURES = 3
 """Number of checkpoints in a row that cannot be written after which the run ends."""
 
 
-def balance(taken: Taken) -> dict[str, int]:
-    """Return the ledger's counts in the checkpoint ``taken``, as in the `VersionReached` event of that boundary."""
+def balance(driver_state: DriverState) -> dict[str, int]:
+    """Return the ledger's counts in the checkpoint, as in the `VersionReached` event of that boundary."""
     ledger = Ledger()
-    ledger.restore(taken["ledger"], {})
-    return ledger.counts() | {Fate.IN_FLIGHT.value: len(taken["ledger"]["open"])}
+    ledger.restore(driver_state["ledger"], {})
+    return ledger.counts() | {Fate.IN_FLIGHT.value: len(driver_state["ledger"]["open"])}
 
 
 class SnapshotStore(Protocol):
@@ -83,7 +84,7 @@ class CheckpointManager:
     trainer: TrainerConfig
     """How often checkpoints and snapshots are made."""
     snapshots: SnapshotStore | None = None
-    keep_start: Callable[[Taken], bool] | None = field(default=None, init=False)
+    keep_start: Callable[[DriverState], bool] | None = field(default=None, init=False)
     """Function that writes the checkpoint of version 0, and returns whether it is there; None where none is wanted."""
 
     writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -99,7 +100,7 @@ class CheckpointManager:
     _failures: list[str] = field(default_factory=list, init=False)
     """Reasons of the failures since the last checkpoint that was saved."""
     _tasks: Tasks | None = field(default=None, init=False)
-    _taken: Taken | None = field(default=None, init=False)
+    _driver_state: DriverState | None = field(default=None, init=False)
     """Driver's state at the last boundary."""
 
     def reached(self, version: int) -> None:
@@ -109,7 +110,7 @@ class CheckpointManager:
         """
         state = self.state
         state.check_balance()
-        self._taken = {
+        self._driver_state = {
             **state.state(),
             "source": self.source.state(),
             "fetches": self.batches.taken,
@@ -122,26 +123,27 @@ class CheckpointManager:
         state.emit(VersionReached(time=now(), version=version, groups=groups, episodes=episodes))
         if version == 0 and self.keep_start is not None:
             critic = self.actor.critic
-            if self.keep_start(self._taken if critic is None else {**self._taken, "critic": critic.state()}):
+            critic_state = {} if critic is None else {"critic": critic.state()}
+            if self.keep_start({**self._driver_state, **critic_state}):
                 self.saved = version
 
-    def restore(self, taken: Taken) -> None:
+    def restore(self, driver_state: DriverState) -> None:
         """Begin at the boundary of a checkpoint, before anything runs. Emits the fates of the groups that were open.
 
         Raises `DataError` when the data are not those of the checkpoint.
         """
         state, actor = self.state, self.actor
-        self.source.restore(taken["source"])  # first: `_found` may take further prompts from it
-        again = [self._found(*one) for one in taken["again"]]
-        lost = [self._found(*one) for _, *one in taken["ledger"]["open"]]
+        self.source.restore(driver_state["source"])  # first: `_found` may take further prompts from it
+        again = [self._found(*one) for one in driver_state["again"]]
+        lost = [self._found(*one) for _, *one in driver_state["ledger"]["open"]]
         # Under another action of the guard nothing would raise a lowered η again.
-        eta_now = Fraction(taken["eta_now"]) if actor.guard.lowers_eta else state.staleness.eta
-        state.restore(taken, again=again, open_prompts=lost, eta_now=eta_now)
-        self.batches.taken = taken["fetches"]
-        actor.restore(taken["trainer"])
-        actor.guard.restore(taken["guard"])
+        eta_now = Fraction(driver_state["eta_now"]) if actor.guard.lowers_eta else state.staleness.eta
+        state.restore(driver_state, again=again, open_prompts=lost, eta_now=eta_now)
+        self.batches.taken = driver_state["fetches"]
+        actor.restore(driver_state["trainer"])
+        actor.guard.restore(driver_state["guard"])
         if actor.critic is not None:
-            actor.critic.restore(taken["critic"], taken["fetches"])
+            actor.critic.restore(driver_state["critic"], driver_state["fetches"])
         self.saved = state.version
 
     def _found(self, epoch: int, row: int, attempt: int) -> Prompt:
@@ -208,9 +210,9 @@ class CheckpointManager:
         snapshots: SnapshotStore | None = None,
     ) -> None:
         """Copy the state of ``version``, and begin to write or keep it. Waits for what is under way."""
-        if self._taken is None:
+        if self._driver_state is None:
             raise RunError(f"version {version} cannot be saved: no version boundary was reached before")
-        state, critic, asked, taken = self.state, self.actor.critic, now(), self._taken
+        state, critic, asked, driver_state = self.state, self.actor.critic, now(), self._driver_state
         if self.writing.locked():
             text = f"the checkpoint of version {version} is due, and waits for the one before, which is being saved"
             state.note(text, "info")
@@ -223,7 +225,7 @@ class CheckpointManager:
             with self._attributed(version), waiting_for("the state to be copied for a checkpoint"):
                 if critic is not None and not (snapshots and critic.own_ranks):  # it goes back to its checkpoint alone
                     await critic.copy_state()
-                    taken = {**taken, "critic": critic.state()}
+                    driver_state = {**driver_state, "critic": critic.state()}
                 await self.actor.trainer.copy_state()
         except BaseException as failure:  # a cancellation, too: the lock must not stay held
             self.writing.release()
@@ -231,17 +233,17 @@ class CheckpointManager:
             return
         state.emit(CheckpointCopied(time=now(), version=version, span=(asked, now())))
         assert self._tasks is not None, "start comes first"
-        work = self._write(version, taken) if snapshots is None else self._keep(version, snapshots)
+        work = self._write(version, driver_state) if snapshots is None else self._keep(version, snapshots)
         # Not a `finally` within the task: one that is cancelled before its first step runs no line of it.
         self._tasks.start(work).add_done_callback(lambda _: self.writing.release())
 
-    async def _write(self, version: int, taken: Taken) -> None:
+    async def _write(self, version: int, driver_state: DriverState) -> None:
         state, critic, path, started = self.state, self.actor.critic, self._path(version), now()
         try:
             with self._attributed(version):
                 if critic is not None:  # first: a checkpoint whose own folder is there is complete
                     await critic.engine.save(self._critic_path(version))
-                await self.actor.trainer.save(path, taken)
+                await self.actor.trainer.save(path, driver_state)
         except WorkerDied:
             if not self.actor.keeps_batches:
                 raise

@@ -14,9 +14,9 @@ from headway.events import Emit, Event, ReplicaActivity
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.recovery.liveness import ask
 from headway.pipeline.recovery.supervision import Restarts
+from headway.pipeline.remote_workers import Replica, WorkerUnavailable
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
 from headway.runtime.progress import Living, OpenWork
 from headway.runtime.task_groups import concurrently
 

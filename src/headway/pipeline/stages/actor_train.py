@@ -35,9 +35,9 @@ from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.channel import Channel
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.rank_restarts import RankRestarts
+from headway.pipeline.remote_workers import Replica
 from headway.pipeline.stage import Stage, StageSource, WaitingFor
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.weight_receiver import Replica
 from headway.runtime.task_groups import concurrently
 
 

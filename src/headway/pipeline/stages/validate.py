@@ -41,11 +41,11 @@ from headway.pipeline.admission.ledger import (
 )
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel, Signal
+from headway.pipeline.remote_workers import Replica
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.prompt_loader import sampling
 from headway.pipeline.stages.reward import Scoring, ScoringAbandoned
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.weight_receiver import Replica
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 

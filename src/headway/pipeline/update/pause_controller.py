@@ -19,7 +19,7 @@ from headway.events import ReplicaHalted
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Gate
 from headway.pipeline.episode_workers import EpisodeWorkers
-from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
+from headway.pipeline.remote_workers import Replica, WorkerUnavailable
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from headway.events import ReplicaJoined, ReplicaLost
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
+from headway.pipeline.remote_workers import ReceiverClient, Replica, WorkerUnavailable
 from headway.pipeline.update.pause_controller import PauseController
-from headway.pipeline.weight_receiver import ReceiverClient, Replica, WorkerUnavailable
 from headway.runtime.task_groups import concurrently
 
 

@@ -37,9 +37,9 @@ from headway.errors import UpdateFailed, UpdateMissed
 from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Signal
+from headway.pipeline.remote_workers import ReceiverClient, RemoteWorker, WorkerUnavailable
 from headway.pipeline.stage import WaitingFor
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.weight_receiver import ReceiverClient, Remote, WorkerUnavailable
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 MOST_TRIES = 2
@@ -173,7 +173,7 @@ def _judge_failure(attempt: Attempt) -> RetryDecision:
 
 
 def _go_on_without(attempt: Attempt, gone: Sequence[WorkerUnavailable]) -> RetryDecision:
-    done: set[Remote] = {*(one.remote for one in gone), *attempt.holding}
+    done: set[RemoteWorker] = {*(one.remote for one in gone), *attempt.holding}
     rest = [receiver for receiver in attempt.audience.receivers if receiver not in done]
     return RetryDecision(gone, [Audience(rest)] if rest else [], str(gone[0].why))
 

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from headway.errors import UpdateFailed
 from headway.events import UpdatePhase
 from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.remote_workers import ReceiverClient, Replica
 from headway.pipeline.stage import WaitingFor
 from headway.pipeline.update.pause_controller import ReplicaPause
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.weight_receiver import ReceiverClient, Replica
 from headway.runtime.task_groups import concurrently
 
 Probe = NDArray[np.float32]

@@ -1,13 +1,13 @@
-"""Receivers, which hold a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
+"""Clients of workers that may be gone: replicas, other receivers of the policy, episode workers.
 
-So it is with every `Remote`; episode workers are others (`headway.pipeline.episode_workers`).
+    its process ended                       ┐
+    it did not answer within the limit      ├─▶ `WorkerUnavailable` ─▶ ReplicaPool.lose ─▶ leave: its other calls end
+    another call, or a watcher, found out   ┘
 
-    it died                            ┐
-    it did not answer in time          ├─▶ `WorkerUnavailable` there ─▶ ReplicaPool.lose ─▶ leave: all its other calls
-    somebody else saw its process end  ┘
-
-Whoever waits for a receiver therefore needs no clock of its own. A call that was given up is cancelled, and nobody
-waits for it to end: the other side may have stopped for ever.
+A replica that hangs while it loads weights, say, is found by the limit of `ReceiverClient.activate`, and
+`headway.pipeline.recovery.supervision` starts another one. No call to a worker that is gone stays open, so a caller
+needs no time limit of its own. A call that was given up is cancelled, and its end is not waited for: the other side
+may have stopped for ever. The clients of episode workers are in `headway.pipeline.episode_workers`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ T = TypeVar("T")
 
 
 class WorkerUnavailable(Exception):
-    """Error of a call to a ``remote`` that died or does not answer. Others may replace it."""
+    """Error of a call to a ``remote`` worker that has died or does not answer. Another one may take its place."""
 
-    def __init__(self, remote: Remote, why: RunError) -> None:
+    def __init__(self, remote: RemoteWorker, why: RunError) -> None:
         super().__init__(f"{remote.name}: {why}")
         self.remote = remote
         self.why = why
 
 
-class Remote:
-    """Client of something that may be gone."""
+class RemoteWorker:
+    """Client of a worker that may be gone: limits its calls, and ends them all once it is given up."""
 
     def __init__(self, name: str, timeout_s: float, limit: Callable[[float], str]) -> None:
-        """Set up. Calls that should be quick end after ``timeout_s`` seconds; ``limit`` describes limits."""
+        """Calls that should be quick end after ``timeout_s`` seconds; ``limit`` describes limits."""
         self.name = name
         self.why: RunError | None = None
         """Error for which it was given up; None while it is reachable."""
@@ -99,7 +99,7 @@ class Remote:
             self._open.pop(limit, None)
 
 
-class ReceiverClient(Remote):
+class ReceiverClient(RemoteWorker):
     """Client of a `PolicyReceiver`."""
 
     def __init__(self, engine: PolicyReceiver, timeouts: Timeouts) -> None:
