@@ -216,10 +216,10 @@ def broadcast(setting: Setting) -> Findings:
         raise Skipped(f"NCCL has a GPU for each process, and there is {count} here; two are needed")
     nbytes = 2**26 if setting.small else 2**30
     store, port = open_store(HOST, PEER_LOADS_S)
-    meeting = TransportAddress(
+    rendezvous = TransportAddress(
         _flat_manifest(nbytes), ("peer",), PEER_LOADS_S, address=(HOST, port), device=setting.device
     )
-    link = Link("broadcast", meeting)
+    link = Link("broadcast", rendezvous)
     with ProcessPoolExecutor(1, get_context("spawn")) as peers:
         receiving = peers.submit(_peer, link, nbytes)
         sender = BroadcastSender(link, EndContext(HOST))
@@ -261,10 +261,10 @@ def _send(sender: BroadcastSender, version: int, nbytes: int, setting: Setting) 
 
 def _peer(link: Link, nbytes: int) -> str:
     """Receive in another process; returns what came."""
-    kind = kind_of(link.meeting.device)
-    kind.make_current(torch.device(link.meeting.device, 1))
+    kind = kind_of(link.rendezvous.device)
+    kind.make_current(torch.device(link.rendezvous.device, 1))
     receiver = BroadcastReceiver(link, "peer", EndContext(HOST))
-    buffer = BackBuffer(_flat_manifest(nbytes), pin=kind.pin, device=torch.device(link.meeting.device, 1))
+    buffer = BackBuffer(_flat_manifest(nbytes), pin=kind.pin, device=torch.device(link.rendezvous.device, 1))
     answer = "the same bits"
 
     def receive(version: int, incoming: IncomingWeights) -> None:
@@ -279,7 +279,7 @@ def _peer(link: Link, nbytes: int) -> str:
             answer = f"other bytes than were sent as version {version}"
         buffer.loaded()
     for _ in VERSIONS:
-        _collectives(receiver, nbytes, link.meeting.device)
+        _collectives(receiver, nbytes, link.rendezvous.device)
     receiver.close()
     return answer
 

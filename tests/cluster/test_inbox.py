@@ -70,11 +70,11 @@ class Handing:
         self._share = share
         self._all_there = all_there
         self._failure = failure
-        self.parcel: StoredVersion | None = None
+        self.stored: StoredVersion | None = None
         self.closed = False
 
-    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
-        self.parcel = parcel
+    def receive(self, version: int, sink: WeightSink, stored: StoredVersion | None) -> None:
+        self.stored = stored
         self._all_there.wait(20)
         if self._failure is not None:
             raise self._failure
@@ -103,13 +103,13 @@ async def opened(
 
 async def test_shares_are_received_side_by_side_each_with_its_parcel(monkeypatch: pytest.MonkeyPatch) -> None:
     box, ends = await opened(monkeypatch)
-    parcels = tuple(StoredVersion(1, (), (), (f"actor-{number}",)) for number in range(3))
+    stored_versions = tuple(StoredVersion(1, (), (), (f"actor-{number}",)) for number in range(3))
     back = BackBuffer(LAYOUT)
-    with box.holding(1, parcels):
+    with box.holding(1, stored_versions):
         report = back.fill(1, partial(box.receive, 1))
     assert report.nbytes == LAYOUT.nbytes
     assert_same(contents(back), VALUES)
-    assert tuple(end.parcel for end in ends) == parcels
+    assert tuple(end.stored for end in ends) == stored_versions
     box.close()
     assert all(end.closed for end in ends)
 
@@ -138,7 +138,7 @@ async def test_what_another_process_has_is_mapped_and_not_received(monkeypatch: 
             else:
                 assert back.fill(1, partial(each.receive, 1)).nbytes == 0
                 assert_same(contents(back), VALUES)
-    assert [end.parcel for end in ends] == [None] * 3
+    assert [end.stored for end in ends] == [None] * 3
     with pytest.raises(UpdateFailed, match="rollout-1 was asked for version 3 before it was connected"):
         back.fill(3, partial(never_connected.receive, 3))
 

@@ -75,8 +75,8 @@ class Trainer:
         )
         self._outbox.open_route("float32", manifest, pinned=False)
         self._store, port = open_store("127.0.0.1", WAIT_S)
-        meeting = TransportAddress(manifest, ("replica",), WAIT_S, address=("127.0.0.1", port), directory=directory)
-        link = make_link(transport, meeting)
+        rendezvous = TransportAddress(manifest, ("replica",), WAIT_S, address=("127.0.0.1", port), directory=directory)
+        link = make_link(transport, rendezvous)
         here = EndContext("127.0.0.1", fetch=list)
         with ThreadPoolExecutor(1) as pool:
             opening = pool.submit(open_receiver, link, "replica", here)
@@ -86,13 +86,13 @@ class Trainer:
         self._loop = asyncio.get_running_loop()
 
     def receive(self, version: int, incoming: IncomingWeights) -> None:
-        """The replica's end, on the engine's thread: a stored transport's waits for the parcel first."""
-        parcel = None
+        """The replica's end, on the engine's thread: a stored transport's waits for the stored version first."""
+        stored = None
         if not self._streamed:
             sent = asyncio.run_coroutine_threadsafe(self._parcel(), self._loop).result(WAIT_S)
-            parcel = sent.parcels[0] if sent else None
+            stored = sent.stored_versions[0] if sent else None
         (sink,) = incoming.expect([incoming.manifest])
-        self._receiver.receive(version, sink, parcel)
+        self._receiver.receive(version, sink, stored)
 
     async def send(self, version: int) -> Sent | None:
         self._sent = self._loop.create_future()

@@ -59,17 +59,17 @@ class Outcome:
     """How an update ended at each end."""
 
     sent: Exception | None = None
-    parcel: StoredVersion | None = None
+    stored: StoredVersion | None = None
     reports: dict[str, ReceiveReport] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
 
 
-def arrival(receiver: WeightReceiver, version: int, parcel: StoredVersion | None) -> Receive:
+def arrival(receiver: WeightReceiver, version: int, stored: StoredVersion | None) -> Receive:
     """Lets ``version`` come in, in one share."""
 
     def receive(incoming: IncomingWeights) -> None:
         (sink,) = incoming.expect([incoming.manifest])
-        receiver.receive(version, sink, parcel)
+        receiver.receive(version, sink, stored)
 
     return receive
 
@@ -90,11 +90,11 @@ class Ends:
         streamed = self.link.transport in STREAMED
         fills = {name: self.fill(name, version, target, None) for name, target in targets.items()} if streamed else {}
         try:
-            outcome.parcel = self.sender.send(version, outgoing)
+            outcome.stored = self.sender.send(version, outgoing)
         except Exception as error:
             outcome.sent = error
-        if not streamed and outcome.parcel is not None:
-            fills = {name: self.fill(name, version, target, outcome.parcel) for name, target in targets.items()}
+        if not streamed and outcome.stored is not None:
+            fills = {name: self.fill(name, version, target, outcome.stored) for name, target in targets.items()}
         for name, fill in fills.items():
             try:
                 outcome.reports[name] = fill.result(60)
@@ -103,9 +103,9 @@ class Ends:
         return outcome
 
     def fill(
-        self, name: str, version: int, target: BackBuffer | InPlace, parcel: StoredVersion | None
+        self, name: str, version: int, target: BackBuffer | InPlace, stored: StoredVersion | None
     ) -> Future[ReceiveReport]:
-        return self._pool.submit(target.fill, version, arrival(self.receivers[name], version, parcel))
+        return self._pool.submit(target.fill, version, arrival(self.receivers[name], version, stored))
 
     def close(self) -> None:
         self.sender.close()
@@ -134,13 +134,13 @@ class Site:
     def link(
         self, transport: str, *names: str, timeout_s: float = 10.0, manifest: Manifest = MANIFEST, same: bool = False
     ) -> Link:
-        """To a new meeting: the next generation, or the ``same`` one."""
+        """To a new rendezvous: the next generation, or the ``same`` one."""
         self._generation += not same
         address = (HOST, self._addresses[1]) if transport == "broadcast" else None
-        meeting = TransportAddress(
+        rendezvous = TransportAddress(
             manifest, names, timeout_s, address=address, generation=self._generation, directory=self.directory
         )
-        return make_link(transport, meeting)
+        return make_link(transport, rendezvous)
 
     def meet(
         self,

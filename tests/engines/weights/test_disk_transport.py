@@ -79,14 +79,14 @@ def test_the_newest_two_versions_stay_also_over_a_new_sender(site: Site) -> None
 
 def test_the_version_before_can_still_be_received_and_older_ones_are_told_to_be_gone(site: Site) -> None:
     ends = site.meet("disk", "a")
-    parcels = [ends.sender.send(version, stream(version)) for version in (1, 2, 3)]
+    stored_versions = [ends.sender.send(version, stream(version)) for version in (1, 2, 3)]
     back = BackBuffer(MANIFEST)
-    ends.fill("a", 2, back, parcels[1]).result(20)
+    ends.fill("a", 2, back, stored_versions[1]).result(20)
     assert_same(contents(back), weights(2))
     with pytest.raises(
         UpdateFailed, match=r"version 1: a cannot read .*version_1\.safetensors \(set param_update.*No such file"
     ):
-        ends.fill("a", 1, back, parcels[0]).result(20)
+        ends.fill("a", 1, back, stored_versions[0]).result(20)
 
 
 def test_weights_in_another_dtype_lie_beside_the_others(site: Site) -> None:
@@ -94,9 +94,9 @@ def test_weights_in_another_dtype_lie_beside_the_others(site: Site) -> None:
     tensors = {"w": torch.ones(3).bfloat16()}
     ends, others = site.meet("disk", "a"), site.meet("disk", "b", manifest=half)
     back, other = BackBuffer(MANIFEST), BackBuffer(half)
-    parcel = ends.sender.send(1, stream(1))
+    stored = ends.sender.send(1, stream(1))
     assert not others.update(1, Stream(half, windows(tensors, half)), {"b": other}).errors
-    ends.fill("a", 1, back, parcel).result(20)
+    ends.fill("a", 1, back, stored).result(20)
     assert_same(contents(back), weights(1))
     assert_same(contents(other), tensors)
 
@@ -112,8 +112,8 @@ def test_a_sender_that_was_given_up_in_the_middle_of_a_version_spoils_nothing_of
     directory = folder(site)
 
     def sender(name: str) -> DiskSender:
-        meeting = TransportAddress(MANIFEST, ("a",), 1.0, sender=name, directory=directory.parent)
-        return DiskSender(Link("disk", meeting), EndContext())
+        rendezvous = TransportAddress(MANIFEST, ("a",), 1.0, sender=name, directory=directory.parent)
+        return DiskSender(Link("disk", rendezvous), EndContext())
 
     def meanwhile() -> Iterator[Window]:
         first, *others = windows(weights(9))
@@ -198,10 +198,10 @@ def test_an_error_of_the_weights_passes_through_as_it_is_and_leaves_no_partial_f
 @pytest.mark.parametrize("kept", [0, 5, 600])
 def test_a_file_that_was_cut_short_is_told(site: Site, kept: int) -> None:
     ends = site.meet("disk", "a")
-    parcel = ends.sender.send(1, stream(1))
+    stored = ends.sender.send(1, stream(1))
     os.truncate(folder(site) / "version_1.safetensors", kept)
     with pytest.raises(UpdateFailed, match=r"version_1\.safetensors ends within bucket \d|not those that the trainer"):
-        ends.fill("a", 1, BackBuffer(MANIFEST), parcel).result(20)
+        ends.fill("a", 1, BackBuffer(MANIFEST), stored).result(20)
 
 
 def test_deltas_are_not_written(site: Site) -> None:

@@ -49,15 +49,15 @@ def test_a_store_that_takes_nothing_more_fails_the_send_and_the_next_one_works(s
 def test_a_store_that_gives_nothing_fails_the_receiver_that_asked_and_it_can_ask_again(site: Site) -> None:
     store = Unreachable(site, after=1)
     link = site.link("object_store", "a", "b")
-    parcel = open_sender(link, site.here).send(1, stream(1))
+    stored = open_sender(link, site.here).send(1, stream(1))
     cut_off, fine = open_receiver(link, "a", EndContext(fetch=store.fetch)), open_receiver(link, "b", site.here)
     back, other = BackBuffer(MANIFEST), BackBuffer(MANIFEST)
     with pytest.raises(UpdateFailed, match="version 1: a cannot get bucket 1 from the store: TimeoutError: no answer"):
-        back.fill(1, arrival(cut_off, 1, parcel))
+        back.fill(1, arrival(cut_off, 1, stored))
     assert back.version is None
-    other.fill(1, arrival(fine, 1, parcel))
+    other.fill(1, arrival(fine, 1, stored))
     store.left = 1000
-    back.fill(1, arrival(cut_off, 1, parcel))
+    back.fill(1, arrival(cut_off, 1, stored))
     assert_same(contents(back), contents(other))
 
 
@@ -70,10 +70,10 @@ def test_an_object_of_another_length_is_no_bucket(site: Site) -> None:
 
 def test_versions_that_somebody_still_has_the_parcel_of_can_be_received_late(site: Site) -> None:
     ends = site.meet("object_store", "a")
-    parcels = [ends.sender.send(version, stream(version)) for version in (1, 2)]
-    for version, parcel in zip((1, 2), parcels, strict=True):
+    stored_versions = [ends.sender.send(version, stream(version)) for version in (1, 2)]
+    for version, stored in zip((1, 2), stored_versions, strict=True):
         back = BackBuffer(MANIFEST)
-        ends.fill("a", version, back, parcel).result(20)
+        ends.fill("a", version, back, stored).result(20)
         assert_same(contents(back), weights(version))
 
 

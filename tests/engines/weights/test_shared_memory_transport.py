@@ -78,10 +78,10 @@ def test_who_reads_a_version_that_the_next_one_has_overwritten_is_told_by_the_di
 
 def test_memory_that_its_sender_gave_up_is_not_read(site: Site) -> None:
     ends = site.meet("shared_memory", "a")
-    parcel = ends.sender.send(1, stream(1))
+    stored = ends.sender.send(1, stream(1))
     ends.sender.close()
     with pytest.raises(UpdateFailed, match=r"/proc/\d+/fd/\d+ cannot be mapped|not those that the trainer"):
-        ends.fill("a", 1, BackBuffer(MANIFEST), parcel).result(20)
+        ends.fill("a", 1, BackBuffer(MANIFEST), stored).result(20)
 
 
 def test_two_senders_of_one_meeting_do_not_touch_each_others_files(site: Site) -> None:
@@ -104,18 +104,18 @@ def test_a_receiver_lets_go_of_what_earlier_senders_have_given_up(site: Site) ->
     assert mapped() == before + 1
 
 
-def _receive(link: Link, parcel: StoredVersion) -> None:
+def _receive(link: Link, stored: StoredVersion) -> None:
     back = BackBuffer(MANIFEST)
     receiver = open_receiver(link, "a", EndContext())
-    back.fill(1, arrival(receiver, 1, parcel))
+    back.fill(1, arrival(receiver, 1, stored))
     assert_same(contents(back), weights(1))
 
 
 def test_another_process_reads_what_was_sent_here(site: Site) -> None:
     """Starts a process that imports torch."""
     ends = site.meet("shared_memory", "a")
-    parcel = ends.sender.send(1, stream(1))
-    process = PROCESSES.Process(target=_receive, args=(ends.link, parcel), daemon=True)
+    stored = ends.sender.send(1, stream(1))
+    process = PROCESSES.Process(target=_receive, args=(ends.link, stored), daemon=True)
     process.start()
     process.join(60)
     assert process.exitcode == 0

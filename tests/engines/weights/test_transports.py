@@ -159,8 +159,8 @@ def test_weights_that_end_too_early_are_the_senders_own_error(site: Site, transp
 def test_a_receiver_that_asks_for_another_version_is_told_which_one_came(site: Site, transport: str) -> None:
     ends = site.meet(transport, "a")
     if transport in STORED:
-        parcel = ends.sender.send(8, stream(8))
-        asked = ends.fill("a", 9, BackBuffer(MANIFEST), parcel)
+        stored = ends.sender.send(8, stream(8))
+        asked = ends.fill("a", 9, BackBuffer(MANIFEST), stored)
     else:
         asked = ends.fill("a", 9, BackBuffer(MANIFEST), None)
         with pytest.raises(UpdateFailed, match="version 8"):

@@ -187,13 +187,13 @@ def test_stored_transports_keep_one_copy_outside_the_process_and_receivers_none(
     sending, receiving = open_sender(link, here), open_receiver(link, "a", here)
     outgoing = _staged()
     with measured() as extra:
-        parcel = sending.send(1, outgoing)
+        stored = sending.send(1, outgoing)
     assert extra.tensors == sender, "object_store: what is handed to the store; shared_memory: what both ends map"
     assert extra.other < SMALL
     assert bool(kept) is store
     back = BackBuffer(MANIFEST)
     with measured() as extra:
-        back.fill(1, arrival(receiving, 1, parcel))
+        back.fill(1, arrival(receiving, 1, stored))
     mapped = sender if transport == "shared_memory" else 0
     assert COPY <= extra.tensors - mapped < COPY + SMALL, "the buffer itself"
     assert extra.other < SMALL

@@ -41,7 +41,7 @@ class Group:
 
     sent: list[Tensor]
 
-    def __init__(self, meeting: TransportAddress, rank: int, host: str | None) -> None:
+    def __init__(self, rendezvous: TransportAddress, rank: int, host: str | None) -> None:
         self._rank = rank
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -81,8 +81,8 @@ class Noted:
 
 def by_broadcast(weights: OutgoingWeights, incoming: IncomingWeights) -> None:
     Group.sent, outgoing, (sink,) = [], Noted(weights), incoming.expect([incoming.manifest])
-    meeting = TransportAddress(MANIFEST, ("replica",), 1.0, address=("nowhere", 1), device="cuda:0")
-    link = Link("broadcast", meeting)
+    rendezvous = TransportAddress(MANIFEST, ("replica",), 1.0, address=("nowhere", 1), device="cuda:0")
+    link = Link("broadcast", rendezvous)
     BroadcastSender(link, EndContext()).send(1, outgoing)
     due = iter([*outgoing.headers, outgoing.digests])
 

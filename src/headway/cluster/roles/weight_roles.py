@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 Left = tuple[StoredVersion | None, ...] | HostCopy
-"""What a receiver is given: the parcel of each sender, with a stored transport, or another process's copy."""
+"""Source of a version: the `StoredVersion` of each sender, with a stored transport, or another process's copy."""
 
 
 def transport_in(config: Config) -> str:
@@ -76,7 +76,7 @@ class WeightInbox:
                 opened.callback(receivers[-1].close)
             if opening == self._openings:  # else all met anew, while this one waited for somebody who never came
                 opened.pop_all()
-                self._receivers, self._shares = receivers, [link.meeting.manifest for link in links]
+                self._receivers, self._shares = receivers, [link.rendezvous.manifest for link in links]
 
     async def connect(self, links: Sequence[Link]) -> None:
         """Open links as `open` does, on a new thread: one that never comes about must not hold up the next one."""
@@ -100,8 +100,8 @@ class WeightInbox:
             return
         if not self._receivers:
             raise UpdateFailed(f"{self._name} was asked for version {version} before it was connected to the trainer")
-        parcels = left or (None,) * len(self._receivers)
-        shares = list(zip(self._receivers, incoming.expect(self._shares), parcels, strict=True))
+        stored_versions = left or (None,) * len(self._receivers)
+        shares = list(zip(self._receivers, incoming.expect(self._shares), stored_versions, strict=True))
         if len(shares) == 1:
             _receive(version, *shares[0])
             return
@@ -117,8 +117,8 @@ class WeightInbox:
         self._receivers = []
 
 
-def _receive(version: int, receiver: WeightReceiver, sink: WeightSink, parcel: StoredVersion | None) -> None:
-    receiver.receive(version, sink, parcel)
+def _receive(version: int, receiver: WeightReceiver, sink: WeightSink, stored: StoredVersion | None) -> None:
+    receiver.receive(version, sink, stored)
 
 
 Gather = Callable[[Manifest, int], "Iterator[Window]"]
@@ -145,13 +145,13 @@ class Sent:
     report: SendReport
     digests: tuple[int, ...]
     """Digests of the tensors that were sent, in the layout's order."""
-    parcels: tuple[StoredVersion | None, ...]
-    """Parcels for receivers of a stored transport, one of each rank."""
+    stored_versions: tuple[StoredVersion | None, ...]
+    """Stored versions for receivers of a stored transport, one of each rank."""
 
     def joined(self, others: Sequence[Sent]) -> Sent:
         """Return the result of all ranks: those after this one sent the ``others``."""
         digests = tuple(digest for sent in (self, *others) for digest in sent.digests)
-        parcels = tuple(parcel for sent in (self, *others) for parcel in sent.parcels)
+        stored_versions = tuple(stored for sent in (self, *others) for stored in sent.stored_versions)
         reports = [self.report, *(sent.report for sent in others)]
         # The others wait for it where they gather, which is none of the work.
         slowest = max(reports, key=lambda report: report.send_s)
@@ -162,7 +162,7 @@ class Sent:
             full_nbytes=sum(report.full_nbytes or report.nbytes for report in reports),
             changed=changed_of_all([(report.changed, report.full_nbytes or report.nbytes) for report in reports]),
         )
-        return Sent(report, digests, parcels)
+        return Sent(report, digests, stored_versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ class WeightSendRole:
 
     def _send(self, version: int, send: Send, weights: OutgoingWeights, share: Manifest) -> Sent:
         started = time.perf_counter()
-        parcel = self._senders[send.key].send(version, weights)
+        stored = self._senders[send.key].send(version, weights)
         seconds = time.perf_counter() - started
         report = SendReport(
             gather_s=0.0,
@@ -305,4 +305,4 @@ class WeightSendRole:
             checksum=combined(weights.digests),
             full_nbytes=share.nbytes,
         )
-        return Sent(report, tuple(weights.digests), (parcel,))
+        return Sent(report, tuple(weights.digests), (stored,))

@@ -50,7 +50,7 @@ class HostWeights:
         """Version that is known to be there, as a whole."""
         self.trusted = True
         """True while a stored version may be used for this copy as for others."""
-        self._parcels: asyncio.Future[tuple[StoredVersion | None, ...]] | None = None
+        self._stored_versions: asyncio.Future[tuple[StoredVersion | None, ...]] | None = None
         """Parcels of the transfer that is under way."""
         self._arrival: tuple[int, asyncio.Task[ReceiveReport]] | None = None
         """Version that the owner was last told to receive, and its report."""
@@ -59,22 +59,22 @@ class HostWeights:
         """Prepare for a version that ``workers`` load, one of which takes over if the owner is not among them."""
         if self._arrival is not None:
             self._arrival[1].cancel()  # of the version before, if it has not ended
-        self._parcels, self._arrival = asyncio.get_running_loop().create_future(), None
+        self._stored_versions, self._arrival = asyncio.get_running_loop().create_future(), None
         if self.owner not in workers:
             self.owner = workers[0]
             self.holds, self.link = None, None
 
-    def sent(self, parcels: tuple[StoredVersion | None, ...]) -> None:
+    def sent(self, stored_versions: tuple[StoredVersion | None, ...]) -> None:
         """Say that a version was sent, and what its senders left of it."""
-        if self._parcels is not None and not self._parcels.done():
-            self._parcels.set_result(parcels)
+        if self._stored_versions is not None and not self._stored_versions.done():
+            self._stored_versions.set_result(stored_versions)
 
     def not_sent(self, failure: BaseException) -> None:
-        """Note that sending failed: waits for parcels fail, and the held version is unknown."""
+        """Note that sending failed: waits for stored versions fail, and the held version is unknown."""
         self.distrust(self.owner)
-        if self._parcels is not None and not self._parcels.done():
-            self._parcels.set_exception(UpdateFailed(f"{self.key} got nothing: sending failed: {failure}"))
-            self._parcels.exception()  # retrieved here: nobody may be waiting for it
+        if self._stored_versions is not None and not self._stored_versions.done():
+            self._stored_versions.set_exception(UpdateFailed(f"{self.key} got nothing: sending failed: {failure}"))
+            self._stored_versions.exception()  # retrieved here: nobody may be waiting for it
 
     def distrust(self, owner: Worker | None) -> None:
         """Have the next version come whole: ``owner`` did not get the last one."""
@@ -84,19 +84,19 @@ class HostWeights:
 
     async def stage(self, worker: Worker, version: int) -> ReceiveReport:
         """Have the owner receive, or another worker map what the owner has received."""
-        assert self.owner is not None and self._parcels is not None, "staging comes after `begin`"
+        assert self.owner is not None and self._stored_versions is not None, "staging comes after `begin`"
         if self._arrival is None:
-            self._arrival = version, asyncio.create_task(self._receive(self.owner, self._parcels, version))
+            self._arrival = version, asyncio.create_task(self._receive(self.owner, self._stored_versions, version))
         arrived_version, arrival = self._arrival
         assert arrived_version == version, "each transfer is of one version"
         return await (arrival if worker is self.owner else self._map(worker, self.owner, version, arrival))
 
     async def _receive(
-        self, owner: Worker, parcels: asyncio.Future[tuple[StoredVersion | None, ...]], version: int
+        self, owner: Worker, stored_versions: asyncio.Future[tuple[StoredVersion | None, ...]], version: int
     ) -> ReceiveReport:
         try:
-            # With a stream both ends work at once: the sender's parcels come only when it has ended.
-            left = () if self._streamed else await parcels
+            # With a stream both ends work at once: the sender's stored versions come only when it has ended.
+            left = () if self._streamed else await stored_versions
             report: ReceiveReport = await owner.call("stage_weights", version, left)
         except BaseException:  # cancelled, too: what the owner holds is not known then
             self.distrust(owner)

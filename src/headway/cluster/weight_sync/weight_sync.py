@@ -173,7 +173,7 @@ class WeightSync:
             # New ranks have no version to compute a delta from: the next one goes whole.
             copy.distrust(None)
 
-    # ------------------------------------------------------------------------------------------ meeting
+    # ------------------------------------------------------------------------------------------ rendezvous
 
     async def reach(self, names: Sequence[str]) -> None:
         """Connect to the receivers, as `TrainEngine.reach` does."""
@@ -213,7 +213,7 @@ class WeightSync:
             concurrently(rank.call("outbox.connect", key, link) for rank, link in senders),
             self._open_owners(key, links, copies),
         )
-        connection.broken = False  # after both: a meeting that failed half-way is held again
+        connection.broken = False  # after both: a rendezvous that failed half-way is held again
 
     async def _open_owners(self, key: str, links: Sequence[Link], copies: Sequence[HostWeights]) -> None:
         await concurrently(self._open_owner(copy.owner, links) for copy in copies if copy.owner is not None)
@@ -230,8 +230,8 @@ class WeightSync:
         """Make a link for each rank that sends a share."""
         links = []
         for rank, share in zip(self._actor.workers, self._manifests[dtype].shares(), strict=False):
-            self._generation += 1  # each meeting has a number: one that was given up would else meet the next
-            meeting = TransportAddress(
+            self._generation += 1  # each rendezvous has a number: one that was given up would else meet the next
+            rendezvous = TransportAddress(
                 manifest=share,
                 receivers=tuple(worker.name for worker in owners),
                 timeout_s=self._timeouts.transport_s,
@@ -241,7 +241,7 @@ class WeightSync:
                 device=self._device,
                 directory=self._directory,
             )
-            links.append(make_link(self._transport, meeting))
+            links.append(make_link(self._transport, rendezvous))
         return links
 
     # ------------------------------------------------------------------------------------------ sending
@@ -323,7 +323,7 @@ class WeightSync:
 
     @contextmanager
     def _failing(self, copies: Sequence[HostWeights]) -> Iterator[None]:
-        """Distrust ``copies``, and fail their pending parcels, when the block, which sends to them, fails."""
+        """Distrust ``copies``, and fail their pending stored versions, when the block, which sends to them, fails."""
         try:
             yield
         except BaseException as failure:
@@ -350,7 +350,7 @@ class WeightSync:
 
 def _tell(copies: Sequence[HostWeights], sent: Sent) -> None:
     for copy in copies:
-        copy.sent(sent.parcels)
+        copy.sent(sent.stored_versions)
 
 
 def _together(reports: Sequence[SendReport], checksums: Mapping[str, int]) -> SendReport:

@@ -1,4 +1,4 @@
-"""Weights as flat bytes: taken apart into buckets on one side, put together again on the other.
+"""Weights as flat bytes: packed into buckets by `pack`, written into tensors by `Tensors.write`, encoded as deltas.
 
     the trainer's shards ─gather─▶ bucket ─▶ Stream ─────────────────▶ transport ─▶ BackBuffer ─load─▶ Tensors.write
                                       └────▶ Staged (a copy) ─▶ …                 └─▶ InPlace ────────▶ Tensors.write
@@ -92,7 +92,7 @@ class Tensors:
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Copy ``data`` [n] uint8, the flat bytes from ``offset`` on, into the parts that they belong to."""
         data = data if self._device is None else data.to(self._device)
-        for values, here in meetings(self._slots, self._parts, offset, data):
+        for values, here in shared_elements(self._slots, self._parts, offset, data):
             here.copy_(values)
 
 
@@ -115,12 +115,12 @@ def pack(
         if not complete:
             # The buffer has the last bucket's bytes, and the ranks' buckets are summed: what others give must be zero.
             bucket.zero_()
-        for room, values in meetings(manifest.slots, parts, start, bucket):
+        for room, values in shared_elements(manifest.slots, parts, start, bucket):
             room.copy_(values)
         yield start, bucket
 
 
-def meetings(
+def shared_elements(
     slots: Sequence[TensorSlot], parts: Parts, offset: int, data: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield views of the same elements, in ``data`` (flat bytes from ``offset`` on) and in ``parts``.

@@ -1,6 +1,6 @@
-"""The pieces that travel between the trainer and those who hold a copy of the policy, and the two ends of a transport.
+"""Transports of weights: the two ends of one, how they are opened, and the data that travels between them.
 
-    Outgoing ─▶ WeightSender ══ header, payload; header, payload; …; digests ══▶ WeightReceiver ─▶ WeightSink
+    OutgoingWeights ─▶ WeightSender ══ header, payload; header, payload; …; digests ══▶ WeightReceiver ─▶ WeightSink
 
 *Streamed* transports (``broadcast``, ``local``): both ends run at the same time. *Stored* ones (``object_store``,
 ``shared_memory``, ``disk``): the sender stores everything and returns a `StoredVersion`, with which any receiver can
@@ -10,7 +10,8 @@ The ends find each other by a link:
 
     driver: make_link(name, TransportAddress) ─▶ trainer: open_sender(link)      receivers: open_receiver(link, name)
 
-A transport is a module of `transports` with the last two, as functions or classes, imported when it is asked for.
+A transport is a module of `transports` that has `open_sender` and `open_receiver`, functions or classes, and a line in
+`headway.config.transport_facts`. It is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class WeightSender(Protocol):
     """A trainer rank's end of a transport. Blocking; runs on a worker's own thread."""
 
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion | None:
-        """Send ``weights`` until every receiver has everything, or return a parcel once they lie where receivers look.
+        """Send ``weights`` until every receiver has everything, or all lies where receivers look (`StoredVersion`).
 
         Raises `UpdateFailed` within the transport's timeout when a receiver does not answer, and when what the
         transport needs (space, a store) is not there. Errors of ``weights`` itself pass through.
@@ -145,8 +146,8 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """A receiver's end of a transport. Blocking; runs on a worker's own thread, never on the decoding one."""
 
-    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
-        """Put all buckets of ``version`` into ``sink``, in order. ``parcel`` is the sender's, for a stored transport.
+    def receive(self, version: int, sink: WeightSink, stored: StoredVersion | None) -> None:
+        """Put all buckets of ``version`` into ``sink``, in order. ``stored``: what a stored sender has returned.
 
         Raises `UpdateFailed` within the transport's timeout when the sender does not answer, and when what arrives is
         not ``version``. Errors of ``sink`` pass through, and the other ends learn at once that this one gave up.
@@ -159,7 +160,7 @@ class StoredSender(ABC):
     """The trainer's end of a stored transport (`WeightSender`): puts each payload where receivers look for it."""
 
     def __init__(self, link: Link, here: EndContext) -> None:
-        self._meeting, self._here = link.meeting, here
+        self._rendezvous, self._here = link.rendezvous, here
 
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         """Store ``weights``, and return what receivers have to know."""
@@ -183,17 +184,17 @@ class StoredReceiver(ABC):
     """A receiver's end of a stored transport (`WeightReceiver`)."""
 
     def __init__(self, link: Link, name: str, here: EndContext) -> None:
-        self._meeting, self._name, self._here = link.meeting, name, here
+        self._rendezvous, self._name, self._here = link.rendezvous, name, here
 
-    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
-        """Put the payloads of ``parcel`` into ``sink``. Raises `UpdateFailed` for a parcel of another version."""
-        if parcel is None or parcel.version != version:
-            given = "nothing" if parcel is None else f"version {parcel.version}"
+    def receive(self, version: int, sink: WeightSink, stored: StoredVersion | None) -> None:
+        """Put the payloads of ``stored`` into ``sink``. Raises `UpdateFailed` where it is of another version."""
+        if stored is None or stored.version != version:
+            given = "nothing" if stored is None else f"version {stored.version}"
             raise UpdateFailed(f"{self._name} was to receive version {version}, but {given} was sent")
-        for header, content in zip(parcel.headers, parcel.contents, strict=True):
+        for header, content in zip(stored.headers, stored.contents, strict=True):
             self._get(version, header, content, sink.room(header))
             sink.filled(header)
-        sink.ended(parcel.digests)
+        sink.ended(stored.digests)
 
     def close(self) -> None:  # noqa: B027  # most keep nothing open
         """Let go of what was opened."""
@@ -208,7 +209,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class TransportAddress:
-    """The ends that meet for a transfer, and what there is to meet with. A transport takes what it needs."""
+    """Address at which the ends of a transfer meet, and the means by which. A transport takes what it needs."""
 
     manifest: Manifest
     receivers: tuple[str, ...]
@@ -218,7 +219,7 @@ class TransportAddress:
     address: Address | None = None
     """The address of a TCP store, which the sender's process hosts."""
     generation: int = 0
-    """Number of this meeting in its run: a transport that failed, or whose members changed, meets anew."""
+    """Number of this rendezvous in its run. After a failure, or for other members, the ends meet under a new number."""
     device: str = "cpu"
     """Device on which buckets lie at both ends, ``cpu`` or ``cuda``, for a transport that can carry either."""
     directory: Path | None = None
@@ -230,7 +231,7 @@ class Link:
     """Description by which both ends of a transport open it. That of ``local`` cannot be sent to other processes."""
 
     transport: str
-    meeting: TransportAddress
+    rendezvous: TransportAddress
     exchange: Any = None
     """Where the ends of ``local`` meet, a `LocalExchange`."""
 
@@ -247,12 +248,12 @@ class EndContext:
     """Function that gets the objects behind handles. Raises an error of any type when one does not come in time."""
 
 
-def make_link(transport: str, meeting: TransportAddress) -> Link:
+def make_link(transport: str, rendezvous: TransportAddress) -> Link:
     """Make the link of ``transport``."""
     # Made here, by the one that makes the link: both ends have to meet at the same object.
     within = transport == WITHIN_PROCESS
-    exchange = _module(transport).LocalExchange(meeting.receivers, meeting.timeout_s) if within else None
-    return Link(transport, meeting, exchange)
+    exchange = _module(transport).LocalExchange(rendezvous.receivers, rendezvous.timeout_s) if within else None
+    return Link(transport, rendezvous, exchange)
 
 
 def open_sender(link: Link, here: EndContext) -> WeightSender:

@@ -1,4 +1,4 @@
-"""Local shards of a tensor, as offsets and shapes.
+"""Local shards of a tensor, as offsets and shapes; buckets of whole weights, assembled from all ranks' shards.
 
     whole [6, 4], divided over tp by rows in two strides, then sharded over two ranks:
 

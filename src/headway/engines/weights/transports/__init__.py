@@ -1,4 +1,4 @@
-"""Transports: how buckets get from the one sender to every receiver. One file each.
+"""Transports: how buckets get from each sender to every receiver. One file each.
 
 `headway.engines.weights.protocols` opens one by its name.
 

@@ -178,9 +178,9 @@ class DiskSender(StoredSender):
 
     def __init__(self, link: Link, here: EndContext) -> None:
         super().__init__(link, here)
-        assert link.meeting.directory is not None
-        dtypes = sorted({slot.dtype for slot in link.meeting.manifest.slots})
-        directory = self._path = self._directory = link.meeting.directory / "-".join(dtypes)
+        assert link.rendezvous.directory is not None
+        dtypes = sorted({slot.dtype for slot in link.rendezvous.manifest.slots})
+        directory = self._path = self._directory = link.rendezvous.directory / "-".join(dtypes)
         self._file: SafetensorsFile | None = None
         # By time and not by name, where version_10 comes before version_9.
         # What an earlier sender has left here is older than whatever comes now.
@@ -192,8 +192,8 @@ class DiskSender(StoredSender):
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         path = self._path = self._directory / f"version_{version}.safetensors"
         with boundary(self._writing(version), UpdateFailed):
-            slots, metadata = self._meeting.manifest.slots, {"version": str(version)}
-            file = self._file = SafetensorsFile(path, slots, metadata, self._meeting.sender)
+            slots, metadata = self._rendezvous.manifest.slots, {"version": str(version)}
+            file = self._file = SafetensorsFile(path, slots, metadata, self._rendezvous.sender)
         try:
             stored = super().send(version, weights)
             with boundary(self._writing(version), UpdateFailed):
@@ -227,9 +227,9 @@ class DiskReceiver(StoredReceiver):
     _file: BinaryIO | None = None
     """The version's file. It stays open, and readable when the sender removes it, until all of it was read."""
 
-    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
+    def receive(self, version: int, sink: WeightSink, stored: StoredVersion | None) -> None:
         try:
-            super().receive(version, sink, parcel)
+            super().receive(version, sink, stored)
         finally:
             self.close()
 

@@ -177,11 +177,11 @@ class LocalReceiver:
     """A replica's end of a `LocalExchange` (`WeightReceiver`)."""
 
     def __init__(self, link: Link, name: str, here: EndContext) -> None:
-        place_of(name, link.meeting.receivers)
+        place_of(name, link.rendezvous.receivers)
         self._exchange: LocalExchange = link.exchange
         self._name = name
 
-    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None = None) -> None:
+    def receive(self, version: int, sink: WeightSink, stored: StoredVersion | None = None) -> None:
         self._exchange.receive(self._name, version, sink)
 
     def close(self) -> None:

@@ -12,9 +12,9 @@ from headway.errors import UpdateFailed, boundary
 
 
 class ObjectStoreSender(StoredSender):
-    """The trainer's end of the object store (`WeightSender`). The objects live as long as somebody has the parcel.
+    """The trainer's end of the object store (`WeightSender`). The objects live as long as a `StoredVersion` names them.
 
-    Memory: in the store, one set of weights for each version whose parcel is still held; here, one bucket.
+    Memory: in the store, one set of weights for each version whose `StoredVersion` is still held; here, one bucket.
     """
 
     def _put(self, version: int, chunk: Chunk) -> Any:

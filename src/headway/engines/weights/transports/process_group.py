@@ -81,34 +81,34 @@ def _tcp_sockets() -> Iterator[socket.socket]:
                 yield found
 
 
-def prefix_of(meeting: TransportAddress) -> str:
+def prefix_of(rendezvous: TransportAddress) -> str:
     """Prefix of the store's keys: no other group of a run has the same."""
-    return f"weights/{meeting.generation}/{'+'.join(meeting.receivers)}"
+    return f"weights/{rendezvous.generation}/{'+'.join(rendezvous.receivers)}"
 
 
 class StoreGroup:
-    """One rank's membership in a new process group of a meeting's sender (rank 0) and its receivers, in their order.
+    """One rank's membership in a new process group of a rendezvous's sender (rank 0) and its receivers, in their order.
 
-    Collectives block and raise torch's errors. The meeting's device chooses the backend: NCCL for ``cuda``, Gloo for
+    Collectives block and raise torch's errors. The rendezvous's device chooses the backend: NCCL for ``cuda``, Gloo for
     ``cpu``.
     """
 
-    def __init__(self, meeting: TransportAddress, rank: int, host: str | None = None) -> None:
+    def __init__(self, rendezvous: TransportAddress, rank: int, host: str | None = None) -> None:
         """Join as ``rank``; blocks until all have joined.
 
         ``host``: the address under which the other members reach this one (Gloo only; None: this machine's own choice).
         """
-        assert meeting.address is not None
-        self.members = (meeting.sender, *meeting.receivers)
+        assert rendezvous.address is not None
+        self.members = (rendezvous.sender, *rendezvous.receivers)
         self.rank = rank
-        self.device = torch.device(meeting.device)
-        self._kind = kind_of(meeting.device)
-        self._timeout = timedelta(seconds=meeting.timeout_s)
+        self.device = torch.device(rendezvous.device)
+        self._kind = kind_of(rendezvous.device)
+        self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._listens: Endpoint | None = None
         """The endpoint at which the others connect to this rank (Gloo only), as far as it is known."""
-        at = f"{meeting.address[0]}:{meeting.address[1]}"
+        at = f"{rendezvous.address[0]}:{rendezvous.address[1]}"
         with boundary(f"{self.members[rank]} cannot reach the store at {at}", UpdateFailed):
-            self._store = join_store(meeting.address, prefix_of(meeting), meeting.timeout_s)
+            self._store = join_store(rendezvous.address, prefix_of(rendezvous), rendezvous.timeout_s)
         self._group = self._form(host)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
