@@ -156,7 +156,7 @@ async def exchange(
 
 
 TWO = {"a": "float32", "b": "float32"}
-PARCEL = StoredVersion(1, (), (), ("actor-0",))
+STORED_VERSION = StoredVersion(1, (), (), ("actor-0",))
 
 
 async def together(between: WeightSync, version: int, names: Sequence[str]) -> SendReport:
@@ -237,13 +237,13 @@ async def test_apart_a_stream_has_a_group_for_each_receiver() -> None:
     assert [send.base for _, send in trainer.sends] == [None, None, 1]
 
 
-async def test_what_is_stored_is_sent_once_for_all_and_its_parcel_goes_to_each() -> None:
+async def test_what_is_stored_is_sent_once_for_all_and_it_goes_to_each() -> None:
     between, trainer, (a, b) = await exchange({**STORED, **APART}, TWO)
     await between.gather(1)
     reports = await asyncio.gather(apart(between, 1, "a"), apart(between, 1, "b"))
     assert len(trainer.sends) == 1
     assert sorted(report.nbytes for report in reports) == [0, 8], "what was sent once counts once"
-    assert a.staged == b.staged == [(1, (PARCEL,))]
+    assert a.staged == b.staged == [(1, (STORED_VERSION,))]
 
 
 async def test_one_that_missed_a_stored_version_has_the_next_sent_whole_once_more() -> None:
@@ -255,7 +255,7 @@ async def test_one_that_missed_a_stored_version_has_the_next_sent_whole_once_mor
     assert [(version, send.base) for version, send in trainer.sends] == [(1, None), (2, 1), (3, 2), (3, None)]
 
 
-async def test_when_sending_fails_who_waits_for_the_parcel_is_told_at_once() -> None:
+async def test_when_sending_fails_who_waits_for_the_version_is_told_at_once() -> None:
     between, trainer, (a, _) = await exchange(STORED, TWO)
     trainer.workers[0].failure = UpdateFailed("no space left")
     await between.reach(["a", "b"])
@@ -265,7 +265,7 @@ async def test_when_sending_fails_who_waits_for_the_parcel_is_told_at_once() -> 
     assert all(isinstance(result, UpdateFailed) and "no space left" in str(result) for result in results)
     trainer.workers[0].failure = None
     await together(between, 1, ["a", "b"])
-    assert a.staged == [(1, (PARCEL,))]
+    assert a.staged == [(1, (STORED_VERSION,))]
 
 
 async def test_who_asked_first_for_a_stored_version_may_be_left_out_before_it_is_there() -> None:
@@ -320,7 +320,7 @@ async def test_of_a_machine_one_worker_receives_and_the_others_map_its_copy(sett
     assert [send.base for _, send in trainer.sends] == [None, 1]
     assert trainer.links[0][1].rendezvous.receivers == ("a",) if settings is SETTINGS else True
     assert (len(a.links), len(b.links), len(c.links)) == (1, 0, 0)
-    assert a.lefts == ([(), ()] if settings is SETTINGS else [(PARCEL,), (replace(PARCEL, version=2),)])
+    assert a.lefts == ([(), ()] if settings is SETTINGS else [(STORED_VERSION,), (replace(STORED_VERSION, version=2),)])
     assert b.staged == c.staged == [found(1, a), found(2, a)]
     assert {between.copy_of(name) for name in THREE} == {"float32/here"}
 

@@ -101,7 +101,7 @@ async def opened(
     return box, ends
 
 
-async def test_shares_are_received_side_by_side_each_with_its_parcel(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shares_are_received_side_by_side_each_with_its_stored_version(monkeypatch: pytest.MonkeyPatch) -> None:
     box, ends = await opened(monkeypatch)
     stored_versions = tuple(StoredVersion(1, (), (), (f"actor-{number}",)) for number in range(3))
     back = BackBuffer(LAYOUT)

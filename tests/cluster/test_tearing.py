@@ -89,7 +89,7 @@ class Trainer:
         """The replica's end, on the engine's thread: a stored transport's waits for the stored version first."""
         stored = None
         if not self._streamed:
-            sent = asyncio.run_coroutine_threadsafe(self._parcel(), self._loop).result(WAIT_S)
+            sent = asyncio.run_coroutine_threadsafe(self._stored(), self._loop).result(WAIT_S)
             stored = sent.stored_versions[0] if sent else None
         (sink,) = incoming.expect([incoming.manifest])
         self._receiver.receive(version, sink, stored)
@@ -111,7 +111,7 @@ class Trainer:
         self._receiver.close()
         self._outbox.close()
 
-    async def _parcel(self) -> Sent | None:
+    async def _stored(self) -> Sent | None:
         assert self._sent is not None
         return await self._sent
 

@@ -104,8 +104,8 @@ class FakeEpisodeWorker(EpisodeWorker):
             return
         self._death = WorkerDied(f"{self.name} {why}")
         self._process_ended.set()
-        for line in self._calls._lines.values():
-            line._tasks[1].cancel()  # it tells them nothing more
+        for client in self._calls._clients.values():
+            client._tasks[1].cancel()  # it tells them nothing more
         self.end(self._death)
         self._calls._failures.put_nowait((self.name, self._death))
 

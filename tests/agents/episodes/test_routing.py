@@ -43,8 +43,8 @@ def dispatcher_of(*names: str, slots: int = 8) -> RequestDispatcher:
 
 def calls(dispatcher: RequestDispatcher, number: int = 4) -> list[PendingRequest]:
     """Calls of one group."""
-    home, nothing = Affinity(), lambda *_: None
-    asked: list[Any] = [PendingRequest(CALL, home, done=nothing, failed=nothing) for _ in range(number)]
+    affinity, nothing = Affinity(), lambda *_: None
+    asked: list[Any] = [PendingRequest(CALL, affinity, done=nothing, failed=nothing) for _ in range(number)]
     for one in asked:
         dispatcher.ask(one)
     return asked

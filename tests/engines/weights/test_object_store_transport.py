@@ -68,7 +68,7 @@ def test_an_object_of_another_length_is_no_bucket(site: Site) -> None:
         raise outcome.errors["a"]
 
 
-def test_versions_that_somebody_still_has_the_parcel_of_can_be_received_late(site: Site) -> None:
+def test_versions_that_somebody_still_holds_can_be_received_late(site: Site) -> None:
     ends = site.meet("object_store", "a")
     stored_versions = [ends.sender.send(version, stream(version)) for version in (1, 2)]
     for version, stored in zip((1, 2), stored_versions, strict=True):
@@ -77,7 +77,7 @@ def test_versions_that_somebody_still_has_the_parcel_of_can_be_received_late(sit
         assert_same(contents(back), weights(version))
 
 
-def test_who_was_given_no_parcel_is_told_so(site: Site) -> None:
+def test_who_was_given_no_stored_version_is_told_so(site: Site) -> None:
     ends = site.meet("object_store", "a")
     with pytest.raises(UpdateFailed, match="a was to receive version 1, but nothing was sent"):
         ends.fill("a", 1, BackBuffer(MANIFEST), None).result(20)

@@ -50,7 +50,7 @@ class CallLog:
     group: int
     """Number of the episode's group."""
     calls: RequestDispatcher
-    home: Affinity
+    affinity: Affinity
     """The group's; it is for the first call."""
     on_aborted: Callable[[], object]
     """Called when an engine has ended a call of this episode."""
@@ -85,7 +85,7 @@ class CallLog:
             key = (prompted.key if self._log else 0) ^ self._salt
             logged.asked = PendingRequest(
                 GenerateRequest(0, self.id, prompted.ids, sampling, key, self.priority, goes_on=True),
-                self.home,
+                self.affinity,
                 done=partial(self._finished, logged),
                 failed=partial(self._refused, logged),
                 group=self.group,
@@ -150,8 +150,8 @@ class CallLog:
         # The call holds the whole context: kept for each turn they would grow with its square.
         logged.asked, logged.known = None, asked.number == 0  # no replica had it: it came from the journal
         self._replicas[asked.replica] = None
-        if self.home.on is None:
-            self.home = Affinity(replica=asked.replica)
+        if self.affinity.on is None:
+            self.affinity = Affinity(replica=asked.replica)
         if finished.finish_reason is FinishReason.ABORTED:
             self.cut.append(finished)
             # Once all results are read that came with this one: an engine ends the calls of a group together.

@@ -42,7 +42,7 @@ class _OpenGroup:
     """The queue of the `generate` call that asked for the group."""
     samplings: Sequence[SamplingParams]
     """Sampling of each episode, by k: the last may be a baseline's."""
-    home: Affinity
+    affinity: Affinity
     missing: int
     """Episodes that are not over."""
     done: dict[int, MadeEpisode] = field(default_factory=dict)
@@ -212,7 +212,7 @@ class EpisodeWorker:
         )
         group.calls[k] = asked = PendingRequest(
             call,
-            group.home,
+            group.affinity,
             done=lambda asked, finished: self._on_finished(group, k, asked, finished),
             failed=lambda asked, error: self._on_failed(group, error),
             group=group.request.number,
@@ -239,7 +239,7 @@ class EpisodeWorker:
             group.request.priority,
             group.request.number,
             self._calls,
-            group.home,
+            group.affinity,
             on_aborted=lambda: self._abort([group]),
             on_failed=lambda error: self._on_failed(group, error),
         )

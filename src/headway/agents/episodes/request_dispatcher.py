@@ -1,4 +1,4 @@
-"""Dispatch of one episode worker's calls: each goes to a replica, and to another one where that is lost.
+"""Dispatch of an episode worker's requests: each goes to a replica, and to another one if that is lost.
 
 ask ──▶ is there a replica that takes calls? ──yes──▶ ReplicaClient ──one message a loop turn──▶ engine
    │                    │ no: wait for `route`                     └ the replica is lost: ask again
@@ -136,7 +136,7 @@ class PendingRequest:
 
     request: GenerateRequest
     """The request to a replica; it gets its number when it is sent."""
-    home: Affinity
+    affinity: Affinity
     done: Callable[[PendingRequest, Completion], None]
     """Called with the result, also with that of an aborted call."""
     failed: Callable[[PendingRequest, HeadwayError], None]
@@ -150,17 +150,17 @@ class PendingRequest:
 
 
 class RequestDispatcher:
-    """All calls of one episode worker, and its lines to the replicas.
+    """Calls of one episode worker, and a client for each replica that it is connected to.
 
-    A group's calls go to its home, the replica that was least loaded when its first call came, since they share a
-    prefix there; while all slots of the home are taken, they go to a replica that has one free.
+    A group's calls share a prefix, so they go to one replica (`Affinity`): the one that was least loaded when the
+    first of them came. While all of its slots are taken, they go to a replica that has one free.
     """
 
     def __init__(self, name: str, journal: CompletionJournal | None = None) -> None:
         """``name``: the client's name at the replicas. ``journal``: gets each result before ``done`` is called."""
         self._name = name
         self._journal = journal
-        self._lines: dict[str, ReplicaClient] = {}
+        self._clients: dict[str, ReplicaClient] = {}
         self._routed: list[str] = []
         """Replicas that take calls."""
         self._open: dict[int, PendingRequest] = {}
@@ -172,71 +172,71 @@ class RequestDispatcher:
 
     # ------------------------------------------------------------------------------------- calls
 
-    def ask(self, asked: PendingRequest) -> None:
+    def ask(self, pending: PendingRequest) -> None:
         """Send the call to a replica, once some replica takes calls, unless the journal has its result."""
-        home = asked.home
-        if self._journal is not None and (past := self._journal.recall(asked.group, asked.request)) is not None:
-            asked.replica, completion = past
+        affinity = pending.affinity
+        if self._journal is not None and (past := self._journal.recall(pending.group, pending.request)) is not None:
+            pending.replica, completion = past
             # In the next turn of the loop, as from a replica: who asks has not finished asking.
-            asyncio.get_running_loop().call_soon(asked.done, asked, completion)
+            asyncio.get_running_loop().call_soon(pending.done, pending, completion)
             return
-        if home.on is not None:
-            if home.on not in self._lines:
-                asked.failed(asked, WorkerDied(f"{home.on} is gone"))
+        if affinity.on is not None:
+            if affinity.on not in self._clients:
+                pending.failed(pending, WorkerDied(f"{affinity.on} is gone"))
                 return
-            line = self._lines[home.on]
+            client = self._clients[affinity.on]
         elif self._routed:
-            line = self._choose(home)
+            client = self._choose(affinity)
         else:
-            self._waiting[asked] = None
+            self._waiting[pending] = None
             return
         self._asked += 1
-        asked.number, asked.replica = self._asked, line.engine.name
-        line.load += 1
-        self._open[asked.number] = asked
-        of = asked.request  # taken apart by hand: `replace` costs as much as the rest of this method
-        line.submit(
+        pending.number, pending.replica = self._asked, client.engine.name
+        client.load += 1
+        self._open[pending.number] = pending
+        of = pending.request  # taken apart by hand: `replace` costs as much as the rest of this method
+        client.submit(
             GenerateRequest(
                 self._asked, of.trajectory, of.input_ids, of.sampling, of.key, of.priority, of.goes_on, of.together
             )
         )
 
-    def _choose(self, home: Affinity) -> ReplicaClient:
-        own = self._lines[home.replica] if home.replica in self._routed else None
+    def _choose(self, affinity: Affinity) -> ReplicaClient:
+        own = self._clients[affinity.replica] if affinity.replica in self._routed else None
         if own is not None and own.has_room:
             return own
-        lightest = min((self._lines[name] for name in self._routed), key=lambda line: line.load)
-        if home.replica is None:
-            home.replica = lightest.engine.name
+        lightest = min((self._clients[name] for name in self._routed), key=lambda client: client.load)
+        if affinity.replica is None:
+            affinity.replica = lightest.engine.name
         return lightest if own is None or lightest.has_room else own
 
     def abort(self, calls: Iterable[PendingRequest]) -> list[PendingRequest]:
         """End calls as they are: what replicas have of them comes back. Returns those that no replica has: they end
         here, without a result."""
         unsent = []
-        for asked in calls:
-            if asked in self._waiting:
-                del self._waiting[asked]
-                unsent.append(asked)
-            elif asked.number in self._open:
-                self._lines[asked.replica].abort(asked.number)
+        for pending in calls:
+            if pending in self._waiting:
+                del self._waiting[pending]
+                unsent.append(pending)
+            elif pending.number in self._open:
+                self._clients[pending.replica].abort(pending.number)
         return unsent
 
     def drop(self, calls: Iterable[PendingRequest]) -> None:
         """Abort calls, and drop their results."""
-        for asked in calls:
-            self._waiting.pop(asked, None)
-            if self._open.pop(asked.number, None) is None:
+        for pending in calls:
+            self._waiting.pop(pending, None)
+            if self._open.pop(pending.number, None) is None:
                 continue
-            self._count_off(asked.replica)
-            if (line := self._lines.get(asked.replica)) is not None:
-                line.abort(asked.number)
+            self._count_off(pending.replica)
+            if (client := self._clients.get(pending.replica)) is not None:
+                client.abort(pending.number)
 
     def release(self, trajectory: TrajectoryId, replicas: Iterable[str]) -> None:
         """Tell replicas to release the context of the episode ``trajectory``, which has ended."""
         for replica in replicas:
-            if (line := self._lines.get(replica)) is not None:
-                line.release(trajectory)
+            if (client := self._clients.get(replica)) is not None:
+                client.release(trajectory)
 
     def unused(self, group: int, trajectory: TrajectoryId) -> int:
         """Return how many finished calls of an episode of group number ``group`` the journal has that were not asked
@@ -247,11 +247,11 @@ class RequestDispatcher:
 
     def knows(self, replica: str) -> bool:
         """Tell whether the episode worker is connected to ``replica``."""
-        return replica in self._lines
+        return replica in self._clients
 
     def join(self, replica: CallEngine) -> None:
         """Connect to ``replica``."""
-        self._lines[replica.name] = ReplicaClient(
+        self._clients[replica.name] = ReplicaClient(
             self._name,
             replica,
             on_finished=self._on_finished,
@@ -261,24 +261,24 @@ class RequestDispatcher:
 
     async def leave(self, replica: str) -> None:
         """Ask the calls of ``replica`` again of others; those that must not go elsewhere fail."""
-        if (line := self._lines.pop(replica, None)) is None:
+        if (client := self._clients.pop(replica, None)) is None:
             return
         self._routed = [name for name in self._routed if name != replica]
         # All are taken out before the first is asked again: one that fails drops its group's others.
-        lost = [asked for asked in self._open.values() if asked.replica == replica]
-        for asked in lost:
-            del self._open[asked.number]
-        for asked in lost:
-            self.ask(asked)
-        await line.close()  # last: it waits for its tasks, and others have the calls by now
+        lost = [pending for pending in self._open.values() if pending.replica == replica]
+        for pending in lost:
+            del self._open[pending.number]
+        for pending in lost:
+            self.ask(pending)
+        await client.close()  # last: it waits for its tasks, and others have the calls by now
 
     def route(self, replicas: Sequence[str]) -> None:
         """Send new calls to ``replicas`` alone."""
-        self._routed = [name for name in replicas if name in self._lines]
+        self._routed = [name for name in replicas if name in self._clients]
         if self._routed:
             waiting, self._waiting = self._waiting, {}
-            for asked in waiting:
-                self.ask(asked)
+            for pending in waiting:
+                self.ask(pending)
 
     async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """Yield the name of each replica that failed, and why."""
@@ -287,29 +287,29 @@ class RequestDispatcher:
 
     async def close(self) -> None:
         """Leave all replicas."""
-        lines, self._lines = self._lines, {}
-        await concurrently(line.close() for line in lines.values())
+        clients, self._clients = self._clients, {}
+        await concurrently(client.close() for client in clients.values())
 
     def _count_off(self, replica: str) -> None:
-        if (line := self._lines.get(replica)) is not None:
-            line.load -= 1
+        if (client := self._clients.get(replica)) is not None:
+            client.load -= 1
 
     def _on_finished(self, replica: str, batch: Sequence[Completion]) -> None:
         for finished in batch:
-            if (asked := self._open.pop(finished.number, None)) is None:
+            if (pending := self._open.pop(finished.number, None)) is None:
                 continue  # it was dropped
             self._count_off(replica)
             if self._journal is not None:
                 # Before anybody acts on it: what is done with it must be found again after a kill.
-                self._journal.append(asked.group, asked.request, replica, finished)
-            asked.done(asked, finished)
+                self._journal.append(pending.group, pending.request, replica, finished)
+            pending.done(pending, finished)
 
     def _on_refused(self, replica: str, calls: Sequence[GenerateRequest], error: DataError) -> None:
         """Fail the calls that an engine did not take: those of one message, which it takes whole or not."""
         for call in calls:
-            if (asked := self._open.pop(call.number, None)) is not None:
+            if (pending := self._open.pop(call.number, None)) is not None:
                 self._count_off(replica)
-                asked.failed(asked, error)
+                pending.failed(pending, error)
 
 
 def nothing_sampled() -> Completion:

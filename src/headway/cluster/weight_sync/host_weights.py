@@ -51,7 +51,7 @@ class HostWeights:
         self.trusted = True
         """True while a stored version may be used for this copy as for others."""
         self._stored_versions: asyncio.Future[tuple[StoredVersion | None, ...]] | None = None
-        """Parcels of the transfer that is under way."""
+        """Stored versions of the transfer that is under way."""
         self._arrival: tuple[int, asyncio.Task[ReceiveReport]] | None = None
         """Version that the owner was last told to receive, and its report."""
 
