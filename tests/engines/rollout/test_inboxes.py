@@ -8,7 +8,7 @@ import pytest
 
 from headway.data.interfaces.rollout import Completion
 from headway.data.types import FinishReason
-from headway.engines.rollout.engine_base import CallInbox
+from headway.engines.rollout.engine_base import ClientInbox
 from headway.errors import RunError
 
 
@@ -17,14 +17,14 @@ def call(number: int) -> Completion:
 
 
 async def test_batches_that_gathered_come_as_one():
-    inbox = CallInbox("episode-worker-0", asyncio.get_running_loop())
+    inbox = ClientInbox("episode-worker-0", asyncio.get_running_loop())
     for batch in ([call(1)], [call(2), call(3)]):
         inbox.batches.put_nowait(batch)
     assert [done.number for done in await inbox.next()] == [1, 2, 3]
 
 
 async def test_the_end_of_the_engine_is_told_when_the_calls_before_it_have_come():
-    inbox = CallInbox("episode-worker-0", asyncio.get_running_loop())
+    inbox = ClientInbox("episode-worker-0", asyncio.get_running_loop())
     inbox.batches.put_nowait([call(1)])
     inbox.batches.put_nowait(RunError("over"))
     assert [done.number for done in await inbox.next()] == [1]

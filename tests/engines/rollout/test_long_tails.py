@@ -8,14 +8,14 @@ import numpy as np
 
 from headway.engines.rollout.native.decode_batch import DecodeRows
 from headway.engines.rollout.native.model_runner import SPAN_STEP, blocks_of
-from headway.engines.rollout.scheduler import CallRun, Scheduler
+from headway.engines.rollout.scheduler import RequestState, Scheduler
 from tests.engines.rollout.support import VOCABULARY, make_call, make_request
 from tests.tiers import mostly_slow
 
 ROWS, MEAN, LONGEST = 256, 1000, 4096
 
 
-def runs(seed: int) -> Iterator[CallRun]:
+def runs(seed: int) -> Iterator[RequestState]:
     """Calls of prompts of 80 to 400 tokens, and answers of lognormal length: the standard deviation is the mean."""
     random = np.random.default_rng(seed)
     sigma = np.sqrt(np.log(2))
@@ -71,7 +71,7 @@ def test_a_call_keeps_what_it_wrote_wherever_its_row_moves() -> None:
         rows.record(np.arange(rows.active), tokens, tokens.astype(np.float32), 3)
         rows.lengths[: rows.active] += 1
         for row, _ in rows.ended():
-            length = len(rows.runs[row].call.input_ids) + len(seen[rows.runs[row].serial])
+            length = len(rows.runs[row].request.input_ids) + len(seen[rows.runs[row].serial])
             assert rows.lengths[row] == length
             run, moves = rows.remove(row)
             assert run.written.ids.tolist() == seen.pop(run.serial) and len(run.written.ids) == run.limit

@@ -20,7 +20,7 @@ from headway.engines.rollout.native.step_attention import (
     places_do_not_matter,
 )
 from headway.engines.rollout.native.supported_models import Windows
-from headway.engines.rollout.scheduler import CallRun, Scheduler
+from headway.engines.rollout.scheduler import RequestState, Scheduler
 from tests.engines.rollout.support import (
     VOCABULARY,
     AskedCore,
@@ -105,13 +105,13 @@ def test_what_an_update_interrupts_goes_on_with_the_prompt_under_the_new_weights
     assert_logprobs(finish(core), {0: model, 1: other})
 
 
-def run(number: int, k: int = 0, **changes: Any) -> CallRun:
+def run(number: int, k: int = 0, **changes: Any) -> RequestState:
     call = make_call(make_request(number, n=N, length=LEAST_TOKENS), k, **changes)
     return Scheduler(seed=0, max_context=LONG, vocabulary=VOCABULARY).submit("me", [call])[0]
 
 
-def add(prompts: SharedPrompts, row: int, run: CallRun) -> None:
-    prompts.add(row, run.call.input_ids, run.call.together)
+def add(prompts: SharedPrompts, row: int, run: RequestState) -> None:
+    prompts.add(row, run.request.input_ids, run.request.together)
 
 
 def rows_by_prompt(prompts: SharedPrompts, active: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ any event loop                                   the core's thread
 ──────────────                                   ─────────────────
 submit, pause, activate … ──work──▶ _run ──────▶ work(core)
 answers ◀────────────────────────────────────────┘
-finished ◀── CallInbox of each client ◀───────── deliver
+finished ◀── ClientInbox of each client ◀───────── deliver
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Work = Callable[[Any], Any]
 
 
 @dataclass(slots=True, eq=False)
-class CallInbox:
+class ClientInbox:
     """The inbox of one client: batches of its finished calls, or the engine's end.
 
     Made and read on the client's event loop, ``loop``; filled from any thread.
@@ -75,9 +75,9 @@ class EngineBase(ABC):
         self.name = self.copy = name
         self.slots = slots
         self._updates: WeightUpdates | None = None
-        self._inboxes: dict[str, CallInbox] = {}
+        self._inboxes: dict[str, ClientInbox] = {}
         """Inboxes by client, from its first word until it leaves: of the clients' side."""
-        self._clients: dict[str, CallInbox] = {}
+        self._clients: dict[str, ClientInbox] = {}
         """Inboxes that the core's thread fills, by client."""
         self._read: set[str] = set()
         self._dropped: set[str] = set()
@@ -217,7 +217,7 @@ class EngineBase(ABC):
 
     # ------------------------------------------------------------------------------------- on the core's thread
 
-    def _leave(self, inbox: CallInbox, core: Any) -> Any:
+    def _leave(self, inbox: ClientInbox, core: Any) -> Any:
         # A client that was dropped leaves twice; between, another of its name may have come.
         if self._clients.get(inbox.client) is not inbox:
             return None
@@ -238,9 +238,9 @@ class EngineBase(ABC):
         for inbox in self._clients.values():
             inbox.put(error)
 
-    def _inbox(self, client: str) -> CallInbox:
+    def _inbox(self, client: str) -> ClientInbox:
         if client in self._dropped:
             raise ClientGone(f"rollout engine {self.name}: {client!r} was given up; another one has its place")
         if client not in self._inboxes:
-            self._inboxes[client] = CallInbox(client, asyncio.get_running_loop())
+            self._inboxes[client] = ClientInbox(client, asyncio.get_running_loop())
         return self._inboxes[client]

@@ -1,8 +1,9 @@
-"""The open calls of an engine: their state, the randomness of their tokens, and who decodes next. No tensor, no clock.
+"""Scheduler of an engine: the open requests, their states, the randomness of their tokens. No tensor, no clock.
 
-CallRun:    waiting ─▶ decoding ─▶ finished
-               ▲          │
-               └──────────┘  parked, by an interrupt or for want of memory: tokens kept, keys and values dropped
+RequestState: waiting ─▶ decoding ─▶ finished
+                 ▲          │
+                 └──────────┘  parked, by an interrupt or for want of memory: keys and values are dropped, the tokens
+                               of the partial answer stay in `RequestState.written`, each with its version
 
 Scheduler:  RUNNING ──pause(drain)──▶ DRAINING ──nothing left──▶ PAUSED ──resume──▶ RUNNING
                └────pause(interrupt | keep)──────────────────────▶┘
@@ -64,14 +65,14 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 
 NOTHING = SampledTokens.nothing()
-"""What a call has written before its first token. All share it: nobody writes into these arrays."""
+"""Tokens of a request before its first one. All requests share it: nothing writes into these arrays."""
 
 
 @dataclass(slots=True, eq=False)
-class CallRun:
-    """State of one call in the engine, from submission to its end."""
+class RequestState:
+    """State of one request in the engine, from submission to its end; it outlives pauses and updates."""
 
-    call: GenerateRequest
+    request: GenerateRequest
     client: str
     """The name under which the call was submitted; results and commands go by it and the call's number."""
     serial: int
@@ -81,7 +82,7 @@ class CallRun:
     limit: int
     """Most tokens that may be sampled: ``max_tokens``, or what the context leaves."""
     written: SampledTokens = field(default_factory=lambda: NOTHING)
-    """Up to date only while the call is not decoding."""
+    """Tokens sampled so far, with log-probs and versions. Up to date only while the request is not decoding."""
     started: float | None = None
     """The time at which its first token was sampled; None before."""
     oldest_version: int | None = None
@@ -92,17 +93,17 @@ class CallRun:
     @property
     def trains(self) -> bool:
         """True for a call of training, false for one of validation."""
-        return self.call.priority is Priority.TRAINING
+        return self.request.priority is Priority.TRAINING
 
     @property
     def length(self) -> int:
         """The length of its `context`, in tokens."""
-        return len(self.call.input_ids) + len(self.written.ids)
+        return len(self.request.input_ids) + len(self.written.ids)
 
     @property
     def context(self) -> NDArray[np.int64]:
         """[P + T] input of the next token: the call's ids, and what was sampled since."""
-        given = self.call.input_ids.astype(np.int64)
+        given = self.request.input_ids.astype(np.int64)
         return given if self.started is None else np.concatenate([given, self.written.ids.astype(np.int64)])
 
 
@@ -171,22 +172,22 @@ class Scheduler:
         self.mode = Mode.RUNNING
         self.vocabulary = vocabulary
         self._seed, self._max_context = seed, max_context
-        self._open: dict[str, dict[int, CallRun]] = {}
+        self._open: dict[str, dict[int, RequestState]] = {}
         """Open calls by client, then by number: those that wait and those that decode."""
         self._serial = 0
-        self._queues: dict[Priority, deque[CallRun]] = {Priority.VALIDATION: deque(), Priority.TRAINING: deque()}
-        self._held: list[CallRun] = []
+        self._queues: dict[Priority, deque[RequestState]] = {Priority.VALIDATION: deque(), Priority.TRAINING: deque()}
+        self._held: list[RequestState] = []
 
     # ------------------------------------------------------------------------------------- open calls
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
 
-    def submit(self, client: str, calls: Sequence[GenerateRequest]) -> list[CallRun]:
+    def submit(self, client: str, calls: Sequence[GenerateRequest]) -> list[RequestState]:
         """Queue all of ``calls`` in order, or none: `DataError` for one that cannot be served, or an open call's
         number."""
         opened = self._open.get(client, {})
-        runs: dict[int, CallRun] = {}
+        runs: dict[int, RequestState] = {}
         before: GenerateRequest | None = None
         for serial, call in enumerate(calls, self._serial):
             # What a call has in common with the one before it is right.
@@ -197,7 +198,7 @@ class Scheduler:
             seed = self._seed if call.sampling.seed is None else call.sampling.seed
             limit = min(call.sampling.max_tokens, self._max_context - len(call.input_ids))
             key = trajectory_key(seed, call.trajectory, call.key)
-            runs[call.number] = CallRun(call, client, serial, key, limit)
+            runs[call.number] = RequestState(call, client, serial, key, limit)
             before = call
         if len(runs) < len(calls) or not opened.keys().isdisjoint(runs):
             raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
@@ -209,11 +210,11 @@ class Scheduler:
             self._enqueue(runs.values())
         return list(runs.values())
 
-    def finish(self, run: CallRun, reason: FinishReason, now: float) -> Completion:
+    def finish(self, run: RequestState, reason: FinishReason, now: float) -> Completion:
         """Forget a call whose ``written`` is up to date, and return its result."""
-        del self._open[run.client][run.call.number]
+        del self._open[run.client][run.request.number]
         return Completion(
-            number=run.call.number,
+            number=run.request.number,
             length=len(run.written.ids),
             version_spans=version_spans(run.written.versions),
             finish_reason=reason,
@@ -223,17 +224,17 @@ class Scheduler:
             cached=run.cached,
         )
 
-    def find(self, client: str, numbers: Iterable[int]) -> list[CallRun]:
+    def find(self, client: str, numbers: Iterable[int]) -> list[RequestState]:
         """Calls of ``client`` with one of ``numbers``; unknown numbers are ignored."""
         opened = self._open.get(client, {})
         # Each number once: a call that is named twice would be ended twice.
         return [opened[number] for number in dict.fromkeys(numbers) if number in opened]
 
-    def of(self, client: str) -> list[CallRun]:
+    def of(self, client: str) -> list[RequestState]:
         """Calls of ``client``, in order of submission."""
         return list(self._open.get(client, {}).values())
 
-    def older_than(self, version: int) -> list[CallRun]:
+    def older_than(self, version: int) -> list[RequestState]:
         """Training calls with a token of an older version."""
         runs = [run for opened in self._open.values() for run in opened.values() if run.trains]
         return [run for run in runs if run.oldest_version is not None and run.oldest_version < version]
@@ -248,12 +249,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------- queues
 
-    def take(self, free: int, admits: Callable[[CallRun], bool] = lambda _: True) -> list[CallRun]:
+    def take(self, free: int, admits: Callable[[RequestState], bool] = lambda _: True) -> list[RequestState]:
         """Remove and return the next calls to start: at most ``free``, and until one is not admitted.
 
         No call overtakes another: where the next one has to wait, so do those behind it.
         """
-        taken: list[CallRun] = []
+        taken: list[RequestState] = []
         for queue in () if self.mode is Mode.PAUSED else self._queues.values():
             while queue and len(taken) < free:
                 if not admits(queue[0]):
@@ -261,16 +262,16 @@ class Scheduler:
                 taken.append(queue.popleft())
         return taken
 
-    def put_back(self, runs: Iterable[CallRun]) -> None:
+    def put_back(self, runs: Iterable[RequestState]) -> None:
         """Park calls that were decoding, ahead of everything that has not started."""
         # The youngest first: each is put before the one put before it, and the oldest is to resume first.
         for run in sorted(runs, key=lambda run: -run.serial):
-            self._queues[run.call.priority].appendleft(run)
+            self._queues[run.request.priority].appendleft(run)
 
-    def remove(self, runs: Collection[CallRun]) -> list[CallRun]:
+    def remove(self, runs: Collection[RequestState]) -> list[RequestState]:
         """Take out those of ``runs`` that wait, and return them in order of submission."""
         wanted = frozenset(runs)
-        removed: list[CallRun] = []
+        removed: list[RequestState] = []
         for queue in (*self._queues.values(), self._held) if wanted else ():
             if waiting := [run for run in queue if run in wanted]:
                 removed.extend(waiting)
@@ -311,6 +312,6 @@ class Scheduler:
             held, self._held = self._held, []
             self._enqueue(held)
 
-    def _enqueue(self, runs: Iterable[CallRun]) -> None:
+    def _enqueue(self, runs: Iterable[RequestState]) -> None:
         for run in runs:
-            self._queues[run.call.priority].append(run)
+            self._queues[run.request.priority].append(run)

@@ -30,7 +30,7 @@ from headway.engines.rollout.native.model_runner import BLOCK_ROWS, ModelRunner
 from headway.engines.rollout.native.sampler import BatchSampling, SeenTokens, completed, sample, window
 from headway.engines.rollout.native.step_admission import KeptContexts, StepAdmission
 from headway.engines.rollout.native.step_attention import PrefillContext, SharedPrompts
-from headway.engines.rollout.scheduler import CallRun, not_finite, uniforms
+from headway.engines.rollout.scheduler import RequestState, not_finite, uniforms
 
 ALIKE = 32
 """Rows whose lengths differ by less are not told apart: to attend to so few positions costs less than to move a row."""
@@ -47,7 +47,7 @@ class DecodeRows:
     def __init__(self, slots: int, max_context: int, *, ordered: bool = False) -> None:
         self.slots = slots
         self._ordered = ordered
-        self.runs: list[CallRun] = []
+        self.runs: list[RequestState] = []
         self.tokens = np.zeros(slots, np.int64)
         """The last token that was read; -2, which stops nothing, where there is none since the row was added."""
         self.lengths = np.zeros(slots, np.int64)
@@ -73,17 +73,17 @@ class DecodeRows:
         """Tokens in the KV cache, of all rows."""
         return int(self.lengths[: self.active].sum())
 
-    def add(self, run: CallRun) -> None:
+    def add(self, run: RequestState) -> None:
         """Occupy the next row; its context is (about to be) in the cache's row of the same number."""
         row, written = self.active, len(run.written.ids)
         self.runs.append(run)
         self.steady = 0
         self.tokens[row] = -2  # not -1, which stands in the unused places of `_stops`
-        self.lengths[row] = len(run.call.input_ids) + written
+        self.lengths[row] = len(run.request.input_ids) + written
         self._written[row] = self.sampled[row] = written
         self._limits[row] = run.limit
         self._keys[row] = run.key
-        self._set_stops(row, run.call.sampling.stop_token_ids)
+        self._set_stops(row, run.request.sampling.stop_token_ids)
         self._ids[row, :written] = run.written.ids
         self._logprobs[row, :written] = run.written.logprobs
         self._versions[row, :written] = run.written.versions
@@ -99,7 +99,7 @@ class DecodeRows:
 
     def context(self, row: int) -> NDArray[np.int64]:
         """[T] the tokens of ``row`` that the KV cache has: all but the last that was read."""
-        given = self.runs[row].call.input_ids
+        given = self.runs[row].request.input_ids
         return np.concatenate([given, self._ids[row, : self._written[row] - 1]], dtype=np.int64)
 
     def tail(self, row: int, count: int) -> NDArray[np.int32]:
@@ -117,7 +117,7 @@ class DecodeRows:
         self.lengths[:decoding] += 1
         self.sampled[: self.active] += 1
 
-    def places(self, runs: Sequence[CallRun]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def places(self, runs: Sequence[RequestState]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows whose calls are among the ``runs`` of a step, and their places in it."""
         where = {run: place for place, run in enumerate(runs)}
         found = [(row, where[run]) for row, run in enumerate(self.runs) if run in where]
@@ -144,7 +144,7 @@ class DecodeRows:
             (int(row), FinishReason.STOP if stopped[row] else FinishReason.LENGTH) for row in np.flatnonzero(over)[::-1]
         ]
 
-    def remove(self, row: int) -> tuple[CallRun, list[tuple[int, int]]]:
+    def remove(self, row: int) -> tuple[RequestState, list[tuple[int, int]]]:
         """Free ``row``, which rows behind it take.
 
         Returns the call, its ``written`` up to date, and the rows that moved, as (from, to), in this order.
@@ -203,9 +203,9 @@ class LaunchedStep:
     """Place of the step among all that were launched."""
     version: int
     """Version of the weights that sampled."""
-    runs: Sequence[CallRun]
+    runs: Sequence[RequestState]
     """Calls that get a token."""
-    starting: Sequence[CallRun]
+    starting: Sequence[RequestState]
     """Calls that get their first token, or the first since they were parked."""
     record: DecodeStep
     read: Callable[[], list[NDArray[Any]]]
@@ -239,7 +239,7 @@ class DecodeBatch:
         """Steps so far."""
         self._unread: deque[LaunchedStep] = deque()
         """Steps whose tokens have not been read, the oldest first."""
-        self._last: Sequence[CallRun] = ()
+        self._last: Sequence[RequestState] = ()
         """Calls that get a token in the last one."""
         # What the steps read on the device, of the rows as they were when the last one was launched.
         self._tokens = torch.empty(0, dtype=torch.int64, device=runner.device)
@@ -342,7 +342,7 @@ class DecodeBatch:
         """
         rows, arrays = self.rows, dict[str, NDArray[Any]]()
         if changed := self._bars or not rows.steady:
-            params = [run.call.sampling for run in rows.runs]
+            params = [run.request.sampling for run in rows.runs]
             arrays["places"] = rows.places(self._last)[1][:decoding]
             arrays["lengths"] = rows.lengths[: rows.active].copy()  # a CPU's tensor would be the array itself
             arrays["penalised"] = np.array([row for row, p in enumerate(params) if p.repetition_penalty != 1], np.int64)
@@ -362,7 +362,7 @@ class DecodeBatch:
             self._bars = any(p.min_tokens > of for p, of in zip(params, rows.sampled.tolist(), strict=False))
         return brought[len(arrays) :]
 
-    def read(self, clock: Callable[[], float]) -> tuple[DecodeStep, float, list[tuple[CallRun, FinishReason]]]:
+    def read(self, clock: Callable[[], float]) -> tuple[DecodeStep, float, list[tuple[RequestState, FinishReason]]]:
         """Wait for the tokens of the oldest step that was not read, and record those of rows that are still active.
 
         Returns the step's record, when it was read by ``clock``, and the calls that have ended, whose rows are free.
@@ -390,7 +390,7 @@ class DecodeBatch:
         """Rows that just got their last token, and why; the last row first."""
         ended = dict(self.rows.ended())
         for row, run in enumerate(self.rows.runs) if self._looks_for_text else ():
-            sampling = run.call.sampling
+            sampling = run.request.sampling
             if not sampling.stop or self.rows.written(row) <= sampling.min_tokens:
                 continue
             tail = self.rows.tail(row, window(sampling.stop)).tolist()
@@ -398,7 +398,7 @@ class DecodeBatch:
                 ended[row] = FinishReason.STOP
         return sorted(ended.items(), reverse=True)
 
-    def _take_out(self, row: int) -> CallRun:
+    def _take_out(self, row: int) -> RequestState:
         """Free the row of a finished call; its context is kept if its episode may call again."""
         if (shared := self.contexts.end(run := self.rows.runs[row])) is None:
             return self._remove(row)
@@ -409,12 +409,12 @@ class DecodeBatch:
         self.contexts.store(run, ids, kv, shared, self._runner.rows_of(self.active))
         return run
 
-    def remove(self, row: int) -> CallRun:
+    def remove(self, row: int) -> RequestState:
         """Free a row; rows behind it move up, in the cache too."""
         self.contexts.end(self.rows.runs[row])
         return self._remove(row)
 
-    def _remove(self, row: int) -> CallRun:
+    def _remove(self, row: int) -> RequestState:
         run, moves = self.rows.remove(row)
         for source, target in moves:
             self._prompts.move(source, target)
@@ -425,8 +425,8 @@ class DecodeBatch:
     def _start(self, admission: StepAdmission, first: int, step: DecodeStep) -> torch.Tensor:
         """Give rows from the ``first`` on their contexts in the cache; logits [S, V] of their next tokens."""
         for row, run in enumerate(admission.starting, first):
-            self._prompts.add(row, run.call.input_ids, run.call.together)
-            sampling = run.call.sampling
+            self._prompts.add(row, run.request.input_ids, run.request.together)
+            sampling = run.request.sampling
             if sampling.repetition_penalty != 1:
                 self._seen.add(row, run.context)
             self._looks_for_text = self._looks_for_text or bool(sampling.stop)

@@ -29,7 +29,7 @@ from headway.engines.rollout.native.fused_forward import best_forward
 from headway.engines.rollout.native.model_runner import ModelRunner
 from headway.engines.rollout.native.step_admission import StepAdmission
 from headway.engines.rollout.native.supported_models import prepare_model
-from headway.engines.rollout.scheduler import CallRun, Mode, Scheduler
+from headway.engines.rollout.scheduler import Mode, RequestState, Scheduler
 from headway.engines.weights.served_weights import ServedWeights
 from headway.errors import RunError, UpdateFailed
 from headway.models.logprobs import PROBE_PREFILL, probe_sequences
@@ -273,7 +273,7 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------- endings
 
-    def _end(self, runs: Collection[CallRun]) -> list[Finished]:
+    def _end(self, runs: Collection[RequestState]) -> list[Finished]:
         """Abort calls, wherever they are; those that have ended meanwhile finish."""
         if runs:
             self._read(0)
@@ -309,6 +309,6 @@ class EngineCore:
             self._activity.stop()
 
 
-def _later(run: CallRun) -> tuple[bool, int]:
+def _later(run: RequestState) -> tuple[bool, int]:
     """Sorts by who has to give way: training before validation, then the younger."""
     return run.trains, run.serial

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.model_runner import Prefilled
 from headway.engines.rollout.native.prefix_cache import NOTHING, Found, PrefixCache
-from headway.engines.rollout.scheduler import CallRun
+from headway.engines.rollout.scheduler import RequestState
 
 
-def context_key(run: CallRun) -> bytes:
+def context_key(run: RequestState) -> bytes:
     """The key of a call's own context."""
-    return run.call.input_ids.tobytes()
+    return run.request.input_ids.tobytes()
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Share:
     """The part of the context that the prefix cache has."""
     prefilled: Prefilled | None
     """The whole context: of an earlier prefill, or of this step once it has run."""
-    runs: list[CallRun] = field(default_factory=list)
+    runs: list[RequestState] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     """Places of ``runs`` among those that start in the step."""
 
@@ -74,17 +74,17 @@ class KeptContexts:
         """Calls that have not started, by context."""
         self._prefills: dict[bytes, Prefilled] = {}
         """Prefills by context, the oldest first."""
-        self._running: dict[CallRun, int | None] = {}
+        self._running: dict[RequestState, int | None] = {}
         """Calls of open episodes in rows, and the number of their leading tokens that all episodes share; None where
         the context will not be kept."""
 
     # ------------------------------------------------------------------------------------- calls
 
-    def expect(self, runs: Iterable[CallRun]) -> None:
+    def expect(self, runs: Iterable[RequestState]) -> None:
         """Note that calls will start from their own contexts."""
         self._waiting.update(context_key(run) for run in runs)
 
-    def drop_waiting(self, run: CallRun) -> None:
+    def drop_waiting(self, run: RequestState) -> None:
         """Note that a call has started, or never will."""
         key = context_key(run)
         self._waiting[key] -= 1
@@ -92,13 +92,13 @@ class KeptContexts:
             del self._waiting[key]
             self._prefills.pop(key, None)
 
-    def prefill_of(self, run: CallRun) -> Prefilled | None:
+    def prefill_of(self, run: RequestState) -> Prefilled | None:
         """The whole prefill that is kept for ``run``."""
         return self._prefills.get(context_key(run)) if run.started is None else None
 
-    def find(self, run: CallRun) -> Found:
+    def find(self, run: RequestState) -> Found:
         """Find the cached part of a call's context, at most up to its last token, whose logits are wanted."""
-        return self.tree.find(run.context[:-1], run.call.trajectory) if len(self.tree) else NOTHING
+        return self.tree.find(run.context[:-1], run.request.trajectory) if len(self.tree) else NOTHING
 
     def gather(self, found: Found) -> torch.Tensor | None:
         """A copy of the keys and values that were found: [layers, 2·kv_heads, P, head_dim]."""
@@ -111,9 +111,9 @@ class KeptContexts:
             if run.started is None:
                 run.cached = len(share.ids) - (share.missing if run is share.runs[0] else 0)
                 self.drop_waiting(run)
-            if run.call.goes_on or run.call.trajectory in self.tree.episodes:
-                self._running[run] = share.shared if run.call.goes_on else None
-                self.tree.begin(run.call.trajectory, run.client)
+            if run.request.goes_on or run.request.trajectory in self.tree.episodes:
+                self._running[run] = share.shared if run.request.goes_on else None
+                self.tree.begin(run.request.trajectory, run.client)
         key = context_key(share.runs[0])
         if share.runs[0].started is not None or share.shared < len(share.ids):  # these bits are of its episode alone
             return
@@ -123,25 +123,25 @@ class KeptContexts:
         while len(self._prefills) > 1 and sum(kept.length for kept in self._prefills.values()) > self._most:
             del self._prefills[next(iter(self._prefills))]
 
-    def end(self, run: CallRun) -> int | None:
+    def end(self, run: RequestState) -> int | None:
         """Note that a call loses its row. Returns the number of leading tokens of its context that all episodes share;
         None where the context is not to be kept.
         """
         if run not in self._running:
             return None
-        self.tree.end(run.call.trajectory)
+        self.tree.end(run.request.trajectory)
         return self._running.pop(run)
 
     # ------------------------------------------------------------------------------------- memory
 
-    def store(self, run: CallRun, ids: NDArray[np.int64], kv: torch.Tensor, shared: int, rows: int) -> None:
+    def store(self, run: RequestState, ids: NDArray[np.int64], kv: torch.Tensor, shared: int, rows: int) -> None:
         """Keep the context ``ids`` [T] of a call that has ended, beside ``rows`` rows.
 
         ``kv``: [layers, 2·kv_heads, T, head_dim]. All episodes share the first ``shared`` tokens.
         """
         # First give up the blocks that rows have grown into: new ones must not be taken from there.
         self._limit(self._cache.blocks_beside(rows))
-        self._cache.store(self.tree.store(ids, run.call.trajectory, shared), kv)
+        self._cache.store(self.tree.store(ids, run.request.trajectory, shared), kv)
         self._cache.lent = self.tree.top
 
     def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
@@ -178,7 +178,7 @@ class StepAdmission:
     """Tells whether the KV cache has memory for (rows, positions)."""
     contexts: KeptContexts
     """Contexts that calls need not prefill."""
-    starting: list[CallRun] = field(default_factory=list)
+    starting: list[RequestState] = field(default_factory=list)
     """The calls that were admitted."""
     shares: list[Share] = field(default_factory=list)
     """The same, by context."""
@@ -187,7 +187,7 @@ class StepAdmission:
     prefilled: int = 0
     """Tokens that they prefill."""
 
-    def __call__(self, run: CallRun) -> bool:
+    def __call__(self, run: RequestState) -> bool:
         """Tell whether ``run`` starts, too."""
         found = self.contexts.find(run)
         share = self.fresh.get(context_key(run)) if run.started is None else None

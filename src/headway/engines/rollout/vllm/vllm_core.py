@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from headway.data.interfaces.rollout import Completion, EngineStats, GenerateRequest, OnUpdate, Paused
 from headway.data.types import FinishReason, SampledTokens
 from headway.engines.rollout.engine_activity import VllmActivity
-from headway.engines.rollout.scheduler import CallRun, Mode, Scheduler, not_finite
+from headway.engines.rollout.scheduler import Mode, RequestState, Scheduler, not_finite
 from headway.engines.rollout.vllm.vllm_state import VllmState
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.receiver_state import ReceiverState
@@ -42,14 +42,14 @@ _SEED_BITS = 63
 """Bits of a seed: vLLM's seeds are signed."""
 
 
-def prompt_of(run: CallRun, version: int) -> Any:
+def prompt_of(run: RequestState, version: int) -> Any:
     """The context as token ids. Only those that came under the same version of the weights share keys and values."""
     from vllm.inputs import tokens_input  # type: ignore[import-not-found]
 
-    return tokens_input(run.call.input_ids.tolist(), cache_salt=f"headway-{version}")
+    return tokens_input(run.request.input_ids.tolist(), cache_salt=f"headway-{version}")
 
 
-def sampling_of(run: CallRun) -> Any:
+def sampling_of(run: RequestState) -> Any:
     """vLLM's sampling parameters: one seed per call, log-probs of the sampled tokens, no text.
 
     Before ``min_tokens`` vLLM withholds the tokenizer's end-of-sequence, too, whatever the request's stop tokens are;
@@ -58,7 +58,7 @@ def sampling_of(run: CallRun) -> Any:
     from vllm import SamplingParams  # type: ignore[import-not-found]
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
-    sampling = run.call.sampling
+    sampling = run.request.sampling
     bias: defaultdict[int, float] = defaultdict(float)
     for token, added in sampling.logit_bias:
         bias[token] += added
@@ -137,7 +137,7 @@ class VllmCore:
         self.state = VllmState(self.llm, self.name, weights, on_end=self._end, on_halted=self._show, on_cleared=cleared)
         vocabulary = int(self.llm.model_config.get_vocab_size())
         self._scheduler = Scheduler(seed=seed, max_context=self.max_context, vocabulary=vocabulary)
-        self._running: dict[str, CallRun] = {}
+        self._running: dict[str, RequestState] = {}
         """The calls that vLLM has, by request id."""
         self._following: dict[str, asyncio.Task[None]] = {}
         self._done: dict[str, list[Completion]] = {}
@@ -286,7 +286,7 @@ class VllmCore:
             self._following[request] = asyncio.create_task(self._follow(request, run))
         self._show()
 
-    async def _follow(self, request: str, run: CallRun) -> None:
+    async def _follow(self, request: str, run: RequestState) -> None:
         last = None
         try:
             outputs = self.llm.generate(
@@ -300,7 +300,7 @@ class VllmCore:
             reason = None if last is None else _REASONS.get(last.outputs[0].finish_reason)
             if last is None or reason is None:
                 ended = "without an output" if last is None else f"with {last.outputs[0].finish_reason!r}"
-                raise RunError(f"rollout engine {self.name}: vLLM ended {run.call.trajectory} {ended}")
+                raise RunError(f"rollout engine {self.name}: vLLM ended {run.request.trajectory} {ended}")
             run.written = written_of(last, self.name)
         except HeadwayError as error:
             self.state.end(error)
@@ -309,7 +309,7 @@ class VllmCore:
         else:
             self._ended(request, run, reason)
 
-    def _ended(self, request: str, run: CallRun, reason: FinishReason) -> None:
+    def _ended(self, request: str, run: RequestState, reason: FinishReason) -> None:
         del self._running[request], self._following[request]
         if self.state.over is not None:  # whoever waited was told so
             return
@@ -318,9 +318,9 @@ class VllmCore:
         self._fill()
         self._settle()
 
-    def _finish(self, run: CallRun, reason: FinishReason) -> None:
+    def _finish(self, run: RequestState, reason: FinishReason) -> None:
         """Deliver ``run``, with all that is finished in this turn of the loop, unless its client has left."""
-        if self._scheduler.find(run.client, [run.call.number]) != [run]:
+        if self._scheduler.find(run.client, [run.request.number]) != [run]:
             return
         if not self._done:
             asyncio.get_running_loop().call_soon(self._deliver)
@@ -331,7 +331,7 @@ class VllmCore:
         for client, batch in done.items():
             self.deliver(client, batch)
 
-    async def _abort(self, runs: Iterable[CallRun]) -> None:
+    async def _abort(self, runs: Iterable[RequestState]) -> None:
         """End ``runs`` as they are, wherever they are; return when they have ended."""
         aborted = frozenset(runs)
         for run in self._scheduler.remove(aborted):
