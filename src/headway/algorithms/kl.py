@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from headway.algorithms.losses import log_ratio
 from headway.algorithms.losses.base import clean
+from headway.config.sections.learning import KLKind
 from headway.errors import ConfigError
 
-KLKind = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
-KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
+KINDS = get_args(KLKind)
 
 
 def kl_penalty(

@@ -66,24 +66,24 @@ WHITEN_EPS = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    """Rows with their holes closed: the tokens that count moved to the front, in order, zeros behind."""
+class Compaction:
+    """Compaction of rows: tokens that count are moved to the front, in order; zeros fill the rest."""
 
     counts: Bool[Tensor, "S T"]
     slots: Int[Tensor, "S T"]
     """The place to which each token that counts has moved."""
 
     @classmethod
-    def over(cls, counts: Bool[Tensor, "S T"]) -> Closed:
-        # Tokens that do not count share a slot with one that does: `close` adds zeros there.
+    def over(cls, counts: Bool[Tensor, "S T"]) -> Compaction:
+        # Tokens that do not count share a slot with one that does: `compact` adds zeros there.
         return cls(counts, (counts.cumsum(dim=1) - 1).clamp(min=0))
 
-    def close(self, values: Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
+    def compact(self, values: Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
         """Move the values of tokens that count to the front of their rows; all others have to be 0."""
         return torch.zeros_like(values).scatter_add_(1, self.slots, values)
 
-    def reopen(self, values: Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
-        """Move values back to the tokens that count: the inverse of `close`. All others get 0."""
+    def expand(self, values: Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
+        """Move values back to the tokens that count: the inverse of `compact`. All others get 0."""
         return torch.where(self.counts, values.gather(1, self.slots), 0.0)
 
 

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headway.algorithms.advantages.groups import Closed, check_share
+from headway.algorithms.advantages.groups import Compaction, check_share
 from headway.algorithms.registry import Registry
 from headway.errors import ConfigError, RunError
 
@@ -126,13 +126,13 @@ class AdvantageInputs:
         last_ST = counts_ST & (counts_ST.cumsum(dim=1) == written_S[:, None])
         return torch.where(last_ST, self.rewards.double()[:, None], 0.0)
 
-    def decay(self, closed: Closed, per_token: float) -> float | Float[Tensor, "S T"]:
-        """The decay from each token to the next one that counts, where ``closed`` has put them: ``per_token``, times
+    def decay(self, compaction: Compaction, per_token: float) -> float | Float[Tensor, "S T"]:
+        """The decay from each token to the next one that counts, in the places of ``compaction``: ``per_token``, times
         δ for each turn that lies between the two.
         """
         if self.turns is None or self.turn_discount == 1.0:
             return per_token
-        turns_ST = closed.close(torch.where(closed.counts, self.turns, 0))
+        turns_ST = compaction.compact(torch.where(compaction.counts, self.turns, 0))
         ahead_ST = torch.zeros_like(turns_ST)
         ahead_ST[:, :-1] = (turns_ST[:, 1:] - turns_ST[:, :-1]).clamp(min=0)  # behind the last token there is no turn
         return per_token * self.turn_discount ** ahead_ST.double()

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headway.algorithms.advantages.groups import Closed, Groups, check_share, sums_ahead, whiten
+from headway.algorithms.advantages.groups import Compaction, Groups, check_share, sums_ahead, whiten
 from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs, Advantages, from_outcomes_alone
 
 
@@ -32,9 +32,10 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Float
         RunError: a reward is not finite.
     """
     check_share("gamma", gamma)
-    closed = Closed.over(inputs.counts())
-    returns_ST = closed.reopen(sums_ahead(closed.close(inputs.rewards_of_tokens()), inputs.decay(closed, gamma)))
-    return whiten(returns_ST, closed.counts.double()).to(inputs.rewards.dtype)
+    compaction = Compaction.over(inputs.counts())
+    returns_ST = sums_ahead(compaction.compact(inputs.rewards_of_tokens()), inputs.decay(compaction, gamma))
+    returns_ST = compaction.expand(returns_ST)
+    return whiten(returns_ST, compaction.counts.double()).to(inputs.rewards.dtype)
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
@@ -78,9 +79,9 @@ def remax(inputs: AdvantageInputs) -> Tensor:
     greedy_S = inputs.greedy_rewards("remax")
     if inputs.token_rewards is None:
         return inputs.shared(inputs.scores() - greedy_S)
-    closed = Closed.over(inputs.counts())
-    returns_ST = sums_ahead(closed.close(inputs.rewards_of_tokens()), inputs.decay(closed, 1.0))
-    returns_ST = closed.reopen(returns_ST)
+    compaction = Compaction.over(inputs.counts())
+    returns_ST = sums_ahead(compaction.compact(inputs.rewards_of_tokens()), inputs.decay(compaction, 1.0))
+    returns_ST = compaction.expand(returns_ST)
     return (returns_ST - greedy_S[:, None]).masked_fill(~inputs.counts(), 0.0).to(inputs.rewards.dtype)
 
 
@@ -106,23 +107,23 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whiten
     """
     check_share("gamma", gamma)
     check_share("lam", lam)
-    closed = Closed.over(inputs.counts())
-    values_ST = closed.close(inputs.values_of_tokens("gae"))
-    rewards_ST = closed.close(inputs.rewards_of_tokens())
+    compaction = Compaction.over(inputs.counts())
+    values_ST = compaction.compact(inputs.values_of_tokens("gae"))
+    rewards_ST = compaction.compact(inputs.rewards_of_tokens())
 
     next_ST = torch.zeros_like(values_ST)
     next_ST[:, :-1] = values_ST[:, 1:]
     if inputs.finished is not None:
-        written_S = closed.counts.sum(dim=1)
+        written_S = compaction.counts.sum(dim=1)
         cut_S = (~inputs.finished & (written_S > 0)).nonzero().squeeze(1)
         last_S = written_S[cut_S] - 1
         # An answer that was cut off has a future: its last value stands for the next. A finished one has none.
         next_ST[cut_S, last_S] = values_ST[cut_S, last_S]
     # Behind the last token rewards and values are 0, and so is what is summed there.
-    errors_ST = rewards_ST + inputs.decay(closed, gamma) * next_ST - values_ST
-    advantages_ST = sums_ahead(errors_ST, inputs.decay(closed, gamma * lam))
-    returns_ST = closed.reopen(advantages_ST + values_ST)
-    advantages_ST = closed.reopen(advantages_ST)
+    errors_ST = rewards_ST + inputs.decay(compaction, gamma) * next_ST - values_ST
+    advantages_ST = sums_ahead(errors_ST, inputs.decay(compaction, gamma * lam))
+    returns_ST = compaction.expand(advantages_ST + values_ST)
+    advantages_ST = compaction.expand(advantages_ST)
     if whitened:
-        advantages_ST = whiten(advantages_ST, closed.counts.double())
+        advantages_ST = whiten(advantages_ST, compaction.counts.double())
     return Advantages(advantages_ST.to(inputs.rewards.dtype), returns_ST.to(inputs.rewards.dtype))

@@ -34,6 +34,9 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 DIVIDES = (5, 23)
 """First release of transformers that divides matrices and experts as is asked of it here."""
 
+KLKind = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+"""Name of an estimator of the KL divergence, which `headway.algorithms.kl` computes."""
+
 
 class ParallelConfig(Section):
     """Dimensions of the mesh that policy, critic, reference and ``logp`` are computed on. Devices that are left shard
@@ -251,7 +254,7 @@ class ActorConfig(Section):
     """Add ``kl_loss_coef`` · KL(π_θ‖π_ref) to the loss; brings the reference policy in."""
     kl_loss_coef: float = Field(0.001, ge=0)
     """Coefficient of the KL term in the loss."""
-    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
+    kl_loss_type: KLKind = "k3"
     """KL estimator of the loss. With ``+``: its value, with the unbiased gradient (docs/algorithms/kl.md)."""
     use_bias_correction_kl: bool = False
     """Weigh the estimator by π_θ/π_behav: its value and gradient are then unbiased on stale data, too."""
