@@ -61,7 +61,7 @@ class RowSource:
 
     Prompts are tokenised in chunks of ``prefetch``; the cursor is that of the prompts handed out, never of those ahead.
     A row that comes again in one epoch (`Mixture`) has another ``Prompt.row`` each time: its number plus a multiple of
-    ``stride``. Implements `data.interfaces.prompts.PromptSource`.
+    ``stride``. Implements `headway.data.interfaces.episode_groups.PromptSource`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A run's checkpoints as folders: which are complete, and which are not needed any more.
+"""Folders of a run's checkpoints: which are complete, and the removal of older ones (`CheckpointRetention`).
 
 checkpoints/version_N          the trainer's, and the driver's state       renamed into place when it is whole …
 checkpoints/critic/version_N   the critic's, where there is one            … after this one was
@@ -58,10 +58,10 @@ class Checkpoints:
 
 
 @dataclass(slots=True)
-class Retention:
-    """An observer that removes the oldest checkpoints, each in a thread, as files may be many.
+class CheckpointRetention:
+    """Observer that removes older checkpoints (``trainer.max_actor_ckpt_to_keep``) whenever one was saved.
 
-    The newest one that the run could be resumed from stays.
+    The newest one that the run could be resumed from stays. Each is removed in a thread, as its files may be many.
     """
 
     checkpoints: Checkpoints

@@ -16,7 +16,7 @@ from headway.api.storage.stored_run import brought_back, check_storage, complete
 from headway.config.schema import Config
 from headway.errors import ConfigError, DataError, UserError
 from headway.events import Note, RunStarted, StorageReached
-from headway.reports.checkpoint_folders import Checkpoints, Retention
+from headway.reports.checkpoint_folders import CheckpointRetention, Checkpoints
 from headway.reports.record.events_file import read_events
 from tests.api.storage.stored_runs import Broken, contents, let_go, reach, save, stored, uploader_of
 
@@ -83,7 +83,7 @@ def test_whatever_operation_fails_the_storage_has_a_whole_state_and_the_next_pas
     uploader.send_changes()
     for version in (2, 3):
         reach(reports, version)
-        Retention(Checkpoints(reports.directory.checkpoints), keep=1, told=lambda: reports.resumable)
+        CheckpointRetention(Checkpoints(reports.directory.checkpoints), keep=1, told=lambda: reports.resumable)
         for operation in itertools.count(1):
             store.operations, store.fails = 0, lambda count, _, last=operation: count >= last  # type: ignore[misc]
             try:
@@ -314,7 +314,7 @@ def test_a_checkpoint_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
     _, reports = stored("memory://unused", tmp_path / "run")
     checkpoints = Checkpoints(reports.directory.checkpoints)
     sending = [1]
-    retention = Retention(checkpoints, keep=1, told=lambda: reports.resumable, in_use=lambda: sending[0])
+    retention = CheckpointRetention(checkpoints, keep=1, told=lambda: reports.resumable, in_use=lambda: sending[0])
     for version in (1, 2):
         reach(reports, version)
     from headway.events import CheckpointSaved

@@ -20,7 +20,7 @@ from headway.engines.train.state_file import read_state
 from headway.events import CheckpointSaved
 from headway.models import pretrained
 from headway.reports import checkpoint_folders
-from headway.reports.checkpoint_folders import Checkpoints, Retention
+from headway.reports.checkpoint_folders import CheckpointRetention, Checkpoints
 from tests.engines.train.test_engine import ModelPath, engine
 from tests.full_disk import files_of_at_most
 from tests.tiers import mostly_slow
@@ -129,7 +129,7 @@ def test_a_kill_at_any_step_of_the_removal_of_an_older_one(critic: bool, tmp_pat
     for at in itertools.count(1):
         folder, killed = tmp_path / f"killed-{at}", False
         run(folder, [3, 6, 9])
-        retention = Retention(Checkpoints(folder), keep=2, told=lambda: 9)
+        retention = CheckpointRetention(Checkpoints(folder), keep=2, told=lambda: 9)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint_folders, "Thread", AtOnce)
             killing(patch, at)
@@ -141,7 +141,7 @@ def test_a_kill_at_any_step_of_the_removal_of_an_older_one(critic: bool, tmp_pat
         assert checkpoints.complete(with_critic=critic)[-2:] == [6, 9]
         checkpoints.forget_above(9)  # as a resume does
         run(folder, [12])
-        resumed = Retention(checkpoints, keep=2, told=lambda: 12)
+        resumed = CheckpointRetention(checkpoints, keep=2, told=lambda: 12)
         resumed.on_event(saved)
         resumed.close()
         assert names(folder) == [*(["critic"] if critic else []), "version_12", "version_9"]

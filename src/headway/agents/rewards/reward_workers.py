@@ -1,4 +1,4 @@
-"""The workers that score, behind `data.interfaces.rewards.RewardFn`.
+"""Reward workers: processes that score groups, with time limits and retries (a `RewardFn` of the pipeline).
 
     score(prompt, responses) ─▶ one job per group ─▶ worker ─▶ n floats, and each part's values
            ▲                          │ exception, time-out, nonsense, death of the worker

@@ -37,7 +37,7 @@ from headway.pipeline.recovery.checkpoint_manager import DriverState
 from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.pipeline.wiring import Parts
-from headway.reports.checkpoint_folders import Checkpoints, Retention, version_of, write_version
+from headway.reports.checkpoint_folders import CheckpointRetention, Checkpoints, version_of, write_version
 from headway.reports.report_manager import Reports
 from headway.reports.run_directory import RunDirectory
 from headway.runtime.task_groups import end, failure_ignored, in_daemon_thread
@@ -241,7 +241,7 @@ class TrainingRun:
         driver_state = None if self._start is None else await self._load(workers, self._start)
         checkpoints = Checkpoints(reports.directory.checkpoints)
         uploader = self._uploader
-        retention = Retention(
+        retention = CheckpointRetention(
             checkpoints,
             keep=config.trainer.max_actor_ckpt_to_keep,
             told=lambda: reports.resumable,

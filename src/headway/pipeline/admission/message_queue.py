@@ -2,6 +2,9 @@
 
     Reward (or RefLogProb) ──send──▶ [ finished groups ] ──take(n) in order──▶ TrainBatches
 
+The order of consumption is `takeable`: by group number within a window, else by completion. A resumed run takes the
+batches that its journal has (`take_again`).
+
 A group is *live* from its admission until it is taken or discarded. With a largest lag that is waited for, a
 group is taken only if whatever is due by any coming version still fits, and the batch waits for what must go first;
 with one that drops, overdue groups are discarded when they would be taken.

@@ -16,7 +16,7 @@ of them is in it. So a resumed run begins with that update, and admits nothing b
 `CheckpointManager` is either configuration, or made anew at every start (docs/resume.md lists it).
 
 One of both is under way at a time. A checkpoint that falls due meanwhile waits; a snapshot is left out. Older
-checkpoints are removed by `headway.reports.checkpoint_folders.Retention` when a newer one is complete.
+checkpoints are removed by `headway.reports.checkpoint_folders.CheckpointRetention` when a newer one is complete.
 """
 
 from __future__ import annotations

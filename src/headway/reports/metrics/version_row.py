@@ -1,4 +1,7 @@
-"""One line of ``metrics.jsonl``: what happened while one version was the trainer's.
+"""One row of metrics, a line of ``metrics.jsonl`` and a step of every tracker: the time in which a version was trained.
+
+A metric is added in `VersionRow.values`, from an event of `headway.events`. What a loss, a correction or the trainer
+returns under a name is there as ``actor/NAME`` without a further line.
 
 `EpisodeSums` has the part about episodes that programs made: turns, environments, tools, forks, failures, and numbers
 of the programs' own. It is also summed over the whole run.

@@ -1,6 +1,7 @@
-"""Each version's numbers as TensorBoard scalars, in TensorBoard's own format: no torch, no TensorFlow.
+"""Tracker for TensorBoard: all numbers of a metrics row as scalars, in its own format, without torch or TensorFlow.
 
-Settings, samples and the summary are texts in the same file.
+Which numbers a row has is up to `headway.reports.metrics.version_row`. Settings, samples and the summary are
+texts in the same file.
 """
 
 from __future__ import annotations
