@@ -29,13 +29,13 @@ class RunMonitor:
     """Observer of events, which reports each replica's activity every ``interval_s``, fences off one that computes
     nothing of its open calls, and ends a run in which nothing moved for too long.
 
-    What moves is an event, or the work of a worker, which tells of it in its heartbeat: an optimizer step may take
+    An event counts as progress, and so does the work that a worker reports in its heartbeat: an optimizer step may take
     hours, as long as its micro-batches go by. Workers are asked only when there was no event for so long.
 
-    consumes        what replicas say of themselves; the time of the last event; workers' heartbeats
     A replica is judged by its tokens: an engine's front end may answer while its core hangs. One that is idle, or that
-    stands for new weights, owes none.
+    is paused for new weights, owes none.
 
+    consumes        what replicas report; the time of the last event; workers' heartbeats
     waits for       the interval, and the time that is left until nothing moved for `Timeouts.stall_s`
     is unblocked by time alone
     produces        `ReplicaActivity`; the loss of a replica that is silent; `StallError`, which ends the run
