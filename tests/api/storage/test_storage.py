@@ -233,6 +233,18 @@ def test_an_outage_is_told_once_and_so_is_its_end_and_the_summary_has_both(url: 
     assert any(isinstance(event, StorageReached) for event in told)
 
 
+def test_a_resumed_run_that_has_nothing_to_send_tells_what_is_there(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, reports = stored(url, tmp_path / "run")
+    reach(reports, 1)
+    uploader_of(config, reports)[0].send_changes()
+    told = list[StorageReached]()
+    monkeypatch.setattr(reports, "emit", told.append)
+    uploader_of(config, reports, start=1)[0].send_changes()
+    assert [(event.version, event.reason) for event in told] == [(1, None)]
+
+
 def test_what_is_missing_or_cut_off_is_refused_by_its_name(url: str, tmp_path: Path) -> None:
     config, reports = stored(url, tmp_path / "run")
     uploader, store = uploader_of(config, reports)

@@ -261,7 +261,8 @@ class StorageUploader:
     def _send_checkpoints(self, saved: list[int]) -> None:
         """Send the newest checkpoints that are kept, the newest first, and remove those that are not."""
         complete = complete_versions(self._store.sizes("checkpoints"))
-        self._version = max(complete, default=None)
+        if (newest := max(complete, default=None)) is not None and newest != self._version:
+            self._tell(self._reason, newest)  # it was there when this process resumed the run
         kept = sorted({*complete, *saved})[-self._keep if self._keep else 0 :]
         for version in [version for version in reversed(saved) if version in kept and version not in complete]:
             self.sending = version
