@@ -1,7 +1,7 @@
 """Collation and packing: rows of samples, which of a rank's are computed together, and what of them is computed once.
 
     samples ─▶ assign ─▶ one list per data rank                        (driver: metadata only; see `assignment`)
-    samples ─▶ row_of, with_columns ─▶ rows ─▶ trees ─▶ micro-batches  (worker: arrays)
+    samples ─▶ a rank's batch cache ─▶ rows ─▶ trees ─▶ micro-batches  (worker: arrays)
 
     rows ─▶ one tree for each group ─▶ micro-batches of at most `token_budget` tokens, longest trees first
             (cut where it is more than the budget)
@@ -24,14 +24,14 @@ Shape suffixes: L tokens of a line, S segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.config.schema import Config
-from headway.data.types import Column, RowTokens, TrainSample, TrajectoryId, TurnSpan
+from headway.data.types import TrajectoryId, TurnSpan
 
 LEAST_SHARED = 4
 """Least number of tokens for which a segment of their own is made: each costs attention a part of its own."""
@@ -178,40 +178,6 @@ class CollatedRow:
     """The episode that the row is of; None for a row that is a whole one."""
     turns: tuple[TurnSpan, ...] = ()
     """The turns that are trained in the row, in order; empty for one turn, which is the whole response."""
-
-
-def row_of(sample: TrainSample, tokens: RowTokens) -> CollatedRow:
-    """Make the row of ``sample`` from its tokens, as they were sampled: without columns, and not masked."""
-    return CollatedRow(
-        input_ids=np.concatenate([tokens.prompt_ids, tokens.ids]),
-        prompt_length=len(tokens.prompt_ids),
-        logprobs=tokens.logprobs,
-        versions=tokens.versions,
-        loss_mask=tokens.loss_mask,
-        finished=sample.finished,
-        episode=sample.episode,
-        turns=tokens.turns,
-    )
-
-
-def with_columns(row: CollatedRow, sample: TrainSample, get: Callable[[Column], NDArray[np.float32]]) -> CollatedRow:
-    """Return ``row`` with the columns of ``sample``, and in no loss where the sample is masked."""
-    columns = {
-        name: get(column) if isinstance(column, Column) else spread(column, row.loss_mask)
-        for name, column in sample.columns.items()
-    }
-    mask = np.zeros_like(row.loss_mask) if sample.masked else row.loss_mask
-    return replace(row, loss_mask=mask, columns=columns)
-
-
-def spread(number: float, mask: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Return a column [T] with ``number`` where ``mask`` [T] is true, and exact zeros in its holes.
-
-    Not to be written to: without holes it is a view of one number.
-    """
-    if mask.all():
-        return np.broadcast_to(np.float32(number), mask.shape)
-    return np.where(mask, np.float32(number), np.float32(0))
 
 
 def by_episode(rows: Sequence[CollatedRow]) -> list[list[int]]:

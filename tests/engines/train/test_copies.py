@@ -28,9 +28,9 @@ from headway.data.packing import CollatedRow, Pack, Packing
 from headway.engines import host_copies
 from headway.engines.train.fsdp.column_engines import FsdpCritic
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.learner import Sums, count
 from headway.engines.train.fsdp.objective import Objective, SplitEpisodes
 from headway.engines.train.fsdp.sharded_module import PolicyModule, ValueModule
-from headway.engines.train.fsdp.step_sums import Sums, count
 from headway.models.attention import flex_attention
 from headway.models.attention.packable import use_packed_attention
 from tests.engines.train.episodes import dealt, whole

@@ -20,8 +20,8 @@ from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.packing import CollatedRow, Pack, Packing
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.learner import as_metrics, count, merge
 from headway.engines.train.fsdp.objective import Objective, SplitEpisodes
-from headway.engines.train.fsdp.step_sums import as_metrics, count, merge
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, whole
 from tests.pipeline.cases import for_each
 from tests.tiers import mostly_slow, searched
@@ -66,7 +66,7 @@ def through_objective(
     gradient, parts = {}, []
     for pack in packs:
         own = [rows[i] for i in pack.rows]
-        columns = objective.collate(own, totals.lengths, apart.beside(own))
+        columns = objective.collate(own, totals.lengths, apart)
         logprobs = torch.from_numpy(np.concatenate([row.columns["now"] for row in own])).requires_grad_()
         entropy = torch.from_numpy(np.concatenate([row.columns["entropy"] for row in own]))
         context = StepContext(version=4)

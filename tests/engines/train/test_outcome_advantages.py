@@ -12,8 +12,9 @@ import pytest
 from hypothesis import strategies as st
 
 from headway.algorithms.advantages import ADVANTAGES, looks_at_tokens
+from headway.cluster.machine.batch_cache import spread
 from headway.config.sections.learning import AlgorithmConfig
-from headway.data.packing import CollatedRow, spread
+from headway.data.packing import CollatedRow
 from headway.data.types import Outcomes
 from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.errors import ConfigError, RunError

@@ -32,9 +32,9 @@ from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.learner import count
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.objective import Objective
-from headway.engines.train.fsdp.step_sums import count
 from tests.engines.train.rows import random_rows, with_columns
 from tests.tiers import mostly_slow
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headway.cluster.machine.token_files import TokenFile, TokenPart
-from headway.data.packing import CollatedRow, row_of, with_columns
-from headway.data.types import Handle, TrainSample
+from headway.data.packing import CollatedRow
+from headway.data.types import Column, Handle, RowTokens, TrainSample
 
 Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]
 """Function that returns the objects of handles, side by side."""
@@ -79,16 +83,50 @@ class BatchCache:
         # `fetched` stands second: when its first iterable is used up, `zip` draws nothing more of the second one,
         # and the columns come next.
         for (key, (handle, missing)), group in zip(tokens.items(), fetched, strict=False):
-            rows.update(((key, i), (handle, row_of(sample, group[i]))) for i, sample in missing.items())
+            rows.update(((key, i), (handle, _row_of(sample, group[i]))) for i, sample in missing.items())
         columns.update((key, (handle, next(fetched))) for key, handle in handles.items())
         return [
-            with_columns(
+            _with_columns(
                 rows[_key(sample.tokens), sample.index][1],
                 sample,
                 lambda column: columns[_key(column.handle)][1][column.index],
             )
             for sample in samples
         ]
+
+
+def _row_of(sample: TrainSample, tokens: RowTokens) -> CollatedRow:
+    """Make the row of ``sample`` from its tokens, as they were sampled: without columns, and not masked."""
+    return CollatedRow(
+        input_ids=np.concatenate([tokens.prompt_ids, tokens.ids]),
+        prompt_length=len(tokens.prompt_ids),
+        logprobs=tokens.logprobs,
+        versions=tokens.versions,
+        loss_mask=tokens.loss_mask,
+        finished=sample.finished,
+        episode=sample.episode,
+        turns=tokens.turns,
+    )
+
+
+def _with_columns(row: CollatedRow, sample: TrainSample, get: Callable[[Column], NDArray[np.float32]]) -> CollatedRow:
+    """Return ``row`` with the columns of ``sample``, and in no loss where the sample is masked."""
+    columns = {
+        name: get(column) if isinstance(column, Column) else spread(column, row.loss_mask)
+        for name, column in sample.columns.items()
+    }
+    mask = np.zeros_like(row.loss_mask) if sample.masked else row.loss_mask
+    return replace(row, loss_mask=mask, columns=columns)
+
+
+def spread(number: float, mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Return a column [T] with ``number`` where ``mask`` [T] is true, and exact zeros in its holes.
+
+    Not to be written to: without holes it is a view of one number.
+    """
+    if mask.all():
+        return np.broadcast_to(np.float32(number), mask.shape)
+    return np.where(mask, np.float32(number), np.float32(0))
 
 
 def _part(handle: Handle[Any], rows: tuple[int, ...]) -> Handle[Any]:

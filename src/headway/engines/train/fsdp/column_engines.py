@@ -25,11 +25,11 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.data.packing import CollatedRow, Tree
 from headway.data.types import ColumnName
 from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.learner import Learner
-from headway.engines.train.fsdp.micro_batches import collate, on_device, required_column, response_aligned
+from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
+from headway.engines.train.fsdp.micro_batches import collate, on_device
+from headway.engines.train.fsdp.objective import required_column, response_aligned
 from headway.engines.train.fsdp.sharded_module import ValueModule, forward_sharded, sharded, sharded_policy
 from headway.engines.train.fsdp.shards import boxes, local
-from headway.engines.train.fsdp.step_sums import BatchTotals, Sums
 from headway.engines.weights.buckets import parts_of_files
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served_weights import ServedWeights, outcome

@@ -30,12 +30,11 @@ from headway.data.interfaces.training import StepContext, StepReport, TrainedRow
 from headway.data.packing import CollatedRow, Tree
 from headway.engines.train.fsdp.column_engines import ProximalWeights
 from headway.engines.train.fsdp.device_mesh import TrainMesh, from_rank_zero, reduce_numbers
-from headway.engines.train.fsdp.learner import Learner
+from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
 from headway.engines.train.fsdp.micro_batches import collate, on_device
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective, SplitEpisodes
 from headway.engines.train.fsdp.sharded_module import forward_sharded, sharded_policy
 from headway.engines.train.fsdp.shards import gather, given_parts
-from headway.engines.train.fsdp.step_sums import BatchTotals, Sums
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.transports.disk import write_files
 from headway.engines.weights.weight_layout import Manifest, build_manifest
@@ -177,7 +176,7 @@ class FsdpEngine:
         apart: SplitEpisodes = NOTHING_APART,
         shown: SampledRows | None = None,
     ) -> tuple[torch.Tensor, Sums]:
-        columns = self._objective.collate(rows, totals.lengths, apart.beside(rows))
+        columns = self._objective.collate(rows, totals.lengths, apart)
         batch, columns = on_device(self._device, collate(rows, trees, self._policy.ranks), columns)
         logprobs, entropy = self._policy(batch)
         if shown is not None:

@@ -13,21 +13,40 @@ rows, in row order, U response tokens of which each is computed once. What the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+import torch.distributed as dist
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.data.packing import CollatedRow, Tree, grow
+from headway.data.packing import CollatedRow, Pack, Packing, Tree, grow
 from headway.data.types import ColumnName
 from headway.engines.host_copies import to_device
+from headway.engines.train.fsdp.device_mesh import reduce_numbers
 from headway.models.attention.packed_layout import PackedLayout
 from headway.models.attention.sequence_ranks import SequenceRanks
+
+
+def micro_batches(
+    rows: Sequence[CollatedRow], packing: Packing, device: torch.device, *, whole_episodes: bool = False
+) -> list[tuple[list[CollatedRow], Pack]]:
+    """Split this rank's ``rows`` into micro-batches, as many on every rank: the rows of each. Collective.
+
+    A rank that has fewer of its own ends with empty packs, each of which stands for one `filler_row`.
+    ``whole_episodes``: see `Packing`.
+    """
+    packs = packing(rows, whole_episodes=whole_episodes)
+    # FSDP gathers a layer with all ranks: one that is done earlier would leave the others waiting for ever.
+    (most,) = reduce_numbers([len(packs)], dist.ReduceOp.MAX, device)
+    if len(packs) < most:
+        (filler,) = packing([filler_row()])
+        packs += [Pack((), filler.trees)] * (int(most) - len(packs))
+    return [([rows[i] for i in pack.rows] or [filler_row()], pack) for pack in packs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,25 +161,6 @@ def _packed(rows: Sequence[CollatedRow], trees: Sequence[Tree]) -> Arrays:
     if len(once) == len(of_rows):
         return {"input_ids": ids[None], "predictors": ahead, "targets": ids[of_rows]}
     return {"input_ids": ids[None], "predictors": ahead[first], "targets": ids[once], "which": which}
-
-
-def response_aligned(
-    rows: Sequence[CollatedRow], get: Callable[[CollatedRow], NDArray[np.generic]], dtype: type[np.generic]
-) -> Shaped[Tensor, "M 1"]:
-    """Join ``get(row)``, one value per response token, of all rows, without padding, in host memory."""
-    joined = np.empty(sum(map(_response_length, rows)), dtype=dtype)
-    end = 0
-    for row in rows:
-        start, end = end, end + _response_length(row)
-        joined[start:end] = get(row)
-    return torch.from_numpy(joined)[:, None]
-
-
-def required_column(row: CollatedRow, name: str) -> NDArray[np.float32]:
-    """Column ``name`` [T] of ``row``. Raises `ValueError` for a row without it."""
-    if name not in row.columns:
-        raise ValueError(f"a row of {_response_length(row)} response tokens has no {name}, which this step needs")
-    return row.columns[name]
 
 
 def filler_row() -> CollatedRow:

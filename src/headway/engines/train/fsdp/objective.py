@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -35,8 +35,7 @@ from headway.config.sections.learning import ActorConfig, CorrectionConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, by_episode
 from headway.data.types import ColumnName, TrajectoryId
-from headway.engines.train.fsdp.micro_batches import required_column, response_aligned
-from headway.engines.train.fsdp.step_sums import HEALTH, BatchTotals, Sums
+from headway.engines.train.fsdp.learner import HEALTH, BatchTotals, Sums
 from headway.runtime.user_code import names_user_code
 
 
@@ -107,6 +106,25 @@ class LossColumns:
     """T, the number of tokens of the longest response."""
 
 
+def response_aligned(
+    rows: Sequence[CollatedRow], get: Callable[[CollatedRow], NDArray[np.generic]], dtype: type[np.generic]
+) -> Shaped[Tensor, "M 1"]:
+    """Join ``get(row)``, one value per response token, of all rows, without padding, in host memory."""
+    joined = np.empty(sum(len(row.loss_mask) for row in rows), dtype=dtype)
+    end = 0
+    for row in rows:
+        start, end = end, end + len(row.loss_mask)
+        joined[start:end] = get(row)
+    return torch.from_numpy(joined)[:, None]
+
+
+def required_column(row: CollatedRow, name: str) -> NDArray[np.float32]:
+    """Column ``name`` [T] of ``row``. Raises `ValueError` for a row without it."""
+    if name not in row.columns:
+        raise ValueError(f"a row of {len(row.loss_mask)} response tokens has no {name}, which this step needs")
+    return row.columns[name]
+
+
 class Objective:
     """The configured loss of one micro-batch. It knows no ranks, and no micro-batch's place among others."""
 
@@ -131,14 +149,17 @@ class Objective:
         self,
         rows: Sequence[CollatedRow],
         lengths: Mapping[TrajectoryId, int] = MappingProxyType({}),
-        others: SplitEpisodes = NOTHING_APART,
+        apart: SplitEpisodes = NOTHING_APART,
     ) -> LossColumns:
         """Collate the loss's tensors for a micro-batch's ``rows``: the columns that it reads.
 
-        They are in host memory. ``lengths``: see `step_sums.BatchTotals`; without any, each row is an episode.
-        ``others``: rows that stand behind, and count elsewhere. Raises `ValueError` for a row that lacks a column.
+        They are in host memory. ``lengths``: see `learner.BatchTotals`; without any, each row is an episode.
+        ``apart``: rows that stand behind where their episodes are here, and count elsewhere.
+
+        Raises `ValueError` for a row that lacks a column.
         """
         own_tokens = sum(len(row.loss_mask) for row in rows)
+        others = apart.beside(rows)
         rows = [*rows, *others.rows]
         labels = np.empty(len(rows), np.int64)  # without `lengths` these are never read
         tokens = np.array([row.loss_mask.sum() for row in rows])

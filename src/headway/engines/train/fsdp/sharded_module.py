@@ -44,10 +44,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.config.schema import Config
 from headway.config.sections.learning import plan_problems
-from headway.data.packing import CollatedRow, Pack, Packing
+from headway.data.packing import CollatedRow, Packing
 from headway.devices import kind_of
-from headway.engines.train.fsdp.device_mesh import EP, TP, TrainMesh, on_all_ranks, reduce_numbers
-from headway.engines.train.fsdp.micro_batches import MicroBatch, collate, filler_row, on_device
+from headway.engines.train.fsdp.device_mesh import EP, TP, TrainMesh, on_all_ranks
+from headway.engines.train.fsdp.micro_batches import MicroBatch, collate, micro_batches, on_device
 from headway.errors import ModelError
 from headway.models.attention.packable import undivided, use_packed_attention
 from headway.models.cpu_linear import use_quickest
@@ -236,27 +236,6 @@ def _count_layers(layers: Sequence[nn.Module], progress: Progress) -> None:
         layer.register_forward_hook(forward)
 
 
-def micro_batches(rows: Sequence[CollatedRow], module: ShardedModule, *, whole_episodes: bool = False) -> list[Pack]:
-    """Split this rank's ``rows`` into micro-batches, as many on every rank. Collective.
-
-    A rank that has fewer of its own ends with empty ones, each of which stands for one `filler_row`.
-    ``whole_episodes``: see `Packing`.
-    """
-    assert module.mesh is not None
-    packs = module.packing(rows, whole_episodes=whole_episodes)
-    # FSDP gathers a layer with all ranks: one that is done earlier would leave the others waiting for ever.
-    (most,) = reduce_numbers([len(packs)], dist.ReduceOp.MAX, module.mesh.device)
-    if len(packs) < most:
-        (filler,) = module.packing([filler_row()])
-        packs += [Pack((), filler.trees)] * (int(most) - len(packs))
-    return packs
-
-
-def rows_of(rows: Sequence[CollatedRow], pack: Pack) -> list[CollatedRow]:
-    """Return the rows of one micro-batch, or the filler row for an empty one."""
-    return [rows[i] for i in pack.rows] or [filler_row()]
-
-
 @torch.no_grad()
 def forward_sharded(module: ShardedModule, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
     """Compute [T] float32 numbers for each of this rank's ``rows``, by ``module.per_token``. Collective."""
@@ -264,12 +243,12 @@ def forward_sharded(module: ShardedModule, rows: Sequence[CollatedRow]) -> list[
     results = [np.zeros(0, dtype=np.float32)] * len(rows)
     computed: list[Tensor] = []  # read at the end: reading would wait for the device in each micro-batch
     try:
-        packs = micro_batches(rows, module)
-        for done, pack in enumerate(packs, 1):
-            (batch,) = on_device(module.mesh.device, collate(rows_of(rows, pack), pack.trees, module.ranks))
+        packs = micro_batches(rows, module.packing, module.mesh.device)
+        for done, (own, pack) in enumerate(packs, 1):
+            (batch,) = on_device(module.mesh.device, collate(own, pack.trees, module.ranks))
             computed.append(module.per_token(batch).float())
             advance(f"{done} of {len(packs)} micro-batches done")
-        of_rows = [i for pack in packs for i in pack.rows]
+        of_rows = [i for _, pack in packs for i in pack.rows]
         ends = np.cumsum([len(rows[i].logprobs) for i in of_rows])
         values = torch.cat(computed).cpu().numpy() if computed else np.zeros(0, dtype=np.float32)
         for i, part in zip(of_rows, np.split(values, ends), strict=False):  # behind them are those of filler rows
