@@ -181,17 +181,15 @@ class RemoteEpisodeWorker:
         assert isinstance(replica, RolloutReplica), "another process can call replicas of the cluster alone"
         await self._peer.call("worker.join", replica.calls)
 
-    async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
-        async with aclosing(self._peer.each("worker.failures")) as failures:
-            async for failure in failures:
-                yield failure
+    def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
+        return self._peer.each("worker.failures")
 
     async def close(self) -> None:
-        await self._peer.call("leave_all")
+        await self._peer.call("worker.close")
         self._peer.close()
 
 
-async def clock_offset(worker: Worker, exchanges: int = 3) -> float:
+async def clock_offset(worker: Worker) -> float:
     """Return the seconds to add to the worker's monotonic clock to have this process's.
 
     Half the round trip bounds the error, so an offset no larger than the fastest one counts as none: processes of one
@@ -199,7 +197,7 @@ async def clock_offset(worker: Worker, exchanges: int = 3) -> float:
     """
     role = proxy(worker, RolloutRole)
     best_trip, best_offset = float("inf"), 0.0
-    for _ in range(exchanges):
+    for _ in range(3):
         sent = time.monotonic()
         there = await role.monotonic()
         trip = time.monotonic() - sent

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -196,11 +196,9 @@ class ReplicaCalls:
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         await self._peer.call("engine.submit", client, list(calls))
 
-    async def finished(self, client: str) -> AsyncGenerator[Sequence[Completion], None]:
+    def finished(self, client: str) -> AsyncGenerator[Sequence[Completion], None]:
         # Gathered: a message for each step cost the episode worker and the engine more than the answers in it.
-        async with aclosing(self._peer.each("engine.finished", client, apart_s=BETWEEN_BATCHES_S)) as batches:
-            async for batch in batches:
-                yield batch
+        return self._peer.each("engine.finished", client, apart_s=BETWEEN_BATCHES_S)
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None:
         await self._peer.call("engine.abort", client, list(numbers))
@@ -291,18 +289,27 @@ class WorkerGroup:
     def _start(self, method: str, registration: Registration, *args: Any) -> asyncio.Task[Any]:
         # Here, since a worker may have another working directory.
         args = tuple(argument.absolute() if isinstance(argument, Path) else argument for argument in args)
-        call = self._naming_who_died(method, registration, args)
+        call = self._run(method, registration, args)
         if registration.files is not None:
             path = next(argument for argument in args if isinstance(argument, Path))
             call = while_bytes_move(call, self.workers, f"{registration.files} {path}")
         return asyncio.create_task(call, name=f"{self._role.__name__}.{method}")
 
-    async def _naming_who_died(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:
+    async def _run(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:
         """Run a call. Raises `WorkerDied` where a rank's process has ended: in a collective the others fail, too, and
         may say so before its end is known.
         """
         try:
-            return await self._run(method, registration, args)
+            match registration.dispatch:
+                case Dispatch.RANK_ZERO if registration.collect is Collect.COLUMNS:
+                    return await self._columns(method, [range(len(args[0]))], *args)
+                case Dispatch.RANK_ZERO:
+                    return await self.workers[0].call(method, *args)
+                case Dispatch.ONE_TO_ALL:
+                    first, *others = await concurrently(worker.call(method, *args) for worker in self.workers)
+                    return first.joined(others) if registration.collect is Collect.JOINED else first
+                case Dispatch.SPLIT:
+                    return await self._split(method, registration.collect, *args)
         except RunError as failure:
             if type(failure) is RunError and failure.__cause__ is not None:  # no error of Headway's own
                 # When a rank dies, collectives fail on the others: their error came first, and named the wrong rank.
@@ -310,18 +317,6 @@ class WorkerGroup:
                     # Where a process has ended, this raises that in place of the failure.
                     await asyncio.wait_for(concurrently(worker.died() for worker in self.workers), END_KNOWN_S)
             raise
-
-    async def _run(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:
-        match registration.dispatch:
-            case Dispatch.RANK_ZERO if registration.collect is Collect.COLUMNS:
-                return await self._columns(method, [range(len(args[0]))], *args)
-            case Dispatch.RANK_ZERO:
-                return await self.workers[0].call(method, *args)
-            case Dispatch.ONE_TO_ALL:
-                first, *others = await concurrently(worker.call(method, *args) for worker in self.workers)
-                return first.joined(others) if registration.collect is Collect.JOINED else first
-            case Dispatch.SPLIT:
-                return await self._split(method, registration.collect, *args)
 
     async def _split(self, method: str, collect: Collect, samples: Sequence[TrainSample], *args: Any) -> Any:
         shares = await self._shares(samples)

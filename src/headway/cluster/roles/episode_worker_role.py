@@ -105,12 +105,8 @@ class EpisodeWorkerRole(Role):
                     tokens = files.write(tokens, copy) if tokens is not None and trains else None
                 yield group.number, group.trajectories, tokens
 
-    async def leave_all(self) -> None:
-        """Have the episode worker leave all replicas: the run is over."""
-        await self.worker.close()
-
     async def close(self) -> None:  # type: ignore[override]
         """Leave all replicas."""
         if hasattr(self, "worker"):  # else the start failed before `serve`
-            await self.leave_all()
+            await self.worker.close()
         self._process.close()

@@ -33,7 +33,6 @@ from headway.engines.weights.protocols import (
     StoredVersion,
     WeightReceiver,
     WeightSender,
-    WeightSink,
     open_receiver,
     open_sender,
 )
@@ -103,10 +102,11 @@ class WeightInbox:
         stored_versions = left or (None,) * len(self._receivers)
         shares = list(zip(self._receivers, incoming.expect(self._shares), stored_versions, strict=True))
         if len(shares) == 1:
-            _receive(version, *shares[0])
+            receiver, sink, stored = shares[0]
+            receiver.receive(version, sink, stored)
             return
         with ThreadPoolExecutor(len(shares), thread_name_prefix=f"headway-receive-{self._name}") as threads:
-            arrivals = [threads.submit(_receive, version, *share) for share in shares]
+            arrivals = [threads.submit(receiver.receive, version, sink, stored) for receiver, sink, stored in shares]
         # After all threads have ended: none may write into the weights once this has raised.
         for arrival in arrivals:
             arrival.result()
@@ -115,10 +115,6 @@ class WeightInbox:
         for receiver in self._receivers:
             receiver.close()
         self._receivers = []
-
-
-def _receive(version: int, receiver: WeightReceiver, sink: WeightSink, stored: StoredVersion | None) -> None:
-    receiver.receive(version, sink, stored)
 
 
 Gather = Callable[[Manifest, int], "Iterator[Window]"]
@@ -177,11 +173,8 @@ class SentWeights:
     def joined(self, others: Sequence[SentWeights]) -> SentWeights:
         """Return the report of all ranks: of this one, which sends, and those after it."""
         by_send = zip(self.sent, *(other.sent for other in others), strict=True)
-        return SentWeights(tuple(_joined([one for one in sent if one is not None]) for sent in by_send), self.probe)
-
-
-def _joined(sent: Sequence[Sent]) -> Sent | None:
-    return sent[0].joined(sent[1:]) if sent else None
+        there = ([one for one in sent if one is not None] for sent in by_send)
+        return SentWeights(tuple(sent[0].joined(sent[1:]) if sent else None for sent in there), self.probe)
 
 
 @dataclass(slots=True)
