@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headway.data.interfaces.rollout import OnUpdate
 from headway.errors import NothingToTrain
 from headway.events import RunFinished
-from headway.pipeline.channel import Channel, Signal
+from headway.pipeline.stage import Channel, Signal
 from headway.planner.simulation.virtual_clock import VirtualClockLoop
 from headway.runtime.task_groups import concurrently
 from tests.pipeline.books import Books

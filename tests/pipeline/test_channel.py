@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from headway.pipeline.channel import Channel, Signal
+from headway.pipeline.stage import Channel, Signal
 from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 
 

@@ -12,8 +12,8 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import Conversation, FinishReason, Prompt, Trajectory
 from headway.events import GroupRewarded
-from headway.pipeline.channel import Channel
-from headway.pipeline.stages.reward import Reward, Scoring, own_scores
+from headway.pipeline.stage import Channel
+from headway.pipeline.stages.reward import Reward, Scoring, scores_of
 from tests.pipeline.fakes import Recorder
 from tests.pipeline.test_ledger import run_state
 
@@ -85,5 +85,5 @@ async def test_a_group_goes_on_without_text():
     assert group.baseline == 1.0
 
 
-def test_an_episode_that_a_limit_ended_before_any_reward_has_none():
-    assert own_scores([episode(0, limit="turns")]).rewards.tolist() == [0.0]
+async def test_an_episode_that_a_limit_ended_before_any_reward_has_none():
+    assert (await scores_of(None, PROMPT, [episode(0, limit="turns")])).rewards.tolist() == [0.0]

@@ -14,8 +14,7 @@ import pytest
 from headway.errors import ScoringFailed, StageFailed
 from headway.events import StageChanged
 from headway.pipeline import stages
-from headway.pipeline.channel import Channel, Gate
-from headway.pipeline.stage import Stage, State
+from headway.pipeline.stage import Channel, Gate, Stage, State
 from headway.planner.simulation.virtual_clock import run_virtual
 from tests.pipeline.fakes import Recorder
 

@@ -31,7 +31,7 @@ from headway.data.interfaces.training import Profiled
 from headway.errors import ConfigError, DataError, HeadwayError, RunError, UserError, said_by
 from headway.events import Emit, Event, Note, ProfileTaken, RunFinished, RunStarted, VersionReached
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.channel import Signal
+from headway.pipeline.stage import Signal
 from headway.reports.record.events_file import look_through
 from headway.reports.record.file_access import replace_file
 from headway.reports.run_directory import RunDirectory, is_trained

@@ -13,7 +13,7 @@ Shape suffixes: P prompt tokens, T response tokens.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar, Union
@@ -257,12 +257,6 @@ class Trajectory:
     """Spans on the event clock in which its program waited to begin."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """What its agent asked the endpoint for and did not get: the first reason of each kind."""
-
-
-def conversations_of(episodes: Sequence[Trajectory]) -> list[Conversation] | None:
-    """Return the conversations of episodes; None where they are single answers."""
-    conversations = [episode.conversation for episode in episodes if episode.conversation is not None]
-    return conversations if conversations and len(conversations) == len(episodes) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,10 @@ from headway.data.interfaces.training import (
 )
 from headway.data.types import AnyColumn, ColumnName, Outcomes, TrainSample, Trajectory
 from headway.events import CriticStepped, Emit, OptimizerStepped, TrainerBusy
+from headway.pipeline.admission.message_queue import TrainBatch
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.admission.train_batches import TrainBatch
-from headway.pipeline.channel import Signal
 from headway.pipeline.off_policy_guard import ESS, Guard, skipped_in_row
-from headway.pipeline.stage import WaitingFor
+from headway.pipeline.stage import Signal, WaitingFor
 
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
 """Names of the columns that the loss may read."""

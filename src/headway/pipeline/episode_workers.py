@@ -26,8 +26,8 @@ from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import HeadwayError, RunError, WorkerDied
 from headway.events import EpisodeWorkerLost
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Channel, Signal
 from headway.pipeline.remote_workers import RemoteWorker, WorkerUnavailable
+from headway.pipeline.stage import Channel, Signal
 from headway.runtime.task_groups import Tasks, concurrently
 
 Call = Callable[[EpisodeWorkerProtocol], Coroutine[Any, Any, None]]

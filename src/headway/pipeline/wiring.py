@@ -26,13 +26,11 @@ from headway.data.types import Prompt
 from headway.events import Emit, Event, Observer
 from headway.pipeline.actor_critic import Actor, Critic
 from headway.pipeline.admission.ledger import Ledger
-from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.message_queue import MessageQueue, TrainBatch, TrainBatches
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet, Samples
 from headway.pipeline.admission.staleness import Staleness
-from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
-from headway.pipeline.channel import Channel
 from headway.pipeline.episode_workers import EpisodeWorkers, Share
 from headway.pipeline.off_policy_guard import Guard
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, DriverState, SnapshotStore
@@ -44,7 +42,7 @@ from headway.pipeline.recovery.rank_restarts import (
 )
 from headway.pipeline.recovery.run_monitor import RunMonitor
 from headway.pipeline.recovery.supervision import Replace, Restarts, Supervision, Watch
-from headway.pipeline.stage import Stage
+from headway.pipeline.stage import Channel, Stage
 from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate, TrainerLease
 from headway.pipeline.stages.generate import Generate
 from headway.pipeline.stages.own_ranks import CriticTrain, LogProb, RefLogProb, Values

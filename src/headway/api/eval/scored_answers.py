@@ -29,11 +29,11 @@ from headway.cluster.machine.worker_setup import available_cores, math_environme
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Priority, RolloutEngine
 from headway.data.tokenize import Counts
-from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
+from headway.data.types import FinishReason, Prompt, Trajectory
 from headway.errors import DataError, ScoringFailed
 from headway.pipeline.admission.ledger import EPISODE_FAILED
 from headway.pipeline.stages.prompt_loader import training_sampling
-from headway.pipeline.stages.reward import own_scores
+from headway.pipeline.stages.reward import scores_of
 from headway.reports.live.live_view import Cell
 from headway.runtime.task_groups import Tasks, failing_as_one
 
@@ -185,10 +185,7 @@ async def _scored(reward: RewardWorkers | None, finished: Group) -> Solved:
     try:
         if not made:
             raise ScoringFailed(f"{EPISODE_FAILED}: {trajectories[0].failure}")
-        if reward is None:
-            scores = own_scores(made)
-        else:
-            scores = await reward.score(prompt, [t.text for t in made], conversations_of(made))
+        scores = await scores_of(reward, prompt, made)
         rewards, parts = scores.rewards.tolist(), scores.parts
     except ScoringFailed as failed:
         failure = str(failed)

@@ -29,7 +29,7 @@ from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import DrawnGroup, Samples
 from headway.pipeline.admission.staleness import Staleness
-from headway.pipeline.channel import Signal
+from headway.pipeline.stage import Signal
 
 
 @dataclass(slots=True)

@@ -30,10 +30,10 @@ from headway.errors import HeadwayError, RunError, StallError, TokensLost
 from headway.events import RanksLost, RanksRestarted
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Signal
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.liveness import ask
 from headway.pipeline.recovery.supervision import Restarts
+from headway.pipeline.stage import Signal
 from headway.runtime.progress import Living
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 

@@ -18,9 +18,8 @@ from headway.events import TrajectoryFinished
 from headway.pipeline.admission.group_warnings import EpisodeTroubles
 from headway.pipeline.admission.ledger import EPISODE_FAILED, Fate
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Channel
 from headway.pipeline.episode_workers import Share
-from headway.pipeline.stage import Stage
+from headway.pipeline.stage import Channel, Stage
 from headway.pipeline.update.replica_pool import ReplicaPool
 
 

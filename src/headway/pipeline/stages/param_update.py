@@ -32,10 +32,9 @@ from headway.errors import RunError
 from headway.events import UpdateFinished, UpdateSuperseded
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Channel
 from headway.pipeline.recovery.rank_restarts import RankRestarts
 from headway.pipeline.remote_workers import ReceiverClient, Replica
-from headway.pipeline.stage import Stage
+from headway.pipeline.stage import Channel, Stage
 from headway.pipeline.stages.actor_train import PendingUpdate, TrainerLease
 from headway.pipeline.stages.validate import Validation, Validators
 from headway.pipeline.update.version_transfer import Delivery, VersionTransfer

@@ -17,9 +17,8 @@ from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import Prompt
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.staleness import wave_size
-from headway.pipeline.channel import Channel
 from headway.pipeline.episode_workers import EpisodeWorkers, Share
-from headway.pipeline.stage import Stage
+from headway.pipeline.stage import Channel, Stage
 
 
 class PromptLoader(Stage[list[Prompt], Share]):

@@ -29,15 +29,14 @@ from headway.algorithms.scores import episode_scores
 from headway.config.schema import Config
 from headway.config.sizing.placement import GROUP_RELATIVE
 from headway.data.interfaces.episode_groups import Group, RewardFn, Scores
-from headway.data.types import Prompt, Trajectory, conversations_of
+from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed
 from headway.events import GroupRewarded
 from headway.pipeline.admission.group_warnings import EqualRewards
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Channel, Signal
-from headway.pipeline.stage import Stage
+from headway.pipeline.stage import Channel, Signal, Stage
 
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 30.0
 """Limits of the seconds that a stop waits for scores of user code, whatever the run's size."""
@@ -81,17 +80,15 @@ class Scoring:
         Raises `ScoringFailed`, or `ScoringAbandoned` when the run stops before scores come.
         """
         if self._reward is None:
-            return own_scores(episodes)
+            return await scores_of(None, prompt, episodes)
         # Not awaited at all: the watch has ended, and would never give it up.
         if self.closed:
             raise ScoringAbandoned(INTERRUPTED)
-        reward = self._reward
         started = now()
         # A stop's patience counts from here: before, no score could come.
         if not self._awaited:
             self._moved = started
-        texts = [episode.text for episode in episodes]
-        task = asyncio.get_running_loop().create_task(reward.score(prompt, texts, conversations_of(episodes)))
+        task = asyncio.get_running_loop().create_task(scores_of(self._reward, prompt, episodes))
         self._awaited[task] = None
         self._changed.changed()
         try:
@@ -137,12 +134,17 @@ class Scoring:
             on_given_up(len(self._awaited))
 
 
-def own_scores(episodes: Sequence[Trajectory]) -> Scores:
-    """Scores of episodes by the rewards that their programs gave each, and its turns; none of the episodes failed.
+async def scores_of(reward: RewardFn | None, prompt: Prompt, episodes: Sequence[Trajectory]) -> Scores:
+    """Return the scores of episodes, none of which failed: what ``reward`` says of their answers.
 
-    An episode that a limit ended before its program gave any has 0; another one without any has failed.
+    None: the rewards that their programs gave each, and its turns. An episode that a limit ended before its program
+    gave any has 0; another one without any has failed.
     """
-    return Scores(np.array([(one.reward or 0.0) + sum(one.turn_rewards) for one in episodes], np.float32))
+    if reward is None:
+        return Scores(np.array([(one.reward or 0.0) + sum(one.turn_rewards) for one in episodes], np.float32))
+    conversations = [one.conversation for one in episodes if one.conversation is not None]
+    whole = bool(conversations) and len(conversations) == len(episodes)  # else they are single answers
+    return await reward.score(prompt, [one.text for one in episodes], conversations if whole else None)
 
 
 Shaping = Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.float32]]

@@ -40,9 +40,8 @@ from headway.pipeline.admission.ledger import (
     timed_out,
 )
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Channel, Signal
 from headway.pipeline.remote_workers import Replica
-from headway.pipeline.stage import Stage
+from headway.pipeline.stage import Channel, Signal, Stage
 from headway.pipeline.stages.prompt_loader import sampling
 from headway.pipeline.stages.reward import Scoring, ScoringAbandoned
 from headway.pipeline.update.replica_pool import ReplicaPool

@@ -17,9 +17,9 @@ from headway.config.schema import Config
 from headway.data.interfaces.rollout import OnUpdate, RolloutEngine
 from headway.events import ReplicaHalted
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Gate
 from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.remote_workers import Replica, WorkerUnavailable
+from headway.pipeline.stage import Gate
 
 
 @dataclass(slots=True)

@@ -19,8 +19,8 @@ from headway.data.interfaces.weights import PolicyReceiver
 from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from headway.events import ReplicaJoined, ReplicaLost
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Channel
 from headway.pipeline.remote_workers import ReceiverClient, Replica, WorkerUnavailable
+from headway.pipeline.stage import Channel
 from headway.pipeline.update.pause_controller import PauseController
 from headway.runtime.task_groups import concurrently
 

@@ -36,9 +36,8 @@ from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendRep
 from headway.errors import UpdateFailed, UpdateMissed
 from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Signal
 from headway.pipeline.remote_workers import ReceiverClient, RemoteWorker, WorkerUnavailable
-from headway.pipeline.stage import WaitingFor
+from headway.pipeline.stage import Signal, WaitingFor
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
