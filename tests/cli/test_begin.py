@@ -27,5 +27,5 @@ def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(
         reports.close()
         assert reports.directory.path == Path("runs") / name
     named = Config.model_validate({**config.model_dump(), "run": {"dir": "runs/sort-20260101-120000"}})
-    with pytest.raises(Occupied, match=r"already holds a run; give another run\.dir"):
+    with pytest.raises(Occupied, match=r"already holds a run; .*run\.dir"):
         begun(named)

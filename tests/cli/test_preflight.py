@@ -146,7 +146,7 @@ def test_vllm_that_is_not_installed_is_refused_by_the_doctor_too(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.config.doctor.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="vLLM is not installed here"):
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
         check_inputs(changed(job, "rollout", name="vllm"))
     elsewhere = {**job, "cluster": {"address": "head:6379"}}
     check_inputs(changed(elsewhere, "rollout", name="vllm"))
@@ -239,7 +239,7 @@ def test_held_out_rows_without_answers_are_taken_where_the_reward_needs_none(
         pytest.param("nowhere.py:score", UserCodeError, "there is no file", marks=pytest.mark.slow),
         pytest.param("FOLDER/reward.py:scores", UserCodeError, "has no 'scores'", marks=pytest.mark.slow),
         ("FOLDER/reward.py:unusable", UserCodeError, r"takes \(text\)"),
-        ("FOLDER/reward.py:levelled", UserCodeError, "levelled needs 'level', but the rows have nothing beside"),
+        ("FOLDER/reward.py:levelled", UserCodeError, "levelled needs 'level', but the rows"),
     ],
 )
 def test_a_reward_that_could_not_score_any_row_is_refused(
@@ -279,19 +279,19 @@ def test_an_algorithm_that_there_is_not_is_refused(job: dict[str, Any]) -> None:
 
 
 def test_lengths_beyond_the_models_positions_are_refused(job: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is 416 tokens, more than the 256 positions of the model"):
+    with pytest.raises(ConfigError, match=r"416 tokens.* 256 positions"):
         check(changed(job, "data", max_response_length=400))
 
 
 def test_prompts_that_are_all_too_long_are_refused(job: dict[str, Any]) -> None:
     """Takes longer where it is the first in its process that opens a tokenizer, which imports transformers."""
-    with pytest.raises(DataError, match=r"more than data\.max_prompt_length=1 tokens; raise it"):
+    with pytest.raises(DataError, match=r"data\.max_prompt_length=1 tokens"):
         check(changed(job, "data", max_prompt_length=1))
 
 
 def test_a_prompt_that_the_models_tokenizer_cannot_read_is_a_data_error(job: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "ÄÖÜ", "answer": ""}\n' * 3)
-    with pytest.raises(DataError, match="tokenizer cannot read a prompt of train"):
+    with pytest.raises(DataError, match=r"tokenizer cannot .* train\b"):
         check(Config.model_validate(job))
 
 
@@ -353,16 +353,16 @@ def test_a_kv_cache_without_room_for_one_context_is_refused(job: dict[str, Any],
     if fits:
         check(config)
         return
-    with pytest.raises(ConfigError, match="no room for the keys and values of one answer with its prompt, up to 32"):
+    with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gib=.* 32 tokens"):
         check(config)
 
 
 def test_a_token_that_the_model_does_not_have_cannot_be_biased(job: dict[str, Any], tmp_path: Path) -> None:
     highest = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] - 1
     check(changed(job, "rollout", logit_bias={highest: 1.0, 0: 1.0}))
-    with pytest.raises(ConfigError, match=f"there is no token {highest + 1}; .* from 0 to {highest}"):
+    with pytest.raises(ConfigError, match=f"no token {highest + 1}; .* 0 to {highest}"):
         check(changed(job, "rollout", logit_bias={highest + 1: 1.0}))
-    with pytest.raises(ConfigError, match="there is no token -1"):
+    with pytest.raises(ConfigError, match="no token -1"):
         check(changed(job, "rollout", logit_bias={-1: 1.0}))
 
 
@@ -370,13 +370,13 @@ def test_a_token_that_the_model_does_not_have_cannot_be_biased(job: dict[str, An
     ("says", "problem"),
     [
         ({}, None),
-        ({"moe_intermediate_size": 8}, r"experts\.0\.down_proj\.weight is \[32, 16\] in the file, and \[32, 8\] by"),
-        ({"num_local_experts": 8}, r"mlp\.gate\.weight is \[4, 32\] in the file, and \[8, 32\] by"),
+        ({"moe_intermediate_size": 8}, r"experts\.0\.down_proj\.weight is \[32, 16\].* \[32, 8\]"),
+        ({"num_local_experts": 8}, r"mlp\.gate\.weight is \[4, 32\].* \[8, 32\]"),
         (
             {"num_hidden_layers": 1},
-            r"the file has model\.layers\.1\.\S+, which the model of config\.json does not have",
+            r"file has model\.layers\.1\.",
         ),
-        ({"num_hidden_layers": 3}, r"the file lacks model\.layers\.2\.\S+, which the model of config\.json needs"),
+        ({"num_hidden_layers": 3}, r"file lacks model\.layers\.2\."),
     ],
     ids=str,
 )
@@ -391,7 +391,7 @@ def test_files_of_experts_that_transformers_fuses_are_compared_as_they_are(
     if problem is None:
         check(config)
         return
-    with pytest.raises(ModelError, match=f"the weights are not those of config.json: .*{problem}"):
+    with pytest.raises(ModelError, match=rf"config\.json: .*{problem}"):
         check(config)
 
 
@@ -408,7 +408,7 @@ def test_weights_of_other_shapes_than_the_configs_are_refused_in_shards_too(
         for file in ("a.safetensors", "b.safetensors"):
             save_file({name: tensors[name] for name in tensors if places[name] == file}, model / file)
         if problem:
-            with pytest.raises(ModelError, match=r"model\.norm\.weight is \[7\] in the file, and \[16\] by config"):
+            with pytest.raises(ModelError, match=r"model\.norm\.weight is \[7\].* \[16\]"):
                 check(Config.model_validate(job))
         else:
             check(Config.model_validate(job))
@@ -459,7 +459,7 @@ def without_prefix(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             {},
             f"{EMBEDDING} and {HEAD} differ in the file, and are one by config.json (tie_word_embeddings).",
         ),
-        (lambda w: w, {"tie_word_embeddings": False}, f"the file lacks {HEAD}, which the model of config.json needs."),
+        (lambda w: w, {"tie_word_embeddings": False}, f"the file lacks {HEAD}, "),
         (lambda w: {name: w[name] for name in w if name != NORM}, {}, f"the file lacks {NORM}, "),
         (
             lambda w: w,
@@ -493,9 +493,7 @@ def test_a_reward_that_does_not_come_back_from_its_import_is_told_after_a_while(
 ) -> None:
     monkeypatch.setattr(preflight, "LOAD_TIMEOUT_S", 0.25)
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)\ndef score(response, answer): return 1.0\n")
-    with pytest.raises(
-        UserCodeError, match=r"hangs\.py:score was not imported within 0\.5 s; .*raise reward\.timeout_s"
-    ):
+    with pytest.raises(UserCodeError, match=r"hangs\.py:score .*0\.5 s; .*reward\.timeout_s"):
         check_inputs(changed(job, "reward", function=f"{tmp_path}/hangs.py:score", timeout_s=0.5))
 
 

@@ -67,7 +67,7 @@ ETA_1, STEPS_2 = "async_training: {staleness_threshold: 1}\n", "trainer: {genera
     ],
 )
 def test_generate_ahead_steps_and_eta_together_are_refused(text: str, overrides: list[str], write: Write) -> None:
-    with pytest.raises(ConfigError, match="say the same thing"):
+    with pytest.raises(ConfigError, match=r"trainer\.generate_ahead_steps=2 and async_training\.staleness_threshold=1"):
         load(write(text), overrides)
 
 
@@ -113,9 +113,7 @@ def test_a_value_of_verls_is_told_as_what_it_is_here() -> None:
 
 
 def test_verls_parameters_of_a_reward_are_found_by_whatever_lies_in_them(minimal: Load) -> None:
-    with pytest.raises(
-        ConfigError, match=r"; verl's custom_reward_function\.reward_kwargs\.scale is reward\.params\.scale here"
-    ):
+    with pytest.raises(ConfigError, match=r"custom_reward_function\.reward_kwargs\.scale is reward\.params\.scale"):
         minimal("custom_reward_function.reward_kwargs.scale=2")
 
 
@@ -195,19 +193,19 @@ def test_a_key_of_an_earlier_release_works_and_a_note_says_what_it_is_called_now
 
 
 def test_an_error_about_a_key_that_moved_says_which_one_was_written() -> None:
-    with pytest.raises(ConfigError, match=r"agent\.max_turns: .*\n.*rollout\.max_turns is agent\.max_turns now"):
+    with pytest.raises(ConfigError, match=r"agent\.max_turns: .*\n.*rollout\.max_turns is agent\.max_turns"):
         load(None, ["rollout.max_turns=-3"])
 
 
 def test_a_key_that_moved_and_then_went_is_gone_under_both_names() -> None:
     for key in ("rollout.val_max_concurrent", "agent.val_max_concurrent"):
-        with pytest.raises(ConfigError, match=f"{key} is no setting any more"):
+        with pytest.raises(ConfigError, match=f"{key} is no setting"):
             load(None, [f"{key}=3"])
 
 
 def test_an_old_and_a_new_name_of_one_setting_that_disagree_are_refused(write: Write) -> None:
     path = write("rollout: {max_turns: 3}\nagent: {max_turns: 4}\n")
-    with pytest.raises(ConfigError, match=r"agent\.max_turns is given twice, as 3 and as 4"):
+    with pytest.raises(ConfigError, match=r"agent\.max_turns is given twice.* 3 .* 4"):
         load(path)
 
 
@@ -246,7 +244,7 @@ def test_a_setting_that_is_no_more_is_refused_with_what_holds_and_told_where_the
     assert refusal("data.prefetch=8", "sandbox.processes=8").startswith("data.prefetch is no setting any more: 64 ")
     file = tmp_path / "config.yaml"
     file.write_text("data: {train: a.jsonl, sources: [], prefetch: 8}\nsandbox: {cpu_s: 3}\nplacement: {kind: split}\n")
-    with pytest.raises(ConfigError, match=r"data\.prefetch is .*drop it\n.*sandbox\.cpu_s is no setting"):
+    with pytest.raises(ConfigError, match=r"data\.prefetch is no setting.*\n.*sandbox\.cpu_s is no setting"):
         load(file)
     (tmp_path / "metrics.jsonl").touch()
     loaded = load(file)
@@ -296,7 +294,7 @@ def test_further_corrections_of_an_earlier_release_are_a_list_with_the_first(wri
 
 def test_a_part_of_one_correction_is_not_laid_over_a_list_of_them(write: Write) -> None:
     path = write("algorithm: {rollout_correction: [{name: truncate, bound: 2}, {name: reject, bound: 1.5}]}\n")
-    with pytest.raises(ConfigError, match=r"correction\.bound=3 is given .* is a list in .*give the whole list"):
+    with pytest.raises(ConfigError, match=r"algorithm\.rollout_correction\.bound=3 .* list"):
         load(path, ["algorithm.rollout_correction.bound=3"])
     whole = load(path, ["algorithm.rollout_correction.name=truncate", "algorithm.rollout_correction.bound=3"])
     assert [(one.name, one.bound) for one in whole.config.algorithm.corrections] == [("truncate", 3)]

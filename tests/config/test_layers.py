@@ -116,19 +116,19 @@ def test_a_file_that_includes_itself_is_refused(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("rollout: {n: 1}\nrollout: {n: 2}\n", "line 2: found duplicate key rollout"),
-        ("rollout:\n  n: 1\n  n: 2\n", "line 3: found duplicate key n"),
-        ("rollout.n: 1\nrollout: {n: 2}\n", r"rollout\.n and rollout\.n cannot both be given"),
-        ("rollout: 3\nrollout.n: 1\n", r"rollout\.n and rollout cannot both be given"),
-        ("rollout: {n: 1}\nactor_rollout_ref: {rollout: {n: 2}}\n", r"rollout\.n is given twice, as 1 and as 2"),
+        ("rollout: {n: 1}\nrollout: {n: 2}\n", "line 2: .*duplicate key rollout"),
+        ("rollout:\n  n: 1\n  n: 2\n", "line 3: .*duplicate key n"),
+        ("rollout.n: 1\nrollout: {n: 2}\n", r"rollout\.n and rollout\.n cannot both"),
+        ("rollout: 3\nrollout.n: 1\n", r"rollout\.n and rollout cannot both"),
+        ("rollout: {n: 1}\nactor_rollout_ref: {rollout: {n: 2}}\n", r"rollout\.n is given twice.* 1 .* 2"),
         ("- rollout\n", "expected a mapping"),
         ("just words\n", "expected a mapping"),
         ("rollout: [1\n", "not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
-        ("rollout:\n  n: 010\n", "line 2: 010 is another number to YAML"),
-        ("rollout: {stop: [a, 1:30]}\n", "line 1: 1:30 is another number to YAML"),
-        ("defaults: one.yaml\n", "expected a list of YAML files"),
-        ("defaults: [nowhere.yaml]\n", r"nowhere\.yaml: there is no such file"),
+        ("rollout:\n  n: 010\n", "line 2: 010 is another number"),
+        ("rollout: {stop: [a, 1:30]}\n", "line 1: 1:30 is another number"),
+        ("defaults: one.yaml\n", "defaults.* list"),
+        ("defaults: [nowhere.yaml]\n", r"nowhere\.yaml: .*no such file"),
     ],
 )
 def test_a_file_that_cannot_be_read_as_settings_is_refused_by_name(write: Write, text: str, complaint: str) -> None:
@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_read_as_settings_is_refused_by_name(write: Write,
 
 
 def test_a_missing_file_is_named(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: there is no such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: .*no such file"):
         read_file(tmp_path / "nowhere.yaml")
 
 

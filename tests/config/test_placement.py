@@ -57,7 +57,7 @@ def test_replicas_have_neighbours_of_one_machine_and_all_devices_or_are_refused(
 def test_shares_that_leave_half_a_replica_on_a_machine_are_refused() -> None:
     sections = {"nnodes": 2, "n_gpus_per_node": 4, "use_nodes_ratios": (0.25, 0, 0, 0.75)}
     assert len(resolve_placement(config(trainer=sections, rollout={"tensor_model_parallel_size": 2})).replicas) == 3
-    with pytest.raises(ConfigError, match="and 2 generate on one; expected a divisor of 2 "):
+    with pytest.raises(ConfigError, match=r"\b2 generate .*divisor of 2\b"):
         resolve_placement(config(trainer=sections, rollout={"tensor_model_parallel_size": 4}))
 
 

@@ -115,9 +115,7 @@ def test_a_group_needs_as_many_episodes_as_its_estimator_compares(
 
 
 def test_a_programs_reward_needs_a_program(minimal: Load) -> None:
-    with pytest.raises(
-        ConfigError, match=r"reward.function=program is the reward of agent.environment, program or client"
-    ):
+    with pytest.raises(ConfigError, match=r"reward\.function=program .*agent\.environment"):
         diagnose(minimal("reward.function=program"))
 
 

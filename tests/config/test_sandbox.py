@@ -59,10 +59,10 @@ def test_a_configuration_that_is_written_down_loads_again(tmp_path: Path) -> Non
             r"sandbox\.kind: got 'docker' \(on the command line\), expected 'bubblewrap' or 'process_limits'",
         ),
         ("sandbox=3", "sandbox: got 3.*expected a section"),
-        ("sandbox.memory_mib=8", r"sandbox\.memory_mib: got 8.*expected a number greater than or equal to 64"),
-        ("sandbox.wall_s=0", r"sandbox\.wall_s: got 0.*expected a number greater than 0"),
+        ("sandbox.memory_mib=8", r"sandbox\.memory_mib: got 8\b.* 64"),
+        ("sandbox.wall_s=0", r"sandbox\.wall_s: got 0\b.*greater than 0"),
         ("sandbox.memory=512", r"sandbox\.memory.*did you mean sandbox\.memory_mib"),
-        ("agent.tools=[pythn]", "expected file.py:name, such as tools.py:look_up, or the built-in python"),
+        ("agent.tools=[pythn]", r"pythn.*expected file\.py:name"),
     ],
 )
 def test_what_cannot_be_is_told(given: str, message: str) -> None:
@@ -71,9 +71,9 @@ def test_what_cannot_be_is_told(given: str, message: str) -> None:
 
 
 def test_a_sandbox_without_a_use_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"sandbox\.memory_mib has no effect: nothing runs in it"):
+    with pytest.raises(ConfigError, match=r"sandbox\.memory_mib has no effect: nothing runs"):
         told("sandbox.memory_mib=99")
-    with pytest.raises(ConfigError, match=r"sandbox\.wall_s has no effect: each test of the reward code"):
+    with pytest.raises(ConfigError, match=r"sandbox\.wall_s has no effect: .*\breward code\b"):
         told("reward.function=code", "sandbox.wall_s=3")
     assert not any("sandbox" in note for note in told("reward.function=code", "sandbox.memory_mib=99"))
 
@@ -86,7 +86,7 @@ def test_limits_alone_are_told_to_protect_from_little_once() -> None:
 
 
 def test_a_call_may_not_take_as_long_as_a_step() -> None:
-    with pytest.raises(ConfigError, match=r"sandbox\.wall_s=60 lets one call of the tool python take as long"):
+    with pytest.raises(ConfigError, match=r"sandbox\.wall_s=60 .*tool python"):
         told(PYTHON, "sandbox.wall_s=60")
 
 
