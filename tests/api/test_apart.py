@@ -84,9 +84,9 @@ def test_the_result_and_the_pages_come_back_and_errors_as_they_were_raised() -> 
     assert 'return {}["nothing"]' in failed.value.__notes__[0]
     with pytest.raises(RunError, match=r"^Own: badly"):
         carry_out_apart(Doing("fails by itself"), None)
-    with pytest.raises(RunError, match="cannot be read here: ModuleNotFoundError: No module named 'only_here'"):
+    with pytest.raises(RunError, match=r"cannot be read here: ModuleNotFoundError: .*'only_here'"):
         carry_out_apart(Doing("says what only it knows"), None)
-    with pytest.raises(WorkerDied, match=r"without a word \(exit code 3\). It printed:\na last word"):
+    with pytest.raises(WorkerDied, match=r"\(exit code 3\).*\na last word"):
         carry_out_apart(Doing("ends"), pages.append)
 
 

@@ -93,9 +93,7 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_takes_no_function_says_which_do() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^run\.name: got .*made, a function; the settings that take functions are rew"
-    ):
+    with pytest.raises(ConfigError, match=r"^run\.name: got .*made, a function; .*reward"):
         Functions({"run.name": made})
 
 
@@ -122,5 +120,5 @@ def test_a_pickle_of_another_python_is_refused(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as other:
         other.setattr(sys, "version_info", (3, 99, 0))
         Functions({"reward.function": made(0.0)}).write(tmp_path)
-    with pytest.raises(UserCodeError, match=r"score\.pkl was pickled by Python 3\.99, and this is Python 3\."):
+    with pytest.raises(UserCodeError, match=r"score\.pkl .*Python 3\.99.*Python 3\."):
         load_function(f"{tmp_path}/score.py:score")

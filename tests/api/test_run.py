@@ -73,11 +73,11 @@ async def test_a_plan_is_made_where_a_loop_runs_already_as_in_a_notebook() -> No
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"which does not exist; expected a run's directory"):
+    with pytest.raises(UserError, match=r"nowhere, which does not exist"):
         headway.load(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="RUN: got None, expected a run, or its directory"):
+    with pytest.raises(UserError, match=r"^RUN: got None"):
         headway.load(None)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"which has no config\.yaml; expected a run's directory"):
+    with pytest.raises(UserError, match=r"has no config\.yaml"):
         headway.train(resume=tmp_path)
 
 
@@ -98,5 +98,5 @@ def test_without_pandas_a_table_reads_alike(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_interface_is_imported_when_it_is_used() -> None:
     assert all(getattr(headway, name) is not None for name in headway.__all__)
     assert {*headway.__all__, "__version__"} <= {*dir(headway)}
-    with pytest.raises(AttributeError, match="module 'headway' has no attribute 'trian'"):
+    with pytest.raises(AttributeError, match=r"'headway' .*'trian'"):
         headway.trian  # type: ignore[attr-defined]  # noqa: B018

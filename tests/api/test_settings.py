@@ -72,13 +72,11 @@ def test_a_wrong_setting_is_refused_as_on_the_command_line(settings: Any, messag
 
 
 def test_without_a_recipe_and_with_one_too_many_the_message_says_what_to_give() -> None:
-    with pytest.raises(
-        ConfigError, match=r"expected config, a YAML file like recipes/demo\.yaml or a mapping; or resume"
-    ):
+    with pytest.raises(ConfigError, match=r"^expected config, .*; or resume"):
         train()
-    with pytest.raises(ConfigError, match="or a mapping, not 3; or resume, a run"):
+    with pytest.raises(ConfigError, match=r"^expected config, .*not 3; or resume"):
         train(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: there is no such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: .*no such file"):
         train("nowhere.yaml")
-    with pytest.raises(ConfigError, match="resume takes the settings that the run was begun with; drop config"):
+    with pytest.raises(ConfigError, match=r"^resume .*drop config"):
         train("recipes/demo.yaml", resume="nowhere")

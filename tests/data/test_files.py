@@ -95,7 +95,7 @@ def test_a_data_source_column_names_the_source(file: Path) -> None:
 
 
 def test_missing_columns_are_named_with_those_present(file: Path) -> None:
-    with pytest.raises(DataError, match=r"no column 'prompt'; there are question, answer. Set data.prompt_key"):
+    with pytest.raises(DataError, match=r"no column 'prompt'; .*question, answer\. Set data\.prompt_key"):
         read(write(file, [{"question": "q", "answer": "a"}]))
 
 
@@ -145,7 +145,7 @@ def test_a_column_of_ground_truths_goes_before_the_end_of_a_chat(file: Path, cha
 
 
 def test_a_chat_without_an_answer_anywhere_is_refused_with_its_columns(file: Path) -> None:
-    with pytest.raises(DataError, match=r"no column 'reward_model.ground_truth' or 'answer'; there are prompt, level"):
+    with pytest.raises(DataError, match=r"no column 'reward_model\.ground_truth' or 'answer'; .*prompt, level"):
         read_records(write(file, [{"prompt": CHAT, "level": 1}]), Columns())
 
 
@@ -159,14 +159,14 @@ def test_parts_of_a_message_are_one_text(file: Path) -> None:
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "p", "answer": "a"}\n\n{"prompt": }\n')
-    with pytest.raises(DataError, match=r"a.jsonl, line 3: not JSON: Expecting value at character 12; each line"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3: not JSON: .* 12\b"):
         read(str(path))
 
 
 def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("[1, 2]\n")
-    with pytest.raises(DataError, match="line 1: expected an object with columns, not list"):
+    with pytest.raises(DataError, match=r"line 1: .*object.* not list"):
         read(str(path))
 
 
@@ -176,7 +176,7 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
         ("missing.jsonl", None, "no such file"),
         ("a.txt", b"prompt,answer", "end in .jsonl, .csv or .parquet, not '.txt'"),
         ("a", b"", "end in .jsonl, .csv or .parquet, not 'nothing'"),
-        ("a.csv", b"prompt,answer\n", "the file has no rows"),
+        ("a.csv", b"prompt,answer\n", "no rows"),
         ("a.csv", b"question,answer\n1,2\n", "line 1: there is no column 'prompt'; there are question, answer"),
         ("a.csv", b"prompt,answer,prompt\n1,2,3\n", "line 1: two columns have one name"),
         ("a.csv", b"prompt,answer\n1,2\n3\n", "line 3: 1 fields, and the first line names 2 columns"),
@@ -185,19 +185,19 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
         (
             "a.csv",
             b"prompt,answer,,\n1,2,,\n",
-            "line 1: columns 3, 4 have no name; name them, or drop their sep",
+            "line 1: columns 3, 4 have no name",
         ),
         (
             "a.csv",
             b"""prompt,answer\n"[{'role': 'user', 'content': 'x'}\n {'role': 'user'}]",2\n""",
-            "line 3, 'prompt': chat messages as text that is neither JSON nor Python's spelling",
+            "line 3, 'prompt': .*neither JSON nor",
         ),
         (
             "a.jsonl",
             b"""{"prompt": "array([{'content': 'x', 'role': 'user'}], dtype=object)", "answer": 1}""",
-            "line 1, 'prompt': chat messages as text that is neither JSON nor",
+            "line 1, 'prompt': .*neither JSON nor",
         ),
-        ("a.jsonl", b"\n\n", "the file has no rows"),
+        ("a.jsonl", b"\n\n", "no rows"),
         ("a.jsonl", b'{"prompt": "p", "answer": 1}\n\xff\xfe\x00', "line 2 cannot be read: UnicodeDecodeError"),
         ("a.jsonl", b'{"prompt": "p", "answer": ' + b"[" * 100_000, "line 1 cannot be read: RecursionError"),
         ("a.jsonl", b'{"prompt": "p", "answer": ' + b"1" * 5000 + b"}", "line 1 cannot be read: ValueError"),
@@ -222,7 +222,7 @@ def test_a_parquet_file_without_rows_says_so(tmp_path: Path) -> None:
 
 def test_a_parquet_file_without_the_columns_is_refused_before_its_rows_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [{"question": "q", "answer": "a"}])
-    with pytest.raises(DataError, match=r"a\.parquet: there is no column 'prompt'; there are question, answer"):
+    with pytest.raises(DataError, match=r"a\.parquet: .*no column 'prompt'; .*question, answer"):
         read(path)
 
 
@@ -231,14 +231,12 @@ def test_a_parquet_row_that_is_no_text_is_named(tmp_path: Path) -> None:
     answers = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     table = pyarrow.table({"prompt": ["p", "q"], "answer": answers})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet, row 1 cannot be read: UnicodeDecodeError"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 1 .*: UnicodeDecodeError"):
         read(str(tmp_path / "a.parquet"))
 
 
 def test_a_folder_is_refused_with_both_ways_to_read_what_is_in_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"a folder, not a file; name a .jsonl, .csv or .parquet file in it, or, .*dataset: "
-    ):
+    with pytest.raises(DataError, match=r"a folder, not a file; .*dataset: "):
         read(str(tmp_path))
 
 

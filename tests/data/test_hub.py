@@ -65,7 +65,7 @@ def test_a_dataset_that_was_saved_without_splits_needs_none(tmp_path: Path) -> N
     records = read(str(tmp_path / "one"))
     assert [record.answer for record in records] == [row["answer"] for row in ROWS]  # lists, whatever the saved format
     assert type(records[0].extra["level"]) is int
-    with pytest.raises(DataError, match="holds one split without a name; drop split: train"):
+    with pytest.raises(DataError, match=r"one split .*drop split: train"):
         read(str(tmp_path / "one"), split="train")
 
 
@@ -109,7 +109,7 @@ def test_saved_rows_are_those_of_the_library_whatever_their_types(tmp_path: Path
 def test_a_saved_folder_that_is_damaged_is_refused_in_one_line(saved: str) -> None:
     (file,) = Path(saved, "test").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(DataError, match=r"saved \(split test\) cannot be loaded: Arrow.*Check its files, split"):
+    with pytest.raises(DataError, match=r"saved \(split test\) cannot be loaded: Arrow"):
         read(saved, split="test")
     file.unlink()
     with pytest.raises(DataError, match=r"saved \(split test\) cannot be loaded: FileNotFoundError"):
@@ -118,9 +118,7 @@ def test_a_saved_folder_that_is_damaged_is_refused_in_one_line(saved: str) -> No
 
 def test_without_the_library_the_message_says_how_to_install_it(folder: str, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ConfigError, match=r"not installed; pip install 'headway\[datasets\]', or give a .jsonl, .csv or"
-    ):
+    with pytest.raises(ConfigError, match=r"pip install 'headway\[datasets\]'"):
         read(folder)
 
 
@@ -161,39 +159,37 @@ def test_what_is_asked_of_the_hub_is_what_was_given(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_split_that_is_not_there_is_refused_with_those_that_are(folder: str, saved: str) -> None:
-    with pytest.raises(DataError, match=r"there is no split 'validation'; there are train, test. Set split"):
+    with pytest.raises(DataError, match=r"no split 'validation'; .*train, test\. Set split"):
         read(saved, split="validation")
-    with pytest.raises(
-        DataError, match=r'split validation\) cannot be loaded: .*"validation".*test.*Check its files, split'
-    ):
+    with pytest.raises(DataError, match=r'split validation\) cannot be loaded: .*"validation".*test'):
         read(folder, split="validation")
 
 
 @pytest.mark.parametrize("key", ["subset", "revision"])
 def test_a_saved_folder_has_neither_subset_nor_revision(saved: str, key: str) -> None:
-    with pytest.raises(DataError, match=f"a saved folder has no {key}; drop that key"):
+    with pytest.raises(DataError, match=f"saved folder has no {key}"):
         read(saved, **{key: "x"})
 
 
 def test_a_dataset_without_the_columns_is_refused_with_those_it_has(saved: str) -> None:
-    with pytest.raises(DataError, match=r"train: there is no column 'prompt'; there are question, answer, level"):
+    with pytest.raises(DataError, match=r"train: .*no column 'prompt'; .*question, answer, level"):
         read(saved, Columns())
 
 
 def test_an_empty_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(ROWS).select([]))
-    with pytest.raises(DataError, match="dataset openai/gsm8k, train: the split has no rows"):
+    with pytest.raises(DataError, match=r"dataset openai/gsm8k, train: .*no rows"):
         read("openai/gsm8k")
 
 
 def test_a_file_that_the_library_cannot_read_says_what_is_at_the_bottom_of_it(folder: str) -> None:
     (Path(folder) / "train.jsonl").write_text('{"question": "q", "answer": ["a"]}\n{"question": ["q"], "answer": 1}\n')
-    with pytest.raises(DataError, match=r"cannot be loaded: DatasetGenerationError: .*, from \w+: .*Check its files, "):
+    with pytest.raises(DataError, match=r"cannot be loaded: DatasetGenerationError: .*, from \w+: "):
         read(folder)
 
 
 def test_a_row_that_does_not_fit_is_named(tmp_path: Path) -> None:
     rows = [{"question": "q", "answer": "a"}, {"question": None, "answer": "a"}]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "bad")
-    with pytest.raises(DataError, match=r"bad, train, row 1, 'question': a prompt is text or .*, not None"):
+    with pytest.raises(DataError, match=r"bad, train, row 1, 'question': .*not None"):
         read(str(tmp_path / "bad"))

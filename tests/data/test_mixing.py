@@ -81,12 +81,12 @@ def test_every_share_is_its_exact_one_rounded_up_or_down(parts: list[SourceShare
 
 
 def test_a_weight_that_gives_nothing_of_an_epoch_is_refused_with_the_numbers() -> None:
-    with pytest.raises(DataError, match=r"part 1: its weight 1 of 1001 gives it none of an epoch's 10 prompts"):
+    with pytest.raises(DataError, match=r"part 1: its weight 1 of 1001 .*10 prompts"):
         quotas(parts_of((5, 1000), (5, 1)))
 
 
 def test_a_source_whose_rows_are_all_held_out_is_refused() -> None:
-    with pytest.raises(DataError, match=r"part 0: all of its rows are held out \(data.val_size\)"):
+    with pytest.raises(DataError, match=r"part 0: .*held out \(data\.val_size\)"):
         quotas(parts_of((0, None), (5, None)))
 
 
@@ -257,7 +257,7 @@ def test_too_long_prompts_are_counted_by_source_and_once_each_however_often_they
 
 
 def test_one_source_of_nothing_but_too_long_prompts_is_an_error_that_names_it() -> None:
-    with pytest.raises(DataError, match=r"all 2 prompts of part 1 have more than data\.max_prompt_length=5 tokens"):
+    with pytest.raises(DataError, match=r"all 2 prompts of part 1 .*data\.max_prompt_length=5 tokens"):
         source_of(parts_of((3, None), (2, None)), too_long=frozenset({3, 4}))
 
 

@@ -37,7 +37,7 @@ def test_of_a_saved_folder_the_split_that_is_wanted_is_taken_else_the_only_one(t
         source = settings_named(str(tmp_path), "test", "validation")["data.train"]
         assert source.get("split") == split
     (tmp_path / "dataset_dict.json").write_text("{", encoding="utf-8")
-    with pytest.raises(DataError, match="cannot be read as a dataset"):
+    with pytest.raises(DataError, match="cannot be read"):
         settings_named(str(tmp_path), "train")
 
 

@@ -130,15 +130,13 @@ def test_what_is_left_out_is_counted_by_source(write: WriteRows, tokenizer) -> N
 
 def test_a_source_of_nothing_but_too_long_prompts_ends_the_run_before_it_starts(write: WriteRows, tokenizer) -> None:
     config = config_of(train=[write("a", 3), write("b", 2, "x" * 20)], val_size=0, max_prompt_length=10)
-    with pytest.raises(
-        DataError, match=r"all 2 prompts of .*b\.jsonl have more than data\.max_prompt_length=10 tokens"
-    ):
+    with pytest.raises(DataError, match=r"all 2 prompts of .*b\.jsonl .*data\.max_prompt_length=10 tokens"):
         build_sources(config, tokenizer)
 
 
 def test_holding_out_all_of_one_small_source_is_refused_by_name(write: WriteRows) -> None:
     config = config_of(train=[write("a", 1), write("b", 1)], val_size=1)
-    with pytest.raises(DataError, match=r"(a|b)\.jsonl: all of its rows are held out \(data\.val_size\)"):
+    with pytest.raises(DataError, match=r"(a|b)\.jsonl: .*held out \(data\.val_size\)"):
         build_sources(config, tokenizer=None)
 
 
@@ -168,7 +166,7 @@ def test_a_row_that_the_template_cannot_render_is_named(write: WriteRows, tmp_pa
     template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}x"
     )
-    with pytest.raises(DataError, match=r"fails on a prompt of chat \(.*chat\.jsonl, line 2\): .*no tools"):
+    with pytest.raises(DataError, match=r"prompt of chat \(.*chat\.jsonl, line 2\): .*no tools"):
         build_sources(config_of(train=str(path), val_size=0), make_tokenizer(template))
 
 
@@ -176,9 +174,7 @@ def test_messages_without_a_template_name_the_row(write: WriteRows, tmp_path: Pa
     chat = [{"role": "user", "content": "hi"}]
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"prompt": chat, "answer": 1}) + "\n")
-    with pytest.raises(
-        DataError, match=r"prompts of chat \(.*line 1\) need a chat template .*tokenizer has none; use an"
-    ):
+    with pytest.raises(DataError, match=r"prompts of chat \(.*line 1\) need a chat template"):
         build_sources(config_of(train=str(path), val_size=0), tokenizer)
 
 

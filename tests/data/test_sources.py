@@ -142,9 +142,7 @@ def test_a_row_with_wrong_columns_for_the_template_is_left_out_wherever_it_is_me
     assert len(drain(rows)) == 199
     assert rows.left_out.counts == {"s": {reason: 1}}
     assert re.search(why, rows.left_out.examples[reason])
-    with pytest.raises(
-        DataError, match=r"64 of 99 rows, more than data\.max_bad_rows=0\.01 of them, cannot be used \("
-    ):
+    with pytest.raises(DataError, match=r"64 of 99 rows, more than data\.max_bad_rows=0\.01 .*\("):
         RowSource([bad] * 99, prompts, seed=0)
 
 
@@ -179,7 +177,7 @@ def test_the_chat_template_applies_as_configured(make_tokenizer, mode, prompt, t
 
 @pytest.mark.parametrize(("mode", "prompt"), [("auto", CHAT), ("always", "text")])
 def test_a_missing_template_is_explained(tokenizer, mode, prompt) -> None:
-    with pytest.raises(DataError, match=r"need a chat template .*the model's tokenizer has none; use an"):
+    with pytest.raises(DataError, match=r"need a chat template .*tokenizer has none"):
         PromptTokenizer(tokenizer, mode, 99)([Record(prompt, 1, "s")])
 
 
@@ -273,7 +271,7 @@ def test_a_restored_source_goes_on_where_the_saved_one_stood(prompts, taken, pre
 
 def test_a_cursor_over_other_data_is_refused() -> None:
     state = source_of("abc").state()
-    with pytest.raises(DataError, match=r"rows 3 then, 4 now.*Resume with the same data"):
+    with pytest.raises(DataError, match=r"rows 3 then, 4 now"):
         source_of("abcd").restore(state)
     with pytest.raises(DataError, match="seed 0 then, 1 now"):
         source_of("abc", seed=1).restore(state)
@@ -310,7 +308,7 @@ def test_one_good_row_among_many_is_found_in_every_epoch() -> None:
 
 @pytest.mark.parametrize("epochs", [None, 1])
 def test_nothing_but_too_long_prompts_is_an_error_at_once(epochs: int | None) -> None:
-    with pytest.raises(DataError, match=r"all 2 prompts have more than data\.max_prompt_length=5 tokens"):
+    with pytest.raises(DataError, match=r"all 2 prompts .*data\.max_prompt_length=5 tokens"):
         source_of(["far too long", "and another"], epochs=epochs)
 
 
@@ -327,7 +325,7 @@ def test_a_bad_row_is_left_out_once_and_all_others_keep_their_index() -> None:
 
 def test_more_bad_rows_than_allowed_end_the_run_with_the_commonest_reason() -> None:
     source = source_of([*"abcde" * 50, *[""] * 3], prefetch=10, shuffle=False)
-    with pytest.raises(DataError, match=r"3 of 253 rows, more than data.max_bad_rows=0.01 .* \(empty 3\): it is empty"):
+    with pytest.raises(DataError, match=r"3 of 253 rows, more than data\.max_bad_rows=0\.01 .*\(empty 3\)"):
         drain(source)
     assert (
         len(list(itertools.islice(iter(source_of([*"abcde" * 50, *[""] * 3], max_bad_rows=1).next, None), 600))) == 600
@@ -335,7 +333,7 @@ def test_more_bad_rows_than_allowed_end_the_run_with_the_commonest_reason() -> N
 
 
 def test_a_first_batch_without_a_good_row_ends_the_run_before_it_starts() -> None:
-    with pytest.raises(DataError, match=r"the first 64 rows cannot be used \(empty 64\)"):
+    with pytest.raises(DataError, match=r"first 64 rows .*\(empty 64\)"):
         source_of([*[""] * 64, *"abcde" * 2000], shuffle=False)
     assert source_of([*[""] * 63, *"abcde" * 2000], shuffle=False).next() is not None
 
@@ -398,7 +396,7 @@ def test_a_programs_rows_have_variables_for_the_template_also_where_they_are_tex
 
     assert notes(chat_template_kwargs={"think": "no"}) == []
     assert notes(tools=[TOOL])[0].startswith("the column 'tools' is not shown to the model")
-    with pytest.raises(DataError, match="line 1\\): the column 'chat_template_kwargs' has 'brief'; expected variables"):
+    with pytest.raises(DataError, match=r"line 1\): .*'chat_template_kwargs' has 'brief'"):
         notes(chat_template_kwargs="brief")
     parameters = {"type": "object", "properties": {"role": {"type": "string"}}}
     assert notes(tools=[{"type": "function", "function": {"name": "invite", "parameters": parameters}}])
@@ -446,7 +444,7 @@ def test_a_validation_file_replaces_the_split(train_file: str, tmp_path: Path, t
 
 
 def test_holding_out_every_row_is_an_error(train_file: str, tokenizer) -> None:
-    with pytest.raises(DataError, match="val_size=40 held-out rows leave nothing of 40 rows"):
+    with pytest.raises(DataError, match=r"data\.val_size=40 .*of 40 rows"):
         build_sources(config_of(train=train_file, val_size=40), tokenizer)
 
 
@@ -532,5 +530,5 @@ def test_a_cursor_over_the_same_rows_in_another_order_is_refused(tmp_path: Path)
         states.append(read_rows(config_of(train=str(file), val_size=0)).digests)
     assert states[0] != states[1]
     source = source_of("abcdef", digests=states[0])
-    with pytest.raises(DataError, match=r"other prompts in the rows 0 to 5.*Resume with the same data.*accept_changes"):
+    with pytest.raises(DataError, match=r"rows 0 to 5\b.*data\.accept_changes"):
         source_of("abcdef", digests=states[1]).restore(source.state())

@@ -92,7 +92,7 @@ def test_training_problems_are_made_on_demand() -> None:
 
 def test_a_task_with_too_few_distinct_problems_says_so() -> None:
     tiny = {"alphabet": "01", "min_length": 2, "mean_length": 2, "max_length": 2}
-    with pytest.raises(ConfigError, match="made only 4 distinct problems in 20 tries"):
+    with pytest.raises(ConfigError, match="only 4 distinct problems in 20 tries"):
         split_task("sort", tiny, seed=0, size=50, val_size=5)
     with pytest.raises(ConfigError, match="too few distinct problems"):
         _ = split_task("sort", tiny, seed=0, size=50, val_size=4).train[0]
@@ -265,7 +265,5 @@ def test_what_its_score_raises_is_left_to_whoever_scores(tmp_path: Path) -> None
 
 def test_a_factory_of_one_s_own_must_take_what_it_is_called_with(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def few(params): return None\n")
-    with pytest.raises(
-        UserCodeError, match=r"own\.py:few: takes \(params\), but is called with \(params, seed, problems\)"
-    ):
+    with pytest.raises(UserCodeError, match=r"own\.py:few: takes \(params\), .*\(params, seed, problems\)"):
         make_task(f"{tmp_path}/own.py:few", {}, seed=0)

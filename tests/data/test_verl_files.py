@@ -222,5 +222,5 @@ def test_a_row_without_a_ground_truth_is_named_with_what_there_is(tmp_path: Path
 
 def test_a_parquet_row_whose_struct_is_null_is_named(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", [gsm8k_row(0), {**gsm8k_row(1), "reward_model": None}], SCHEMA)
-    with pytest.raises(DataError, match=r"a\.parquet, row 1: there is no column 'reward_model.ground_truth'"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 1: .*no column 'reward_model\.ground_truth'"):
         read(path)

@@ -114,19 +114,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_losses(
     assert sft(settings(model, sums(6), stopped, *often)) == 130
     monkeypatch.undo()
     config = RunDirectory.existing_sft(stopped).config
-    with pytest.raises(ConfigError, match=r"got sft\.batch_size=3, .* the checkpoint has sft\.batch_size=2, "):
+    with pytest.raises(ConfigError, match=r"got sft\.batch_size=3, .*sft\.batch_size=2, "):
         sft(load(config, ["sft.batch_size=3"]), stopped)
     assert sft(load(config, ["sft.save_freq=5"]), stopped) == 0
     loaded = load(config)
     assert loaded.config.sft.save_freq == 5
     expected = [(row["version"], row["sft/loss"]) for row in rows_of(whole)]
     assert [(row["version"], row["sft/loss"]) for row in rows_of(stopped)] == expected
-    with pytest.raises(UserError, match="the run is complete, at step 6 of 6"):
+    with pytest.raises(UserError, match="run is complete, at step 6 of 6"):
         sft(loaded, stopped)
-    with pytest.raises(UserError, match="It is a run of headway sft"):
+    with pytest.raises(UserError, match="a run of headway sft"):
         RunDirectory.existing(stopped)
     (tmp_path / "stopped.jsonl").write_text(json.dumps(sums(1)[0]))
-    with pytest.raises(DataError, match="the training rows are not those of the checkpoint"):
+    with pytest.raises(DataError, match=r"^--resume .*training rows .*data\.accept_changes=true"):
         sft(loaded, stopped)
 
 
@@ -151,7 +151,7 @@ def test_chats_and_tools_that_are_stored_as_text_are_read(model: Path, tmp_path:
     [[whole], [row]] = data.train.examples([0, 1])
     assert (int(whole.loss_mask.sum()), int(row.loss_mask.sum())) == (7, 2)
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    with pytest.raises(ConfigError, match="the model's chat template does not show them"):
+    with pytest.raises(ConfigError, match="chat template does not show"):
         check(settings(model, [{"messages": CHAT, "tools": json.dumps(tools)}], tmp_path / "tools").config)
 
 
@@ -166,9 +166,9 @@ def test_rows_that_cannot_be_used_are_left_out_by_reason_up_to_a_limit(model: Pa
     told = "4 training rows cannot be used and are left out (conversation 2, too_long 1, tokenizer 1): "
     assert (data.train.left_out.note() or "").startswith(told)
     assert "columns question: expected messages" in data.train.left_out.examples["conversation"]
-    with pytest.raises(DataError, match=r"1 of 6 rows, more than data\.max_bad_rows=0\.01 of them, cannot be used"):
+    with pytest.raises(DataError, match=r"1 of 6 rows, more than data\.max_bad_rows=0\.01"):
         check(settings(model, rows, tmp_path / "other").config)
-    with pytest.raises(DataError, match=r"all conversations of the first batch cannot be used .* nothing to learn"):
+    with pytest.raises(DataError, match=r"first batch .*nothing to learn"):
         check(settings(model, rows[:1], tmp_path / "none", "data.max_bad_rows=1").config)
 
 
@@ -184,7 +184,7 @@ def test_it_notes_what_its_user_may_not_expect(model: Path, tmp_path: Path) -> N
 
 
 def test_it_says_what_it_needs(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.val_size=2 .* leave nothing of 2 rows"):
+    with pytest.raises(DataError, match=r"data\.val_size=2 .*of 2 rows"):
         check(settings(model, sums(2), tmp_path / "run", "data.val_size=2").config)
     with pytest.raises(UserError, match="it holds no run"):
         RunDirectory.existing_sft(tmp_path)
@@ -202,7 +202,7 @@ def test_it_says_what_it_needs(model: Path, tmp_path: Path) -> None:
         ),
         ("rollout.n=4", r"rollout\.n has no effect: headway sft does not read it; drop it"),
         ("reports.project=own", r"reports\.project has no effect: reports\.trackers does not name"),
-        ("trainer.n_gpus_per_node=2", r"cluster\.backend=inline has one process, so one training rank"),
+        ("trainer.n_gpus_per_node=2", r"cluster\.backend=inline .*one training rank"),
     ],
 )
 def test_its_settings_are_checked_as_those_of_training_are(tmp_path: Path, given: str, message: str) -> None:

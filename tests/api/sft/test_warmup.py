@@ -116,7 +116,7 @@ def test_the_last_weights_inside_the_window_count_where_accuracy_leaves_it_for_g
 
 
 def test_a_window_that_is_never_reached_is_an_error_that_says_so(model, tokenizer) -> None:
-    with pytest.raises(ModelError, match=r"max_steps=20 .* accuracy is 0\.200, outside model\.warmup\.target"):
+    with pytest.raises(ModelError, match=r"max_steps=20 .*accuracy is 0\.200.*model\.warmup\.target"):
         run(model, tokenizer, [0.2] * 5)
 
 

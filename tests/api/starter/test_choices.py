@@ -95,7 +95,7 @@ def test_replicas_are_as_large_as_is_asked_for_and_divide_what_generates() -> No
     odd = values(choices(model("70 B"), gpus(6)))
     assert (odd["trainer.n_gpus_per_node"], odd["rollout.n_gpus_per_node"]) == (2, 4)
     assert odd["rollout.tensor_model_parallel_size"] == 4
-    with pytest.raises(ConfigError, match=r"of which 3 train\. 16 GPUs of 80 GB would do"):
+    with pytest.raises(ConfigError, match=r"\b3 train\. 16 GPUs of 80 GB"):
         choices(model("70 B"), gpus(8), trainer__n_gpus_per_node=3)
 
 
@@ -109,21 +109,17 @@ def test_replicas_divide_the_heads_of_keys_or_are_a_multiple_of_them() -> None:
 
 
 def test_a_model_that_no_replica_holds_and_too_few_devices_are_refused_with_what_would_do() -> None:
-    without = (
-        r"1 × 80 GB, all that a replica may have, have no room .* Give rollout\.name=vllm, whose replicas may have"
-    )
+    without = r"1 × 80 GB, .*have no room .*rollout\.name=vllm"
     with pytest.raises(ConfigError, match=without):
         choices(model("70 B"), gpus(64, here=True))
-    with pytest.raises(ConfigError, match="1 × 80 GB, all that a replica may have, have no room"):
+    with pytest.raises(ConfigError, match=r"1 × 80 GB, .*have no room"):
         choices(model("70 B"), gpus(64), rollout__name="native")
-    with pytest.raises(ConfigError, match=r"8 × 12 GB, all that a replica may have, have no room .* Give GPUs"):
+    with pytest.raises(ConfigError, match=r"8 × 12 GB, .*have no room .* Give GPUs"):
         choices(model("70 B"), gpus(64, device_bytes=12 * GB))
     host = gpus(2, host_bytes=64 * GB, here=True)
-    with pytest.raises(ConfigError, match=r"do not fit on 2 GPUs of 80 GB\. 4 GPUs of 80 GB would do \(--gpus 4\)"):
+    with pytest.raises(ConfigError, match=r"on 2 GPUs of 80 GB\. 4 GPUs of 80 GB .*\(--gpus 4\)"):
         choices(model("8 B"), host)
-    with pytest.raises(
-        ConfigError, match=r"a run on this machine's CPU takes [\d.]+ GB at the least, of which there are 16\.0"
-    ):
+    with pytest.raises(ConfigError, match=r"CPU takes [\d.]+ GB .*\b16\.0\b"):
         choices(model("8 B"), CPU)
 
 
@@ -163,7 +159,7 @@ def test_few_long_prompts_are_left_out_and_positions_bound_both_lengths() -> Non
     short = model("1 B", config={"max_position_embeddings": 512})
     bounded = values(choices(short, gpus(8)))
     assert (bounded["data.max_prompt_length"], bounded["data.max_response_length"]) == (320, 192)
-    with pytest.raises(ConfigError, match="MODEL has 512 positions for prompt and answer"):
+    with pytest.raises(ConfigError, match="MODEL has 512 positions"):
         choices(short, gpus(8), data([600]))
 
 
@@ -188,12 +184,12 @@ def test_devices_that_are_given_leave_the_others_to_the_other_role() -> None:
     for given in ({"trainer__n_gpus_per_node": 4}, {"rollout__n_gpus_per_node": 4}):
         made = values(choices(model("1 B"), gpus(8), **given))
         assert (made["trainer.n_gpus_per_node"], made["rollout.n_gpus_per_node"]) == (4, 4)
-    with pytest.raises(ConfigError, match="is 8 of 8 GPUs, which leaves 0 for rollout; each needs at least one"):
+    with pytest.raises(ConfigError, match=r"is 8 of 8 GPUs, .*leaves 0 for rollout"):
         choices(model("1 B"), gpus(8), trainer__n_gpus_per_node=8)
 
 
 def test_gpus_that_are_no_whole_machines_are_not_left_idle() -> None:
-    with pytest.raises(ConfigError, match=r"which leaves 12 for rollout; each needs .* whole machines of 8"):
+    with pytest.raises(ConfigError, match=r"leaves 12 for rollout; .*machines of 8"):
         choices(model("1 B"), gpus(16), trainer__n_gpus_per_node=4)
 
 
@@ -209,11 +205,9 @@ def test_a_given_answer_takes_positions_from_prompts_and_a_given_prompt_from_ans
     short = model("1 B", config={"max_position_embeddings": 256})
     made = values(choices(short, gpus(8), data([90] * 10), data__max_response_length=166))
     assert (made["data.max_prompt_length"], made["data.max_response_length"]) == (90, 166)
-    with pytest.raises(ConfigError, match="max_prompt_length=256 leaves no room for an answer in the 256 positions"):
+    with pytest.raises(ConfigError, match=r"data.max_prompt_length=256 leaves no room .*256 positions"):
         choices(short, gpus(8), data([90]), data__max_prompt_length=256)
-    with pytest.raises(
-        ConfigError, match=r"max_prompt_length=4 leaves out 100% of the prompts \(median 90, .*Raise it"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_length=4 leaves out 100%.*\(median 90\b"):
         choices(short, gpus(8), data([90]), data__max_prompt_length=4)
 
 
@@ -232,7 +226,7 @@ def test_with_vllm_the_trainer_is_checked_against_memory() -> None:
     def with_vllm(**given: Any) -> Any:
         return choices(model("8 B"), gpus(8, vllm=True), rollout__name="vllm", **given)
 
-    with pytest.raises(ConfigError, match=r"a trainer rank.* takes [\d.]+ GB at the least, of which there are 80\.0"):
+    with pytest.raises(ConfigError, match=r"trainer rank.* takes [\d.]+ GB .*\b80\.0\b"):
         with_vllm(actor__ppo_max_token_len_per_gpu=131_072)
     names = [one.name for one in taken(with_vllm(), model("8 B"), gpus(8))]
     assert not any(name == "replica" for name in names), "it takes what it finds"
@@ -240,7 +234,7 @@ def test_with_vllm_the_trainer_is_checked_against_memory() -> None:
 
 def test_gpus_that_nobody_knows_of_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.api.init.model_summary.listed_here", lambda: None)
-    with pytest.raises(ConfigError, match="how many GPUs this machine has is not known; give --gpus N"):
+    with pytest.raises(ConfigError, match=r"GPUs .*not known; give --gpus N"):
         look_here(None, None)
     assert not look_here(2, None).here
 

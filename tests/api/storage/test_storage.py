@@ -123,7 +123,7 @@ def test_a_checkpoint_is_complete_only_after_the_sizes_of_its_files_were_compare
             store.put(name, b"half")
 
     store.send = cut_off  # type: ignore[method-assign]
-    with pytest.raises(OSError, match=r"version_2/__1_0.distcp has 4 bytes there, of 204"):
+    with pytest.raises(OSError, match=r"version_2/__1_0\.distcp has 4 bytes .*204"):
         uploader.send_changes()
     assert complete_versions(store.sizes()) == [1]
     store.send = send  # type: ignore[method-assign]
@@ -147,12 +147,10 @@ def test_a_process_that_was_taken_for_dead_writes_nothing_once_another_one_goes_
     assert complete_versions(store.sizes()) == [2], "what it does not go on from is undone"
     before = store.sizes()
     reach(reports, 4)
-    with pytest.raises(
-        ConfigError, match=r"names another process, which resumed in .*fresh; this process writes nothing"
-    ):
+    with pytest.raises(ConfigError, match=r"run\.json names another process, .*fresh"):
         dead.send_changes()
     assert store.sizes() == before
-    with pytest.raises(ConfigError, match=r"is ahead of this directory: the run was resumed in .*fresh since"):
+    with pytest.raises(ConfigError, match=r"^run\.storage=.* is ahead .*fresh"):
         check_storage(config, reports.directory.path, resumed=True)
 
 
@@ -200,7 +198,7 @@ def test_an_operation_that_did_not_answer_in_time_never_replaces_what_was_writte
     monkeypatch.setattr("headway.config.sizing.timeouts.STORAGE_S", 0.05)
     monkeypatch.setattr(store._fs, "pipe_file", slow)
     for data in (b"older", b"refused"):
-        with pytest.raises(TimeoutError, match="the storage did not answer for 0 s"):
+        with pytest.raises(TimeoutError, match=r"storage .*answer for 0 s"):
             store.put("file", data)
     goes_on.set()
     store.put("file", b"newer")
@@ -279,7 +277,7 @@ def test_what_is_missing_or_cut_off_is_refused_by_its_name(url: str, tmp_path: P
     save(reports.directory, 3)
     store.put("checkpoints/version_2/__0_0.distcp", bytes(204))
     store.remove([files["events.jsonl"][-1][0]])
-    with pytest.raises(DataError, match=r"a part of events\.jsonl, is missing"):
+    with pytest.raises(DataError, match=r"events\.jsonl, is missing"):
         brought_back(url, tmp_path / "nowhere", told.append)
     assert not (tmp_path / "nowhere").exists()
 
@@ -296,18 +294,18 @@ def test_a_lost_directory_is_found_by_the_storage_that_is_given_and_a_directory_
     shutil.rmtree(run / "checkpoints")
     mark = (run / ".storage.json").read_text()
     (run / ".storage.json").write_text('{"run": "another", "epoch": 1}')
-    with pytest.raises(ConfigError, match=r"holds another run than .*, which has no checkpoint"):
+    with pytest.raises(ConfigError, match=r"holds another run than .*no checkpoint"):
         located(str(run), None, None, print)
     (run / ".storage.json").write_text(mark)
     assert located(str(run), None, None, print) == (run, url)
     assert Checkpoints(run / "checkpoints").complete(with_critic=False) == [1]
     assert located(str(run), None, None, print) == (run, None)
     shutil.rmtree(run)
-    with pytest.raises(ConfigError, match=r"does not exist; .* or its run\.storage"):
+    with pytest.raises(ConfigError, match=r"does not exist; .*run\.storage"):
         located(str(run), None, None, print)
     assert located(str(run), url, None, print) == (run, url)
     assert located(url, None, str(tmp_path / "b"), print) == (tmp_path / "b", url)
-    with pytest.raises(UserError, match=r"no run is there to resume, for it has no run\.json"):
+    with pytest.raises(UserError, match=r"no run\.json"):
         located("memory://nothing", None, None, print)
 
 
@@ -318,7 +316,7 @@ def test_a_run_in_a_folder_that_may_not_be_entered_is_one_message(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "is_file", refused)
-    with pytest.raises(ConfigError, match=r"RUN: .* cannot be looked into: PermissionError"):
+    with pytest.raises(ConfigError, match=r"RUN: .*: PermissionError"):
         located(str(tmp_path), None, None, print)
 
 
@@ -345,15 +343,15 @@ def test_a_checkpoint_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
     [
         (
             "nosuch://bucket/run",
-            r"storage=nosuch://bucket/run cannot be used here: Protocol not known: nosuch.*expected",
+            r"run\.storage=nosuch://bucket/run .*: nosuch.*expected",
         ),
         ("DIR/run/storage", r"run\.storage=.*/run/storage and run\.dir=.*/run are inside each other"),
-        ("DIR", r"are inside each other, and would be lost together; give"),
-        ("DIR/full", r"is not empty: it has notes\.txt, and holds no run"),
-        ("DIR/taken", r"holds another run, which was trained in /elsewhere/run; .* headway train --resume .*/taken"),
+        ("DIR", r"are inside each other"),
+        ("DIR/full", r"is not empty: it has notes\.txt"),
+        ("DIR/taken", r"holds another run, .*/elsewhere/run; .* headway train --resume .*/taken"),
         ("DIR/damaged", r"run\.json is damaged"),
         ("DIR/file", r"it cannot be written: FileExistsError"),
-        ("DIR/denied", r"it cannot be written: PermissionError.*A file \.headway-probe was to be written"),
+        ("DIR/denied", r"it cannot be written: PermissionError.*\.headway-probe"),
     ],
 )
 def test_a_storage_that_cannot_be_used_is_refused_before_the_start(
@@ -396,7 +394,7 @@ def test_a_protocol_whose_package_is_missing_names_the_extra(monkeypatch: pytest
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(ConfigError, match=r"Install s3fs to access S3.*which needs pip install 'headway\[storage\]'"):
+    with pytest.raises(ConfigError, match=r"s3fs.*pip install 'headway\[storage\]'"):
         StorageClient("s3://bucket/run")
 
 
