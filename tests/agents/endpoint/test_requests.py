@@ -368,7 +368,7 @@ async def test_a_port_in_use_is_told_at_the_start() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}: .*agent.endpoint_port=0"):
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*agent.endpoint_port=0"):
             await endpoint(port=port).start()
 
 

@@ -85,19 +85,19 @@ def test_templates_of_large_models_are_learned_up_to_the_token_that_ends_a_turn(
 
 
 def test_messages_without_an_answer_are_refused():
-    with pytest.raises(UserCodeError, match="nothing to learn from messages of user: no answer"):
+    with pytest.raises(UserCodeError, match=r"nothing to learn .*\buser: no answer"):
         demonstrated(chats(), [said("user", "1")])
 
 
 def test_a_template_whose_answers_do_not_end_is_refused():
     endless = TEMPLATE.replace("{{ eos_token }}", "")
-    with pytest.raises(ConfigError, match="without a token that ends it"):
+    with pytest.raises(ConfigError, match="without a token that ends"):
         demonstrated(chats(endless), [said("user", "1"), said("assistant", "2")])
 
 
 def test_a_template_that_opens_answers_otherwise_than_it_asks_for_them_is_refused():
     other = TEMPLATE.replace("%}<|assistant|>{%", "%}<|assistant|>:{%")
-    with pytest.raises(DataError, match="does not begin with the prompt of its last answer"):
+    with pytest.raises(DataError, match="does not begin with the prompt"):
         demonstrated(chats(other), [said("user", "1"), said("assistant", "2")])
 
 

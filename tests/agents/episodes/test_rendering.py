@@ -329,12 +329,12 @@ def test_a_template_that_leaves_answers_out_is_refused():
 
 
 def test_tools_for_a_template_that_does_not_show_them_are_refused():
-    with pytest.raises(ConfigError, match="does not show them to the model"):
+    with pytest.raises(ConfigError, match="does not show them"):
         Conversations(renderer_of("deepseek_r1")).prompt([USER], TOOLS)
 
 
 def test_a_chat_that_the_template_refuses_is_named_with_its_reason():
-    with pytest.raises(DataError, match=r"fails on messages of user, user: .*must alternate"):
+    with pytest.raises(DataError, match=r"\buser, user: .*must alternate"):
         Conversations(renderer_of("mistral")).prompt([USER, USER])
 
 

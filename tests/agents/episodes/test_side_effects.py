@@ -171,5 +171,5 @@ def test_a_tool_that_is_named_and_not_there_is_one_message(tmp_path: Path):
         finally:
             await workers.close()
 
-    with pytest.raises(ConfigError, match=r"agent.side_effects: there is no tool named pya; there are: pay; "):
+    with pytest.raises(ConfigError, match=r"agent\.side_effects: .*\bpya; .*: pay; "):
         asyncio.run(main())

@@ -387,10 +387,10 @@ def test_an_answer_that_a_response_template_took_apart_goes_on(with_response_tem
         (
             "deepseek_r1",
             "auto",
-            "no parser reads the calls .* name one in agent.tool_parser .template, hermes, llama3",
+            "no parser .*agent.tool_parser .template, hermes, llama3",
         ),
-        ("qwen3", "xml", "there is no such parser; there are template, hermes, llama3_json, mistral, .* and auto"),
-        ("qwen3", "template", "no response template .* name one of hermes, llama3_json, mistral"),
+        ("qwen3", "xml", "no such parser; .*template, hermes, llama3_json, mistral, .* auto"),
+        ("qwen3", "template", "no response template .*hermes, llama3_json, mistral"),
     ],
 )
 def test_a_parser_that_does_not_fit_is_refused_and_those_there_are_named(template, choice, said_so):
@@ -401,7 +401,7 @@ def test_a_parser_that_does_not_fit_is_refused_and_those_there_are_named(templat
 def test_a_form_that_is_not_known_is_shown():
     tokenizer = copy(tokenizer_of("qwen2_5"))
     tokenizer.chat_template = tokenizer.chat_template.replace("\\n<tool_call>\\n", "@").replace("</tool_call>", "")
-    with pytest.raises(ConfigError, match=r"no parser reads the calls .* such as .*@"):
+    with pytest.raises(ConfigError, match=r"no parser .*@"):
         choose_parser(ChatRenderer(tokenizer))
 
 

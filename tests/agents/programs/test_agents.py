@@ -229,7 +229,7 @@ def test_a_command_that_fails_or_gives_no_reward_fails_its_episode(tmp_path: Pat
 
 
 def test_a_command_that_is_not_there_is_refused_before_a_run() -> None:
-    with pytest.raises(UserCodeError, match="there is no program 'no-such-agent' here; install it"):
+    with pytest.raises(UserCodeError, match="no program 'no-such-agent'"):
         ProgramSpec(command=("no-such-agent",)).load()
 
 
@@ -346,5 +346,5 @@ def test_an_agent_loop_that_is_an_object_remembers_nothing_of_another_episode(tm
     for _ in range(2):
         end = asyncio.run(program.serve(start(access=None), continued))
         assert (end.reward, dict(end.metrics)) == (1.0, {"told": 1.0})  # no mean that is none
-    with pytest.raises(UserCodeError, match="each episode has a copy of it, and none can be made; give its class"):
+    with pytest.raises(UserCodeError, match=r"copy of it.* its class"):
         ProgramSpec(program=f"{tmp_path}/loops.py:locked").load()

@@ -76,14 +76,14 @@ def test_an_environment_with_a_reset_alone_needs_tools(environment, tools):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("agent", r"it is an async function; name it in agent.program, where a program is async def run"),
-        ("Agent", r"it has run\(\), as programs have; name it in agent.program"),
+        ("agent", r"async function; name it in agent\.program"),
+        ("Agent", r"it has run\(\), .*agent\.program"),
         (
             "game",
-            r"it is <.*Game.*>, and episodes need an environment each; name its class, or a function that makes one",
+            r"it is <.*Game.*>, .*its class",
         ),
-        ("nobody", "has no 'nobody'; name what it defines, as file.py:name"),
-        ("nothing", r"NoneType has none of the forms"),
+        ("nobody", "has no 'nobody'"),
+        ("nothing", r"NoneType has none"),
     ],
 )
 def test_what_is_no_environment_is_refused_with_what_to_do(environment, name, message):
@@ -103,9 +103,9 @@ def test_what_is_no_environment_is_refused_with_what_to_do(environment, name, me
     [
         (
             ProgramSpec(tools=("a.py:f",), program="b.py:b"),
-            "agent.tools beside program b.py:b, which would not call them",
+            "agent.tools beside program b.py:b",
         ),
-        (ProgramSpec(environment="nowhere.py:A"), "nowhere.py:A: there is no file "),
+        (ProgramSpec(environment="nowhere.py:A"), "nowhere.py:A: .*no file "),
     ],
 )
 def test_specs_that_contradict_themselves_are_refused(spec, message):

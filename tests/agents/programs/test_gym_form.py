@@ -265,9 +265,7 @@ def test_a_reset_without_a_seed_is_refused(environment):
         def reset(self): return "obs", {}
         def step(self, action): ...
     """
-    with pytest.raises(
-        UserCodeError, match=r"game.py:Game: its reset\(\) takes no seed, and episodes have to be repro"
-    ):
+    with pytest.raises(UserCodeError, match=r"game\.py:Game: its reset\(\) takes no seed"):
         environment(code).load()
 
 
@@ -285,9 +283,7 @@ def test_numeric_spaces_are_refused_with_their_name(environment, name):
         def reset(self, seed=None): return "obs", {{}}
         def step(self, action): ...
     """
-    with pytest.raises(
-        UserCodeError, match=rf"game.py:Game: its {name} is Discrete\(4\), and the model reads and writes"
-    ):
+    with pytest.raises(UserCodeError, match=rf"game\.py:Game: its {name} is Discrete\(4\)"):
         environment(code).load().describe()
 
 
@@ -302,9 +298,7 @@ async def test_a_function_may_make_the_environment(environment):
 @pytest.mark.parametrize("name", ["Game", "make"])
 def test_parameters_that_do_not_fit_are_refused_with_the_signature(environment, name):
     spec = environment(GAME + "\n    def make(high):\n        return Game(high=high)\n", name, params={"low": 3})
-    with pytest.raises(
-        UserCodeError, match=rf"game.py:{name}: takes \(high.*\), but is called with \(low=3\), where values"
-    ):
+    with pytest.raises(UserCodeError, match=rf"game\.py:{name}: takes \(high.*\), .*\(low=3\)"):
         spec.load()
 
 

@@ -108,7 +108,7 @@ async def test_what_a_server_says_is_an_error_is_told_to_the_model_and_counted()
 async def test_an_image_is_no_text_and_ends_the_episode():
     with pytest.raises(
         ProgramFailed,
-        match=r"agent.mcp.digits: the call of its tool 'draw' was answered with image content",
+        match=r"agent\.mcp\.digits: .*tool 'draw' .*\bimage\b",
     ):
         await play(program(in_memory()), Script(calling(("draw", {})), "x"))
 
@@ -116,15 +116,13 @@ async def test_an_image_is_no_text_and_ends_the_episode():
 def test_a_server_may_offer_some_of_its_tools_alone():
     loaded = program(in_memory(tools=("say", "add")))
     assert [tool["function"]["name"] for tool in loaded.describe().tools] == ["add", "say"]
-    with pytest.raises(
-        UserCodeError, match=r"agent.mcp.digits.tools: the server has no tool sub; it has add, fail, draw, say"
-    ):
+    with pytest.raises(UserCodeError, match=r"agent\.mcp\.digits\.tools: .*no tool sub; .*add, fail, draw, say"):
         in_memory(tools=("add", "sub")).load()
 
 
 def test_a_name_that_two_have_is_refused_with_both():
     one, other = in_memory("one"), in_memory("other")
-    both = r"agent.mcp.other: there is a tool named 'add' already, of agent.mcp.one; .* leave one out \(agent.mcp"
+    both = r"agent\.mcp\.other: .*'add' already, of agent\.mcp\.one; .*\(agent\.mcp"
     with pytest.raises(UserCodeError, match=both):
         program(one, other)
 
@@ -136,7 +134,7 @@ def test_a_name_that_two_have_is_refused_with_both():
         """
         return a
 
-    with pytest.raises(UserCodeError, match=r"agent.mcp.one: there is a tool named 'add' already, of tools.py:add"):
+    with pytest.raises(UserCodeError, match=r"agent\.mcp\.one: .*'add' already, of tools\.py:add"):
         Toolbox([make_tool(add, "tools.py:add"), one])
 
 
@@ -157,9 +155,7 @@ async def test_episodes_share_a_connection_unless_each_has_its_own():
 
 def test_without_the_sdk_the_message_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(
-        UserCodeError, match=r"agent.mcp needs the package mcp, 2 or later, .* pip install 'headway\[mcp\]'"
-    ):
+    with pytest.raises(UserCodeError, match=r"agent\.mcp .*\bmcp, 2 or later.* pip install 'headway\[mcp\]'"):
         in_memory().load()
 
 
@@ -313,25 +309,25 @@ async def test_what_the_sdk_raises_in_a_call_costs_the_connection_unless_it_foun
             "did not answer .agent.mcp.far.timeout_s",
             marks=pytest.mark.slow,
         ),
-        ({"initialize": {"name": "x"}}, UserCodeError, "cannot connect to it: capabilities: Field required"),
-        ({"tools/list": {"tools": "none"}}, UserCodeError, "with what is wrong: tools: Input should be"),
+        ({"initialize": {"name": "x"}}, UserCodeError, "cannot connect to it: capabilities: "),
+        ({"tools/list": {"tools": "none"}}, UserCodeError, "wrong: tools: "),
         pytest.param(
             {"tools/list": None},
             ProgramAway,
-            "list of tools was waited for 0.2 s, and the server did not answer",
+            "list of tools .*0.2 s",
             marks=pytest.mark.slow,
         ),
         (
             {"tools/list": {"tools": [PLACE, PLACE]}},
             UserCodeError,
-            "a tool named .place. already, of agent.mcp.far",
+            "'place' already, of agent.mcp.far",
         ),
         ({"tools/list": {"tools": [PLACE | {"name": "a b"}]}}, UserCodeError, "name 'a b'; expected 1 to 128 of"),
-        ({"tools/list": {"tools": []}}, UserCodeError, "the server has no tools; take it out"),
+        ({"tools/list": {"tools": []}}, UserCodeError, "has no tools"),
         pytest.param(
             {"tools/list": {"tools": [PLACE], "nextCursor": "1"}},
             UserCodeError,
-            "has no end: 100 pages were read",
+            "no end: 100 pages",
             marks=pytest.mark.slow,
         ),
     ],
@@ -361,26 +357,24 @@ async def test_a_servers_process_is_called_and_started_anew_after_it_died(deaths
     for _ in range(deaths):
         await play(loaded, ask := Script(calling(("count", {})), "done"))
         assert heard(ask)[0].startswith("1 in ")
-        with pytest.raises(ProgramAway, match=r"digits: the server went away during the call of its tool 'die': Conn"):
+        with pytest.raises(ProgramAway, match=r"digits: .*went away .*tool 'die': Conn"):
             await play(loaded, Script(calling(("die", {})), "done"))
 
 
 def test_commands_that_are_no_servers_are_refused_with_what_they_wrote(caplog):
     """Two are started, one of which is waited for."""
-    with pytest.raises(
-        UserCodeError, match=r"cannot connect to false: .*Connection closed; what it printed is above, or"
-    ):
+    with pytest.raises(UserCodeError, match=r"cannot connect to false: .*Connection closed"):
         McpServer(McpServerSpec("ends", command=("false",))).load()
     greeting = ("sh", "-c", "echo hello, I am no server; cat > /dev/null")
-    with pytest.raises(UserCodeError, match=r"was waited for 1 s, and did not answer .* what it printed is above"):
+    with pytest.raises(UserCodeError, match=r"waited for 1 s\b"):
         McpServer(McpServerSpec("chatters", command=greeting, timeout_s=1.0)).load()
     assert [one for one in caplog.records if one.exc_info] == []  # the SDK's tracebacks
     assert "hello, I am no server" in caplog.text
-    with pytest.raises(UserCodeError, match=r"agent.mcp.no.command: there is no command 'no-such-server'; install "):
+    with pytest.raises(UserCodeError, match=r"agent\.mcp\.no\.command: .*'no-such-server'"):
         McpServer(McpServerSpec("no", command=("no-such-server",))).load()
-    with pytest.raises(UserCodeError, match=r"agent.mcp.no.command: there is no command 'python'"):
+    with pytest.raises(UserCodeError, match=r"agent\.mcp\.no\.command: .*'python'"):
         McpServer(McpServerSpec("no", command=("python",), env={"PATH": "/nowhere"})).load()
-    with pytest.raises(UserCodeError, match=r"agent.mcp.no.env: '\$UNSET' has a \$ without a variable"):
+    with pytest.raises(UserCodeError, match=r"agent\.mcp\.no\.env: '\$UNSET'"):
         McpServer(McpServerSpec("no", command=("true",), env={"KEY": "$UNSET"})).load()
 
 
@@ -452,7 +446,5 @@ def test_a_tool_of_a_server_and_a_method_of_an_environment_have_names_of_their_o
     server = in_memory("two", make=lambda: named("look"))
     server.load()
     loaded._program._tools = Toolbox([server])
-    with pytest.raises(
-        UserCodeError, match=r"game.py:Game: it has a tool 'look', and so has agent.mcp.two; rename one"
-    ):
+    with pytest.raises(UserCodeError, match=r"game\.py:Game: .*tool 'look', .*agent\.mcp\.two"):
         loaded.describe()

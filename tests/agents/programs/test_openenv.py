@@ -149,7 +149,7 @@ async def test_a_limit_leaves_the_rewards_and_closes_the_connection():
 async def test_a_server_that_says_so_in_the_middle_of_an_episode_is_away():
     server = Server(observed({"text": "Guess."}), error("CAPACITY_REACHED", "8 of 8 sessions"))
     async with server.serving() as address:
-        with pytest.raises(ProgramAway, match="no room for a further session: 8 of 8 sessions"):
+        with pytest.raises(ProgramAway, match="8 of 8 sessions"):
             await play(await load(address), Script("3"))
 
 
@@ -161,9 +161,7 @@ async def test_a_server_without_room_is_asked_again_and_given_up_after_the_time_
         assert (await play(await load(address), Script("3"))).turn_rewards == (1.0,)
         assert len(server.heard) == 4
         server.answers = (full,)
-        with pytest.raises(
-            ProgramAway, match="no room for a further session: 8 of 8 sessions; raise its max_concurrent"
-        ):
+        with pytest.raises(ProgramAway, match=r"8 of 8 sessions; .*max_concurrent"):
             await play(await load(address, timeout_s=0.1), Script("3"))
 
 
@@ -237,9 +235,9 @@ async def test_an_episode_after_its_server_has_gone_is_to_be_run_again():
             GUESS,
             {"level": 3},
             UserCodeError,
-            "it takes no agent.params.level; there are action_field, observation_field",
+            "no agent.params.level; .*action_field, observation_field",
         ),
-        (["x"], {}, UserCodeError, r"/schema says \['x'\], expected a dict with the schema of an action"),
+        (["x"], {}, UserCodeError, r"/schema says \['x'\], expected a dict"),
         (503, {}, ProgramAway, "answers with status 503"),
     ],
 )
@@ -252,7 +250,7 @@ async def test_what_is_no_environment_of_openenvs_is_refused_before_the_run(sche
 async def test_a_server_without_its_web_socket_is_told_where_it_belongs():
     async with Server(schema=404).serving() as address:
         loaded = await load(f"{address}/elsewhere")
-        with pytest.raises(ProgramFailed, match="where OpenEnv has its WebSocket, raised WSServerHandshakeError: 404"):
+        with pytest.raises(ProgramFailed, match="WebSocket, raised WSServerHandshakeError: 404"):
             await play(loaded, Script("3"))
 
 
@@ -260,7 +258,7 @@ async def test_a_server_without_its_web_socket_is_told_where_it_belongs():
 async def test_an_episode_whose_server_has_too_much_to_do_is_to_be_run_again(status):
     async with Server(status=status).serving() as address:
         loaded = await load(address)
-        with pytest.raises(ProgramAway, match=f"the server answers with status {status}"):
+        with pytest.raises(ProgramAway, match=f"answers with status {status}"):
             await play(loaded, Script("3"))
 
 
@@ -293,5 +291,5 @@ def test_text_goes_to_the_one_field_that_an_action_needs(schema, field):
 
 def test_tools_are_not_called_beside_it(tools):
     spec = tools("def f() -> int:\n    '''Do.'''\n    return 1", "f")
-    with pytest.raises(UserCodeError, match=r"agent.tools beside environment ws://h, which would not call them"):
+    with pytest.raises(UserCodeError, match=r"agent\.tools beside environment ws://h"):
         ProgramSpec(environment="ws://h", tools=spec.tools).load()

@@ -268,7 +268,7 @@ async def test_rewards_of_turns_given_in_two_ways_are_refused(program):
         chat.reward(1)
         return [1]
     """
-    with pytest.raises(ProgramFailed, match=r"gave rewards of turns by chat.reward\(\) and returned a list, too"):
+    with pytest.raises(ProgramFailed, match=r"chat\.reward\(\) and returned a list"):
         await play(program(code), Script("a"))
 
 
@@ -336,9 +336,7 @@ async def test_a_turn_that_is_left_running_finds_the_episode_ended(program):
     loaded = program(code).load()
     assert (await play(loaded, ask := Script("a", "b"))).reward == 1.0
     [left] = loaded._program._run.of_an_episode().func.__globals__["LEFT"]
-    with pytest.raises(
-        ProgramFailed, match=r"agent.py:run asked for a turn after it had ended; await every turn before"
-    ):
+    with pytest.raises(ProgramFailed, match=r"agent\.py:run .*after it had ended"):
         await left
     assert len(ask.requests) == 1
 
@@ -349,7 +347,7 @@ async def test_what_is_away_may_be_tried_again(program):
     async def run(row, chat):
         raise Unavailable("the sandbox is restarting")
     """
-    with pytest.raises(ProgramAway, match=r"program agent.py:run raised Unavailable: the sandbox is restarting"):
+    with pytest.raises(ProgramAway, match=r"program agent\.py:run raised Unavailable: the sandbox is restarting"):
         await play(program(code), Script("a"))
 
 
@@ -399,14 +397,14 @@ async def test_an_object_of_a_class_makes_each_episode(program):
         (
             "two",
             {"goal": 1},
-            r"takes \(row, chat\), but is called with \(row, chat, goal=1\), where values are",
+            r"takes \(row, chat\), .*\(row, chat, goal=1\)",
         ),
         (
             "three",
             {},
-            r"takes \(row, chat, goal\), but is called with \(row, chat\), .*: missing a required argument: 'goal'",
+            r"takes \(row, chat, goal\), .*\(row, chat\), .*'goal'",
         ),
-        ("missing", {}, "has no 'missing'; name what it defines, as file.py:name"),
+        ("missing", {}, "has no 'missing'"),
     ],
 )
 def test_what_is_no_program_is_refused_with_what_one_is(program, name, params, message):

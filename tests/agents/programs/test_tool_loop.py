@@ -74,7 +74,7 @@ async def test_a_call_that_cannot_be_made_and_a_tool_that_raises_are_messages_to
 
 async def test_a_tool_that_says_it_is_away_ends_the_try_and_the_model_hears_nothing(tools):
     ask = Script(calling(("away", {})), "done")
-    with pytest.raises(ProgramAway, match=r"tools tools.py:away raised Unavailable: the index is being built"):
+    with pytest.raises(ProgramAway, match=r"tools tools\.py:away raised Unavailable: the index is being built"):
         await play(tools(TOOLS, "away"), ask)
     assert len(ask.requests) == 1
 

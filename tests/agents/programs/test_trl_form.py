@@ -125,7 +125,7 @@ async def test_a_column_that_reset_needs_and_the_row_lacks_is_named(environment)
         def reset(self, level): ...
         def get_reward(self): return 1
     """
-    lacking = r"game.py:Game: reset\(\) needs 'level', and the row has answer, prompt; give the parameter a default, or"
+    lacking = r"game\.py:Game: reset\(\) needs 'level', .*answer, prompt"
     with pytest.raises(ProgramFailed, match=lacking):
         await play(environment(code), Script("x"))
 
@@ -155,17 +155,17 @@ async def test_the_reward_is_that_of_get_reward_else_the_attribute(environment, 
 @pytest.mark.parametrize(
     ("reset", "reward", "message"),
     [
-        ("return 3", "return 1", r"reset\(\) returned 3, expected text, which is appended to the prompt, or None"),
+        ("return 3", "return 1", r"reset\(\) returned 3, expected text, .*None"),
         ("return ('obs', {})", "return 1", r"reset\(\) returned \('obs', {}\), expected text"),
         ("raise KeyError('x')", "return 1", r"reset\(\) raised KeyError: 'x'"),
-        ("...", "return float('nan')", r"what get_reward\(\) returned is nan, expected a finite number"),
-        ("...", "return '1'", r"what get_reward\(\) returned is '1', expected a finite number"),
-        ("...", "return None", r"what get_reward\(\) returned is None, expected a finite number"),
+        ("...", "return float('nan')", r"get_reward\(\) returned is nan"),
+        ("...", "return '1'", r"get_reward\(\) returned is '1'"),
+        ("...", "return None", r"get_reward\(\) returned is None"),
         ("...", "raise OSError('disk')", r"get_reward\(\) raised OSError: disk"),
         (
             "return [{'type': 'image'}]",
             "return 1",
-            r".* has blocks that are no text, and Headway trains models of text",
+            r"blocks that are no text",
         ),
     ],
 )
@@ -186,9 +186,7 @@ def test_a_public_method_that_no_tool_can_be_made_of_is_refused_with_what_to_do(
         def reset(self, **row): ...
         def helper(self, x): ...
     """
-    refused = (
-        r"environment game.py:Game.helper: no tool .* there is no type on x; .*; a method that is no tool has a name th"
-    )
+    refused = r"environment game\.py:Game\.helper: .*no type on x\b"
     with pytest.raises(UserCodeError, match=refused):
         environment(code).load().describe()
 
@@ -205,7 +203,7 @@ async def test_tools_beside_an_environment_are_offered_with_its_own(environment,
 def test_a_tool_of_a_name_that_the_environment_has_is_refused(environment, tools):
     more = tools('def look() -> int:\n    """Look."""\n    return 1', "look")
     both = ProgramSpec(environment=environment(COUNTER).environment, tools=more.tools)
-    with pytest.raises(UserCodeError, match=r"it has a tool 'look', and so has .*tools.py:look; rename one"):
+    with pytest.raises(UserCodeError, match=r"has a tool 'look', .*tools\.py:look"):
         both.load().describe()
 
 
@@ -253,5 +251,5 @@ BLOCKS = """
 async def test_blocks_of_text_that_a_tool_returns_are_text_and_images_end_the_episode(environment):
     await play(environment(BLOCKS), ask := Script(calling(("show", {"kind": "text"})), "done"))
     assert ask.last[-1] == ("tool", "ab")
-    with pytest.raises(ProgramFailed, match="has blocks that are no text, and Headway trains models of text alone"):
+    with pytest.raises(ProgramFailed, match="blocks that are no text"):
         await play(environment(BLOCKS), Script(calling(("show", {"kind": "image"})), "done"))

@@ -207,13 +207,13 @@ async def test_verls_tool_config_is_read_with_its_schemas(file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tools: 3", "tools.yaml has no list of tools; expected verl's form: tools: "),
-        ("tools: [checks.Checks]", "tools.yaml has the entry 'checks.Checks'; expected verl's form"),
-        ("tools: [{class_name: verl.tools.gsm8k_tool.Gsm8kTool}]", "cannot be imported; install its package, or write"),
+        ("tools: 3", "tools.yaml has no list of tools"),
+        ("tools: [checks.Checks]", "tools.yaml has the entry 'checks.Checks'"),
+        ("tools: [{class_name: verl.tools.gsm8k_tool.Gsm8kTool}]", "Gsm8kTool cannot be imported"),
         ("tools: [{class_name: checks.Nobody}]", "tools.yaml: checks.Nobody cannot be imported; .*Nobody"),
         (
             "tools: [{class_name: checks.Schema}]",
-            r"tools.yaml: checks.Schema: it has no execute\(\), as a tool of verl",
+            r"tools\.yaml: checks\.Schema: .*no execute\(\)",
         ),
         (
             "tools: [{class_name: checks.Checks, config: {type: mcp}}]",
@@ -221,7 +221,7 @@ async def test_verls_tool_config_is_read_with_its_schemas(file):
         ),
         (
             "tools: [{class_name: checks.Checks}, {class_name: checks.Checks}]",
-            "there is a tool named 'check' already, of tools.yaml: checks.Checks",
+            "'check' already, of tools.yaml: checks.Checks",
         ),
         ("tools: [", "tools.yaml cannot be read: "),
     ],
@@ -248,11 +248,11 @@ SMALL = """
     [
         (
             "'text'",
-            r"tools.py:Small: execute\(\) returned 'text', expected \(text or a ToolResponse, the step's reward o",
+            r"tools\.py:Small: execute\(\) returned 'text', expected \(.*ToolResponse",
         ),
-        ("('text', 'much', {})", r"the reward of the step is 'much', expected a finite number"),
+        ("('text', 'much', {})", r"reward of the step is 'much'"),
         ("(3, 0.0, {})", r"execute\(\) returned 3 for the model"),
-        ("({'image': [1]}, 0.0, {})", r"execute\(\) returned an image, and Headway trains models of text alone"),
+        ("({'image': [1]}, 0.0, {})", r"execute\(\) returned an image"),
         ("('text', 0.0, {'x': float('nan')})", r"its metric x is nan"),
     ],
 )
@@ -278,7 +278,7 @@ async def test_execute_alone_is_a_tool_and_a_blocking_one_may_run_a_loop_of_its_
 @pytest.mark.parametrize(
     ("create", "kwargs", "message"),
     [
-        ("instance_id, image", {}, r"create\(\) raised TypeError: .* missing 1 required positional argument: 'image'"),
+        ("instance_id, image", {}, r"create\(\) raised TypeError: .*'image'"),
         ("instance_id, create_kwargs=None", {"image": "x"}, None),
         ("instance_id, image, **more", {"image": "x"}, None),
         ("instance_id, **kwargs", {"image": "x"}, None),
@@ -316,7 +316,7 @@ async def test_a_reward_that_is_none_is_left_out_and_a_peer_that_is_away_has_the
     )
     names = {name: tools(code, name) for name in ("Empty", "Wrong", "Far")}
     assert (await play(names["Empty"], Script(calling(("go", {})), "done"))).reward is None
-    with pytest.raises(ProgramFailed, match=r"what calc_reward\(\) returned is 'much', expected a finite number"):
+    with pytest.raises(ProgramFailed, match=r"calc_reward\(\) returned is 'much'"):
         await play(names["Wrong"], Script(calling(("go", {})), "done"))
     with pytest.raises(ProgramAway, match=r"tools.py:Far: create\(\) raised ConnectionError: no route"):
         await play(names["Far"], Script(calling(("go", {})), "done"))

@@ -79,7 +79,7 @@ def test_the_answer_pattern_finds_the_ground_truth_in_its_text() -> None:
 
 
 def test_an_answer_in_which_the_answer_pattern_finds_nothing_cannot_be_scored() -> None:
-    with pytest.raises(ScoringFailed, match="answer_pattern finds nothing in the answer '72'"):
+    with pytest.raises(ScoringFailed, match=r"answer_pattern .*'72'"):
         value("regex", "#### 72", pattern=AFTER_HASHES, answer_pattern=AFTER_HASHES)
 
 

@@ -16,7 +16,7 @@ from tests.agents.rewards.test_reward_workers import reward_of
     [
         pytest.param("def score(:", "score", "does not import: SyntaxError", marks=pytest.mark.slow),
         pytest.param("def other(response): return 1", "score", "has no 'score'", marks=pytest.mark.slow),
-        ("def score(text): return 1", "score", "a reward has a parameter response"),
+        ("def score(text): return 1", "score", r"takes \(text\)"),
     ],
 )
 async def test_a_file_that_cannot_score_is_found_at_the_start(
@@ -45,7 +45,7 @@ async def test_a_file_whose_import_never_ends_is_found_at_the_start(
 ) -> None:
     monkeypatch.setattr(reward_workers, "START_TIMEOUT_S", start_s)
     (tmp_path / "mine.py").write_text("import time; time.sleep(600)")
-    with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
+    with pytest.raises(WorkerDied, match=r"within 0\.5 s: .*loading .*mine\.py:score"):
         async with reward_of(f"{tmp_path}/mine.py:score", timeout_s=call_s):
             pass
 

@@ -71,7 +71,7 @@ def test_a_parameter_that_the_row_lacks_is_named() -> None:
     def score(response, solution):
         return 1.0
 
-    with pytest.raises(ScoringFailed, match="score needs 'solution', and the row has answer, extra, level"):
+    with pytest.raises(ScoringFailed, match=r"score needs 'solution', .*answer, extra, level"):
         one(user(score), REQUEST, "5")
 
 
@@ -184,11 +184,11 @@ def test_an_object_with_an_asynchronous_call_is_awaited() -> None:
     [
         (
             lambda text: 0,
-            r"takes \(text\); a reward has a parameter response .* completions, as for TRL; or sol",
+            r"takes \(text\); .*\bresponse\b.*\bcompletions\b.*TRL",
         ),
-        (lambda completions, solution_str: 0, "a reward has a parameter response"),
-        (lambda completions, responses: 0, "a reward has a parameter response"),
-        (lambda solution_str, solution_strs: 0, "a reward has a parameter response"),
+        (lambda completions, solution_str: 0, "parameter response"),
+        (lambda completions, responses: 0, "parameter response"),
+        (lambda solution_str, solution_strs: 0, "parameter response"),
         (lambda response, responses: 0, "response"),
         (lambda response, /: 0, "'response' is positional"),
         (lambda *response: 0, "'response' is positional"),
@@ -292,10 +292,10 @@ def test_an_asynchronous_function_for_trl_is_awaited() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda completion_ids, **kwargs: [], "needs 'completion_ids', which Headway does not give"),
-        (lambda completions_ids, **kwargs: [], "needs 'completions_ids', which Headway does not give"),
-        (lambda completions, environments: [], "needs 'environments', which Headway does not give"),
-        (lambda completions, trainer_state: [], "needs 'trainer_state', which Headway does not give"),
+        (lambda completion_ids, **kwargs: [], "needs 'completion_ids', which Headway"),
+        (lambda completions_ids, **kwargs: [], "needs 'completions_ids', which Headway"),
+        (lambda completions, environments: [], "needs 'environments', which Headway"),
+        (lambda completions, trainer_state: [], "needs 'trainer_state', which Headway"),
     ],
 )
 def test_what_trl_gives_and_headway_does_not_is_told_at_the_start(function: Callable[..., Any], message: str) -> None:
@@ -312,12 +312,10 @@ def test_what_headway_does_not_give_may_have_a_default() -> None:
 
 def test_a_column_that_a_function_for_trl_needs_is_looked_for_before_the_run() -> None:
     function = user(lambda completions, solution, **kwargs: [])
-    with pytest.raises(UserCodeError, match="score needs 'solution', but the rows have level beside prompt and answer"):
+    with pytest.raises(UserCodeError, match=r"score needs 'solution', .*\blevel\b"):
         function.check_columns(["level"])
     function.check_columns(["solution"])
-    with pytest.raises(
-        UserCodeError, match=r"beside prompt and answer .val\.jsonl, line 1 lacks it.; give the parameter"
-    ):
+    with pytest.raises(UserCodeError, match=r"val\.jsonl, line 1 lacks it"):
         function.check_columns(["level"], {"solution": "val.jsonl, line 1"})
     user(lambda completions, solution: [], ("solution",)).check_columns([])
     user(lambda completions, solution: [], solution="x").check_columns([])
@@ -378,10 +376,10 @@ def test_what_a_function_for_verl_needs_beyond_that_is_told_before_the_run() -> 
     function = user(lambda solution_str, reward_model_tokenizer: 0)
     with pytest.raises(
         UserCodeError,
-        match="needs 'reward_model_tokenizer', but the rows have nothing",
+        match="needs 'reward_model_tokenizer', but the rows",
     ):
         function.check_columns(["reward_model_tokenizer"])
-    with pytest.raises(UserCodeError, match="needs 'solution', but the rows have nothing"):
+    with pytest.raises(UserCodeError, match="needs 'solution', but the rows"):
         user(lambda solution_str, solution: 0, ("solution",)).check_columns([])
 
 
@@ -397,7 +395,7 @@ def test_numbers_and_truth_values_are_rewards(value: Any) -> None:
 
 def test_what_may_not_apply_may_be_none() -> None:
     assert checked([None, 1], 2, optional=True) == [None, 1.0]
-    with pytest.raises(ScoringFailed, match="returned None for 2 responses, expected a list of 2 numbers"):
+    with pytest.raises(ScoringFailed, match=r"returned None for 2 responses, .*list of 2\b"):
         checked(None, 2, optional=True)
 
 
@@ -405,7 +403,7 @@ def test_tensors_and_their_scalars_are_numbers() -> None:
     assert checked(torch.tensor([0.0, 1.5]), 2) == [0.0, 1.5]
     assert checked([torch.tensor(0.5), np.array(2.0)], 2) == [0.5, 2.0]
     assert checked([torch.tensor([0.5]), np.array([[2.0]])], 2) == [0.5, 2.0]
-    with pytest.raises(ScoringFailed, match="for response 0, expected a finite number"):
+    with pytest.raises(ScoringFailed, match=r"for response 0, .*finite"):
         checked([np.zeros(2)], 1)
 
 
@@ -422,7 +420,7 @@ def test_anything_else_is_refused_with_what_it_was(value: Any) -> None:
 
 @pytest.mark.parametrize("values", [None, 1.0, "11", {1.0: 2}, iter([1.0, 1.0])])
 def test_a_batch_function_returns_a_list(values: Any) -> None:
-    with pytest.raises(ScoringFailed, match="expected a list of 2 numbers"):
+    with pytest.raises(ScoringFailed, match=r"expected a list of 2\b"):
         checked(values, 2)
 
 

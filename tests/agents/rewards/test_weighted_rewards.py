@@ -120,7 +120,7 @@ def test_what_does_not_apply_is_left_out_of_the_sum(mine: str) -> None:
 
 
 def test_a_response_that_no_reward_applies_to_cannot_be_scored(mine: str) -> None:
-    with pytest.raises(ScoringFailed, match="no reward applies to response 2: None was returned for it"):
+    with pytest.raises(ScoringFailed, match="response 2: None"):
         scorer(part(f"{mine}:code_only"), part(f"{mine}:unlike_five"))(REQUEST)
 
 
@@ -155,7 +155,7 @@ def test_of_several_rewards_the_one_that_failed_is_named(mine: str, function: st
 
 
 def test_a_sum_that_float32_cannot_hold_is_refused(mine: str) -> None:
-    with pytest.raises(ScoringFailed, match="the weighted sum for response 0 is 6e"):
+    with pytest.raises(ScoringFailed, match="sum for response 0 is 6e"):
         scorer(part(f"{mine}:huge", 2.0))(REQUEST)
 
 

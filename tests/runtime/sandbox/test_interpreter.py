@@ -90,7 +90,7 @@ def test_an_interpreter_that_needs_more_than_its_files_is_told(tmp_path: Path) -
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no library >&2\nexit 3\n")
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"does not start without .* it ended with code 3: no library; make the venv"):
+    with pytest.raises(ConfigError, match=r"does not start .*code 3: no library"):
         interpreter(str(python))
 
 
@@ -98,7 +98,7 @@ def test_a_library_that_holds_the_interpreter_is_refused(tmp_path: Path) -> None
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho '[\"{tmp_path}\"]'\n")
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"not a directory of its own; make Headway's venv from another Python"):
+    with pytest.raises(ConfigError, match=r"not a directory of its own"):
         interpreter(str(python))
 
 

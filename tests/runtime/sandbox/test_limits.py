@@ -317,7 +317,7 @@ def test_input_and_files_arrive_unchanged(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "", ".", "..", "a/b", "a\0b"])
 def test_a_file_has_a_plain_name(sandbox: Sandbox, name: str) -> None:
-    with pytest.raises(ValueError, match="is no plain name of a file"):
+    with pytest.raises(ValueError, match="no plain name"):
         sandbox.run_blocking("pass", files={name: ""})
 
 

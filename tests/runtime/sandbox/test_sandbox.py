@@ -215,7 +215,7 @@ def test_no_two_calls_are_the_same_user(monkeypatch: pytest.MonkeyPatch) -> None
 def test_there_are_only_so_many_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(bubblewrap, "UIDS", 1)
-    with own_uid(), pytest.raises(SandboxFailed, match="1 sandboxes are open on this machine"), own_uid():
+    with own_uid(), pytest.raises(SandboxFailed, match="1 sandboxes are open"), own_uid():
         pass
 
 
@@ -237,9 +237,9 @@ def test_a_machine_without_bwrap_is_told_what_to_install(monkeypatch: pytest.Mon
 def test_a_machine_without_prlimit_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "bwrap").symlink_to("/bin/true")
-    with pytest.raises(ConfigError, match="no prlimit and no setpriv here; install util-linux"):
+    with pytest.raises(ConfigError, match=r"prlimit .*setpriv .*util-linux"):
         Sandbox(SandboxSpec())
-    with pytest.raises(ConfigError, match="sandbox=process_limits: there is no prlimit here"):
+    with pytest.raises(ConfigError, match=r"sandbox=process_limits: .*prlimit"):
         Sandbox(WITHOUT)
 
 
@@ -276,7 +276,7 @@ def test_a_machine_where_nothing_can_be_measured_is_refused(
 ) -> None:
     for module in (bubblewrap, door):
         monkeypatch.setattr(module, "exceeded", lambda *_: None)
-    with pytest.raises(ConfigError, match=r"what a call takes cannot be measured here.*SYS_PTRACE"):
+    with pytest.raises(ConfigError, match=r"cannot be measured .*SYS_PTRACE"):
         Sandbox(SandboxSpec(kind)).probe()
 
 
@@ -294,7 +294,7 @@ def test_an_interpreter_that_all_can_reach_is_run_as_another_user_all_the_same(
 
 def test_a_machine_of_an_unknown_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seccomp.platform, "machine", lambda: "riscv64")
-    with pytest.raises(ConfigError, match="x86_64 and aarch64, and this machine is riscv64"):
+    with pytest.raises(ConfigError, match=r"x86_64 and aarch64, .*riscv64"):
         seccomp.seccomp_filter()
 
 
@@ -310,7 +310,7 @@ def test_the_filters_jumps_stay_within_it(machine: str) -> None:
 
 def test_an_interpreter_that_does_not_start_is_told(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_base_executable", "/usr/bin/no-such-python")
-    with pytest.raises(ConfigError, match="ended with code 127: prlimit: failed to execute"):
+    with pytest.raises(ConfigError, match="code 127: prlimit: failed to execute"):
         Sandbox(SandboxSpec()).probe()
 
 
@@ -319,7 +319,7 @@ def test_a_call_that_cannot_be_started_is_told(sandbox: Sandbox, monkeypatch: py
         raise OSError("Too many open files")
 
     monkeypatch.setattr(bubblewrap, "sealed", refuse)
-    with pytest.raises(SandboxFailed, match="could not be started: Too many open files"):
+    with pytest.raises(SandboxFailed, match="not be started: Too many open files"):
         sandbox.run_blocking("pass")
 
 

@@ -44,13 +44,11 @@ async def test_a_job_that_holds_its_event_loop_is_named_and_the_others_of_its_wo
         other = asyncio.create_task(workers.run(("sleeps", 60)))
         await asyncio.sleep(0)
         began = time.monotonic()
-        with pytest.raises(
-            RunnerLost, match=rf"its worker's event loop was held for more than {STALL_S} s .agent.stall_s.; import at"
-        ) as lost:
+        with pytest.raises(RunnerLost, match=rf"event loop .*more than {STALL_S} s .agent\.stall_s") as lost:
             await workers.run((job, 60))
         assert STALL_S <= time.monotonic() - began < 30
         assert (lost.value.culprit, lost.value.timed_out) == (True, True)
-        with pytest.raises(RunnerLost, match=r"event loop was held for more than .* by another job") as lost:
+        with pytest.raises(RunnerLost, match=r"event loop .*by another job") as lost:
             await other
         assert (lost.value.culprit, lost.value.timed_out) == (False, False)
         assert await workers.run(("pid",)) != before
@@ -59,7 +57,7 @@ async def test_a_job_that_holds_its_event_loop_is_named_and_the_others_of_its_wo
 @mostly_slow("job", ["backtracks", "keeps_the_lock", "stops"], quick=["keeps_the_lock"])
 async def test_a_loop_that_nothing_of_python_can_interrupt_is_replaced(job: str) -> None:
     async with workers_of("shared", stall_s=STALL_S) as workers:
-        with pytest.raises(RunnerLost, match="its worker's event loop was held"):
+        with pytest.raises(RunnerLost, match="event loop was held"):
             await workers.run((job,))
         assert await workers.run(("echo", 1)) == 1
 
@@ -108,9 +106,9 @@ async def test_a_worker_without_a_loop_that_somebody_stops_is_replaced(
         above = workers._workers[0].process if workers._fork_server is None else workers._fork_server.process
         for pid in (above.pid, *descendants(above.pid)) if guard == "too" else (before,):
             os.kill(pid, signal.SIGSTOP)
-        why = r"after it was stopped for 0.25 s .SIGSTOP."
+        why = r"stopped for 0\.25 s .SIGSTOP."
         if (kind, guard) == ("forked", "too"):  # the process that forked it may be seen to be stopped first
-            why += "|it ended with the process that forked it"
+            why += "|the process that forked it"
         with pytest.raises(RunnerLost, match=why):
             await job
         assert await workers.run(("pid",)) != before
@@ -217,7 +215,7 @@ async def test_jobs_lost_with_a_fork_server_are_not_to_blame() -> None:
         await begun.wait()
         assert workers._fork_server is not None
         os.kill(workers._fork_server.process.pid, signal.SIGKILL)
-        with pytest.raises(RunnerLost, match="its worker was lost: it ended with the process that forked it") as lost:
+        with pytest.raises(RunnerLost, match="ended with the process that forked it") as lost:
             await job
         assert lost.value.culprit is False
 
@@ -258,7 +256,7 @@ async def test_a_job_that_goes_on_after_it_was_cancelled_costs_its_worker(monkey
         job = asyncio.create_task(workers.run(("swallows",), begin))
         await begun.wait()
         job.cancel()
-        with pytest.raises(RunnerLost, match=r"another job went on for 0.2 s after it was cancelled") as lost:
+        with pytest.raises(RunnerLost, match=r"another job .*0\.2 s after it was cancelled") as lost:
             await other
         assert lost.value.culprit is False
         assert await workers.run(("pid",)) != before

@@ -132,7 +132,7 @@ async def test_what_user_code_does_wrong_ends_its_job_alone(kind: str, tmp_path:
             with pytest.raises(error) as raised:
                 await workers.run(job)
             assert any(one in str(raised.value) for one in ([text] if isinstance(text, str) else text)), job
-        with pytest.raises(UserCodeFailed, match="what was asked cannot be read by another process"):
+        with pytest.raises(UserCodeFailed, match="cannot be read by another process"):
             await workers.run(("asks_not_here",), answered)
         assert await workers.run(("pid",)) == before
     assert "in raises" in log.read_text()
@@ -177,7 +177,7 @@ async def test_a_process_that_ends_fails_its_job_with_how_and_is_replaced(kind: 
     job, end = case
     async with workers_of(kind) as workers:
         before = await workers.run(("pid",))
-        with pytest.raises(RunnerLost, match=f"its worker ended with {end}") as lost:
+        with pytest.raises(RunnerLost, match=f"worker ended with {end}") as lost:
             await workers.run((job,))
         assert (lost.value.end, lost.value.timed_out) == (end, False)
         # An event loop that finds its own descriptors closed ends between two steps, which are nobody's.
@@ -202,7 +202,7 @@ async def test_the_others_in_a_process_that_ends_are_told_that_it_was_not_they()
     async with workers_of("shared") as workers:
         others = [asyncio.create_task(workers.run(("sleeps", 60))) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(RunnerLost, match="its worker ended with exit code 3"):
+        with pytest.raises(RunnerLost, match="ended with exit code 3"):
             await workers.run(("dies",))
         for lost in await asyncio.gather(*others, return_exceptions=True):
             assert isinstance(lost, RunnerLost)
@@ -336,7 +336,7 @@ async def test_code_that_does_not_load_is_told_at_the_start(kind: str, case: tup
 @mostly_slow("kind", ["spawned", "forked"], quick=["forked"])
 async def test_code_that_never_loads_is_told_at_the_start(kind: str) -> None:
     async with workers_of(kind, loading="hangs", start_timeout_s=0.5) as workers:
-        with pytest.raises(WorkerDied, match=r"no worker was ready within 0.5 s: it was loading code.py:Code"):
+        with pytest.raises(WorkerDied, match=r"within 0\.5 s: .*loading code\.py:Code"):
             await workers.start()
 
 
@@ -435,7 +435,7 @@ async def test_user_code_gets_no_secret_of_the_host_and_is_told_how_it_gets_a_va
     async with workers_of(kind, log_path=tmp_path / "log") as workers:
         assert await workers.run(("environment", "JUDGE_TOKEN")) is None
         await workers.run(("prints", "it is t-123456789, really", "stdout"))
-        with pytest.raises(UserCodeFailed, match=r"pass it on by agent.env={JUDGE_TOKEN: JUDGE_TOKEN}"):
+        with pytest.raises(UserCodeFailed, match=r"agent\.env={JUDGE_TOKEN: JUDGE_TOKEN}"):
             await workers.run(("raises_the_environment", "JUDGE_TOKEN"))
     assert "it is ***, really\n" in (tmp_path / "log").read_text()
 
