@@ -148,7 +148,7 @@ def test_a_pause_ends_with_rows_parked_for_want_of_memory_in_the_queue(policy: O
 
 
 def test_memory_for_less_than_one_context_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gib=.* holds the keys and values of 100 tokens"):
+    with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gib=.* 100 tokens"):
         long_core(100)
 
 

@@ -142,7 +142,7 @@ async def test_nothing_is_received_while_the_back_buffer_is_copied_into_the_mode
         monkeypatch.setattr(engine._updates, "write", slowly)
         activating = asyncio.create_task(engine.activate(1))
         assert await asyncio.to_thread(loading.wait, WAIT_S)
-        with pytest.raises(UpdateFailed, match="still loading version 1; receiving version 2 has to wait"):
+        with pytest.raises(UpdateFailed, match="still loading version 1; receiving version 2"):
             await engine.stage_weights(2)
         go_on.set()
         await activating
@@ -321,7 +321,7 @@ async def test_a_number_that_an_open_call_has_is_refused() -> None:
         await engine.pause(OnUpdate.KEEP)
         await engine.submit("me", [make_call(make_request(0))])
         for calls in ([make_call(make_request(1))], [make_call(make_request(1), number=2)] * 2):
-            with pytest.raises(DataError, match="number that another of its open calls has"):
+            with pytest.raises(DataError, match="another of its open calls"):
                 await engine.submit("me", calls)
         await engine.submit("you", [make_call(make_request(1))])
         assert (await engine.stats()).waiting == 2

@@ -180,12 +180,12 @@ def test_asleep_it_needs_the_weights() -> None:
     core.sleep()
     assert np.array_equal(probe(core), expected)
     core.weights.memory.move_out()
-    with pytest.raises(RunError, match="while its weights sleep; call wake"):
+    with pytest.raises(RunError, match="sleep; call wake"):
         core.probe()
     core.wake()
     assert np.array_equal(probe(core), expected)
     core.sleep(keep_weights=False)
-    with pytest.raises(RunError, match=r"cannot probe: its weights were given up .* stage and activate"):
+    with pytest.raises(RunError, match=r"cannot probe: .*given up"):
         core.probe()
 
 

@@ -141,7 +141,7 @@ def test_kept_weights_can_still_be_given_up() -> None:
     core.sleep(keep_weights=False)
     assert core.weights.memory.nbytes == 0
     core.wake()
-    with pytest.raises(RunError, match="its weights were given up"):
+    with pytest.raises(RunError, match="given up"):
         core.resume()
 
 
@@ -220,7 +220,7 @@ async def test_new_weights_reach_an_engine_asleep_and_everything_goes_on_from_th
         if wake_first:
             await engine.wake()
             if not keep_weights:
-                with pytest.raises(RunError, match="cannot resume: its weights were given up"):
+                with pytest.raises(RunError, match=r"cannot resume: .*given up"):
                     await engine.resume()
         await engine.stage_weights(1)
         await engine.activate(1)
@@ -245,7 +245,7 @@ async def test_an_engine_that_lost_its_weights_says_so_until_a_version_is_active
         source.break_after = 0
         with pytest.raises(RunError, match="the sender is gone"):
             await engine.stage_weights(1)
-        with pytest.raises(RunError, match="its weights were given up when it was put to sleep; stage and activate"):
+        with pytest.raises(RunError, match=r"cannot resume: .*given up"):
             await engine.resume()
         source.break_after = None
         await engine.stage_weights(2)

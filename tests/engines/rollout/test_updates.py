@@ -100,7 +100,7 @@ async def test_in_place_an_update_is_refused_while_anything_decodes(enter: State
         waiting = asyncio.create_task(collect(engine, [endless(0), endless(1), endless(2)]))
         await wait_until_running(engine)
         await enter(engine)
-        with pytest.raises(UpdateFailed, match=r"not paused; call pause\(\) first and wait"):
+        with pytest.raises(UpdateFailed, match=r"not paused; call pause\(\)"):
             await engine.stage_weights(1)
         await engine.resume()
         assert_logprobs(await waiting, {0: MODEL})
@@ -136,7 +136,7 @@ async def test_in_place_what_has_come_is_not_sampled_from_before_it_is_stamped()
         await engine.pause(OnUpdate.KEEP)
         await engine.stage_weights(1)
         waiting = asyncio.create_task(collect(engine, [make_request(0)]))
-        with pytest.raises(RunError, match=r"cannot resume: its weights are version 1's, .* call activate\(1\)"):
+        with pytest.raises(RunError, match=r"cannot resume: .*version 1's, .*activate\(1\)"):
             await engine.resume()
         with pytest.raises(UpdateFailed, match="version 1 is staged"):
             await engine.activate(2)
@@ -171,11 +171,9 @@ async def test_an_update_that_meets_another_is_told_what_to_wait_for(dual_buffer
     async with serving(source, dual_buffer=dual_buffer) as engine:
         await engine.pause(OnUpdate.KEEP)
         async with staging(source, engine, 1) as first:
-            with pytest.raises(
-                UpdateFailed, match="still receiving version 1; receiving version 2 has to wait for that"
-            ):
+            with pytest.raises(UpdateFailed, match="still receiving version 1; receiving version 2"):
                 await engine.stage_weights(2)
-            with pytest.raises(UpdateFailed, match="still receiving version 1; loading version 1 has to wait for that"):
+            with pytest.raises(UpdateFailed, match="still receiving version 1; loading version 1"):
                 await engine.activate(1)
         await first
         await engine.activate(1)
@@ -188,7 +186,7 @@ async def test_in_place_nothing_resumes_sleeps_or_probes_while_weights_are_writt
         async with staging(source, engine, 1) as first:
             waiting = asyncio.create_task(collect(engine, [make_request(0)]))
             for call, doing in ((engine.resume(), "resume"), (engine.sleep(), "sleep"), (engine.probe(), "probe")):
-                with pytest.raises(RunError, match=f"cannot {doing}: version 1 is being written over its weights"):
+                with pytest.raises(RunError, match=f"cannot {doing}: version 1 is being written"):
                     await call
             await engine.pause(OnUpdate.INTERRUPT)
             await engine.wake()
@@ -290,7 +288,7 @@ class Cut(Exception):
 every_fault = pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (Corrupting, "are not those that the trainer sent"),
+        (Corrupting, "not those that the trainer sent"),
         pytest.param(Losing, "bucket 2, .* is due", marks=pytest.mark.slow),
         pytest.param(Repeating, "bucket 3, .* is due", marks=pytest.mark.slow),
         (Ending, r"ended after \d+ of \d+ bytes"),
@@ -324,10 +322,10 @@ async def test_in_place_torn_weights_serve_nobody_until_a_whole_version_has_come
             await engine.stage_weights(1)
         waiting = asyncio.create_task(collect(engine, [make_request(0)]))
         for version in (0, 1):
-            with pytest.raises(UpdateFailed, match=r"cannot activate .* torn: only a part of version 1"):
+            with pytest.raises(UpdateFailed, match=r"cannot activate .* torn: .*version 1\b"):
                 await engine.activate(version)
         for call in (engine.resume, engine.probe):
-            with pytest.raises(RunError, match=r"torn: .*; stage and activate a whole version first"):
+            with pytest.raises(RunError, match=r"torn: .*stage and activate"):
                 await call()
         # Asleep and awake again they are no less torn.
         await engine.sleep()
@@ -361,7 +359,7 @@ async def test_torn_weights_that_another_sender_does_not_begin_to_mend_stay_torn
         for source.break_after in (2, 0):
             with pytest.raises(UpdateFailed, match="the sender is gone"):
                 await engine.stage_weights(1)
-        with pytest.raises(RunError, match="torn: only a part of version 1"):
+        with pytest.raises(RunError, match=r"cannot resume: .*torn: .*version 1\b"):
             await engine.resume()
 
 
@@ -372,7 +370,7 @@ async def test_torn_weights_are_refused_by_the_decoding_step_itself() -> None:
         await engine.pause(OnUpdate.KEEP)
         with pytest.raises(UpdateFailed):
             await engine.stage_weights(1)
-        with pytest.raises(RunError, match="cannot decode: its weights are torn"):
+        with pytest.raises(RunError, match=r"cannot decode: .*torn"):
             await engine._ask(lambda core: core.step())
 
 
@@ -407,7 +405,7 @@ async def test_a_version_that_was_written_over_before_it_is_loaded_is_not_and_th
         elsewhere.has(1)
         assert (await engine.stage_weights(1)).nbytes == 0
         elsewhere.has(2)
-        with pytest.raises(UpdateFailed, match="activate version 1, but nothing is staged"):
+        with pytest.raises(UpdateFailed, match=r"activate version 1, .*nothing is staged"):
             await engine.activate(1)
         assert_logprobs(await collect(engine, [make_request(0)]), {0: MODEL})
         await engine.stage_weights(2)
@@ -433,10 +431,10 @@ async def test_a_version_that_is_written_over_while_it_is_loaded_serves_nobody_u
 
         with monkeypatch.context() as patch:
             patch.setattr(engine._updates, "write", meanwhile)
-            with pytest.raises(UpdateFailed, match="version 1 was written over by another one while it was loaded"):
+            with pytest.raises(UpdateFailed, match="version 1 was written over"):
                 await engine.activate(1)
         for call in (engine.resume, engine.probe):
-            with pytest.raises(RunError, match=r"torn: .*; stage and activate a whole version first"):
+            with pytest.raises(RunError, match=r"torn: .*stage and activate"):
                 await call()
         await engine.stage_weights(2)
         await engine.activate(2)

@@ -359,7 +359,7 @@ def test_an_advantage_that_is_not_finite_is_an_error_that_names_the_trajectory(t
         "    return torch.where(torch.arange(len(inputs.rewards)) == 4, float('inf'), inputs.rewards)\n",
     )
     rows, outcomes = fetch(11)
-    with pytest.raises(RunError, match=r"advantages of trajectory \(1, 52, 0, 4\) \(group 12\) are not finite"):
+    with pytest.raises(RunError, match=r"advantages of trajectory \(1, 52, 0, 4\) \(group 12\) .*not finite"):
         compute(rows, outcomes, adv_estimator=own)
 
 
@@ -372,7 +372,7 @@ def test_so_is_a_return(tmp_path: Path) -> None:
         "    returns = nothing.clone()\n    returns[6] = float('nan')\n"
         "    return Advantages(nothing, returns)\n",
     )
-    with pytest.raises(RunError, match=r"returns of trajectory \(1, 43, 0, 6\) \(group 3\) are not finite"):
+    with pytest.raises(RunError, match=r"returns of trajectory \(1, 43, 0, 6\) \(group 3\) .*not finite"):
         compute(*fetch(11), adv_estimator=own)
 
 
@@ -390,5 +390,5 @@ def test_a_value_that_is_not_finite_is_an_error_that_says_whose_it_is() -> None:
     rows, outcomes = fetch(12)
     broken = {**rows[2].columns, "values": np.full_like(rows[2].logprobs, np.inf)}
     rows[2] = replace(rows[2], columns=broken)
-    with pytest.raises(RunError, match=r"the critic's values of trajectory \(1, \d+, 0, \d\)"):
+    with pytest.raises(RunError, match=r"values of trajectory \(1, \d+, 0, \d\)"):
         compute(rows, outcomes, adv_estimator="gae")

@@ -73,11 +73,11 @@ def test_a_file_that_is_missing_or_cut_off_is_known_without_reading_it(
     assert read_state(path)["extra"] == {}
     size = (path / name).stat().st_size
     cut_in_half(path / name)
-    cut_off = re.escape(f"{name} has {size // 2} bytes, and was written with {size}. Remove it, to resume from the one")
-    with pytest.raises(ModelError, match=f"version_3: the checkpoint is damaged: {cut_off}"):
+    cut_off = rf"{re.escape(name)} has {size // 2} bytes, .*\b{size}\b"
+    with pytest.raises(ModelError, match=f"version_3: .*damaged: {cut_off}"):
         read_state(path)
     (path / name).unlink()
-    with pytest.raises(ModelError, match=re.escape(f"version_3: the checkpoint is damaged: {name} is missing. Remove")):
+    with pytest.raises(ModelError, match=f"version_3: .*damaged: {re.escape(name)} is missing"):
         read_state(path)
 
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_was_written_without_the_sizes_of_its_files_is_read(tm
 )
 def test_a_state_that_is_damaged_is_known_without_the_shards(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text(text)
-    with pytest.raises(ModelError, match=f"the checkpoint is damaged: state.json {said}"):
+    with pytest.raises(ModelError, match=f"damaged: state.json {said}"):
         read_state(tmp_path)
 
 
@@ -125,7 +125,7 @@ def test_a_full_disk_is_named_where_torch_only_says_that_a_position_is_unexpecte
     with pytest.raises(RunError, match=r"version_3: rank 0: RuntimeError: \[enforce fail"):
         trained.learner.save(path, {})
     monkeypatch.setattr(checkpoint.os, "fsync", full)
-    with pytest.raises(RunError, match=r"version_3: No space left on device; make room there") as raised:
+    with pytest.raises(RunError, match=r"version_3: No space left on device") as raised:
         trained.learner.save(path, {})
     assert "enforce" not in str(raised.value)
     assert not list(tmp_path.glob(".*partial"))
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_which_a_named_file_is_not_there_takes_no_other_ones_pla
         shard(checkpoint_id).unlink()  # as another machine's, whose disk this is not
 
     monkeypatch.setattr(checkpoint, "save", written_elsewhere)
-    with pytest.raises(RunError, match=r"could not write the checkpoint .*: __0_0.distcp is missing where rank zero"):
+    with pytest.raises(RunError, match=r"could not write .*: __0_0\.distcp is missing"):
         engine(model_path()).learner.save(path, {"of": "the second"})
     assert [entry.name for entry in tmp_path.iterdir()] == ["version_3"]
     assert read_state(path)["extra"] == {"of": "the first"}
@@ -162,7 +162,7 @@ def test_a_state_that_names_no_files_does_not_hide_what_the_metadata_lack(
     with pytest.raises(ModelError, match=r"damaged: __0_0.distcp has \d+ bytes, and .metadata names \d+. Remove it"):
         engine(model_path()).learner.load(path)
     shard(path).unlink()
-    with pytest.raises(ModelError, match=r"damaged: __0_0.distcp is missing. Remove it"):
+    with pytest.raises(ModelError, match=r"damaged: __0_0\.distcp is missing"):
         engine(model_path()).learner.load(path)
 
 

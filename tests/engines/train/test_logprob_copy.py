@@ -151,12 +151,12 @@ async def test_after_an_update_it_serves_the_new_version_and_no_other(pair: Any)
         assert both.agree(version, rows)
         assert not np.array_equal(both.copy.proximal_logprobs(rows, version)[0], before[0])
         for other in (version - 1, version + 1):
-            with pytest.raises(RunError, match=rf"logp-0 serves version {version} and was asked .* version {other};"):
+            with pytest.raises(RunError, match=rf"logp-0 .*version {version}\b.* version {other};"):
                 both.copy.proximal_logprobs(rows, other)
 
 
 async def test_before_any_update_it_has_version_zero_alone(pair: Any) -> None:
-    with pytest.raises(RunError, match=r"serves version 0 and was asked for log-probs under version 1"):
+    with pytest.raises(RunError, match=r"version 0\b.*log-probs .*version 1\b"):
         pair().copy.proximal_logprobs(random_rows(1), 1)
 
 
@@ -292,7 +292,7 @@ async def test_a_delta_to_a_version_that_it_does_not_hold_changes_nothing(pair: 
         touched(both)
         staged.gather(version, both.trainer.gather(both.manifest, BUCKET))
     both.link.outgoing[2] = staged.outgoing(2, to=1)
-    with pytest.raises(UpdateFailed, match="delta to version 1, but what is here is nothing complete"):
+    with pytest.raises(UpdateFailed, match=r"delta to version 1, .*nothing complete"):
         await both.copy.stage_weights(2)
     assert np.array_equal(both.copy.proximal_logprobs(rows, 0)[0], before[0])
     both.link.outgoing[2] = staged.outgoing(2, to=None)

@@ -287,7 +287,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_with_the_optimizers_stat
 def test_a_checkpoint_of_another_models_sizes_is_refused(one_rank: None, tmp_path: Path) -> None:
     """Its names are the same."""
     engine(make_family("llama", tmp_path / "llama"), PLAIN).learner.save(tmp_path / "checkpoint", {})
-    with pytest.raises(ModelError, match=r"the checkpoint does not fit this model and optimizer: rank 0: .*[Ss]ize"):
+    with pytest.raises(ModelError, match=r"does not fit .*rank 0: .*[Ss]ize"):
         engine(make_family("llama-odd", tmp_path / "odd"), PLAIN).learner.load(tmp_path / "checkpoint")
 
 
@@ -299,7 +299,7 @@ def test_a_checkpoint_with_tensors_of_another_model_is_refused(
 ) -> None:
     """One that has more than the model, too: it would be restored in part."""
     engine(make_family("qwen3", tmp_path / "qwen3"), PLAIN).learner.save(tmp_path / "checkpoint", {})
-    with pytest.raises(ModelError, match=how + r".*\. Give the model that it is a checkpoint of"):
+    with pytest.raises(ModelError, match=how):
         engine(make_family(other, tmp_path / other), PLAIN).learner.load(tmp_path / "checkpoint")
 
 

@@ -27,5 +27,5 @@ def test_a_mesh_that_divides_models_is_refused_and_any_other_is_not(
     mesh: Any = SimpleNamespace(parallel=ParallelConfig.model_validate({"cp": 2, "replicate": 2}))
     assert _divide(lm, "model", mesh) == []
     mesh.parallel = ParallelConfig.model_validate(sizes)
-    with pytest.raises(ModelError, match=r"transformers 5\.19\.0 cannot divide models so.*5\.23 or later"):
+    with pytest.raises(ModelError, match=r"transformers 5\.19\.0 .*5\.23 or later"):
         _divide(lm, "model", mesh)

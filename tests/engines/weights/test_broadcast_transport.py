@@ -280,7 +280,7 @@ def test_a_group_that_connects_at_its_first_collective_is_joined_within_the_limi
 
     monkeypatch.setattr(process_group, "kind_of", lambda device: Kind())
     store, port = open_store(HOST, 20.0)
-    with pytest.raises(UpdateFailed, match=r"waited 0\.3 s for the others to join .*: one of them joined and does not"):
+    with pytest.raises(UpdateFailed, match=r"waited 0\.3 s .*join.*: one of them joined"):
         StoreGroup(TransportAddress(MANIFEST, (), 0.3, address=(HOST, port)), 0)
     assert left.is_set()
     del store
@@ -288,12 +288,12 @@ def test_a_group_that_connects_at_its_first_collective_is_joined_within_the_limi
 
 def test_a_store_that_does_not_answer_is_named() -> None:
     link = Link("broadcast", TransportAddress(MANIFEST, ("a",), 1.0, address=(HOST, 1)))
-    with pytest.raises(UpdateFailed, match=r"a cannot reach the store at 127\.0\.0\.1:1"):
+    with pytest.raises(UpdateFailed, match=r"\ba .*store at 127\.0\.0\.1:1\b"):
         open_receiver(link, "a", HERE)
 
 
 def test_who_was_fenced_off_cannot_join_the_new_generation(site: Site) -> None:
-    with pytest.raises(UpdateFailed, match="b is not among those that this link reaches: a"):
+    with pytest.raises(UpdateFailed, match=r"\bb .*link reaches: a\b"):
         open_receiver(site.link("broadcast", "a"), "b", HERE)
 
 

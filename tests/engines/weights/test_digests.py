@@ -206,5 +206,5 @@ def test_the_order_of_tensors_counts() -> None:
 def test_bytes_that_do_not_follow_are_refused(offset: int) -> None:
     running = RunningDigests(MANIFEST)
     running.add(0, FLAT[:64])
-    with pytest.raises(UpdateFailed, match=f"from {offset} on came where those from 64 on were due"):
+    with pytest.raises(UpdateFailed, match=f"from {offset} .*from 64 .*due"):
         running.add(offset, FLAT[64:128])

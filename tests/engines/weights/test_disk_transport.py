@@ -59,7 +59,7 @@ def test_every_dtype_has_its_name_in_the_file(site: Site, dtype: torch.dtype) ->
 def test_a_dtype_that_such_files_do_not_have_is_named_and_nothing_is_left(site: Site) -> None:
     manifest = build_manifest([("w", (3,), torch.complex128)])
     ends = site.meet("disk", "a", manifest=manifest)
-    with pytest.raises(UpdateFailed, match="'w' has dtype complex128, which safetensors files do not have"):
+    with pytest.raises(UpdateFailed, match="'w' has dtype complex128"):
         ends.sender.send(1, stream(1))
     assert names(site.directory) == []
 
@@ -175,7 +175,7 @@ def test_when_the_file_may_not_grow_any_more_the_send_fails_in_the_middle_and_th
 def test_a_directory_that_cannot_be_written_is_named(site: Site) -> None:
     (site.directory / "file").touch()
     site.directory = site.directory / "file" / "below"
-    with pytest.raises(UpdateFailed, match=r"version 1 cannot be written to .*below.*set param_update\.directory"):
+    with pytest.raises(UpdateFailed, match=r"version 1 cannot be written .*below.*param_update\.directory"):
         site.meet("disk", "a").sender.send(1, stream(1))
 
 
@@ -208,6 +208,6 @@ def test_deltas_are_not_written(site: Site) -> None:
     staged = Staged(MANIFEST, BUCKET, with_delta=True)
     for version in (1, 2):
         staged.gather(version, windows(weights(version)))
-    with pytest.raises(UpdateFailed, match="writes whole versions, not deltas"):
+    with pytest.raises(UpdateFailed, match="whole versions, not deltas"):
         site.meet("disk", "a").sender.send(2, staged.outgoing(2, to=1))
     assert names(site.directory) == []

@@ -110,7 +110,7 @@ def test_a_mismatch_counts_the_tensors_behind_the_one_it_names() -> None:
             chunk.payload[-1] ^= 1
         return chunks
 
-    with pytest.raises(UpdateFailed, match=r"the bytes of 'embed' \(and of 2 more tensors\)"):
+    with pytest.raises(UpdateFailed, match=r"'embed' \(.*\b2 more"):
         BackBuffer(MANIFEST).fill(2, hand_over(Spoilt(stream(2), change)))
 
 
@@ -140,7 +140,7 @@ def test_versions_come_from_other_numbers_of_senders_and_are_refused_unless_whol
         report = back.fill(senders, sent_by(senders))
         assert report.nbytes == MANIFEST.nbytes
         assert_same(contents(back), weights(senders))
-    with pytest.raises(UpdateFailed, match=r"version 4: the senders have \d tensors; expected all 7 of the layout"):
+    with pytest.raises(UpdateFailed, match=r"version 4: .*\d tensors; expected all 7\b"):
         back.fill(4, sent_by(3, left_out=1))
 
 
@@ -179,7 +179,7 @@ def test_of_two_updates_that_race_the_second_is_refused_and_the_first_completes(
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(target.fill, 1, slow)
         assert begun.wait(20)
-        with pytest.raises(UpdateFailed, match="is still receiving version 1; receiving version 2 has to wait"):
+        with pytest.raises(UpdateFailed, match="still receiving version 1; receiving version 2"):
             target.fill(2, hand_over(stream(2)))
         go_on.set()
         report = first.result(20)
@@ -207,7 +207,7 @@ class TestDeltas:
         with pytest.raises(UpdateFailed, match=message):
             back.fill(version, hand_over(outgoing))
         assert back.version is None
-        with pytest.raises(UpdateFailed, match="what is here is nothing complete; send it whole"):
+        with pytest.raises(UpdateFailed, match="nothing complete"):
             back.fill(version, hand_over(self.delta(1, 2)))
         back.fill(version, hand_over(stream(version)))
         assert_same(contents(back), weights(version))
@@ -242,6 +242,6 @@ class TestDeltas:
 
     def test_tensors_in_place_cannot_take_a_delta(self) -> None:
         target, _ = in_place()
-        with pytest.raises(UpdateFailed, match=r"came as a delta, which needs rollout\.enable_dual_buffer"):
+        with pytest.raises(UpdateFailed, match=r"as a delta, .*rollout\.enable_dual_buffer"):
             target.fill(2, hand_over(self.delta(1, 2)))
         assert not target.torn

@@ -44,7 +44,7 @@ class Held:
 def test_a_missing_receiver_is_named_when_the_time_is_over(site: Site) -> None:
     ends = site.meet("local", "a", "b", timeout_s=0.3)
     outcome = ends.update(1, stream(1), targets("a"))
-    with pytest.raises(UpdateFailed, match=r"waited for b for longer than 0\.3 s"):
+    with pytest.raises(UpdateFailed, match=r"waited for b .*0\.3 s"):
         raise outcome.sent or AssertionError
     assert isinstance(outcome.errors["a"], UpdateFailed)
 
@@ -54,7 +54,7 @@ def test_who_has_come_is_told_when_the_sender_waits_for_another_no_longer(site: 
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(ends.sender.send, 1, stream(1))
         Event().wait(0.5)
-        with pytest.raises(UpdateFailed, match="the sender of version 1 waited for b"):
+        with pytest.raises(UpdateFailed, match="sender of version 1 waited for b"):
             ends.fill("a", 1, BackBuffer(MANIFEST), None).result(20)
         assert isinstance(sent.exception(20), UpdateFailed)
 
@@ -72,7 +72,7 @@ def test_a_sender_held_between_buckets_does_not_hold_its_receivers_nor_writes_to
         if closed:
             ends.receivers["b"].close()
         for one in waiting:
-            with pytest.raises(UpdateFailed, match="an end was closed" if closed else "waited for the sender of ver"):
+            with pytest.raises(UpdateFailed, match="an end was closed" if closed else "waited .*sender of version"):
                 one.result(20)
         go_on.set()
         with pytest.raises(UpdateFailed, match="an end was closed" if closed else "bucket 1: receiver [ab] gave up"):
@@ -82,7 +82,7 @@ def test_a_sender_held_between_buckets_does_not_hold_its_receivers_nor_writes_to
 
 def test_a_missing_sender_is_named_when_the_time_is_over(site: Site) -> None:
     ends = site.meet("local", "a", timeout_s=0.05)
-    with pytest.raises(UpdateFailed, match="receiver a waited for the sender to begin version 4"):
+    with pytest.raises(UpdateFailed, match=r"receiver a waited .*version 4"):
         ends.fill("a", 4, BackBuffer(MANIFEST), None).result(20)
 
 
@@ -146,5 +146,5 @@ def test_closing_any_end_ends_every_wait_at_once(site: Site) -> None:
 
 def test_a_receiver_that_the_meeting_is_not_for_is_told_so(site: Site) -> None:
     link = site.link("local", "a")
-    with pytest.raises(UpdateFailed, match="b is not among those that this link reaches: a; it has to meet anew"):
+    with pytest.raises(UpdateFailed, match=r"\bb .*link reaches: a;"):
         open_receiver(link, "b", EndContext())

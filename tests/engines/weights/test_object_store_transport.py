@@ -38,7 +38,7 @@ def test_a_store_that_takes_nothing_more_fails_the_send_and_the_next_one_works(s
     ends = site.meet("object_store", "a", here=EndContext(put=store.put, fetch=store.fetch))
     back = BackBuffer(MANIFEST)
     outcome = ends.update(1, stream(1), {"a": back})
-    with pytest.raises(UpdateFailed, match="the object store did not take bucket 2: TimeoutError: no answer"):
+    with pytest.raises(UpdateFailed, match=r"store .*bucket 2: TimeoutError: no answer"):
         raise outcome.sent or AssertionError
     store.left = 1000
     outcome = ends.update(1, stream(1), {"a": back})
@@ -52,7 +52,7 @@ def test_a_store_that_gives_nothing_fails_the_receiver_that_asked_and_it_can_ask
     stored = open_sender(link, site.here).send(1, stream(1))
     cut_off, fine = open_receiver(link, "a", EndContext(fetch=store.fetch)), open_receiver(link, "b", site.here)
     back, other = BackBuffer(MANIFEST), BackBuffer(MANIFEST)
-    with pytest.raises(UpdateFailed, match="version 1: a cannot get bucket 1 from the store: TimeoutError: no answer"):
+    with pytest.raises(UpdateFailed, match=r"version 1: a .*bucket 1 .*: TimeoutError: no answer"):
         back.fill(1, arrival(cut_off, 1, stored))
     assert back.version is None
     other.fill(1, arrival(fine, 1, stored))
@@ -64,7 +64,7 @@ def test_a_store_that_gives_nothing_fails_the_receiver_that_asked_and_it_can_ask
 def test_an_object_of_another_length_is_no_bucket(site: Site) -> None:
     ends = site.meet("object_store", "a", here=EndContext(put=site.objects.put, fetch=lambda handles: [b"short"]))
     outcome = ends.update(1, stream(1), {"a": BackBuffer(MANIFEST)})
-    with pytest.raises(UpdateFailed, match="bucket 0 has 5 bytes in the object store, 512 were announced"):
+    with pytest.raises(UpdateFailed, match=r"bucket 0 has 5 bytes .*512"):
         raise outcome.errors["a"]
 
 
@@ -79,5 +79,5 @@ def test_versions_that_somebody_still_holds_can_be_received_late(site: Site) -> 
 
 def test_who_was_given_no_stored_version_is_told_so(site: Site) -> None:
     ends = site.meet("object_store", "a")
-    with pytest.raises(UpdateFailed, match="a was to receive version 1, but nothing was sent"):
+    with pytest.raises(UpdateFailed, match=r"\ba .*version 1, .*nothing was sent"):
         ends.fill("a", 1, BackBuffer(MANIFEST), None).result(20)

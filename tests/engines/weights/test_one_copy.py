@@ -73,7 +73,7 @@ def test_bytes_and_their_stamp_are_the_same_in_both_processes_and_stay_when_one_
         assert answer(process) == "77 6"
     assert mapped.flat[0] == 77 and mapped.stamp == 6
     assert not mapped.is_at(path)
-    with pytest.raises(UpdateFailed, match=f"{path} cannot be mapped: .*the process that has it may have ended"):
+    with pytest.raises(UpdateFailed, match=f"{path} cannot be mapped: .*may have ended"):
         SharedBytes.at(path, 13)
 
 
@@ -82,7 +82,7 @@ def test_new_memory_has_no_name_is_no_version_and_goes_with_those_who_map_it() -
     path = str(made.path)
     assert made.stamp == NOTHING and made.flat.shape == (1001,)
     assert Path(path).stat().st_nlink == 0
-    with pytest.raises(UpdateFailed, match="cannot be mapped: 1016 bytes are there, expected 2008"):
+    with pytest.raises(UpdateFailed, match=r"cannot be mapped: 1016 bytes .*2008"):
         SharedBytes.at(path, 2000)
     inode = Path(path).stat().st_ino
     del made
@@ -95,7 +95,7 @@ def test_memory_that_is_short_is_an_error_before_anything_is_received(monkeypatc
 
     back = BackBuffer(MANIFEST)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UpdateFailed, match=rf"no shared memory for {MANIFEST.nbytes} bytes of weights: .*No space"):
+    with pytest.raises(UpdateFailed, match=rf"no shared memory for {MANIFEST.nbytes} bytes .*No space"):
         back.fill(1, hand_over(stream(1)))
     monkeypatch.undo()
     back.fill(1, hand_over(stream(1)))
@@ -189,7 +189,7 @@ def test_a_version_that_is_written_over_while_it_is_loaded_was_not_loaded() -> N
     next(loading)
     copy = received(owner, 2)
     list(loading)
-    with pytest.raises(UpdateFailed, match="version 1 was written over by another one while it was loaded"):
+    with pytest.raises(UpdateFailed, match="version 1 was written over"):
         other.loaded()
     assert other.version is None
     other.fill(2, found(copy))
@@ -201,7 +201,7 @@ def test_a_copy_of_another_version_is_refused() -> None:
     owner, other = BackBuffer(MANIFEST), BackBuffer(MANIFEST)
     first = received(owner, 1)
     for copy in (first, HostCopy(2, first.path, first.checksum)):
-        with pytest.raises(UpdateFailed, match="version 2 was to be read from a copy on this machine, which holds ver"):
+        with pytest.raises(UpdateFailed, match=r"version 2 .*holds version"):
             other.fill(2, found(copy))
         assert other.version is None
     with pytest.raises(ValueError, match="no memory"):
@@ -215,7 +215,7 @@ def test_who_received_may_load_from_others_and_receive_again_and_then_gets_every
     b.fill(1, found(received(a, 1)))
     a.fill(2, found(received(b, 2)))
     for version, outgoing in ((2, delta(1, 2)), (3, delta(2, 3))):
-        with pytest.raises(UpdateFailed, match=r"what is here is nothing complete; send it whole"):
+        with pytest.raises(UpdateFailed, match=r"nothing complete"):
             received(a, version, outgoing)
     b.fill(3, found(received(a, 3)))
     assert_same(contents(a), weights(3))
@@ -240,7 +240,7 @@ def test_tensors_in_place_cannot_be_read_from_a_copy() -> None:
     def receive(incoming: IncomingWeights) -> None:
         incoming.found(received(BackBuffer(MANIFEST), 1))
 
-    with pytest.raises(UpdateFailed, match=r"read from a copy, which needs rollout\.enable_dual_buffer"):
+    with pytest.raises(UpdateFailed, match=r"from a copy, .*rollout\.enable_dual_buffer"):
         target.fill(1, receive)
     assert not target.torn
     assert_same(tensors, weights(0))

@@ -46,10 +46,10 @@ def test_windows_with_a_gap_or_a_missing_end_are_no_version(kept: list[int]) -> 
     def some() -> Iterator[Window]:
         return (window for index, window in enumerate(windows(weights(1))) if index in kept)
 
-    with pytest.raises(UpdateFailed, match=r"from 1024 on came where those from 512 on were due|ended after 1024 of"):
+    with pytest.raises(UpdateFailed, match=r"from 1024 .*from 512 .*due|ended after 1024\b"):
         list(Stream(MANIFEST, some()))
     copy = staged(1)
-    with pytest.raises(UpdateFailed, match=r"from 1024 on came where those from 512 on were due|ended after 1024 of"):
+    with pytest.raises(UpdateFailed, match=r"from 1024 .*from 512 .*due|ended after 1024\b"):
         copy.gather(2, some())
     assert copy.version is None
 
@@ -60,7 +60,7 @@ def test_a_complete_copy_can_be_sent_any_number_of_times_and_only_as_the_version
         back = BackBuffer(MANIFEST)
         back.fill(1, hand_over(copy.outgoing(1, to=None)))
         assert_same(contents(back), weights(1))
-    with pytest.raises(UpdateFailed, match="version 2 was to be sent, but the trainer's copy holds version 1"):
+    with pytest.raises(UpdateFailed, match=r"version 2 .*holds version 1"):
         copy.outgoing(2, to=None)
 
 

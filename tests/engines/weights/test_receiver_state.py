@@ -28,10 +28,10 @@ def test_beside_the_served_version_another_one_arrives_and_may_fail_without_harm
 def test_over_the_served_version_nothing_is_served_until_the_new_one_is_loaded() -> None:
     state = ReceiverState("replica", in_place=True)
     state.begin(1)
-    with pytest.raises(RunError, match="cannot sleep: version 1 is being written over its weights"):
+    with pytest.raises(RunError, match="cannot sleep: version 1 is being written"):
         state.check_unwritten("sleep")
     state.complete()
-    with pytest.raises(RunError, match=r"cannot decode: its weights are version 1's, which is not active"):
+    with pytest.raises(RunError, match=r"cannot decode: .*version 1's, .*not active"):
         state.check("decode")
     state.begin_load(1, state.staged)
     state.loaded()
@@ -47,7 +47,7 @@ def test_a_version_that_fails_over_the_served_one_harms_it_only_where_a_part_was
     state.fail(torn=torn)
     assert (state.held, state.served) == (held, served)
     if torn:
-        with pytest.raises(UpdateFailed, match="cannot activate version 1: its weights are torn"):
+        with pytest.raises(UpdateFailed, match=r"cannot activate version 1: .*torn"):
             state.begin_load(1, state.staged)
     complete(state, 2)
     state.begin_load(2, state.staged)
@@ -62,9 +62,9 @@ def test_while_a_version_arrives_or_is_loaded_every_other_call_is_refused(doing:
     if doing == "loading":
         state.complete()
         state.begin_load(1, state.staged)
-    with pytest.raises(UpdateFailed, match=f"replica is still {doing} version 1; receiving version 2 has to wait"):
+    with pytest.raises(UpdateFailed, match=f"still {doing} version 1; receiving version 2"):
         state.begin(2)
-    with pytest.raises(UpdateFailed, match=f"replica is still {doing} version 1; loading version 1 has to wait"):
+    with pytest.raises(UpdateFailed, match=f"still {doing} version 1; loading version 1"):
         state.begin_load(1, 1)
 
 
@@ -86,15 +86,15 @@ def test_sleep_gives_up_what_is_served_and_a_version_that_arrived_over_it(in_pla
     complete(state, 1)
     state.lose_served()
     assert state.staged == staged
-    with pytest.raises(RunError, match="given up when it was put to sleep"):
+    with pytest.raises(RunError, match=r"cannot resume: .*given up"):
         state.check("resume")
 
 
 def test_only_what_is_staged_can_be_loaded() -> None:
     state = ReceiverState("replica")
-    with pytest.raises(UpdateFailed, match="told to activate version 1, but nothing is staged"):
+    with pytest.raises(UpdateFailed, match=r"activate version 1, .*nothing is staged"):
         state.begin_load(1, state.staged)
     complete(state, 2)
-    with pytest.raises(UpdateFailed, match="told to activate version 1, but version 2 is staged"):
+    with pytest.raises(UpdateFailed, match=r"activate version 1, .*version 2 is staged"):
         state.begin_load(1, state.staged)
     assert state.held is Held.COMPLETE

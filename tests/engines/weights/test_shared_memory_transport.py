@@ -71,7 +71,7 @@ def test_who_reads_a_version_that_the_next_one_has_overwritten_is_told_by_the_di
     first = ends.sender.send(1, stream(1))
     ends.sender.send(2, stream(2))
     back = BackBuffer(MANIFEST)
-    with pytest.raises(UpdateFailed, match="are not those that the trainer sent"):
+    with pytest.raises(UpdateFailed, match="not those that the trainer sent"):
         ends.fill("a", 1, back, first).result(20)
     assert back.version is None
 
