@@ -38,13 +38,13 @@ async def test_a_port_at_which_nothing_listens_is_a_config_error(prefix: str) ->
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"{prefix}127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=rf"^cluster\.address={address}: nothing answers there within 5 s\. S"):
+        with pytest.raises(ConfigError, match=rf"^cluster\.address={address}: nothing answers .*5 s"):
             await check_listens(address, 5.0)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "a..b:6379"])
 async def test_a_port_or_a_host_that_cannot_be_is_a_config_error(address: str) -> None:
-    with pytest.raises(ConfigError, match="nothing answers there"):
+    with pytest.raises(ConfigError, match="nothing answers"):
         await check_listens(address, 5.0)
 
 
@@ -53,7 +53,7 @@ async def test_silence_ends_with_the_time_that_there_is(monkeypatch: pytest.Monk
         await asyncio.Event().wait()
 
     monkeypatch.setattr(asyncio, "open_connection", silent)
-    with pytest.raises(ConfigError, match=r"nothing answers there within 0\.01 s"):
+    with pytest.raises(ConfigError, match=r"nothing answers .*0\.01 s"):
         await check_listens("10.0.0.1:6379", 0.01)
 
 

@@ -247,9 +247,9 @@ async def test_a_worker_where_nothing_listens_any_more_is_gone_at_once() -> None
     await connection.call("note", 0)
     server.close()
     connection._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
-    with pytest.raises(ConnectionEnded, match="nothing listens there any more"):
+    with pytest.raises(ConnectionEnded, match="nothing listens there"):
         await waiting
-    with pytest.raises(ConnectionEnded, match="nothing listens there any more"):
+    with pytest.raises(ConnectionEnded, match="nothing listens there"):
         await connection.call("note", 1)
     await host.end()
 
@@ -323,7 +323,7 @@ async def test_a_broken_connection_that_cannot_be_opened_again_has_ended(served:
     assert not waiting.done()
     await clock.advance(1)
     assert connection.ended
-    with pytest.raises(ConnectionEnded, match="could not open it again within 10 s: "):
+    with pytest.raises(ConnectionEnded, match="open it again within 10 s: "):
         await waiting
     refusing.close()
 

@@ -76,7 +76,7 @@ async def test_vllm_in_the_trainers_process_leaves_it_its_part_of_their_gpu(opti
 
 
 async def test_a_replica_without_room_beside_the_trainer_is_refused(options: Any) -> None:
-    with pytest.raises(ConfigError, match=r"training rank on it holds 121\.8"):
+    with pytest.raises(ConfigError, match=r"training rank .*121\.8"):
         await options(**{**SHARED, "trainer": {"n_gpus_per_node": 1}})
 
 
@@ -127,7 +127,7 @@ async def test_the_native_engine_takes_what_a_gpu_has_room_for_and_not_a_context
     assert 30 * GB < alone < 72 * GB - 2 * P, "beside its weights, and a tenth for libraries"
     beside = await cache_bytes(others=30 * GB, cluster={"placement": "split"})
     assert alone - 27 * GB - GB < beside < alone - 25 * GB, "memory that others hold is not there"
-    with pytest.raises(ConfigError, match=r"a replica's GPU has 0\.8 GB left.*end other processes that use it"):
+    with pytest.raises(ConfigError, match=r"GPU has 0\.8 GB left.*other processes"):
         await cache_bytes(others=64 * GB, cluster={"placement": "split"})
 
 
@@ -142,7 +142,7 @@ async def test_in_one_process_the_native_engine_leaves_what_the_trainer_on_its_g
     inline = {"cluster": {"backend": "inline"}, "actor": {"fsdp_config": {"param_offload": True}}}
     offloaded = await cache_bytes(**inline)
     assert offloaded > 0
-    with pytest.raises(ConfigError, match=r"training rank on it holds 121\.8"):
+    with pytest.raises(ConfigError, match=r"training rank .*121\.8"):
         await cache_bytes(cluster={"backend": "inline"})
     halves = await cache_bytes(**inline, rollout={**BIG["rollout"], "n_gpus_per_node": 2})
     assert 0 < halves < offloaded / 2

@@ -139,7 +139,7 @@ async def test_what_another_process_has_is_mapped_and_not_received(monkeypatch: 
                 assert back.fill(1, partial(each.receive, 1)).nbytes == 0
                 assert_same(contents(back), VALUES)
     assert [end.stored for end in ends] == [None] * 3
-    with pytest.raises(UpdateFailed, match="rollout-1 was asked for version 3 before it was connected"):
+    with pytest.raises(UpdateFailed, match=r"rollout-1 .*version 3 before it was connected"):
         back.fill(3, partial(never_connected.receive, 3))
 
 

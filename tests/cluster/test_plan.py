@@ -204,7 +204,7 @@ async def test_a_ray_address_at_which_nothing_answers_is_a_config_error() -> Non
 async def test_an_address_at_which_something_else_than_ray_listens_is_a_config_error_in_bounded_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match="no Ray cluster answered within 1 s"):
+        with pytest.raises(ConfigError, match=r"no Ray cluster .*within 1 s"):
             await check_answers(f"127.0.0.1:{port}", 1.0)
 
 
@@ -214,7 +214,7 @@ async def test_such_an_address_is_named_before_the_start_as_a_whole_runs_out_of_
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         cluster = {"backend": "ray", "device": "cpu", "address": address, "start_timeout_s": 8}
-        with pytest.raises(ConfigError, match=f"cluster.address={address}: no Ray cluster answered"):
+        with pytest.raises(ConfigError, match=f"cluster.address={address}: no Ray cluster"):
             await start_backend(
                 Config(cluster=cluster),  # type: ignore[arg-type]
                 model_path="m",

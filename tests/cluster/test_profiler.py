@@ -89,7 +89,7 @@ async def test_a_second_profile_begins_empty_also_after_one_that_was_given_up(bu
 async def test_a_stop_without_a_start_does_nothing_and_leaves_nothing_to_take():
     profile = ProcessProfile("actor-0")
     await profile.stop()
-    with pytest.raises(RunError, match="the profiler of actor-0 has recorded nothing"):
+    with pytest.raises(RunError, match="actor-0 has recorded nothing"):
         await profile.take(0.0, "actor-0")
 
 

@@ -188,7 +188,7 @@ async def test_a_node_that_was_killed_is_named_and_leaves_neither_process_nor_fo
     await asyncio.sleep(0)
     assert not dead.done()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=rf"Ray's raylet on this machine \(pid {pid}\) ended, and the run's workers"):
+    with pytest.raises(WorkerDied, match=rf"raylet .*\(pid {pid}\) ended"):
         await asyncio.wait_for(dead, WAIT_S)
     await cluster.stop()
     assert len(family) > len(others) + 1

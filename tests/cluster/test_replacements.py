@@ -83,7 +83,7 @@ async def test_where_no_machine_has_room_the_wait_is_bounded_and_says_so() -> No
     place = Place(found=False)
     with pytest.raises(
         StallError,
-        match=r"in the place of rollout-1 was .* = 0.05 s: the driver waited for a device for another rollout-1",
+        match=r"rollout-1 .* = 0\.05 s: .*waited for a device .*rollout-1",
     ):
         await replace(place, timeout_s=0.05)
     assert place.log == ["find a place for rollout-1"]

@@ -51,7 +51,7 @@ async def test_the_tolerance_follows_what_was_measured_between_a_floor_and_a_cei
 async def test_what_rounding_cannot_explain_is_another_model(served: Any) -> None:
     rounding = ProbeTolerance(("bfloat16",), EXPECTED)
     receiver = cast(PolicyReceiver, Probing("rollout-0", served))
-    with pytest.raises(ModelError, match="rollout-0 and the trainer compute different log-probs from the same model"):
+    with pytest.raises(ModelError, match=r"rollout-0 and the trainer .*different log-probs"):
         await rounding.measure([receiver])
 
 

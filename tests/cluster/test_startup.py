@@ -137,8 +137,8 @@ async def start(
     ("hangs", "said"),
     [
         ({"rollout-0.up"}, "rollout-0 to start"),
-        ({"actor-0.build"}, "actor-0 to load the model"),
-        ({"actor-0.outbox.connect", "rollout-0.inbox.connect"}, "rollout-0 to meet actor-0 for weights"),
+        ({"actor-0.build"}, "actor-0 to load"),
+        ({"actor-0.outbox.connect", "rollout-0.inbox.connect"}, "rollout-0 to meet actor-0"),
         ({"rollout-0.serve"}, "rollout-0 to start its engine"),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_start_that_takes_too_long_says_who_was_waited_for_and_ends_everything
     hangs: set[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = PlannedCluster(frozenset(hangs))
-    with pytest.raises(StallError, match=rf"start_timeout_s = 600 s: the driver waited for {said}"):
+    with pytest.raises(StallError, match=rf"start_timeout_s = 600 s: .*waited for {said}"):
         run_virtual(start(cluster, monkeypatch, timeout_s=600))
     assert set(cluster.log) == {"reserved", *EVERYTHING_ENDED}
     assert cluster.log[-1] == "stopped", "workers end before the cluster does"
@@ -170,7 +170,7 @@ def test_workers_start_while_the_model_is_warmed_up_for_which_no_limit_counts(mo
 
 
 def test_what_is_left_of_the_limit_counts_again_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StallError, match=r"start_timeout_s = 600 s: the driver waited for actor-0 to load the model"):
+    with pytest.raises(StallError, match=r"start_timeout_s = 600 s: .*waited for actor-0 to load"):
         run_virtual(start(PlannedCluster(frozenset({"actor-0.build"})), monkeypatch, 600, warm=asyncio.sleep(1000)))
 
 
@@ -288,8 +288,8 @@ def test_fewer_ranks_go_on_only_where_their_devices_have_room_and_else_wait_for_
     if not fits:
         with pytest.raises(
             StallError,
-            match=r"the driver waited for a machine with room for actor-3: without it each of 3 ranks takes up to "
-            r"\d+\.\d GB of its device, and that of actor-\d\+1 on [abc] has \d+\.\d to spare; add a machine, or",
+            match=r"waited for a machine .*actor-3: .*\b3 ranks .*"
+            r"\d+\.\d GB .*actor-\d\+1 on [abc] has \d+\.\d to spare",
         ):
             run_virtual(restarted(2000))
 
@@ -310,7 +310,7 @@ async def test_a_machine_on_which_a_restarted_rank_does_not_see_the_runs_files_g
         begun = startup.Startup(config, cluster, stack, model_path="m", total_optimizer_steps=1, run_dir=tmp_path)
         await begun.launch()
         begun._files = Files()
-        with pytest.raises(RunError, match=r"is not one directory .*It is not started there again"):
+        with pytest.raises(RunError, match=r"not one directory .*not started"):
             await begun._restart("actor", begun._groups.actor, StartWaits())
         assert avoided == ["actor-1"]
         await begun._restart("actor", begun._groups.actor, StartWaits())
@@ -362,7 +362,7 @@ def test_samples_are_balanced_by_the_width_that_the_models_configuration_tells(
 
 async def test_an_engine_that_cannot_sleep_cannot_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = PlannedCluster()
-    with pytest.raises(ConfigError, match=r"cluster.placement=shared: the rollout engine of rollout-0 cannot give"):
+    with pytest.raises(ConfigError, match=r"cluster\.placement=shared: .*rollout-0\b"):
         await start(cluster, monkeypatch, shared=True)
     assert set(cluster.log) == {"reserved", "actor-0 killed", "episode-worker-0 killed", "stopped"}
 
@@ -398,9 +398,7 @@ async def test_an_engine_that_cannot_do_what_is_asked_of_it_on_an_update_ends_th
 ) -> None:
     cluster = PlannedCluster()
     cluster.on_update = frozenset({OnUpdate.DRAIN, OnUpdate.KEEP})
-    with pytest.raises(
-        ConfigError, match=r"on_update=interrupt: the rollout engine of rollout-0 .* it can do drain or keep\. Set"
-    ):
+    with pytest.raises(ConfigError, match=r"on_update=interrupt: .*rollout-0 .*drain or keep\b"):
         await start(cluster, monkeypatch, async_training={"on_update": "interrupt"})
     assert set(cluster.log) == {"reserved", *EVERYTHING_ENDED}
 

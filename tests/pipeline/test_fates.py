@@ -149,7 +149,7 @@ def test_a_group_that_was_trained_in_one_of_several_epochs_was_trained():
 def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(off_policy_guard, "MOST_SKIPPED", 3)
     run = Scenario("async_stale", trainer={"skips": lambda step: step >= 2}).run()
-    with pytest.raises(NonFinite, match=r"^4 optimizer steps in a row .*lower actor\.optim\.lr"):
+    with pytest.raises(NonFinite, match=r"^4 optimizer steps .*actor\.optim\.lr"):
         raise run.error or AssertionError("no error")
     run.assert_clean()
     assert [step.skipped for step in run.of(OptimizerStepped)] == [False, False, True, True, True, True]

@@ -39,7 +39,7 @@ def test_a_group_meets_one_fate_and_no_second():
     ledger = Ledger()
     ledger.admit(prompt(0, 0))
     ledger.settle(0, Fate.TRAINED)
-    with pytest.raises(LedgerImbalance, match="group 0 cannot end as filtered"):
+    with pytest.raises(LedgerImbalance, match=r"group 0 .*end as filtered"):
         ledger.settle(0, Fate.FILTERED)
 
 
@@ -85,7 +85,7 @@ def test_episodes_have_the_fate_of_their_group_unless_they_failed_before():
     ledger.settle(1, Fate.FILTERED)
     counts = ledger.episode_counts()
     assert counts == {"admitted": 16, "trained": 3, "filtered": 4, "failed": 4, "dropped": 0, "in_flight": 5}
-    with pytest.raises(LedgerImbalance, match="group 2 cannot have 2 more failed episodes"):
+    with pytest.raises(LedgerImbalance, match=r"group 2 .*2 more failed episodes"):
         ledger.episodes_failed(2, 2)
     with pytest.raises(LedgerImbalance, match="not open"):
         ledger.episodes_failed(1, 1)

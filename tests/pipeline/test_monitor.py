@@ -85,7 +85,7 @@ def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers
 
 def stalls_at(made: RunMonitor, says: str = "") -> float:
     async def main() -> float:
-        with pytest.raises(StallError, match=rf"nothing moved for 10 s \(cluster.stall_timeout_s\): .*{says}"):
+        with pytest.raises(StallError, match=rf"nothing moved for 10 s \(cluster\.stall_timeout_s\): .*{says}"):
             await made.run()
         return asyncio.get_running_loop().time()
 

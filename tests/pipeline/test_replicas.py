@@ -104,7 +104,7 @@ def test_a_name_is_given_once(name: str):
     async def beside(run: Run) -> None:
         run.join("gone").die(WorkerDied("gone was killed"))
         await asyncio.sleep(10.0)
-        with pytest.raises(ValueError, match=f"named '{name}' is or was part of this run"):
+        with pytest.raises(ValueError, match=f"'{name}' is or was part"):
             run.join(name)
 
     Scenario("async_partial", script=script, beside=beside).run().assert_completed()

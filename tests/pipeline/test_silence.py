@@ -72,7 +72,7 @@ def test_a_replica_whose_core_hangs_while_it_answers_is_fenced_off_and_the_other
 
 def test_the_only_replica_whose_core_hangs_ends_the_run_with_its_name_and_not_with_a_stall_of_the_whole() -> None:
     run = scenario("async_partial", 1, hangs_when(tokens_of("rollout-0", 3), 0)).run()
-    with pytest.raises(StallError, match="rollout-0 answers, but computed no token"):
+    with pytest.raises(StallError, match=r"rollout-0 answers, .*no token"):
         raise run.error or AssertionError("the run went on as if nothing had happened")
     run.assert_clean()
 
