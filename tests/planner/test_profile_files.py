@@ -236,12 +236,12 @@ def test_a_file_that_is_no_mapping_is_refused(file: Path, text: str, message: st
 
 
 def test_what_is_no_readable_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with pytest.raises(ConfigError, match=r"missing\.yaml: .*no such file"):
         load_profile(tmp_path / "missing.yaml")
     with pytest.raises(ConfigError, match="a directory"):
         load_profile(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not a text file in UTF-8"):
+    with pytest.raises(ConfigError, match=r"binary: .*UTF-8"):
         load_profile(tmp_path / "binary")
 
 

@@ -297,11 +297,11 @@ async def _refused(engine: SimulatedRollout, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("activate while it decodes", "told to load, but it is not paused"),
-        ("activate while it drains", "told to load, but it is not paused, or still decodes"),
-        ("activate what is not staged", "what is staged is version 1"),
-        ("sleep while it decodes", "told to sleep, but it is not paused"),
-        ("resume without a pause", "it is not paused"),
+        ("activate while it decodes", "told to load, .*not paused"),
+        ("activate while it drains", "told to load, .*not paused, or still decodes"),
+        ("activate what is not staged", "staged is version 1"),
+        ("sleep while it decodes", "told to sleep, .*not paused"),
+        ("resume without a pause", "not paused"),
     ],
 )
 def test_what_would_mix_two_versions_or_compute_asleep_is_refused(what: str, message: str):

@@ -272,7 +272,7 @@ def test_a_wrong_checksum_ends_the_run(mode: str) -> None:
     settings = config(job, mode)
     simulation = Simulation(job, settings, observers=[recorder])
     simulation.transport.corrupted.add(("rollout-0", 2))
-    with pytest.raises(UpdateFailed, match="rollout-0 received weights of version 2 with checksum"):
+    with pytest.raises(UpdateFailed, match=r"rollout-0 .*version 2 with checksum"):
         simulation.run()
     assert recorder.of(RunFinished)[-1].status == "failed"
 
@@ -286,7 +286,7 @@ def test_a_run_that_cannot_go_on_says_who_waits_for_whom() -> None:
         return 0.0
 
     simulation.transport.send = never  # type: ignore[method-assign]
-    with pytest.raises((StallError, UpdateFailed), match=r"rollout-0 did not answer .* for version 1"):
+    with pytest.raises((StallError, UpdateFailed), match=r"rollout-0 did not answer .*version 1\b"):
         simulation.run()
 
 
@@ -355,7 +355,7 @@ Change = Callable[[], Config]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: config(profile(), "asink"), "there is no mode 'asink'"),
+        (lambda: config(profile(), "asink"), "no mode 'asink'"),
         (
             lambda: config(
                 profile(batch={"groups_per_version": 2, "ppo_mini_batch_size": 2, "n": 1}, reward={"filtered": 0.5}),

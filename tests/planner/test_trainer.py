@@ -52,7 +52,7 @@ def test_a_synchronous_update_holds_the_ranks_until_the_last_receiver_has_it() -
     async def script(trainer: SimulatedTrainer, transport: SimulatedTransport) -> None:
         sent = asyncio.create_task(trainer.send_weights(3, ["a"]))
         await asyncio.sleep(10)
-        with pytest.raises(RunError, match="asked for an optimizer step during send"):
+        with pytest.raises(RunError, match="optimizer step during send"):
             await trainer.train_step(SAMPLES, StepContext())
         await transport.receive("a", 3)
         assert now() == 10 + 2 + 1
@@ -82,13 +82,11 @@ def test_gather_does_not_overwrite_a_copy_that_is_being_sent() -> None:
         await trainer.gather_weights(3)
         sending = asyncio.create_task(trainer.send_gathered(3, ["a"]))
         await asyncio.sleep(0)
-        with pytest.raises(
-            RunError, match="gather of version 4 would overwrite version 3, which is being sent to 1 replica"
-        ):
+        with pytest.raises(RunError, match=r"gather of version 4 .*version 3, .*1 replica"):
             await trainer.gather_weights(4)
         await asyncio.gather(sending, transport.receive("a", 3))
         await trainer.gather_weights(4)
-        with pytest.raises(RunError, match="version 3 cannot be sent to a: the copy holds version 4"):
+        with pytest.raises(RunError, match=r"version 3 .*sent to a: .*holds version 4"):
             await trainer.send_gathered(3, ["a"])
 
     trained(script)
@@ -116,7 +114,7 @@ def test_its_ranks_do_one_thing_at_a_time() -> None:
             trainer.gather_weights(1),
             trainer.send_weights(1, ["a"]),
         ):
-            with pytest.raises(RunError, match="during an optimizer step; they do one at a time"):
+            with pytest.raises(RunError, match="during an optimizer step"):
                 await call
         await step
         await trainer.train_step(SAMPLES, StepContext())

@@ -189,7 +189,7 @@ def test_a_line_that_is_not_utf_8_is_an_error_that_names_the_line(byte: bytes, t
     write(path, [note("a"), note("b")])
     with path.open("ab") as file:
         file.write(b'{"kind": "note", "text": "' + byte + b'"}\n')
-    with pytest.raises(DataError, match=r"events\.jsonl:3 is damaged: it is not UTF-8 \(byte 27\)\. Take the file"):
+    with pytest.raises(DataError, match=r"events\.jsonl:3 is damaged: .*UTF-8 \(byte 27\)"):
         list(read_events(path))
 
 
@@ -384,7 +384,7 @@ def test_a_run_may_go_back_behind_an_earlier_return(tmp_path: Path) -> None:
 def test_a_run_cannot_have_gone_back_to_what_it_never_reached(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write(path, [reached(0), resumed(1, 1)])
-    with pytest.raises(DataError, match=r"events.jsonl:2: the run went back to a version that it did not reach"):
+    with pytest.raises(DataError, match=r"events\.jsonl:2: .*went back to a version"):
         list(read_events(path))
 
 
@@ -442,7 +442,7 @@ def test_a_part_of_the_events_that_an_earlier_version_left_elsewhere_is_not_pass
     write(tmp_path / "events.jsonl", [reached(0)])
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "000000000001.parquet").touch()
-    with pytest.raises(DataError, match=r"events/0+1\.parquet has a part of the run's events"):
+    with pytest.raises(DataError, match=r"events/0+1\.parquet .*part of the run's events"):
         list(read_events(tmp_path / "events.jsonl"))
 
 

@@ -246,7 +246,7 @@ def test_views_of_the_record_read_a_resumed_run(tmp_path: Path) -> None:
 def test_there_is_no_going_back_to_what_the_record_does_not_have(tmp_path: Path) -> None:
     directory, _ = killed(tmp_path, 14.0)
     lock = RunLock(directory / "run.lock")
-    with pytest.raises(DataError, match=r"events.jsonl has no boundary of version 17"):
+    with pytest.raises(DataError, match=r"events\.jsonl .*no boundary of version 17"):
         reopen_reports(SCENARIO.config, RunDirectory.existing(directory), lock, 17, {}, quiet())
 
 
@@ -279,7 +279,7 @@ def test_a_checkpoint_of_another_balance_is_refused_before_anything_changes(tmp_
     (directory / "summary.json").write_text("{}")
     before = contents(directory)
     other = {**balance(state), "trained": 1}
-    with pytest.raises(UserError, match=r"is not the checkpoint of which events.jsonl tells: it holds the groups"):
+    with pytest.raises(UserError, match=r"not the checkpoint .*events\.jsonl tells: .*groups"):
         reopen_reports(
             SCENARIO.config,
             RunDirectory.existing(directory),
@@ -297,7 +297,7 @@ def test_a_checkpoint_of_another_balance_is_refused_before_anything_changes(tmp_
 def test_two_processes_cannot_train_the_same_run(tmp_path: Path) -> None:
     first, second = RunLock(tmp_path / "run.lock"), RunLock(tmp_path / "run.lock")
     first.take()
-    with pytest.raises(UserError, match=r"process \d+ on .* trains this run right now"):
+    with pytest.raises(UserError, match=r"process \d+ on .* trains this run"):
         second.take()
     first.release()
     second.take()

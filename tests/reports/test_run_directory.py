@@ -64,7 +64,7 @@ def test_a_directory_with_anything_else_in_it_is_refused_and_left_alone(name: st
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(Occupied, match=rf"is not empty: it has {name.partition('/')[0]}, and holds no run; give "):
+    with pytest.raises(Occupied, match=rf"is not empty: it has {name.partition('/')[0]}, "):
         RunDirectory.create(tmp_path, CONFIG)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -119,7 +119,7 @@ def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_refused_and_taken_when_it_has_some(size: int, tmp_path: Path) -> None:
     with (
         files_of_at_most(size),
-        pytest.raises(UserError, match=r"cannot be written \(File too large\); make room there"),
+        pytest.raises(UserError, match=r"cannot be written \(File too large\)"),
     ):
         RunDirectory.create(tmp_path / "a", CONFIG)
     assert RunDirectory.create(tmp_path / "a", CONFIG).config.exists()
@@ -154,7 +154,7 @@ def test_a_lock_is_held_on_a_full_disk_too(tmp_path: Path) -> None:
     first, second = RunLock(tmp_path / "run.lock"), RunLock(tmp_path / "run.lock")
     with files_of_at_most(0):
         first.take()
-    with pytest.raises(UserError, match="another process trains this run right now"):
+    with pytest.raises(UserError, match="another process trains this run"):
         second.take()
     first.release()
     second.take()
@@ -187,7 +187,7 @@ def test_a_lock_is_taken_while_others_look_at_it(tmp_path: Path) -> None:
         lock = RunLock(path)
         lock.take()
         away.join()
-    with pytest.raises(UserError, match=f"process {os.getpid()} on .* trains this run right now"):
+    with pytest.raises(UserError, match=f"process {os.getpid()} on .* trains this run"):
         RunLock(path).take()
     assert is_trained(path) is True
     lock.release()
@@ -195,7 +195,7 @@ def test_a_lock_is_taken_while_others_look_at_it(tmp_path: Path) -> None:
 
 def test_a_lock_where_nothing_can_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("in the way")
-    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); give a run.dir that you may write to"):
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); .*run\.dir"):
         RunLock(tmp_path / "run" / "run.lock").take()
 
 

@@ -164,7 +164,7 @@ def test_moments_are_moved_to_a_resumed_runs_clock_and_seconds_are_not() -> None
 def test_a_damaged_line_is_named(line: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text(f"{json.dumps(of_group(1))}\n{line}\n")
-    with pytest.raises(DataError, match=f"samples.jsonl{where} is not a sample of this version"):
+    with pytest.raises(DataError, match=f"samples.jsonl{where} is not a sample"):
         list(read_samples(path))
     path.write_text(f'{json.dumps(of_group(1))}\n{{"group": 2, "half')
     assert [one["group"] for one in read_samples(path)] == [1]
@@ -273,6 +273,6 @@ def test_samples_that_cannot_be_rewritten_refuse_the_resume_and_change_nothing(
 
     monkeypatch.setattr(report_manager, "write_surviving", full)
     before = {path.name: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
-    with pytest.raises(UserError, match=r"samples.jsonl.tmp could not be written .* nothing of it is lost"):
+    with pytest.raises(UserError, match=r"samples\.jsonl\.tmp could not be written"):
         reopen_reports(SHOWN.config, directory, RunLock(directory.lock), state["version"], balance(state), quiet())
     assert {path.name: path.read_bytes() for path in directory.path.iterdir() if path.is_file()} == before

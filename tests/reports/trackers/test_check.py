@@ -52,7 +52,7 @@ def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path: Path, monke
     (tmp_path / "headway_stands_for_wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(tracker_set, "PACKAGES", {"wandb": "headway_stands_for_wandb"})
-    with pytest.raises(ConfigError, match="headway_stands_for_wandb is not installed here"):
+    with pytest.raises(ConfigError, match="headway_stands_for_wandb is not installed"):
         check_trackers(with_trackers("wandb"), ["wandb"])
 
 
@@ -109,10 +109,10 @@ def test_a_port_in_use_is_said_before_anything_starts(installed: set[str]) -> No
 @pytest.mark.parametrize("host", ["nosuchhost.invalid", "192.0.2.1"])
 def test_a_host_that_is_not_this_machine_is_not_taken_for_a_port(host: str, installed: set[str]) -> None:
     installed.add("prometheus_client")
-    with pytest.raises(ConfigError, match=rf"^reports.prometheus_host={host}: it is no address of this machine \("):
+    with pytest.raises(ConfigError, match=rf"^reports\.prometheus_host={host}: .*no address\b"):
         check_trackers(with_trackers("prometheus", prometheus_host=host, prometheus_port=0))
 
 
 def test_a_tracker_that_there_is_not_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no tracker 'comet'; there are tensorboard, wandb, mlflow, trackio, prometh"):
+    with pytest.raises(ValueError, match=r"no tracker 'comet'; .*tensorboard, wandb, mlflow, trackio, prometheus"):
         make_tracker("comet", TrackerSetting(project="p", name="n", folder=tmp_path))
