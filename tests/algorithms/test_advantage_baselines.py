@@ -181,7 +181,7 @@ def test_pass_at_k_of_binary_rewards_is_the_papers_formula(n: int) -> None:
 
 
 def test_pass_at_k_wants_at_least_one_answer() -> None:
-    with pytest.raises(ConfigError, match="k must be at least 1, not 0"):
+    with pytest.raises(ConfigError, match=r"\bk .*at least 1, not 0"):
         ADVANTAGES.get("pass_at_k")(inputs_of([[(1.0, 1)]]), k=0)
 
 
@@ -234,12 +234,12 @@ def test_a_reward_that_is_not_finite_is_refused_with_its_trajectory(name: str, b
         baselines=torch.zeros(4),
         states=torch.zeros(4, 2, dtype=torch.long),
     )
-    with pytest.raises(RunError, match=r"reward of trajectory 2 \(of 4 in the batch\) is (nan|inf|-inf)"):
+    with pytest.raises(RunError, match=r"reward of trajectory 2 \(of 4\b.* is (nan|inf|-inf)"):
         ADVANTAGES.get(name)(inputs)
 
 
 def test_maxrl_refuses_a_negative_reward() -> None:
-    with pytest.raises(RunError, match=r"maxrl: the reward of trajectory 1 .* is -1\.0"):
+    with pytest.raises(RunError, match=r"maxrl: .*trajectory 1 .* -1\.0"):
         ADVANTAGES.get("maxrl")(inputs_of([[(1.0, 1), (-1.0, 1)]]))
 
 

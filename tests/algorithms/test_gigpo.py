@@ -166,11 +166,11 @@ def test_without_tokens_there_is_nothing_to_compare() -> None:
 
 def test_what_it_cannot_use_is_refused() -> None:
     inputs = inputs_of([(0, [(1.0, 0, 1, 0)])])
-    with pytest.raises(ConfigError, match=r"gigpo needs the state that each turn was taken in.* from_states"):
+    with pytest.raises(ConfigError, match=r"gigpo needs the state .*from_states"):
         gigpo(replace(inputs, states=None))
     with pytest.raises(ConfigError, match=r"algorithm\.step_weight: -1\.0 is negative"):
         gigpo(inputs, step_weight=-1.0)
-    with pytest.raises(ValueError, match=r"states has the shape \[1, 2\].*should be \[1, 1\]"):
+    with pytest.raises(ValueError, match=r"states .*\[1, 2\].*\[1, 1\]"):
         replace(inputs, states=torch.zeros(1, 2).long())
-    with pytest.raises(RunError, match="the reward of token 0 of trajectory 0"):
+    with pytest.raises(RunError, match="reward of token 0 of trajectory 0"):
         gigpo(inputs_of([(0, [(math.inf, 0, 1, 0)])]))

@@ -83,7 +83,7 @@ def test_padding_leaves_no_trace(padding: float) -> None:
 
 
 def test_an_anchor_in_the_future_is_refused() -> None:
-    with pytest.raises(ValueError, match="before that of π_prox"):
+    with pytest.raises(ValueError, match=r"before .*π_prox"):
         log_linear_prox(random(0), random(1), torch.zeros(SHAPE), EVERY_TOKEN, prox_version=3, version=2)
 
 

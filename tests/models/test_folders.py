@@ -112,7 +112,7 @@ def test_weights_of_another_shape_are_an_error(folder: Path) -> None:
 
 def test_an_encoder_decoder_is_not_a_causal_model(tmp_path: Path) -> None:
     T5Config().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="'t5' model is not a causal language model"):
+    with pytest.raises(ModelError, match=r"'t5' model .*causal language model"):
         load_model(tmp_path, dtype=torch.float32)
 
 
