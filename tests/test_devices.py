@@ -110,7 +110,7 @@ def test_a_device_is_of_its_kind_whatever_its_number(device: torch.device | str)
 
 
 def test_a_kind_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="computes on cpu and cuda, and not on a device of the kind 'mps'"):
+    with pytest.raises(ConfigError, match=r"cpu and cuda, .*'mps'"):
         kind_of("mps:0")
 
 
@@ -122,7 +122,7 @@ def test_auto_is_the_accelerator_that_torch_sees(there: bool, auto: str, monkeyp
 
 def test_a_kind_that_is_not_there_is_refused_by_whoever_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"^cluster\.device=cuda, but torch sees no GPU here; set"):
+    with pytest.raises(ConfigError, match=r"^cluster\.device=cuda, but torch sees no GPU"):
         chosen("cuda")
     with pytest.raises(ConfigError, match=r"^cluster\.device=cuda, but Ray sees no GPU; set"):
         chosen("cuda", lambda kind: kind is CPU, "Ray sees no {}")

@@ -341,10 +341,10 @@ PLANTED: list[tuple[Made, Plant, str]] = [
     (serving.update, tokens_keep_the_old_version, "tokens are of versions"),
     (serving.sleep, sleep_keeps_the_cache, r"sleep freed \d+ MiB of"),
     (serving.sleep, sleep_keeps_the_weights, r"sleep freed \d+ MiB of"),
-    (serving.sleep, other_weights_wake_up, "after waking up the probe is"),
+    (serving.sleep, other_weights_wake_up, "after waking up"),
     (speed.training_speed, losses_are_not_finite, "a loss of nan"),
     (speed.decoding_speed, answers_are_cut_short, "tokens, not"),
-    (speed.steps, nothing_is_interrupted, "nothing decoded that could be interrupted"),
+    (speed.steps, nothing_is_interrupted, "could be interrupted"),
     (transports.updating_speed, the_last_value_is_not_written, "0.5 B, beside decoding: .* have other bits"),
 ]
 
@@ -413,8 +413,8 @@ def test_a_run_that_was_told_to_end_passes_with_what_it_did(tmp_path: Path) -> N
         ({"status": "failed", "reason": "a worker died"}, "'failed': a worker died"),
         ({"balanced": False}, "does not balance"),
         ({"groups": {"trained": 15}}, "15 groups were trained; 16"),
-        ({"skipped_steps": 1}, "1 optimizer steps were not finite"),
-        ({"param_update": {"count": 1}}, "1 updates of the weights for version 2"),
+        ({"skipped_steps": 1}, "1 optimizer steps .*not finite"),
+        ({"param_update": {"count": 1}}, "1 updates .*version 2"),
         ({"eval": [{"accuracy": 0.5}, {"accuracy": 0.5}]}, "validation did not rise: 0.50 → 0.50"),
         ({"eval": [{"accuracy": 0.5}]}, "validation did not rise: 0.50"),
     ],
@@ -427,10 +427,10 @@ def test_a_run_that_did_something_else_fails(tmp_path: Path, changes: dict[str, 
 def test_a_run_that_moved_no_weight_or_has_no_rewards_fails(tmp_path: Path) -> None:
     directory = finished_run(tmp_path / "run")
     (directory / "metrics.jsonl").write_text('{"reward/generated_mean": NaN}')
-    with pytest.raises(CheckFailed, match=r"no rewards, or none that count: \[nan\]"):
+    with pytest.raises(CheckFailed, match=r"no rewards, .*\[nan\]"):
         list(demo.verdict(directory, 16, seconds=1.0, learns=True))
     shutil.copy(directory / "initial_model" / "model.safetensors", directory / "model")
-    with pytest.raises(CheckFailed, match="all weights as they were"):
+    with pytest.raises(CheckFailed, match="weights as they were"):
         list(demo.verdict(directory, 16, seconds=1.0, learns=True))
 
 
@@ -494,10 +494,10 @@ def test_two_ranks_and_two_processes_pass_and_what_is_planted_in_one_of_them_is_
     expected = training.reference(training.peaked_model(setting), right_rows(setting))
     monkeypatch.setattr(training, "reference", lambda folder, rows: expected)  # the rows below are others
     monkeypatch.setattr(training, "random_rows", lambda setting: right_rows(setting)[1:])
-    with pytest.raises(CheckFailed, match="on 2 ranks: float32: the gradient is off"):
+    with pytest.raises(CheckFailed, match=r"on 2 ranks: float32: .*gradient"):
         list(training.fsdp(two))
     monkeypatch.setattr(transports, "payload", lambda version, *more: right_payload(version + 1, *more))
-    with pytest.raises(CheckFailed, match="received other bytes than were sent as version"):
+    with pytest.raises(CheckFailed, match="other bytes than were sent"):
         list(transports.broadcast(setting))
 
 
@@ -514,5 +514,5 @@ def test_a_broadcast_of_versions_that_is_slower_than_plain_collectives_is_found(
         right(self, *numbers)
 
     monkeypatch.setattr(BroadcastSender, "_header", slowly)
-    with pytest.raises(CheckFailed, match=r"versions were sent at .* GB/s, plain collectives"):
+    with pytest.raises(CheckFailed, match=r"sent at .* GB/s, plain collectives"):
         list(transports.broadcast(setting))

@@ -71,7 +71,7 @@ def test_what_wheels_require_is_collected_too_and_what_the_image_has_is_not(
 def test_a_package_without_a_pin_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_project(tmp_path, ["a>=1"], [])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(WheelhouseError, match=r"a is required and constraints\.txt does not pin it"):
+    with pytest.raises(WheelhouseError, match=r"\ba is required and constraints\.txt"):
         collect("3.12", tmp_path / "out")
 
 

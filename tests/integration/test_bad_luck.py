@@ -259,7 +259,7 @@ def test_a_warm_up_that_makes_no_step_for_the_limit_ends_the_start(monkeypatch: 
 
     monkeypatch.setattr(app_run, "WARM_LEFT_S", 0.01)
     try:
-        with pytest.raises(StallError, match=r"no step and had no answer for 0\.05 s \(cluster\.stall_timeout_s\)"):
+        with pytest.raises(StallError, match=r"no step .*0\.05 s \(cluster\.stall_timeout_s\)"):
             asyncio.run(app_run._warmed(hangs, 0.05, cast(Reports, Listener())))
     finally:
         over.set()
@@ -297,7 +297,7 @@ def test_an_export_that_fails_after_an_interrupt_is_told_and_the_run_stays_an_in
     monkeypatch.setattr(Interrupts, "asking", interrupted)
     monkeypatch.setattr(TrainGroup, "export", refused)
     _, _, *overrides = inline(recipe, tmp_path / "run", *SHORT[1:])
-    with pytest.raises(RunError, match="could not export the model"):
+    with pytest.raises(RunError, match="not export the model"):
         train(load_checked(recipe, overrides))
     told = summary(tmp_path / "run")
     assert (told["status"], told["balanced"]) == ("interrupted", True)

@@ -58,7 +58,7 @@ async def test_an_action_that_its_schema_forbids_is_told_to_the_model_and_is_no_
 
 
 async def test_what_an_environment_of_openenvs_raises_fails_the_episode(guess):
-    with pytest.raises(ProgramFailed, match=r"step: the server says: invalid literal for int\(\) with base 10: 'ten'"):
+    with pytest.raises(ProgramFailed, match=r"step: .*invalid literal .*'ten'"):
         await play(load(guess), Script("ten"))
 
 

@@ -135,9 +135,7 @@ async def test_frozen_lake_is_played_in_text_through_gymnasiums_wrappers():
 
 
 async def test_what_a_wrapper_of_gymnasiums_raises_is_the_environments_failure():
-    with pytest.raises(
-        ProgramFailed, match=r"gyms.py:lake_in_text: step\(\) raised ValueError: 'north' is not in list"
-    ):
+    with pytest.raises(ProgramFailed, match=r"gyms\.py:lake_in_text: step\(\) raised ValueError: 'north'"):
         await play(load("gyms.py:lake_in_text"), Script("north"))
 
 
@@ -187,9 +185,7 @@ async def test_skyrls_sql_queries_a_database_before_it_is_asked_for_the_solution
 
 
 async def test_an_environment_of_skyrls_whose_row_lacks_its_column_says_which():
-    with pytest.raises(
-        ProgramFailed, match=r"GSM8kEnv: making it raised AssertionError: reward_spec field is required"
-    ):
+    with pytest.raises(ProgramFailed, match=r"GSM8kEnv: making it raised AssertionError: reward_spec"):
         await play(load("skyrls.py:GSM8kEnv"), Script("x"))
 
 
