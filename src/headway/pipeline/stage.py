@@ -40,8 +40,8 @@ from headway.runtime.task_groups import Tasks, failing_as_one
 T = TypeVar("T")
 In = TypeVar("In")
 Out = TypeVar("Out")
-Given = TypeVar("Given", covariant=True)
-Taken = TypeVar("Taken", contravariant=True)
+Item_co = TypeVar("Item_co", covariant=True)
+Item_contra = TypeVar("Item_contra", contravariant=True)
 
 
 class Signal:
@@ -139,21 +139,21 @@ class Channel(Generic[T]):
         self._signal.changed()
 
 
-class StageSource(Protocol[Given]):
+class StageSource(Protocol[Item_co]):
     """Source of a stage's input: a channel, or the queue's train batches."""
 
     @property
     def name(self) -> str:
         """Name of what a stage without input waits for, in words for the user: a channel has that of its producer."""
 
-    async def get(self) -> Given | None:
+    async def get(self) -> Item_co | None:
         """Return the next item, or None when there will be none."""
 
 
-class Sink(Protocol[Taken]):
+class Sink(Protocol[Item_contra]):
     """Destination of a stage's output: a channel, or the message queue."""
 
-    async def send(self, item: Taken, /) -> None:
+    async def send(self, item: Item_contra, /) -> None:
         """Send an item."""
 
     def close(self) -> None:
@@ -232,8 +232,8 @@ class Stage(ABC, Generic[In, Out]):
     async def run(self) -> None:
         """Work until the input ends. Raises the stage's own failure; leaves no task behind.
 
-        A stage that failed or was cancelled does not close its output: whoever runs it ends its consumer, which must
-        not take what came so far for all that there is, and train on a batch that is not full.
+        A stage that failed or was cancelled does not close its output. Its consumer would take what came so far for all
+        that there is, and train on a batch that is not full; the run ends the consumer instead.
         """
         self._tell()
         try:

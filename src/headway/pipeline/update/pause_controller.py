@@ -1,7 +1,7 @@
-"""Halting and resuming of replicas: for new weights, and for a trainer that shares their devices.
+"""Pauses of replicas: for new weights, and for a trainer that shares their devices.
 
     halt(replica, why):  wait for its validation ▶ [finish episodes] ▶ no new requests to it ▶ pause(policy)
-    release(replica, why):  what was to be checked first ▶ resume ▶ new requests again, once nobody else halts it
+    release(replica, why):  deferred check ▶ resume ▶ new requests to it; all of it once no other reason is left
 
 ``drain`` lets what was submitted finish, ``interrupt`` and ``keep`` cut it; the tokens so far stay.
 """
@@ -24,7 +24,7 @@ from headway.pipeline.stage import Gate
 
 @dataclass(slots=True)
 class ReplicaPause:
-    """Halt of one replica, which may have several reasons."""
+    """Pause of one replica, which may have several reasons."""
 
     by: list[str] = field(default_factory=list)
     """Reasons for the halt; the replica resumes when none is left."""

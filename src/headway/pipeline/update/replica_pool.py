@@ -1,9 +1,9 @@
-"""Rollout replicas of a run: who serves, who waits to join, and what happens when one is gone.
+"""Pool of a run's replicas: which serve, which wait to join, and what happens when one is lost.
 
     join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; episode workers ask its calls again of others
 
 A replica serves nothing before it has loaded the current version. It is gone when it died, or was fenced off: it did
-not answer, or keeps failing, and nothing that it still does counts. Where it was the last one that served, its calls,
+not answer, or keeps failing, and its later results are ignored. Where it was the last one that served, its calls,
 groups and validations wait for one that joined, or that is started in its place, to load the trainer's version. The run
 ends when none is left and none can be started. Other receivers of the policy are started again together.
 """

@@ -1,12 +1,13 @@
-"""Loading: from a version that was received to a version that is served.
+"""Loading of weights: a version that was received becomes the version that is served.
 
-    second buffer      stage │ halt ▶ activate ▶ probe ▶ serve ▶ release          it stands for the swap alone
-    none               halt ▶ stage ▶ activate ▶ probe ▶ serve ▶ release          it stands for the transfer, too
+    double-buffered    stage │ halt ▶ activate ▶ probe ▶ serve ▶ release          paused for the swap alone
+    one copy           halt ▶ stage ▶ activate ▶ probe ▶ serve ▶ release          paused for the transfer, too
     generates nothing  stage │ activate ▶ probe
 
-A replica that received over its only copy holds nothing whole until the transfer is complete; it is not released before
-that. A probe is the log-probs of a few fixed sequences. A checksum tells what came; only a probe tells that an engine,
-which may fuse, pack and tie weights, serves it.
+A replica that receives over its only copy has no whole version until the transfer is complete, and is not released
+before that. One that does not load within `Timeouts.load_s` is lost (`ReplicaPool.losing`). A probe is the log-probs of
+a few fixed sequences. A checksum proves which bytes came; only a probe proves that an engine, which may fuse, pack and
+tie weights, serves them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class WeightLoading:
     """Called with each replica that has loaded, before it serves the version."""
 
     _stopped: dict[str, ReplicaPause] = field(default_factory=dict, init=False)
-    """Halts of the replicas that stand for new weights, by name."""
+    """Pauses of the replicas that are halted for new weights, by name."""
 
     async def make_ready(self, receivers: Sequence[ReceiverClient]) -> None:
         """Halt those replicas among ``receivers`` that receive weights into the memory they serve from."""
