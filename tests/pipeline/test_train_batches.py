@@ -15,9 +15,10 @@ from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import TrainSample, TrajectoryId
 from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled, OptimizerStepped, UpdateFinished
 from headway.pipeline.admission.ledger import Fate, Ledger
-from headway.pipeline.admission.message_queue import MessageQueue, TrainBatch, TrainBatches
+from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.staleness import Staleness
+from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
 from headway.pipeline.run import Status
 from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 from tests.pipeline.books import Books, Rules

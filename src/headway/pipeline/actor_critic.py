@@ -36,8 +36,8 @@ from headway.data.interfaces.training import (
 )
 from headway.data.types import AnyColumn, ColumnName, Outcomes, TrainSample, Trajectory
 from headway.events import CriticStepped, Emit, OptimizerStepped, TrainerBusy
-from headway.pipeline.admission.message_queue import TrainBatch
 from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.off_policy_guard import ESS, Guard, skipped_in_row
 from headway.pipeline.stage import Signal, WaitingFor
 

@@ -26,11 +26,12 @@ from headway.data.types import Prompt
 from headway.events import Emit, Event, Observer
 from headway.pipeline.actor_critic import Actor, Critic
 from headway.pipeline.admission.ledger import Ledger
-from headway.pipeline.admission.message_queue import MessageQueue, TrainBatch, TrainBatches
+from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet, Samples
 from headway.pipeline.admission.staleness import Staleness
+from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
 from headway.pipeline.episode_workers import EpisodeWorkers, Share
 from headway.pipeline.off_policy_guard import Guard
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, DriverState, SnapshotStore

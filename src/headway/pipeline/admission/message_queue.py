@@ -1,7 +1,6 @@
-"""Queue in which finished groups wait for the trainer, and the batches that it takes from there.
+"""Queue in which finished groups wait for the trainer.
 
-    Reward (or RefLogProb) ──send──▶ [ finished groups ] ──take(n) in order──▶ TrainBatches ─┐
-                                          ActorTrain ◀── [Values] ◀── [LogProb] ◀── a batch ─┘
+    Reward (or RefLogProb) ──send──▶ [ finished groups ] ──take(n) in order──▶ TrainBatches
 
 The order of consumption is `takeable`: by group number within a window, else by completion. A resumed run takes the
 batches that its journal has (`take_again`).
@@ -12,29 +11,18 @@ with one that drops, overdue groups are discarded when they would be taken.
 
 It needs no capacity setting: admission lets at most ⌊(1 + η)·B⌋ groups exist behind Generate, and the queue asserts it.
 Nothing is ever dropped to make room.
-
-A stage with ranks of its own may work on the next batch while the trainer is busy with this one, but never on one of a
-version that the trainer has not reached: there is no such policy yet. Within a version taking earlier changes no lag.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from math import floor
-from typing import TYPE_CHECKING
 
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.training import StepContext
 from headway.errors import LedgerImbalance
-from headway.events import WAITS_FOR_GROUPS
-from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.stage import Signal
-
-if TYPE_CHECKING:
-    from headway.pipeline.admission.pipeline_state import RunState
 
 
 class MessageQueue:
@@ -238,85 +226,3 @@ def takeable(finished: Collection[int], head: int, window: int | None) -> list[i
     if window < len(finished):
         return [number for number in range(head, head + window) if number in finished]
     return sorted(number for number in finished if number < head + window)
-
-
-@dataclass(slots=True)
-class TrainBatch:
-    """Groups that the trainer takes from the queue at once. Fewer than usual, or none, when the data has ended."""
-
-    index: int
-    """Number of the batch in the run, counted from 0."""
-    version: int
-    """Version of the trainer when it trains on the batch."""
-    groups: list[Group]
-    is_last: bool = False
-    """True if the batch has fewer groups because the data has ended."""
-    lags: Mapping[int, int] = field(default_factory=dict)
-    """Number → lag of each group, checked when training on the batch begins."""
-    given: set[str] | None = None
-    """Names of the columns that came from other roles' ranks, and stay; None before training on the batch begins."""
-    steps: list[tuple[StepContext, bool]] = field(default_factory=list)
-    """Context of each optimizer step that was made, and whether it was skipped. The steps are made again if a rank is
-    lost before the next checkpoint."""
-    is_over: bool = False
-    """True once all steps were made."""
-    was_handed_on: bool = False
-    """True once a critic on ranks of its own was told of the batch."""
-
-
-class TrainBatches:
-    """Source of train batches, which takes them from the message queue."""
-
-    name = WAITS_FOR_GROUPS
-
-    def __init__(self, state: RunState, size: int, *, fill_first: bool = False) -> None:
-        """Take batches of ``size`` groups. ``fill_first``: the first batch waits for all groups that may run ahead."""
-        self.taken = 0
-        """Number of batches that were taken; a resumed run goes on counting. ``fill_first`` applies again."""
-        self._state = state
-        self._size = size
-        self._fill_first = fill_first
-        self._ended = False
-
-    async def get(self) -> TrainBatch | None:
-        state = self._state
-        # Never a batch of the next version: no policy is there yet that could be its π_prox.
-        await state.changed.until(lambda: not state.took_version)
-        if self._ended or not state.trains_more:
-            return None
-        if self._fill_first:
-            await state.queue.until_full()
-            self._fill_first = False
-        groups = await self._take(state.version, state.taken)
-        if not state.trains_more:
-            return None  # a stop was asked for meanwhile, and this batch, or the rest of the version, abandoned
-        # With a number of groups as the run's length every batch is full; a short one means that the data gave out.
-        self._ended = len(groups) < self._size
-        # At a boundary nothing is left to do; within a version an empty batch ends it (`is_last`).
-        if not groups and state.taken % state.staleness.groups_per_version == 0:
-            return None
-        self.taken += 1
-        return TrainBatch(self.taken - 1, state.version, groups, is_last=self._ended)
-
-    async def _take(self, version: int, taken: int) -> list[Group]:
-        """Wait for the next groups to train on, as `MessageQueue.take` does; groups that became too old are dropped."""
-        state, journal = self._state, self._state.journal
-
-        def drop(group: Group) -> None:
-            state.discard(group.number, Fate.DROPPED, "overdue" if group.oldest_version <= version else "resume")
-
-        groups = None
-        if journal is not None and (before := journal.composed(taken)) is not None:
-            groups = await state.queue.take_again(before, version)
-            if groups is None:
-                journal.forget_batches()
-                state.note(
-                    f"version {version} is trained on other groups than before: not all of {[*before]} came again"
-                )
-        if groups is None:
-            groups = await state.queue.take(self._size, version, drop)
-        # In the same step of the loop as the take: a stop that looked in between would miss them.
-        state.in_training += len(groups)
-        if journal is not None and groups:
-            journal.batch(taken, {group.number: group.prompt.group_id for group in groups})
-        return groups

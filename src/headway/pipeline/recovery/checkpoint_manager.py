@@ -38,8 +38,8 @@ from headway.errors import DataError, RunError, WorkerDied, boundary
 from headway.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, SnapshotKept, VersionReached
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.ledger import Fate, Ledger
-from headway.pipeline.admission.message_queue import TrainBatches
 from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.admission.train_batches import TrainBatches
 from headway.pipeline.stage import WaitingFor
 from headway.runtime.task_groups import Tasks
 

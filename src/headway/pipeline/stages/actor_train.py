@@ -30,8 +30,8 @@ from functools import partial
 from headway.events import BatchTaken, LeaseChanged
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.ledger import Fate
-from headway.pipeline.admission.message_queue import TrainBatch
 from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.rank_restarts import RankRestarts
 from headway.pipeline.remote_workers import Replica

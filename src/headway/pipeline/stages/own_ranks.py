@@ -26,8 +26,9 @@ from headway.data.interfaces.training import LogProbEngine, ProximalEngine
 from headway.data.types import Column, ColumnName
 from headway.events import Emit
 from headway.pipeline.actor_critic import Critic, add_column, samples_of
-from headway.pipeline.admission.message_queue import MessageQueue, TrainBatch
+from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.recovery.rank_restarts import RankRestarts
 from headway.pipeline.stage import Channel, Stage, StageSource
 from headway.pipeline.update.replica_pool import ReplicaPool
