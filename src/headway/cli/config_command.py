@@ -55,11 +55,11 @@ def config(
 
 
 def _unknown(key: str) -> str:
-    from headway.config.aliases import GONE, canonical_key
+    from headway.config.aliases import GONE, canonical_key, gone_text
     from headway.config.schema_messages import meant
 
-    if gone := GONE.get(canonical_key(key)):
-        return f"{key} is no setting any more: {gone[1]}"
+    if canonical_key(key) in GONE:
+        return gone_text(key)
     candidates = meant(key)
     return f"{key}: unknown key; " + (
         f"did you mean {' or '.join(candidates)}?" if candidates else "headway config lists the sections"

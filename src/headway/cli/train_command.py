@@ -87,7 +87,7 @@ def sft(
         given, config = [str(config), *given], None
     if resume is not None:
         if config is not None:
-            raise typer.BadParameter(f"--resume RUN takes the settings that RUN was begun with; drop {config}")
+            raise typer.BadParameter(_resumed_without(config))
         before, loaded = load_resumed(resume, given, supervised=True)
         check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
     else:
@@ -155,7 +155,7 @@ def _resume(given: str, overrides: list[str], dry_run: bool, static: bool, resta
     from headway.config.schema_keys import spelled
 
     if files := [override for override in overrides if "=" not in override]:
-        raise ConfigError(f"--resume RUN takes the settings that RUN was begun with; drop {files[0]}, or give a.b=c")
+        raise ConfigError(f"{_resumed_without(files[0])}, or give a.b=c")
     settings = dict(override.split("=", 1) for override in overrides)
     storage = settings.get("run.storage")
     run, url = located(given, None if storage == "null" else storage, settings.get("run.dir"), say)
@@ -214,3 +214,7 @@ def load_checked(path: Path, overrides: list[str]) -> LoadedConfig:
             raise
         text = f"{path} is a profile, which says what a job costs, and no recipe; give it to headway plan {path}"
         raise ConfigError(text) from None
+
+
+def _resumed_without(given: str | Path) -> str:
+    return f"--resume RUN takes the settings that RUN was begun with; drop {given}"

@@ -39,6 +39,11 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{([\w.]+)\}")
 """Pattern of a reference to another key; one behind a backslash is text."""
 
 
+def gone_text(key: str) -> str:
+    """Say that a key of `GONE`, in any spelling, is no setting any more, and what holds instead."""
+    return f"{key} is no setting any more: {GONE[canonical_key(key)][1]}"
+
+
 def canonical_key(key: str) -> str:
     """Spell a key as it is called now, without the recipe's prefixes.
 
@@ -73,9 +78,9 @@ def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) 
         if key in GONE:
             default, now = GONE[key]
             if value not in (None, default):
-                lost.append((f"{plain}={value}", f"{plain} is no setting any more: {now}; drop it", now))
+                lost.append((f"{plain}={value}", f"{gone_text(plain)}; drop it", now))
             else:
-                gone.append(f"{where}: {plain} is no setting any more: {now}; drop it")
+                gone.append(f"{where}: {gone_text(plain)}; drop it")
         elif plain in _OLD_SECTIONS and value in ({}, None):
             gone.append(f"{where}: {plain} is no section any more; drop it")
         elif key in FIXED:

@@ -55,7 +55,7 @@ def check_folder(path: str) -> str | None:
     if not (folder / "config.json").exists():
         if (folder / ADAPTER).exists():
             raise _adapter(path, folder)
-        raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
+        raise without_config(path)
     config = read_object(folder / "config.json")
     for name in OPTIONAL_JSON:
         if (folder / name).exists():
@@ -216,6 +216,11 @@ def needs_own_code(path: str | Path) -> ModelError:
         f"{path}: the model brings Python code of its own, which runs only with model.trust_remote_code=true; set "
         "that if you trust the code"
     )
+
+
+def without_config(path: str | Path) -> ModelError:
+    """Return the error for a folder without ``config.json``."""
+    return ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
 
 
 def _adapter(path: str, folder: Path) -> ModelError:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ModelError, boundary
-from headway.models.model_folder import find_folder
+from headway.models.model_folder import find_folder, without_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +115,7 @@ def check_folder(path: str | Path) -> None:
     """Check a path: one that is there must be a model's folder, another may be a name on the hub (``owner/name``)."""
     folder = find_folder(path)
     if folder is not None and not (folder / "config.json").is_file():
-        raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
+        raise without_config(path)
 
 
 def expanded(path: str | Path) -> str:

@@ -48,6 +48,8 @@ BEAT_S = 60.0
 """Seconds between two signs of life of the process that trains."""
 SILENT_S = 10 * BEAT_S
 """Seconds without a sign of life after which a process on another machine counts as gone; clocks may differ by less."""
+RUN_EXPECTED = "expected a run's directory, the run.dir of a headway train"
+"""What is expected for RUN, in messages."""
 LEFTOVERS = frozenset({"run.lock", "run.alive", ".room", "tensorboard", "checkpoints", "logs", "journal"})
 """Names that a failed start may leave in a directory: they are no run, and do not prevent one."""
 
@@ -199,12 +201,13 @@ class RunDirectory:
         ``needed``: names of the files that it must have; by default the configuration and the record.
         """
         run = cls(path)
-        wanted = "expected a run's directory, the run.dir of a headway train"
         if not path.is_dir():
-            raise ConfigError(f"RUN: got {path}, which {'is a file' if path.exists() else 'does not exist'}; {wanted}")
+            raise ConfigError(
+                f"RUN: got {path}, which {'is a file' if path.exists() else 'does not exist'}; {RUN_EXPECTED}"
+            )
         for name in needed or (run.config.name, run.events.name):
             if not (path / name).is_file():
-                raise ConfigError(f"RUN: got {path}, which has no {name}; {wanted}{run.hint}")
+                raise ConfigError(f"RUN: got {path}, which has no {name}; {RUN_EXPECTED}{run.hint}")
         # Only where it is certain that no process appends to the record, which `upgrade` replaces.
         if is_earlier(run.events) and is_trained(run.lock) is False:
             upgrade(run.events)

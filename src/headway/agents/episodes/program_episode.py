@@ -171,14 +171,12 @@ class ProgramEpisode:
             before = "" if self._again is None else f"; before, its program was run again: {self._again}"
             return self._limits.text(one.limit) + before
         if not one.calls:
+            who, todo = "program", "call chat.turn(messages) at least once"
             if self._hosting.endpoint is not None:
-                return (
-                    "the agent made no turn: it ended without an answer of the model, so there is nothing to train on; "
-                    "give its client the base_url and the api_key of the episode"
-                )
+                who, todo = "agent", "give its client the base_url and the api_key of the episode"
             return (
-                "the program made no turn: it ended without an answer of the model, so there is nothing to train on; "
-                "call chat.turn(messages) at least once"
+                f"the {who} made no turn: it ended without an answer of the model, so there is nothing to train on; "
+                f"{todo}"
             )
         if self._hosting.gives_reward and end.reward is None and not end.turn_rewards and one.limit is None:
             return (

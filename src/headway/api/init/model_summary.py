@@ -14,7 +14,14 @@ from headway.config.sizing.process_memory import PER_MACHINE
 from headway.devices import listed_here, memory_listed_here
 from headway.errors import ConfigError, ModelError, boundary
 from headway.models.logits import is_known
-from headway.models.model_folder import OTHER_WEIGHTS, TOKENIZERS, find_folder, needs_own_code, read_object
+from headway.models.model_folder import (
+    OTHER_WEIGHTS,
+    TOKENIZERS,
+    find_folder,
+    needs_own_code,
+    read_object,
+    without_config,
+)
 from headway.models.tokenizer import load_tokenizer, torch_hidden
 
 if TYPE_CHECKING:
@@ -143,7 +150,7 @@ def look_at_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     if folder is None:
         config = _of_the_hub(path)
     elif not (folder / "config.json").is_file():
-        raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
+        raise without_config(path)
     else:
         config = read_object(folder / "config.json")
         if not any(folder.glob("*.safetensors")) and not any((folder / name).exists() for name in OTHER_WEIGHTS):

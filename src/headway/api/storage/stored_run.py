@@ -23,7 +23,7 @@ from headway.engines.train.state_file import STATE_FILE
 from headway.errors import ConfigError, DataError, UserError, boundary, said_by
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.file_access import replace_file
-from headway.reports.run_directory import RunDirectory
+from headway.reports.run_directory import RUN_EXPECTED, RunDirectory
 
 RUN_FILE = "run.json"
 COMPLETE = re.compile(rf"checkpoints/version_(\d+)/{re.escape(STATE_FILE)}")
@@ -192,8 +192,8 @@ def located(run: str, storage: str | None, run_dir: str | None, tell: Callable[[
         return brought_back(storage, directory.path, tell), storage
     if not directory.path.exists():
         raise ConfigError(
-            f"RUN: got {run}, which does not exist; expected a run's directory, the run.dir of a headway train, or its "
-            "run.storage: where the directory was lost, give that, as --resume URL"
+            f"RUN: got {run}, which does not exist; {RUN_EXPECTED}, or its run.storage: where the directory was lost, "
+            "give that, as --resume URL"
         )
     return directory.path, None
 
