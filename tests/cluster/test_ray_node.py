@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
+import ray._private.services as starting
 
 from headway.cluster.on_ray import ray_node
-from headway.cluster.on_ray.ray_node import LATEST, keep_ends, remove_session
+from headway.cluster.on_ray.ray_node import LATEST, keep_ends, remove_session, sessions_of_their_own
 
 
 @pytest.fixture
@@ -44,3 +48,17 @@ def test_the_ends_of_the_logs_that_tell_something_are_kept(
     (logs / "worker-1.out").write_text("something else")
     keep_ends(logs, kept)
     assert {path.name: path.read_text() for path in kept.iterdir()} == {"raylet.err": "6789"}
+
+
+def test_a_process_of_ray_that_died_before_its_program_began_is_started_once_more(tmp_path: Path) -> None:
+    died = tmp_path / "died"
+
+    def dies_once() -> None:
+        if not died.exists():
+            died.touch()
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    with sessions_of_their_own():
+        process = starting.ConsolePopen([sys.executable, "-c", "raise SystemExit(3)"], preexec_fn=dies_once)
+    assert (process.wait(), died.exists()) == (3, True)

@@ -24,6 +24,7 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -43,6 +44,8 @@ from headway.runtime.process_tree import descendants
 
 CAN_WATCH = hasattr(os, "pidfd_open")
 """True on Linux, where processes can be watched. Elsewhere families are empty."""
+DIED_AT_ONCE_S = 0.02
+"""Time within which the end of a process that did not reach its program is seen."""
 
 
 def named(programs: Collection[str], title: str) -> dict[str, int]:
@@ -319,4 +322,14 @@ def without_services() -> Iterator[None]:
 def sessions_of_their_own() -> AbstractContextManager[None]:
     """Let the processes that Ray starts in the block lead sessions, which no signal to this process's group reaches."""
     # A `subprocess.Popen`, with which each of Ray's processes on this machine is started.
-    return replaced(starting, "ConsolePopen", lambda starts: partial(starts, start_new_session=True))
+    return replaced(starting, "ConsolePopen", lambda starts: partial(_start_process, starts))
+
+
+def _start_process(starts: Callable[..., subprocess.Popen[bytes]], *args: Any, **settings: Any) -> Any:
+    process = starts(*args, start_new_session=True, **settings)
+    # Ray has Python run between fork and exec, in a copy of a process of many threads. It died there by SIGSEGV, and
+    # ray.init waited for the dead process until the run's start was given up.
+    with suppress(subprocess.TimeoutExpired):
+        if process.wait(DIED_AT_ONCE_S) == -signal.SIGSEGV:
+            return starts(*args, start_new_session=True, **settings)
+    return process
