@@ -136,9 +136,14 @@ def ray_here(request: pytest.FixtureRequest) -> None:
 def _ray(root: Path) -> Iterator[None]:
     import ray
 
-    from headway.cluster.on_ray.ray_node import ChildProcesses, sigterm_kept, without_services
+    from headway.cluster.on_ray.ray_node import (
+        ChildProcesses,
+        sessions_of_their_own,
+        sigterm_kept,
+        without_services,
+    )
 
-    with sigterm_kept(), without_services(), pytest.MonkeyPatch.context() as patch:
+    with sigterm_kept(), sessions_of_their_own(), without_services(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))
         patch.setenv("RAY_worker_niceness", "0")  # as Headway's own Ray has it
         context = ray.init(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray._private.services as starting
@@ -50,15 +53,22 @@ def test_the_ends_of_the_logs_that_tell_something_are_kept(
     assert {path.name: path.read_text() for path in kept.iterdir()} == {"raylet.err": "6789"}
 
 
-def test_a_process_of_ray_that_died_before_its_program_began_is_started_once_more(tmp_path: Path) -> None:
-    died = tmp_path / "died"
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray starts its processes as it would by itself")
+def test_no_python_runs_in_a_copy_of_this_process_when_ray_starts_another() -> None:
+    """It ends with the thread that started it nevertheless, and begins a session without Ctrl-C."""
+    started: list[Any] = []
+    shows = "import os, signal, time; print(os.getsid(0), *signal.pthread_sigmask(0, []), flush=True); time.sleep(60)"
 
-    def dies_once() -> None:
-        if not died.exists():
-            died.touch()
-            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGSEGV)
+    def start() -> None:
+        with sessions_of_their_own():
+            started.append(
+                starting.ConsolePopen(
+                    [sys.executable, "-c", shows], preexec_fn=lambda: os._exit(9), stdout=subprocess.PIPE
+                )
+            )
+            assert started[0].stdout.readline().split() == [str(started[0].pid).encode(), b"2"]
 
-    with sessions_of_their_own():
-        process = starting.ConsolePopen([sys.executable, "-c", "raise SystemExit(3)"], preexec_fn=dies_once)
-    assert (process.wait(), died.exists()) == (3, True)
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert started[0].wait(10) == -signal.SIGKILL

@@ -24,10 +24,10 @@ import os
 import select
 import shutil
 import signal
-import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,6 @@ from headway.runtime.process_tree import descendants
 
 CAN_WATCH = hasattr(os, "pidfd_open")
 """True on Linux, where processes can be watched. Elsewhere families are empty."""
-DIED_AT_ONCE_S = 0.02
-"""Time within which the end of a process that did not reach its program is seen."""
 
 
 def named(programs: Collection[str], title: str) -> dict[str, int]:
@@ -325,11 +323,18 @@ def sessions_of_their_own() -> AbstractContextManager[None]:
     return replaced(starting, "ConsolePopen", lambda starts: partial(_start_process, starts))
 
 
-def _start_process(starts: Callable[..., subprocess.Popen[bytes]], *args: Any, **settings: Any) -> Any:
-    process = starts(*args, start_new_session=True, **settings)
-    # Ray has Python run between fork and exec, in a copy of a process of many threads. It died there by SIGSEGV, and
-    # ray.init waited for the dead process until the run's start was given up.
-    with suppress(subprocess.TimeoutExpired):
-        if process.wait(DIED_AT_ONCE_S) == -signal.SIGSEGV:
-            return starts(*args, start_new_session=True, **settings)
-    return process
+def _start_process(starts: Callable[..., Any], command: Sequence[str], **settings: Any) -> Any:
+    if sys.platform == "linux":
+        # Ray has Python run between fork and exec. In such a copy of a process of many threads Python lets go of all
+        # that other threads held: process groups of Gloo, whose destructors hung there, or died by SIGSEGV, and
+        # ray.init waited.
+        settings.pop("preexec_fn")
+        command = [sys.executable, "-I", "-S", "-c", _EXEC, *command]
+    return starts(command, start_new_session=True, **settings)
+
+
+_EXEC = (
+    "import ctypes, os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]); "
+    "ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""What Ray does between fork and exec (`start_ray_process`): ignore Ctrl-C, and end with the thread that started it."""
