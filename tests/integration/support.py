@@ -165,7 +165,7 @@ def wait_for(wanted: str, process: subprocess.Popen[str], run_dir: Path, times: 
     while not (log.exists() and log.read_text().count(wanted) >= times):
         assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline, f"not {times} {wanted} within {START_S} s"
-        time.sleep(0.1)
+        time.sleep(0.01)
 
 
 def pid_of_worker(parent: int, worker: str) -> int:

@@ -102,7 +102,7 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_loses_nothing(
 ) -> None:
     """The run that is killed is a process of its own, whose imports take seconds."""
     run_dir = tmp_path / "run"
-    kill(recipe, run_dir, 4, "cluster.backend=inline", save_freq=1000)
+    kill(recipe, run_dir, 2, "cluster.backend=inline", save_freq=1000)
     sampled = segments(run_dir / "journal", "episode-worker-0")
     code, output = resume(run_dir)
     assert code == 0, output
