@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,7 +15,14 @@ import pytest
 import ray._private.services as starting
 
 from headway.cluster.on_ray import ray_node
-from headway.cluster.on_ray.ray_node import LATEST, keep_ends, remove_session, sessions_of_their_own
+from headway.cluster.on_ray.ray_node import (
+    CAN_WATCH,
+    LATEST,
+    Watched,
+    keep_ends,
+    remove_session,
+    sessions_of_their_own,
+)
 
 
 @pytest.fixture
@@ -72,3 +80,18 @@ def test_no_python_runs_in_a_copy_of_this_process_when_ray_starts_another() -> N
     thread.start()
     thread.join()
     assert started[0].wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not CAN_WATCH, reason="this system cannot watch processes")
+async def test_all_that_wait_for_a_process_see_its_end_also_when_one_stops_waiting() -> None:
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    watched = Watched(process.pid)
+    first, second, third = (asyncio.create_task(watched.ended()) for _ in range(3))
+    await asyncio.sleep(0)
+    third.cancel()
+    await asyncio.wait([third])
+    process.kill()
+    async with asyncio.timeout(10):
+        await asyncio.gather(first, second)
+    assert watched.has_ended
+    await process.wait()

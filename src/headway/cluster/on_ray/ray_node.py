@@ -86,11 +86,15 @@ class Watched:
         if self._descriptor is None:
             return
         loop, end = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._descriptor, end.set)
+        # A copy for each that waits: a loop has one reader of a descriptor. The end of Ray's raylet was seen by the
+        # ranks' watch alone, and the run tried to start them again for minutes.
+        descriptor = os.dup(self._descriptor)
+        loop.add_reader(descriptor, end.set)
         try:
             await end.wait()
         finally:
-            loop.remove_reader(self._descriptor)
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
         self._ended = True
         self.close()
 
