@@ -12,7 +12,7 @@ import pytest
 from headway.config.doctor import diagnose
 from headway.config.loading import load
 from headway.config.schema import Config
-from headway.errors import UserError
+from headway.errors import ConfigError, UserError
 from headway.reports.record.file_access import replace_file, whole_file
 from headway.reports.run_directory import ROOM, Occupied, RunDirectory, RunLock, is_trained, signs_of_life
 from tests.full_disk import files_of_at_most
@@ -105,6 +105,19 @@ def test_a_place_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Pat
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot be written \(Not a directory\)"):
         RunDirectory.create(tmp_path / "file" / "a", CONFIG)
+
+
+@pytest.mark.parametrize(("journal", "command"), [(True, "headway train"), (False, "headway sft --resume")])
+def test_a_directory_without_a_record_is_told_by_what_else_is_there(
+    journal: bool, command: str, tmp_path: Path
+) -> None:
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / name).touch()
+    if journal:
+        (tmp_path / "journal").mkdir()
+    with pytest.raises(ConfigError, match=r"no events\.jsonl") as refused:
+        RunDirectory.existing(tmp_path)
+    assert command in str(refused.value)
 
 
 def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:

@@ -225,6 +225,8 @@ class RunDirectory:
     @property
     def hint(self) -> str:
         """The end of a message about a directory without a record: what it is instead; empty if that is not known."""
+        if self.journal.exists():
+            return ". By its journal it is a run of headway train: bring that file back, or give the run's storage"
         if self.config.is_file() and self.metrics.is_file():
             return (
                 f". It is a run of headway sft: its figures are in {self.metrics.name} and the trackers, and it goes "

@@ -307,7 +307,7 @@ class Timeouts:
         return self._said("cluster.start_timeout_s", self.start_timeout_s, self.start_s)
 
     def _said(self, setting: str, base: float, seconds: float) -> str:
-        if seconds == base:
+        if seconds < base + 1:
             return f"{setting} = {base:g} s"
         return f"{seconds:.0f} s ({setting} = {base:g} s, the rest for the size of the model and the run)"
 
