@@ -449,3 +449,19 @@ def test_a_full_disk_at_three_checkpoints_is_one_message_and_half_a_checkpoint_i
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["version_0"]
     told = summary(run_dir)
     assert (told["status"], told["balanced"]) == ("failed", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["raylet", "gcs_server"])
+def test_a_run_whose_own_ray_is_killed_ends_soon_and_says_so(recipe: Path, tmp_path: Path, program: str) -> None:
+    """A run in a process of its own, on a Ray of its own. Without either, no worker can be started again."""
+    run_dir = tmp_path / "run"
+    settings = ("cluster.backend=ray", "rollout.total_rollout_steps=100000", f"run.dir={run_dir}")
+    process = start("-m", "headway", "train", str(recipe), *settings)
+    wait_for('"kind": "version.reached", ', process, run_dir, times=2)
+    started = list(descendants(process.pid))
+    (pid,) = (pid for pid in started if Path(f"/proc/{pid}/exe").readlink().name == program)
+    os.kill(pid, signal.SIGKILL)
+    code, output = finish(process, timeout_s=100)
+    assert code == 1 and f"Ray's {program} on this machine (pid {pid}) ended" in output
+    assert not alive(started)
