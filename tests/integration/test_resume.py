@@ -199,7 +199,7 @@ def test_groups_that_were_open_are_made_anew_where_settings_of_theirs_changed(re
     kill(recipe, run_dir, 6, *settings, save_freq=4)
     code, output = resume(run_dir, "async_training.staleness_threshold=0.25")
     assert code == 0, output
-    assert "groups that were open are made anew: async_training changed" in output
+    assert "sampled again: async_training changed" in output
     told = summary(run_dir)
     assert (told["balanced"], told["groups"]["trained"]) == (True, 128)
     assert told["lag"]["max"] <= told["lag"]["bound"]

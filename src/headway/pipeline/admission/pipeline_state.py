@@ -174,7 +174,7 @@ class RunState:
             return False
         self.journal.restore(state["consumed"], state.get("journal"), self.note)
         if (why := self.journal.left_out) is not None:
-            self.note(f"groups that were open are made anew: {why}")
+            self.note(f"groups that were open are dropped, and their prompts sampled again: {why}")
         return why is None
 
     def admit(self, prompt: Prompt) -> int | None:
