@@ -1,7 +1,7 @@
 # make demo     train the demonstration model        (ARGS="run.seed=1 mode=one_step_off" to change settings)
-# make test     lint, types, layers and tests, in 7 minutes     (ARGS="tests/pipeline -x" to run some of the tests)
+# make test     lint, types, layers and tests, in 3 to 9 minutes     (ARGS="tests/pipeline -x" to run some of the tests)
 # make test-slow    the tests that are marked slow, which make test leaves out    (ARGS="tests/integration -k resume")
-# make test-nodes   runs over three machines made of namespaces, as root, about 15 minutes    (ARGS="-k resume")
+# make test-nodes   runs over three machines made of namespaces, as root, 7 to 15 minutes    (ARGS="-k resume")
 # make test-all     all tests: these three, and one after the other those that want an environment of their own
 # make test-vllm    tests of the engine over vLLM, in an environment of its own, about 8 minutes    (ARGS="-k probe")
 # make vllm-env     that environment alone, about 1 GB: fails where it cannot be built
