@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from headway.cluster.backend import start_backend
-from headway.cluster.machine.token_files import TokenFile, read_rows
+from headway.cluster.machine.token_files import TokenPart, read_rows
 from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.worker_engines import LogpReceiver
 from headway.cluster.worker_plan import ClusterPlan, plan_cluster
@@ -169,7 +169,7 @@ def itself(handle: Any) -> Any:
 
 
 def from_ray(handle: Any) -> Any:
-    return read_rows(handle) if isinstance(handle, TokenFile) else ray.get(handle)
+    return read_rows(handle.file, handle.rows) if isinstance(handle, TokenPart) else ray.get(handle)
 
 
 def assert_makes_sense(outcome: Outcome) -> None:
