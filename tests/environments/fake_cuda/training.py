@@ -26,7 +26,7 @@ from headway import devices
 from headway.config.schema import Config
 from headway.config.sections.learning import ParallelConfig
 from headway.data.packing import CollatedRow, Packing
-from headway.engines.train.fsdp import learner, sharded_module
+from headway.engines.train.fsdp import learner, micro_batches
 from headway.engines.train.fsdp.device_mesh import FSDP, TrainMesh, reduce_numbers
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.learner import Learner
@@ -95,7 +95,7 @@ def trainer(cls: Any, shape: Any, config: Config) -> Iterator[FsdpEngine]:
         _shard(policy, [], config, mesh)
         policy.packing = Packing.of(config)
         stack.enter_context(patch.object(torch.Tensor, "backward", lambda _: _leave_gradients(policy)))
-        for module in (learner, sharded_module):
+        for module in (learner, micro_batches):
             stack.enter_context(patch.object(module, "reduce_numbers", _reduced))
         engine = object.__new__(FsdpEngine)
         engine._config, engine._mesh, engine._device, engine._policy = config, mesh, mesh.device, policy
