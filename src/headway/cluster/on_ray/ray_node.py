@@ -40,7 +40,7 @@ from ray._private.node import Node
 
 from headway.config.sizing.timeouts import KILLED_S, ORDERLY_S, TERMINATED_S
 from headway.errors import RunError, WorkerDied
-from headway.runtime.process_tree import descendants
+from headway.runtime.process_tree import PR_SET_PDEATHSIG, descendants
 
 CAN_WATCH = hasattr(os, "pidfd_open")
 """True on Linux, where processes can be watched. Elsewhere families are empty."""
@@ -327,18 +327,21 @@ def sessions_of_their_own() -> AbstractContextManager[None]:
     return replaced(starting, "ConsolePopen", lambda starts: partial(_start_process, starts))
 
 
+_EXEC = (
+    "import ctypes, os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]); "
+    f"ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL); "
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+"""What Ray does between fork and exec (`start_ray_process`): ignore Ctrl-C, and end with the thread that started it,
+also where that ended before this was set up.
+"""
+
+
 def _start_process(starts: Callable[..., Any], command: Sequence[str], **settings: Any) -> Any:
     if sys.platform == "linux":
         # Ray has Python run between fork and exec. In such a copy of a process of many threads Python lets go of all
         # that other threads held: process groups of Gloo, whose destructors hung there, or died by SIGSEGV, and
         # ray.init waited.
-        settings.pop("preexec_fn")
-        command = [sys.executable, "-I", "-S", "-c", _EXEC, *command]
+        settings.pop("preexec_fn", None)
+        command = [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command]
     return starts(command, start_new_session=True, **settings)
-
-
-_EXEC = (
-    "import ctypes, os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]); "
-    "ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
-)
-"""What Ray does between fork and exec (`start_ray_process`): ignore Ctrl-C, and end with the thread that started it."""
