@@ -118,6 +118,9 @@ def test_a_directory_without_a_record_is_told_by_what_else_is_there(
     with pytest.raises(ConfigError, match=r"no events\.jsonl") as refused:
         RunDirectory.existing(tmp_path)
     assert command in str(refused.value)
+    if journal:
+        with pytest.raises(UserError, match="a run of headway train"):
+            RunDirectory.existing_sft(tmp_path)
 
 
 def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:

@@ -217,8 +217,9 @@ class RunDirectory:
     def existing_sft(cls, path: Path) -> RunDirectory:
         """Return the directory of an existing run of ``headway sft``. Raises `UserError` when it holds none."""
         run = cls(path)
-        if not run.config.is_file() or run.events.exists():
-            other = "a run of headway train" if run.events.exists() else "no run"
+        trains = run.events.exists() or run.journal.exists()
+        if not run.config.is_file() or trains:
+            other = "a run of headway train" if trains else "no run"
             raise UserError(f"--resume {path}: it holds {other}; expected the run.dir of a headway sft")
         return run
 

@@ -13,6 +13,7 @@ code, agents, reports, checks, commands and ``runtime/`` beside their code.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -307,7 +308,7 @@ class Timeouts:
         return self._said("cluster.start_timeout_s", self.start_timeout_s, self.start_s)
 
     def _said(self, setting: str, base: float, seconds: float) -> str:
-        if seconds < base + 1:
+        if math.isclose(seconds, base, rel_tol=0.01):
             return f"{setting} = {base:g} s"
         return f"{seconds:.0f} s ({setting} = {base:g} s, the rest for the size of the model and the run)"
 
