@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from headway.config.schema import DataConfig
+from headway.data.files import Record
+from headway.data.mixing import SourceShare
+from headway.data.rows import Rows
+from headway.data.sources import RowSource
 
 CHAT_TEMPLATE = (
     "{{ '<s>' }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -40,3 +47,23 @@ def make_tokenizer() -> MakeTokenizer:
 @pytest.fixture(scope="session")
 def tokenizer(make_tokenizer: MakeTokenizer) -> PreTrainedTokenizerFast:
     return make_tokenizer()
+
+
+def row_source(
+    records: Sequence[Record],
+    prompts: Any,
+    *,
+    seed: int = 0,
+    parts: Sequence[SourceShare] | None = None,
+    digests: Sequence[str] = (),
+    row_numbers: Sequence[int] | None = None,
+    held_out: int = 0,
+    prefetch: int = 64,
+    **data: Any,
+) -> RowSource:
+    """Return a source of ``records``, beside so many that are held out. ``data``: settings of that section."""
+    own = tuple(parts or [SourceShare("", len(records))])
+    val = [Record("held out", None, "val")] * held_out
+    numbers = range(len(records)) if row_numbers is None else row_numbers
+    rows = Rows(records, numbers, val, range(len(records), len(records) + held_out), own, tuple(digests))
+    return RowSource(rows, prompts, DataConfig(**data), seed, prefetch=prefetch)

@@ -19,7 +19,7 @@ from headway.data.sources import RowSource, build_sources, check_rows, read_rows
 from headway.data.tokenize import LeftOut, PromptTokenizer, Reason, total
 from headway.data.types import Prompt
 from headway.errors import ConfigError, DataError
-from tests.data.conftest import CHAT_TEMPLATE
+from tests.data.conftest import CHAT_TEMPLATE, row_source
 from tests.tiers import searched
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
@@ -47,8 +47,12 @@ class CountingTokenizer:
 def source_of(
     prompts: Sequence[str], tokenizer: CountingTokenizer | None = None, seed: int = 0, **options
 ) -> RowSource:
-    records = [Record(prompt, i, "test") for i, prompt in enumerate(prompts)]
-    return RowSource(records, tokenizer or CountingTokenizer(), seed=seed, **options)
+    return row_source(
+        [Record(prompt, i, "test") for i, prompt in enumerate(prompts)],
+        tokenizer or CountingTokenizer(),
+        seed=seed,
+        **options,
+    )
 
 
 def drain(source: RowSource) -> list[tuple[int, int]]:
@@ -138,12 +142,12 @@ def test_a_row_with_wrong_columns_for_the_template_is_left_out_wherever_it_is_me
 ) -> None:
     prompts = PromptTokenizer(make_tokenizer(CHAT_TEMPLATE), "auto", 99)
     good, bad = Record(CHAT, 1, "s"), Record(CHAT, 1, "s", columns, "a.jsonl, line 3")
-    rows = RowSource([good] * 199 + [bad], prompts, seed=0, shuffle=False, epochs=1)  # met after others are trained
+    rows = row_source([good] * 199 + [bad], prompts, shuffle=False, epochs=1)  # met after others are trained
     assert len(drain(rows)) == 199
     assert rows.left_out.counts == {"s": {reason: 1}}
     assert re.search(why, rows.left_out.examples[reason])
     with pytest.raises(DataError, match=r"64 of 99 rows, more than data\.max_bad_rows=0\.01 .*\("):
-        RowSource([bad] * 99, prompts, seed=0)
+        row_source([bad] * 99, prompts)
 
 
 def test_columns_that_no_template_uses_are_told(make_tokenizer) -> None:
@@ -514,7 +518,7 @@ def test_a_cursor_goes_on_over_changed_data_where_that_is_asked_for() -> None:
 
 
 def test_a_prompt_is_found_by_its_row_and_epoch() -> None:
-    source = source_of(["ab", "far too long", "c"], row_numbers=[3, 5, 9], stride=10)
+    source = source_of(["ab", "far too long", "c"], row_numbers=[3, 5, 9], held_out=7)
     for prompt in [source.next() for _ in range(9)]:
         found = source.find(prompt.epoch, prompt.row)
         assert (found.epoch, found.row, found.text) == (prompt.epoch, prompt.row, prompt.text)

@@ -85,8 +85,7 @@ def _value(d_NT: Float[Tensor, "N T"], kind: str) -> Float[Tensor, "N T"]:
             return torch.expm1(-d_NT) + d_NT  # exp(−d) − 1 would lose its digits near 0
         case "abs" | "abs+":
             return d_NT.abs()
-        case _:
-            raise ConfigError(f"actor.kl_loss_type: unknown estimator {kind!r}; known: {', '.join(KINDS)}")
+    raise ConfigError(f"actor.kl_loss_type: unknown estimator {kind!r}; known: {', '.join(KINDS)}")
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from headway.data.files import Record
-from headway.data.mixing import Mixture, SourceShare
+from headway.data.mixing import Mixture
 from headway.data.rows import Rows, read_rows
 from headway.data.tokenize import (
     FIRST_ROWS,
@@ -41,7 +40,7 @@ from headway.errors import DataError, UserCodeError, writable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from headway.config.schema import Config
+    from headway.config.schema import Config, DataConfig
 
 __all__ = ["Cursor", "DataBundle", "RowSource", "Rows", "build_sources", "read_rows"]
 
@@ -66,54 +65,39 @@ class RowSource:
 
     def __init__(
         self,
-        records: Sequence[Record],
+        rows: Rows,
         tokenizer: PromptTokenizer,
-        *,
+        data: DataConfig,
         seed: int,
-        shuffle: bool = True,
-        epochs: int | None = None,
-        prefetch: int = 64,
-        row_numbers: Sequence[int] | None = None,
-        stride: int | None = None,
-        parts: Sequence[SourceShare] | None = None,
-        digests: Sequence[str] = (),
+        *,
         model: str = "",
-        max_bad_rows: Fraction = Fraction(1, 100),
-        accept_changes: bool = False,
+        prefetch: int = 64,
     ) -> None:
-        """Make prompts of ``records``. ``row_numbers``: the prompts' ``row``; default: the index in ``records``.
-        ``stride`` is above all row numbers of the run; default: above these. ``parts`` divide ``records``; default: one
-        of all. ``digests`` stand for what equal stretches of the records say: `restore` refuses others unless
-        ``accept_changes``. ``model``: digest of the model's folder, which must stay. ``max_bad_rows``: share of the
-        records that may be left out for another reason than their length.
+        """Make prompts of the training records of ``rows``. `restore` refuses other digests of them than a state has,
+        unless ``data.accept_changes``. ``model``: digest of the model's folder, which must stay.
 
         Raises:
             DataError: there are no records, or all prompts of a part are longer than the tokenizer's limit, or a part
                 has no place in an epoch; or too many rows are bad.
         """
-        if not records:
+        if not rows.train:
             raise DataError("there are no training prompts")
-        self._records = records
-        self._tokenizer = tokenizer
-        self._epochs = epochs
+        self._records, self._row_numbers = rows.train, rows.train_rows
+        self._tokenizer, self._data, self._model = tokenizer, data, model
         self._chunk = max(1, prefetch)
-        self._row_numbers = row_numbers if row_numbers is not None else range(len(records))
-        self._stride = stride if stride is not None else max(self._row_numbers) + 1
-        self._mixture = Mixture(parts or [SourceShare("", len(records))], seed=seed, shuffle=shuffle)
-        if self._mixture.rows != len(records):
-            raise ValueError(f"the parts have {self._mixture.rows} rows, but there are {len(records)} records")
+        self._stride = len(rows.train) + len(rows.val)
+        """A number above all row numbers of the run."""
+        self._mixture = Mixture(rows.parts, seed=seed, shuffle=data.shuffle)
         sources = [[part.name, part.rows, n] for part, n in zip(self._mixture.parts, self._mixture.quotas, strict=True)]
         self._identity = {
             "seed": seed,
-            "rows": len(records),
-            "shuffle": shuffle,
+            "rows": len(rows.train),
+            "shuffle": data.shuffle,
             "sources": sources,
-            "prompts": [*digests],
+            "prompts": [*rows.digests],
         }
-        self._model = model
         self.changes: tuple[str, ...] = ()
         """What `restore` found to differ from the data that the state was taken over."""
-        self._max_bad_rows, self._accept_changes = max_bad_rows, accept_changes
         self._left_out = LeftOutRows()
         self._handed_out = Cursor()
         self._ahead = Cursor()
@@ -172,7 +156,7 @@ class RowSource:
             )
         here, then = self._identity, {name: state.get(name) for name in self._identity}
         differing = [self._difference(name, then[name], here[name]) for name in here if then[name] != here[name]]
-        if differing and not self._accept_changes:
+        if differing and not self._data.accept_changes:
             raise DataError(
                 f"the checkpoint's data differ: {'; '.join(differing)}. Resume with the same data and seed, or go on "
                 "with these: data.accept_changes=true"
@@ -265,7 +249,7 @@ class RowSource:
 
     @property
     def _over(self) -> bool:
-        return self._epochs is not None and self._ahead.epoch >= self._epochs
+        return self._data.epochs is not None and self._ahead.epoch >= self._data.epochs
 
     def _tokenise_chunk(self) -> int:
         """Tokenise the next draws, at most up to the epoch's end; returns how many.
@@ -288,7 +272,7 @@ class RowSource:
             if not isinstance(one, LeftOut):
                 row = self._row_numbers[index] + turn * self._stride
                 self._ready.append((_prompt(*one, row, epoch), self._ahead))
-        self._left_out.check(self.rows, self._max_bad_rows)
+        self._left_out.check(self.rows, self._data.max_bad_rows)
         return len(draws)
 
 
@@ -324,20 +308,8 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows
     data = config.data
     prompts = prompt_tokenizer(config, tokenizer)
     split = rows if rows is not None else read_rows(config)
-    train = RowSource(
-        split.train,
-        prompts,
-        seed=config.run.seed,
-        shuffle=data.shuffle,
-        epochs=data.epochs,
-        row_numbers=split.train_rows,
-        stride=len(split.train) + len(split.val),
-        parts=split.parts,
-        digests=split.digests,
-        model="" if config.model.path is None else _model_digest(Path(config.model.path).expanduser()),
-        max_bad_rows=data.max_bad_rows,
-        accept_changes=data.accept_changes,
-    )
+    model = "" if config.model.path is None else _model_digest(Path(config.model.path).expanduser())
+    train = RowSource(split, prompts, data, config.run.seed, model=model)
     val: list[Prompt] = []
     left_out = LeftOutRows()
     for failure in split.val_failures:

@@ -133,9 +133,6 @@ def total(counts: Counts) -> int:
 ChatTemplate = Literal["auto", "always", "never"]
 Tokenised = tuple[str, NDArray[np.int32]]
 """The text of a prompt as the model reads it, and its token ids [P]."""
-_NONE = np.empty(0, np.int32)
-
-
 TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"
 """Columns of a row that its chat template is given: schemas of tools, and variables of the template."""
 
@@ -269,14 +266,9 @@ class PromptTokenizer:
             DataError: messages without a template to render them.
         """
         texts = [self._text(record) for record in records]
-        results: list[Tokenised | LeftOut] = [text if isinstance(text, LeftOut) else ("", _NONE) for text in texts]
-        # Apart: a template writes special tokens itself, and text gets those of the tokenizer.
-        for templated in (False, True):
-            rows = [i for i, text in enumerate(texts) if not isinstance(text, LeftOut) and text[1] is templated]
-            encoded = self._encoded([records[i] for i in rows], [texts[i][0] for i in rows], templated=templated)  # type: ignore[index]
-            for i, one in zip(rows, encoded, strict=True):
-                results[i] = one
-        return results
+        readable = [(record, *text) for record, text in zip(records, texts, strict=True) if isinstance(text, tuple)]
+        encoded = iter(self._encoded(readable))
+        return [next(encoded) if isinstance(text, tuple) else text for text in texts]
 
     def _text(self, record: Record) -> tuple[str, bool] | LeftOut:
         """The text of a record, and whether the template wrote it."""
@@ -329,26 +321,24 @@ class PromptTokenizer:
         for name in [*columns, *(["data.chat_template_kwargs"] if self._kwargs else [])]:
             self._unused[name] = f"{name} has no effect on prompts that are text; use data.chat_template=always"
 
-    def _encoded(
-        self, records: Sequence[Record], texts: Sequence[str], *, templated: bool
-    ) -> list[Tokenised | LeftOut]:
-        if not texts:
+    def _encoded(self, prompts: Sequence[tuple[Record, str, bool]]) -> list[Tokenised | LeftOut]:
+        """The ids of records' texts; to those that no template wrote, the tokenizer's special tokens are added."""
+        if not prompts:
             return []
-        doing = f"the model's tokenizer cannot read a prompt of {_named(records[0])}: {shown(texts[0])}"
+        record, text, _ = prompts[0]
+        doing = f"the model's tokenizer cannot read a prompt of {_named(record)}: {shown(text)}"
         try:
             with boundary(doing, DataError):
-                ids = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-                if not templated:
-                    ids = [self._start.added(one, text) for one, text in zip(ids, texts, strict=True)]
+                found = self._tokenizer([text for _, text, _ in prompts], add_special_tokens=False)["input_ids"]
+                return [
+                    self._checked(record, text, ids if templated else self._start.added(ids, text))
+                    for (record, text, templated), ids in zip(prompts, found, strict=True)
+                ]
         except DataError as refused:
-            if len(texts) == 1:
-                why = (
-                    str(refused) if writable(texts[0]) == texts[0] else f"{doing}: half of a surrogate pair is no text"
-                )
-                return [LeftOut(Reason.TOKENIZER, records[0].source, why)]
-            pairs = zip(records, texts, strict=True)  # of which prompt, the batch does not say
-            return [self._encoded([record], [text], templated=templated)[0] for record, text in pairs]
-        return [self._checked(record, text, one) for record, text, one in zip(records, texts, ids, strict=True)]
+            if len(prompts) > 1:  # of which prompt, the batch does not say
+                return [one for prompt in prompts for one in self._encoded([prompt])]
+            why = str(refused) if writable(text) == text else f"{doing}: half of a surrogate pair is no text"
+            return [LeftOut(Reason.TOKENIZER, record.source, why)]
 
     def _as_messages(self, record: Record) -> Messages | None:
         """The record as a chat to render, or None for plain text."""

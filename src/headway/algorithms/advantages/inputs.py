@@ -144,20 +144,13 @@ class AdvantageInputs:
             ConfigError: there are none, and ``estimator`` needs them.
             RunError: a value is not finite.
         """
-        if self.values is None:
-            raise ConfigError(
-                f"algorithm.adv_estimator: {estimator} needs a critic's value of each token, and this run computes none"
-            )
-        return _of_tokens(self.values, self.counts(), "critic's value")
+        values = _needed(self.values, estimator, "a critic's value of each token, and this run computes none")
+        return _of_tokens(values, self.counts(), "critic's value")
 
     def states_of_tokens(self, estimator: str) -> Int[Tensor, "S T"]:
         """The ``states``. Raises `ConfigError` if there are none, and ``estimator`` needs them."""
-        if self.states is None:
-            raise ConfigError(
-                f"algorithm.adv_estimator: {estimator} needs the state that each turn was taken in, and was given "
-                "none; an estimator gets them if it is declared with from_states"
-            )
-        return self.states
+        told = "the state that each turn was taken in; an estimator gets them if it is declared with from_states"
+        return _needed(self.states, estimator, told)
 
     def greedy_rewards(self, estimator: str) -> Float[Tensor, " S"]:
         """The ``baselines``, rewards of the greedy answers, in float64.
@@ -166,13 +159,10 @@ class AdvantageInputs:
             ConfigError: there are none, and ``estimator`` needs them.
             RunError: a baseline is not finite.
         """
-        if self.baselines is None:
-            raise ConfigError(
-                f"algorithm.adv_estimator: {estimator} needs the reward of a greedy answer to each prompt, and this "
-                "run samples none"
-            )
-        _check_finite(self.baselines, "greedy answer's reward")
-        return self.baselines.double()
+        told = "the reward of a greedy answer to each prompt, and this run samples none"
+        baselines = _needed(self.baselines, estimator, told)
+        _check_finite(baselines, "greedy answer's reward")
+        return baselines.double()
 
     def shared(self, advantages: Float[Tensor, " S"]) -> Tensor:
         """Shape one advantage per trajectory as an estimator returns it, in the dtype of ``rewards``.
@@ -248,14 +238,9 @@ def per_token(
     """Split the result of an estimator into one [T] tensor for each trajectory, 0 in the holes of ``mask``.
 
     Raises:
-        ValueError: neither [S] nor [S, T].
+        ValueError: [S, T] with fewer numbers than a trajectory has tokens.
     """
     rows = advantages.advantages if isinstance(advantages, Advantages) else advantages
-    if rows.ndim not in (1, 2) or rows.shape[0] != lengths.shape[0]:
-        raise ValueError(
-            f"an advantage estimator returns [S] or [S, T] for S = {lengths.shape[0]} trajectories, "
-            f"not {list(rows.shape)}"
-        )
     if rows.ndim == 2 and lengths.numel() and rows.shape[1] < int(lengths.max()):
         raise ValueError(
             f"an advantage estimator returned {rows.shape[1]} numbers per trajectory, and one has {int(lengths.max())} "
@@ -270,6 +255,12 @@ def per_token(
         # Views of one number each: not to be written to.
         return [row.expand(length) for row, length in zip(rows, lengths.tolist(), strict=True)]
     return [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def _needed(given: Tensor | None, estimator: str, what: str) -> Tensor:
+    if given is None:
+        raise ConfigError(f"algorithm.adv_estimator: {estimator} needs {what}")
+    return given
 
 
 def _check_finite(values: Tensor, what: str) -> None:

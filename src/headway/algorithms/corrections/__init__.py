@@ -101,10 +101,6 @@ class RatioCorrection:
     """Ratio below which a single token has its whole answer rejected; None: no token has."""
 
     def __post_init__(self) -> None:
-        if self.action not in get_args(Action):
-            raise ConfigError(f"correction: unknown action {self.action!r}; known: {', '.join(get_args(Action))}")
-        if self.level not in get_args(Level):
-            raise ConfigError(f"correction: unknown level {self.level!r}; known: {', '.join(get_args(Level))}")
         for name in ("upper", "lower", "veto"):
             _check_bound(name, getattr(self, name), self.action)
         if self.upper is None and self.lower is None:
@@ -133,28 +129,15 @@ class RatioCorrection:
     def _act(
         self, ratio_NT: Float[Tensor, "N T"], episodes: Int[Tensor, " N"] | None
     ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-        outside_NT = self._outside(ratio_NT)
-        match self.action:
-            case "truncate":
-                weights_NT = ratio_NT.clamp(self.lower, self.upper)
-                return weights_NT, {"correction/truncated": outside_NT.to(ratio_NT.dtype)}
-            case "mask":
-                weights_NT = ratio_NT.masked_fill(outside_NT, 0.0)
-            case "reject":
-                weights_NT = torch.ones_like(ratio_NT).masked_fill(outside_NT, 0.0)
-            case "veto":
-                # A masked position has ratio 1, and so is outside no bounds.
-                outside_NT = anywhere_in_sequence(outside_NT, episodes)
-                weights_NT = torch.ones_like(ratio_NT).masked_fill(outside_NT, 0.0)
-        return weights_NT, {"correction/rejected": outside_NT.to(ratio_NT.dtype)}
-
-    def _outside(self, ratio_NT: Float[Tensor, "N T"]) -> Bool[Tensor, "N T"]:
-        outside_NT = torch.zeros_like(ratio_NT, dtype=torch.bool)
-        if self.upper is not None:
-            outside_NT |= ratio_NT > self.upper
-        if self.lower is not None:
-            outside_NT |= ratio_NT < self.lower
-        return outside_NT
+        outside_NT = (ratio_NT > (self.upper or math.inf)) | (ratio_NT < (self.lower or 0.0))  # a bound is above 0
+        if self.action == "truncate":
+            weights_NT = ratio_NT.clamp(self.lower, self.upper)
+            return weights_NT, {"correction/truncated": outside_NT.to(ratio_NT.dtype)}
+        if self.action == "veto":
+            # A masked position has ratio 1, and so is outside no bounds.
+            outside_NT = anywhere_in_sequence(outside_NT, episodes)
+        within_NT = ratio_NT if self.action == "mask" else torch.ones_like(ratio_NT)
+        return within_NT.masked_fill(outside_NT, 0.0), {"correction/rejected": outside_NT.to(ratio_NT.dtype)}
 
 
 def ratio_at(
@@ -288,7 +271,7 @@ def product(corrections: Sequence[tuple[Correction, CorrectionParams]]) -> Corre
     """
     if len(corrections) < 2:
         raise ConfigError(f"a product of corrections takes at least two, not {len(corrections)}")
-    if sum(map(_weighs, (correction for correction, _ in corrections))) > 1:
+    if sum(correction in (truncate, mask) for correction, _ in corrections) > 1:
         raise ConfigError("two corrections that weigh by the ratio (truncate, mask) would square it; keep one of them")
 
     def combined(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
@@ -301,12 +284,6 @@ def product(corrections: Sequence[tuple[Correction, CorrectionParams]]) -> Corre
         return weights, metrics | {"correction/weight": weights}
 
     return combined
-
-
-def _weighs(correction: Correction) -> bool:
-    if isinstance(correction, RatioCorrection):
-        return correction.action in ("truncate", "mask")
-    return correction in (truncate, mask)
 
 
 SEQUENCE_MASK = "off_policy_sequence_mask"

@@ -201,20 +201,14 @@ def clip_cov(inputs: LossInputs, params: PolicyLossParams[ClipCov]) -> tuple[Flo
 
     Metrics: ``clip_fraction`` is that of `ppo_clip`, ``cov_fraction`` is 1 at the tokens drawn, ``approx_kl`` as there.
     """
-    log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
-    losses_NT, clipped_NT = clipped_surrogate(log_ratio_NT.exp(), cleaned_advantages(inputs, log_ratio_NT), params)
+    losses_NT, metrics = ppo_clip(inputs, params)
     covariance_NT = _covariance(inputs)
-    candidates_NT = inputs.mask & (clipped_NT == 0)
+    candidates_NT = inputs.mask & (metrics["clip_fraction"] == 0)
     candidates_NT &= (covariance_NT > params.own.clip_cov_lb) & (covariance_NT < params.own.clip_cov_ub)
     drawn_NT = _draw(
         candidates_NT, _share_of(inputs.mask, params.own.clip_cov_ratio), seed_from=covariance_NT[inputs.mask]
     )
-    metrics = {
-        "clip_fraction": clipped_NT,
-        "cov_fraction": drawn_NT.to(clipped_NT.dtype),
-        "approx_kl": approx_kl(log_ratio_NT),
-    }
-    return losses_NT.masked_fill(drawn_NT, 0.0), metrics
+    return losses_NT.masked_fill(drawn_NT, 0.0), metrics | {"cov_fraction": drawn_NT.to(losses_NT.dtype)}
 
 
 @POLICY_LOSSES.register("kl_cov")
