@@ -139,6 +139,13 @@ def test_what_was_tried_is_told_and_what_was_not(dry_run: Callable[..., str]) ->
     assert "not tried: weights, devices" in output
 
 
+def test_of_a_task_the_tried_problems_alone_are_made(dry_run: Callable[..., str]) -> None:
+    """The dry run made all problems of the task once, which took minutes for a large one."""
+    task = "task: {name: sort, size: 1000000000, val_size: 1, params: {max_length: 4, mean_length: 3.5}}"
+    Path("recipe.yaml").write_text(RECIPE.replace("train: data.jsonl, val_size: 1", task))
+    assert "(4 rows)" in dry_run("model.make.vocabulary='0123456789:=sort'")
+
+
 @pytest.mark.slow
 def test_a_reward_that_gives_everything_the_same_is_noted(dry_run: Callable[..., str]) -> None:
     assert "It does not tell them apart" in dry_run("reward.function=own.py:reward_of_one")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -66,7 +66,7 @@ class Rows:
 
         Of a task's training problems, which are made on demand, the first is looked at alone.
         """
-        train = self.train[:1] if isinstance(self.train, _TaskRecords) else self.train
+        train = [self.train[0]] if isinstance(self.train, _TaskRecords) else self.train
         lacking: dict[str, str | None] = {}
         first: str | None = None
         seen: set[tuple[str, ...]] = set()
@@ -83,11 +83,10 @@ class Rows:
         return lacking
 
 
-def by_source(records: Sequence[Record], parts: Sequence[SourceShare]) -> Iterator[tuple[str, Sequence[Record]]]:
-    """Each source's name and its records; ``records`` has the sources one after the other."""
-    ends = list(accumulate(part.rows for part in parts))
-    for part, end in zip(parts, ends, strict=True):
-        yield part.name, records[end - part.rows : end]
+def by_source(parts: Sequence[SourceShare]) -> Iterator[tuple[str, range]]:
+    """Each source's name and the indices of its records, of which the sources have one stretch after the other."""
+    for part, end in zip(parts, accumulate(part.rows for part in parts), strict=True):
+        yield part.name, range(end - part.rows, end)
 
 
 def read_rows(config: Config) -> Rows:
@@ -168,11 +167,8 @@ def split(rows: int, val_size: int, seed: int) -> tuple[list[int], list[int]]:
 
 def _shares(parts: Sequence[SourceShare], kept: Sequence[int]) -> tuple[SourceShare, ...]:
     """The sources with as many rows as are left of them, where the rows ``kept`` are."""
-    ends = list(accumulate(part.rows for part in parts))
-    return tuple(
-        replace(part, rows=sum(start <= row < end for row in kept))
-        for part, start, end in zip(parts, [0, *ends], ends, strict=False)
-    )
+    own = (places for _, places in by_source(parts))
+    return tuple(replace(part, rows=sum(row in there for row in kept)) for part, there in zip(parts, own, strict=True))
 
 
 def _read_held_out(data: DataConfig, seed: int) -> tuple[list[Record], tuple[SourceShare, ...]]:
@@ -239,15 +235,7 @@ class _TaskRecords(Sequence[Record]):
     def __len__(self) -> int:
         return len(self._problems)
 
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Record]: ...
-
-    def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Record:  # type: ignore[override]  # a slice would make all of its problems
         return _record(self._problems[index], self._source)
 
 

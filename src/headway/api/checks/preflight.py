@@ -300,9 +300,10 @@ def _check_answers(config: Config, rows: Rows) -> None:
     needing = [one.function for one in config.reward.all if one.function in NEEDS_ANSWERS]
     if not needing:
         return
-    files = list(by_source(rows.train, rows.parts)) if config.data.train_sources else []
-    files += [(f"data.val ({name})", records) for name, records in by_source(rows.val, rows.val_parts)]
-    for what, records in files:
+    files = [(name, rows.train, places) for name, places in by_source(rows.parts if config.data.train_sources else ())]
+    files += [(f"data.val ({name})", rows.val, places) for name, places in by_source(rows.val_parts)]
+    for what, of_all, places in files:
+        records = [of_all[i] for i in places]
         if records and all(record.answer is None for record in records):
             raise DataError(
                 f"{what}: the answer of all {len(records)} rows is null, and reward.function={needing[0]} compares "

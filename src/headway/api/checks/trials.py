@@ -149,7 +149,7 @@ async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -
 
 async def _try_reward(config: Config, rows: Rows, reward: RewardWorkers) -> str:
     names = ", ".join(one.function for one in config.reward.all)
-    firsts = [record for _, records in by_source(rows.train, rows.parts) for record in records[:ROWS_TRIED]]
+    firsts = [rows.train[i] for _, places in by_source(rows.parts) for i in places[:ROWS_TRIED]]
     scores = [await _score(reward, record, names) for record in firsts]
     truths, empties = zip(*scores, strict=True)
     tried = (
