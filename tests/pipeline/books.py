@@ -16,6 +16,7 @@ from fractions import Fraction
 from itertools import groupby
 from math import floor
 
+from headway.algorithms.scores import has_variance
 from headway.data.types import TrajectoryId
 from headway.errors import ScoringFailed
 from headway.events import (
@@ -241,7 +242,7 @@ class Books:
             rewards = scenario.reward.rewards(prompt(event.epoch, event.row, event.attempt), self.rules.n)
         except ScoringFailed:
             return "failed"
-        return "filtered" if scenario.group_filter and scenario.group_filter(rewards) else "kept"
+        return "filtered" if scenario.filters and not has_variance(rewards) else "kept"
 
     def _rewarded(self, event: GroupRewarded) -> None:
         assert event.number in self.unrewarded

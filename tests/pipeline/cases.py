@@ -21,7 +21,7 @@ from headway.data.types import Prompt
 from headway.errors import UpdateFailed, WorkerDied
 from headway.planner.profiles.job_profile import PhaseProfile, UpdateProfile
 from tests.pipeline.fake_policies import FakeReference
-from tests.pipeline.fakes import FakeReward, fails, seeded_lengths, without_variance
+from tests.pipeline.fakes import FakeReward, fails, seeded_lengths
 from tests.pipeline.scenario import Run, Scenario
 
 T = TypeVar("T")
@@ -198,7 +198,7 @@ class Case:
             problems=self.problems,
             test_freq=self.test_freq,
             reward=FakeReward(self.rewards, lambda prompt: self._ticks(self.reward_s, "reward_s", prompt.row)),
-            group_filter=without_variance if self.n > 1 else None,
+            filters=self.n > 1,
             trainer={
                 "step_s": lambda step: self._ticks(2 * self.step_s, "step", step),
                 "skips": lambda step: self._draw("nonfinite", step) < self.nonfinite,

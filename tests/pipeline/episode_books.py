@@ -84,7 +84,7 @@ class EpisodeBooks(Books):
             rewards = scenario.reward.rewards(prompt(event.epoch, event.row, event.attempt), made)
         except ScoringFailed:
             return "failed"
-        return "filtered" if scenario.group_filter and not has_variance(rewards) else "kept"
+        return "filtered" if scenario.filters and not has_variance(rewards) else "kept"
 
     def _rewarded(self, event: GroupRewarded) -> None:
         assert event.number in self.unrewarded

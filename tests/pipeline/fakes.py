@@ -286,10 +286,6 @@ def fails(why: str) -> Sequence[float]:
     raise ScoringFailed(why)
 
 
-def without_variance(rewards: NDArray[np.float32]) -> str | None:
-    return "zero variance" if rewards.max() == rewards.min() else None
-
-
 # ---------------------------------------------------------------------------------------------- rollout
 
 

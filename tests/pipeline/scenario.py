@@ -25,7 +25,6 @@ from headway.events import (
 from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet
 from headway.pipeline.run import Pipeline, Status
-from headway.pipeline.stages.reward import GroupFilter
 from headway.pipeline.wiring import Parts
 from headway.planner.profiles.job_profile import UpdateProfile
 from headway.planner.simulation.simulated_prompts import zero_advantages
@@ -225,7 +224,8 @@ class Scenario:
     """Held-out problems; 0 is a run without validation."""
     test_freq: int = 1
     reward: FakeReward = field(default_factory=FakeReward)
-    group_filter: GroupFilter | None = None
+    filters: bool = False
+    """Groups whose rewards are equal are filtered."""
     greedy_baseline: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of `FakeTrainer`."""
@@ -291,7 +291,13 @@ class Scenario:
             total = 6 * per_version
         sections: dict[str, dict[str, Any]] = {
             "run": {"seed": self.seed},
-            "rollout": {"n": self.n, "total_rollout_steps": total, "test_freq": self.test_freq},
+            "rollout": {
+                "n": self.n,
+                "total_rollout_steps": total,
+                "test_freq": self.test_freq,
+                "greedy_baseline": self.greedy_baseline,
+            },
+            "algorithm": {"filter_groups": {"enable": self.filters}},
             "data": {"epochs": self.epochs, "max_response_length": 100_000},
             "actor": {"ppo_mini_batch_size": self.mini_batch},
             **of_mode,
@@ -351,8 +357,6 @@ class Scenario:
             trainer=trainer,
             reward=self.reward,
             advantages=zero_advantages if self.critic is None else self.critic.advantages,
-            group_filter=self.group_filter,
-            greedy_baseline=self.greedy_baseline,
             reference=trainer if self.reference_on_trainer_ranks else self.reference,
             proximal=(logp or trainer) if needs_logp(self.config) else None,
             critic=self.critic,

@@ -21,7 +21,7 @@ from headway.data.types import Prompt
 from headway.events import BatchTaken, GroupAdmitted, GroupSettled, RunStarted
 from headway.pipeline.admission.staleness import admission_limit, lag_bound
 from tests.pipeline.adversary import Live, State, World, exceeds, reachable, worst
-from tests.pipeline.fakes import FakeReward, without_variance
+from tests.pipeline.fakes import FakeReward
 from tests.pipeline.scenario import Run, Scenario
 from tests.tiers import mostly_slow
 
@@ -229,7 +229,7 @@ class Example:
             slots=64,
             lengths=lambda _: 16,
             reward=FakeReward(rewards=self._rewards, seconds=lambda prompt: self.slow.get(prompt.row, 0.25)),
-            group_filter=without_variance,
+            filters=True,
             trainer={"step_s": lambda _: 8.0},
         )
         return scenario.run().assert_completed()

@@ -22,7 +22,6 @@ from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.run_sums import Series
 from headway.reports.report_manager import Reports, open_reports
-from tests.pipeline.fakes import without_variance
 from tests.pipeline.scenario import Run, Scenario
 from tests.pipeline.test_samples import Spelled
 
@@ -123,7 +122,7 @@ def test_nothing_grows_with_the_losses_of_replicas_and_episode_workers(tmp_path:
         supervised=True,
         replica_start_s=2.0,
         episode_workers=2,
-        group_filter=without_variance,
+        filters=True,
         samples=SampleOutlet(lambda _: None, Spelled()),
         journal=tmp_path / "journal",
         beside=beside,

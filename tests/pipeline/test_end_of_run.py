@@ -9,7 +9,7 @@ import pytest
 
 from headway.events import BatchTaken, CheckpointSaved, GroupAdmitted, RunFinished, RunStarted, UpdateFinished
 from headway.pipeline.run import Status
-from tests.pipeline.fakes import FakeReward, fails, without_variance
+from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.tiers import a_share_and_all, mostly_slow
 
@@ -25,7 +25,7 @@ def test_with_a_total_no_surplus_is_admitted(mode: str):
 @mostly_slow("mode", MODES, quick=["one_step_off", "async_partial", "colocate_async"])
 def test_with_a_total_discards_are_refilled_and_the_exact_number_is_trained(mode: str):
     reward = FakeReward(lambda p: fails("unlucky") if p.row % 5 == 2 else [1.0, 1.0] if p.row % 7 == 3 else [0.0, 1.0])
-    run = Scenario(mode, reward=reward, group_filter=without_variance).run().assert_completed()
+    run = Scenario(mode, reward=reward, filters=True).run().assert_completed()
     groups = run.groups
     total = run.of(RunStarted)[0].total_groups
     assert groups["trained"] == total

@@ -39,24 +39,26 @@ def episode(k: int, reward: float | None = None, of_turns: tuple[float, ...] = (
     )
 
 
-async def rewarded(
-    *episodes: Trajectory, n: int = 2, seen: list[Any] | None = None, turn_discount: float = 1.0
-) -> Group:
+async def passed(*episodes: Trajectory, n: int = 2, turn_discount: float = 1.0, filters: bool = False) -> list[Group]:
+    """The group, or nothing where it was filtered."""
     recorder = Recorder()
     state = run_state(recorder)
     number = state.admit(PROMPT)
     channel: Channel[Group] = Channel("groups")
 
-    def look(rewards: np.ndarray) -> None:
-        (seen if seen is not None else []).append(rewards.tolist())
-
-    values = {"mode": "on_policy", "algorithm": {"turn_discount": turn_discount}}
-    stage = Reward(Config.model_validate(values), state, channel, Channel("rewarded"), Scoring(None), look)
-    (group,) = [
-        group async for group in stage.process_data(Group(number, PROMPT, n, SamplingParams(1), trajectories=episodes))
-    ]
+    algorithm = {"turn_discount": turn_discount, "filter_groups": {"enable": filters}}
+    config = Config.model_validate({"mode": "on_policy", "algorithm": algorithm})
+    stage = Reward(recorder.on_event, channel, Channel("rewarded"), config, state, Scoring(None))
+    made = Group(number, PROMPT, n, SamplingParams(1), trajectories=episodes)
+    groups = [group async for group in stage.process_data(made)]
     (told,) = [event.rewards for event in recorder.events if isinstance(event, GroupRewarded)]
-    assert len(told) == len(group.trajectories)
+    assert len(told) == sum(t.id.k < n for t in episodes)
+    return groups
+
+
+async def rewarded(*episodes: Trajectory, n: int = 2) -> Group:
+    (group,) = await passed(*episodes, n=n)
+    assert group.rewards is not None and len(group.rewards) == len(group.trajectories)
     return group
 
 
@@ -66,10 +68,11 @@ async def test_rewards_of_turns_are_told_with_the_episodes_and_trained_apart_fro
 
 
 async def test_groups_are_compared_by_discounted_scores():
-    seen: list[Any] = []
-    await rewarded(episode(0, None, (1.0, 1.0)), episode(1, None, (2.0,)), seen=seen)
-    await rewarded(episode(0, None, (1.0, 1.0)), episode(1, None, (2.0,)), seen=seen, turn_discount=0.5)
-    assert seen == [[2.0, 2.0], [1.5, 2.0]]
+    def episodes() -> list[Trajectory]:
+        return [episode(0, None, (1.0, 1.0)), episode(1, None, (2.0,))]
+
+    assert not await passed(*episodes(), filters=True)
+    assert await passed(*episodes(), filters=True, turn_discount=0.5)
 
 
 async def test_the_baseline_is_found_where_other_episodes_failed():

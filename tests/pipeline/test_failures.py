@@ -28,7 +28,7 @@ from headway.events import (
     VersionReached,
 )
 from tests.pipeline.fake_policies import FakeReference
-from tests.pipeline.fakes import FakeReward, without_variance
+from tests.pipeline.fakes import FakeReward
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.tiers import crossed, mostly_slow
 
@@ -169,7 +169,7 @@ def test_a_stage_that_fails_does_not_pass_for_the_end_of_the_data():
     """One group of two waits for the trainer when the rest of the run fails: it is no batch, and makes no version."""
     reward = FakeReward(lambda prompt: [0.0, 1.0] if prompt.row == 0 else [1.0, 1.0])
     run = failed(
-        Scenario("async_stale", mini_batch=2, total=8, reward=reward, group_filter=without_variance),
+        Scenario("async_stale", mini_batch=2, total=8, reward=reward, filters=True),
         NothingToTrain,
         "groups in a row were discarded",
     )
@@ -309,7 +309,7 @@ def test_a_call_that_is_returned_twice_counts_once():
 
 def test_a_group_that_is_returned_twice_fails_the_run():
     def script(run: Run) -> None:
-        (worker,) = run.pipeline._parts.episode_workers
+        (worker,) = run.pipeline.parts.episode_workers
         generate = worker.generate
 
         async def twice(requests, *, on=None):

@@ -16,7 +16,7 @@ from headway.events import (
     UpdateFinished,
 )
 from headway.pipeline import off_policy_guard
-from tests.pipeline.fakes import FakeReward, fails, without_variance
+from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Scenario
 from tests.tiers import mostly_slow
 
@@ -26,9 +26,9 @@ from tests.tiers import mostly_slow
 @mostly_slow("mode", MODES, quick=["one_step_off", "colocate_async"])
 def test_filtering_everything_does_not_stall_but_ends_with_the_filters_statistics(mode: str):
     reward = FakeReward(lambda _: [1.0, 1.0])
-    run = Scenario(mode, reward=reward, group_filter=without_variance).run()
+    run = Scenario(mode, reward=reward, filters=True).run()
     discards = 10 * Scenario(mode).config.groups_per_version
-    with pytest.raises(NothingToTrain, match=rf"{discards} groups in a row .*{discards}× filtered: zero variance"):
+    with pytest.raises(NothingToTrain, match=rf"{discards} groups in a row .*{discards}× filtered: all rewards are 1"):
         raise run.error or AssertionError("no error")
     run.assert_clean()
     assert run.groups["filtered"] == discards
@@ -39,16 +39,16 @@ def test_filtering_everything_does_not_stall_but_ends_with_the_filters_statistic
 @pytest.mark.slow
 def test_the_statistics_are_of_the_groups_in_a_row_alone():
     reward = FakeReward(lambda p: fails("unlucky") if p.row < 4 else [0.0, 1.0] if p.row == 40 else [1.0, 1.0])
-    run = Scenario("async_partial", reward=reward, group_filter=without_variance).run()
+    run = Scenario("async_partial", reward=reward, filters=True).run()
     discards = 10 * Scenario("async_partial").config.groups_per_version
     assert isinstance(run.error, NothingToTrain)
-    assert f"({discards}× filtered: zero variance)" in str(run.error)
+    assert f"({discards}× filtered: all rewards are 1)" in str(run.error)
     assert run.groups["failed"] > 0
 
 
 def test_a_single_good_group_among_many_resets_the_count_of_discards_in_a_row():
     reward = FakeReward(lambda prompt: [0.0, 1.0] if prompt.row % 30 == 0 else [1.0, 1.0])
-    run = Scenario("on_policy", total=8, reward=reward, group_filter=without_variance).run().assert_completed()
+    run = Scenario("on_policy", total=8, reward=reward, filters=True).run().assert_completed()
     assert run.groups["trained"] == 8
     assert run.groups["filtered"] > 160
 
@@ -93,7 +93,7 @@ def test_an_episode_that_failed_before_its_group_was_overdue_has_failed_all_the_
 
 def test_a_filtered_group_was_rewarded_first():
     reward = FakeReward(lambda prompt: [1.0, 1.0] if prompt.row % 4 == 1 else [0.0, 1.0])
-    run = Scenario("async_partial", reward=reward, group_filter=without_variance).run().assert_completed()
+    run = Scenario("async_partial", reward=reward, filters=True).run().assert_completed()
     rewards = {event.number: event.rewards for event in run.of(GroupRewarded)}
     for settled in run.of(GroupSettled):
         assert (rewards[settled.number] == [1.0, 1.0]) == (settled.fate == "filtered")
@@ -166,7 +166,7 @@ def test_steps_that_are_not_finite_now_and_then_do_not_add_up(monkeypatch: pytes
 def test_a_group_that_is_aborted_is_dropped_and_refilled():
     async def beside(run) -> None:
         await asyncio.sleep(1.0)
-        await run.pipeline._parts.episode_workers[0].abort_older_than(1)
+        await run.pipeline.parts.episode_workers[0].abort_older_than(1)
 
     run = Scenario("async_stale", beside=beside).run().assert_completed()
     dropped = {event.number: event.reason for event in run.of(GroupSettled) if event.fate == "dropped"}

@@ -9,7 +9,7 @@ import pytest
 
 from headway.events import Note
 from headway.pipeline.admission.group_warnings import LEAST_FILTERED, EqualRewards
-from tests.pipeline.fakes import FakeReward, without_variance
+from tests.pipeline.fakes import FakeReward
 from tests.pipeline.scenario import Run, Scenario
 
 FLAT, MIXED = [0.0, 0.0], [0.0, 1.0]
@@ -32,12 +32,12 @@ def told(groups: list[list[float]], groups_per_version: int = 1) -> list[tuple[i
 
 def test_a_run_of_which_nearly_all_is_filtered_warns_once_with_share_and_reasons():
     reward = FakeReward(lambda prompt: MIXED if prompt.row % 16 == 0 else [1.0, 1.0])
-    run = Scenario("on_policy", total=24, reward=reward, group_filter=without_variance).run().assert_completed()
+    run = Scenario("on_policy", total=24, reward=reward, filters=True).run().assert_completed()
     assert run.groups["filtered"] > 2 * LEAST_FILTERED
     (text,) = warnings(run)
     assert re.match(
         r"in (119|120) of the last 128 groups \(9[34]%\) all answers got the same reward "
-        r"\((119|120)× zero variance\): ",
+        r"\((119|120)× all rewards are 1\): ",
         text,
     )
     assert "algorithm.filter_groups" not in text
@@ -45,7 +45,7 @@ def test_a_run_of_which_nearly_all_is_filtered_warns_once_with_share_and_reasons
 
 def test_a_run_of_which_half_is_filtered_warns_of_nothing():
     reward = FakeReward(lambda prompt: MIXED if prompt.row % 2 else [1.0, 1.0])
-    run = Scenario("on_policy", total=200, reward=reward, group_filter=without_variance).run().assert_completed()
+    run = Scenario("on_policy", total=200, reward=reward, filters=True).run().assert_completed()
     assert run.groups["filtered"] > LEAST_FILTERED
     assert warnings(run) == []
 

@@ -14,7 +14,7 @@ from headway.pipeline.run import Status
 from headway.reports.metrics.summary import summary
 from tests.pipeline.cases import TICK, Case, cases, faulty, for_each
 from tests.pipeline.fake_policies import FakeLogProb, FakeReceiver
-from tests.pipeline.fakes import FakeReward, Time, fails, without_variance
+from tests.pipeline.fakes import FakeReward, Time, fails
 from tests.pipeline.figures import check_figures, replay
 from tests.pipeline.invariants import (
     BatchesAhead,
@@ -161,7 +161,7 @@ def test_when_the_data_gives_out_the_last_batch_is_short_and_an_empty_one_is_not
 @mostly_slow("mode", MODES, quick=["one_step_off", "overlapped"])
 def test_discards_change_nothing_about_it(mode: str):
     reward = FakeReward(lambda p: fails("unlucky") if p.row % 5 == 2 else [1.0, 1.0] if p.row % 7 == 3 else [0.0, 1.0])
-    run = Scenario(mode, reward=reward, group_filter=without_variance, logp_ranks=1, replicas=3).run()
+    run = Scenario(mode, reward=reward, filters=True, logp_ranks=1, replicas=3).run()
     check_ahead(run.assert_completed())
     assert run.groups["failed"] > 0 and run.groups["filtered"] > 0
     assert run.version == 6

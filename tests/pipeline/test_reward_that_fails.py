@@ -11,7 +11,7 @@ from headway.data.types import Prompt
 from headway.errors import NothingToTrain
 from headway.events import Note, ValidationFinished
 from headway.pipeline.admission.ledger import FAILED_AT_FIRST, FAILED_AT_VALIDATION, Fate, all_discarded
-from tests.pipeline.fakes import FakeReward, fails, without_variance
+from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Scenario
 from tests.tiers import mostly_slow
 
@@ -123,7 +123,7 @@ def test_without_validation_the_first_groups_decide():
 def test_a_reward_that_worked_once_is_given_its_ten_versions(works: list[float]):
     """Also where the filter took that group out: that the reward works was seen."""
     reward = FakeReward(lambda prompt: works if prompt.row == 5 else fails(BOOM))
-    run = Scenario("async_partial", reward=reward, group_filter=without_variance).run()
+    run = Scenario("async_partial", reward=reward, filters=True).run()
     assert "160 groups in a row were discarded" in str(run.error)
 
 

@@ -25,7 +25,7 @@ from headway.pipeline.admission.sample_collector import (
     rounded,
     storable,
 )
-from tests.pipeline.fakes import FakeReward, fails, prompt, validation_prompts, without_variance
+from tests.pipeline.fakes import FakeReward, fails, prompt, validation_prompts
 from tests.pipeline.scenario import Run, Scenario
 from tests.pipeline.test_episode_rewards import episode
 
@@ -89,7 +89,7 @@ FATES = Scenario(
     "async_partial",
     n=4,
     reward=FakeReward(lambda p: fails("no") if p.row % 4 == 1 else [1.0, 1.0] if p.row % 4 == 2 else [0.0, 1.0]),
-    group_filter=without_variance,
+    filters=True,
     failing=lambda number, k: "broke" if number % 8 == 3 else None,
 )
 

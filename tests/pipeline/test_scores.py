@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headway.data.types import Prompt
 from headway.events import GroupAdmitted, GroupRewarded, Note, TrajectoryFinished, ValidationFinished
 from headway.pipeline.admission.group_warnings import VERSIONS, EqualRewards, fewest
-from tests.pipeline.fakes import FakeReward, validation_prompts, without_variance
+from tests.pipeline.fakes import FakeReward, validation_prompts
 from tests.pipeline.scenario import Run, Scenario
 
 B = 4
@@ -90,7 +90,7 @@ def test_rewards_that_are_all_equal_are_warned_of_once(estimator: str):
 
 def test_a_filter_tells_of_equal_rewards_itself():
     reward = FakeReward(lambda p: [0.5] if p.row < VERSIONS * B + 1 else [0.0, 1.0])
-    run = Scenario("on_policy", reward=reward, group_filter=without_variance).run().assert_completed()
+    run = Scenario("on_policy", reward=reward, filters=True).run().assert_completed()
     assert warnings(run) == []
 
 

@@ -11,7 +11,7 @@ from headway.data.types import Prompt
 from headway.events import CheckpointSaved, GroupAdmitted, GroupSettled, Note, ValidationFinished
 from headway.pipeline.run import Status
 from headway.pipeline.stages.reward import LEAST_PATIENCE_S, MOST_MISSES, MOST_PATIENCE_S
-from tests.pipeline.fakes import FakeReward, without_variance
+from tests.pipeline.fakes import FakeReward
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.tiers import mostly_slow
 
@@ -132,9 +132,7 @@ def test_a_stop_ends_in_time_where_every_further_group_is_filtered(save_freq: in
         lambda prompt: [0.0, 1.0] if prompt.row < 20 or prompt.row % 9 == 0 else [1.0, 1.0], lambda _: 5.0
     )
     sections = {"trainer": {"save_freq": save_freq}}
-    scenario = Scenario(
-        "async_partial", reward=reward, group_filter=without_variance, sections=sections, beside=stops_at(40.0)
-    )
+    scenario = Scenario("async_partial", reward=reward, filters=True, sections=sections, beside=stops_at(40.0))
     run = within_a_minute(scenario.run())
     assert run.pipeline.unfinished and run.stopped_at is not None
     later = [event for event in run.of(GroupAdmitted) if event.time > run.stopped_at]

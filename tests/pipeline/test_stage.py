@@ -14,7 +14,7 @@ import pytest
 from headway.errors import ScoringFailed, StageFailed
 from headway.events import StageChanged
 from headway.pipeline import stages
-from headway.pipeline.stage import Channel, Gate, Stage, State
+from headway.pipeline.stage import Channel, Stage, State
 from headway.planner.simulation.virtual_clock import run_virtual
 from tests.pipeline.fakes import Recorder
 
@@ -27,17 +27,22 @@ class Doubling(Stage[int, int]):
     waits_for_input = "the test"
 
     def __init__(
-        self, recorder: Recorder, work: Work | None = None, concurrency: Literal[1] | None = 1, gate: Gate | None = None
+        self,
+        recorder: Recorder,
+        work: Work | None = None,
+        concurrency: Literal[1] | None = 1,
+        gate: asyncio.Event | None = None,
     ) -> None:
-        super().__init__(recorder.on_event, gate=gate)
-        self.input: Channel[int] = Channel("input")
-        self.output: Channel[int] = Channel("output")
+        super().__init__(recorder.on_event, None, None)
+        self.items: Channel[int] = Channel("input")
+        self.doubled: Channel[int] = Channel("output")
         self.closed = 0
-        self.concurrency = concurrency
+        self.concurrency = concurrency  # type: ignore[misc]
+        self.gate = gate
         self._work_on = work
 
     async def get_input_data(self) -> int | None:
-        return await self.input.get()
+        return await self.items.get()
 
     async def process_data(self, item: int) -> AsyncGenerator[int, None]:
         if self._work_on is not None:
@@ -45,22 +50,28 @@ class Doubling(Stage[int, int]):
         yield 2 * item
 
     async def send_output_data(self, output: int) -> None:
-        await self.output.send(output)
+        await self.doubled.send(output)
 
     def close_output(self) -> None:
         self.closed += 1
-        self.output.close()
+        self.doubled.close()
 
     async def feed(self, *items: int) -> None:
         for item in items:
-            await self.input.send(item)
-        self.input.close()
+            await self.items.send(item)
+        self.items.close()
 
     async def outputs(self) -> list[int]:
         taken = []
-        while (item := await self.output.get()) is not None:
+        while (item := await self.doubled.get()) is not None:
             taken.append(item)
         return taken
+
+
+def opened() -> asyncio.Event:
+    gate = asyncio.Event()
+    gate.set()
+    return gate
 
 
 def states(recorder: Recorder) -> list[str]:
@@ -269,17 +280,17 @@ def test_a_paused_stage_starts_nothing_and_loses_nothing(concurrency: Literal[1]
         await asyncio.sleep(1)
 
     async def main() -> list[int]:
-        gate = Gate()
+        gate = opened()
         stage = Doubling(recorder, work, concurrency, gate)
         running = asyncio.ensure_future(stage.run())
-        await stage.input.send(1)
+        await stage.items.send(1)
         await asyncio.sleep(0.5)
-        gate.set(False)
+        gate.clear()
         await stage.feed(2)
         await asyncio.sleep(4)
         assert stage.state is State.PAUSED
         assert stage.waiting_for == "resume"
-        gate.set(True)
+        gate.set()
         await running
         return await stage.outputs()
 
@@ -291,14 +302,14 @@ def test_a_pause_without_an_item_in_hand_is_waiting_for_input():
     recorder = Recorder()
 
     async def main() -> None:
-        gate = Gate()
+        gate = opened()
         stage = Doubling(recorder, takes, None, gate)
         running = asyncio.ensure_future(stage.run())
-        await stage.input.send(2)
+        await stage.items.send(2)
         await asyncio.sleep(1)
-        gate.set(False)
+        gate.clear()
         await asyncio.sleep(3)
-        gate.set(True)
+        gate.set()
         assert stage.state is State.WAITING_INPUT
         await stage.feed()
         await running
@@ -309,8 +320,8 @@ def test_a_pause_without_an_item_in_hand_is_waiting_for_input():
 
 def test_an_input_that_ends_while_the_stage_is_paused_ends_the_stage():
     async def main() -> None:
-        gate = Gate()
-        gate.set(False)
+        gate = opened()
+        gate.clear()
         stage = Doubling(Recorder(), gate=gate)
         await stage.feed()
         await stage.run()
@@ -356,7 +367,7 @@ def test_a_stage_without_output_takes_all_of_its_input():
         await source.send(2)
         await source.send(4)
         source.close()
-        await Even(Recorder().on_event, source).run()
+        await Even(Recorder().on_event, source, None).run()
         return len(source)
 
     assert run_virtual(main()) == 0
@@ -364,7 +375,7 @@ def test_a_stage_without_output_takes_all_of_its_input():
 
 def test_a_stage_that_does_not_say_where_its_input_comes_from_fails():
     with pytest.raises(StageFailed, match=r"Even .*no input"):
-        run_virtual(Even(Recorder().on_event).run())
+        run_virtual(Even(Recorder().on_event, None, None).run())
 
 
 @pytest.mark.parametrize("stage", [one.name for one in iter_modules(stages.__path__)])

@@ -24,7 +24,7 @@ from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 from tests.pipeline.books import Books, Rules
 from tests.pipeline.cases import Case, cases, faulty, for_each
 from tests.pipeline.fake_policies import FakeCritic
-from tests.pipeline.fakes import FakeReward, fails, prompt, without_variance
+from tests.pipeline.fakes import FakeReward, fails, prompt
 from tests.pipeline.invariants import check_everything, check_however_it_ended
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_end_of_run import ENDS
@@ -297,7 +297,7 @@ def test_in_every_mode_the_first_batch_finds_one_plus_eta_versions_of_groups(mod
 )
 def test_discards_are_refilled_before_the_first_batch(mode: str, eta: str):
     reward = FakeReward(lambda p: fails("unlucky") if p.row % 5 == 2 else [1.0, 1.0] if p.row % 7 == 3 else [0.0, 1.0])
-    scenario = filled(mode, reward=reward, group_filter=without_variance)
+    scenario = filled(mode, reward=reward, filters=True)
     scenario.async_training["staleness_threshold"] = eta
     run = check_everything(scenario.run().assert_completed())
     assert queued(run) == floor((1 + Fraction(eta)) * run.pipeline.config.groups_per_version)

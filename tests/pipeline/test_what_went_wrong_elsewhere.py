@@ -18,7 +18,7 @@ from headway.events import (
     UpdateFinished,
     UpdatePhase,
 )
-from tests.pipeline.fakes import FakeReward, fails, without_variance
+from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.tiers import mostly_slow
 
@@ -44,7 +44,7 @@ def test_the_smallest_run_of_all_makes_progress():
 def test_filtered_groups_do_not_eat_capacity(mode: str):
     """Three of four groups are filtered, far more than there is room for at once."""
     reward = FakeReward(lambda prompt: [0.0, 1.0] if prompt.row % 4 == 0 else [1.0, 1.0])
-    run = Scenario(mode, reward=reward, group_filter=without_variance).run().assert_completed()
+    run = Scenario(mode, reward=reward, filters=True).run().assert_completed()
     assert run.groups["filtered"] > 2 * run.groups["trained"]
 
 

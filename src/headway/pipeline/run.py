@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -39,22 +40,19 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
+@dataclass(eq=False)
 class Pipeline:
     """Pipeline of one run: builds all stages and runs them. An instance can be run once."""
 
-    def __init__(
-        self,
-        config: Config,
-        parts: Parts,
-        observers: Sequence[Observer],
-        checkpoints: Path,
-        resume_from: DriverState | None = None,
-    ) -> None:
-        """Build the pipeline. ``resume_from``: the driver's state in the checkpoint that trainer and critic loaded."""
-        self.config = config
-        self._parts = parts
-        self._resume_from = resume_from
-        self._wiring = Wiring(config, parts, observers, checkpoints)
+    config: Config
+    parts: Parts
+    observers: Sequence[Observer]
+    checkpoints: Path
+    resume_from: DriverState | None = None
+    """The driver's state in the checkpoint that trainer and critic loaded."""
+
+    def __post_init__(self) -> None:
+        self._wiring = Wiring(self.config, self.parts, self.observers, self.checkpoints)
         self._state = self._wiring.state
 
     @property
@@ -74,7 +72,7 @@ class Pipeline:
         self._emit_started()
         try:
             self._begin()
-            if self._state.version == 0 and self._parts.validation:  # later ones when replicas have them
+            if self._state.version == 0 and self.parts.validation:  # later ones when replicas have them
                 await self._wiring.validations.send(self._wiring.validators.order(0))
             try:
                 await failing_as_one(self._run_to_the_end)
@@ -114,18 +112,20 @@ class Pipeline:
     def _begin(self) -> None:
         """Begin at the boundary of version 0, or of the checkpoint, which the earlier run reported and saved."""
         wiring = self._wiring
-        if self._resume_from is None:
+        if self.resume_from is None:
             wiring.checkpoints.reached(0)
             return
-        wiring.checkpoints.restore(self._resume_from)
+        wiring.checkpoints.restore(self.resume_from)
         version = self._state.version
         wiring.actor_train.publish_first(version)
-        wiring.validators.newest = max(0, version - 1)  # the result of the checkpoint's own validation is not known
+        # The result of the checkpoint's own validation is not known, unless it was `validated`.
+        wiring.validators.newest = version if self.parts.validated == version else max(0, version - 1)
+        wiring.validators.answered = self.parts.validated
 
     async def _run_to_the_end(self, tasks: Tasks) -> None:
         """Run all stages side by side, until those behind the queue end; then end those before it."""
         wiring = self._wiring
-        watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
+        watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self.parts.watch) if watch]
         watchers.append(tasks.start(wiring.scoring.watch(self._scores_given_up)))
         wiring.checkpoints.start(tasks)
         for restarts in wiring.restarts.values():
@@ -201,7 +201,7 @@ class Pipeline:
         total, state = self.config.rollout.total_rollout_steps, self._state
         if total is not None:
             return state.consumed >= total
-        return not state.ledger.open and not state.waiting_again and self._parts.source.next() is None
+        return not state.ledger.open and not state.waiting_again and self.parts.source.next() is None
 
     def _emit_finished(self, status: Status, reason: str | None) -> None:
         self._state.leave_open_in_flight()
@@ -229,7 +229,7 @@ class Pipeline:
                 lag_bound=staleness.bound,
                 order=config.async_training.order.value,
                 on_update=config.async_training.on_update,
-                slots={replica.name: replica.slots for replica in self._parts.rollouts},
+                slots={replica.name: replica.slots for replica in self.parts.rollouts},
                 stages=[stage.name for stage in self.stages],
                 episodes=self._state.ledger.episodes,
             )

@@ -20,7 +20,7 @@ stages take from one channel and send to another, and so have only `process_data
 A channel has no capacity. Admission (`headway.pipeline.admission.staleness`) bounds how many groups exist at all, so a
 channel can hold no more than that; a second bound here could only deadlock against the order of consumption.
 
-Also here: waiting on one event loop, for any condition over shared state (`Signal`), or for a `Gate` to be opened.
+Also here: `Signal`, for waits on one event loop for any condition over shared state.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 from headway.errors import StageFailed, boundary
 from headway.events import Emit, StageChanged
@@ -66,31 +67,6 @@ class Signal:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
-
-
-class Gate:
-    """Gate that its owner opens and shuts, and others wait for.
-
-    Example:
-        >>> async def pass_through(gate):
-        ...     gate.set(False)
-        ...     asyncio.get_running_loop().call_soon(gate.set, True)
-        ...     await gate.until_open()
-        ...     return gate.is_open
-        >>> asyncio.run(pass_through(Gate()))
-        True
-    """
-
-    def __init__(self) -> None:
-        self.is_open = True
-        self._changed = Signal()
-
-    def set(self, is_open: bool) -> None:
-        self.is_open = is_open
-        self._changed.changed()
-
-    async def until_open(self) -> None:
-        await self._changed.until(lambda: self.is_open)
 
 
 class Channel(Generic[T]):
@@ -174,46 +150,40 @@ class State(StrEnum):
     FAILED = "failed"
 
 
+@dataclass(eq=False)
 class Stage(ABC, Generic[In, Out]):
     """Base class of stages. ``concurrency``: 1 for one item after the other, None for all that come at once."""
 
-    concurrency: Literal[1] | None = 1
-    waits_for_input: str | None = None
+    concurrency: ClassVar[Literal[1] | None] = 1
+    waits_for_input: ClassVar[str | None] = None
     """Words for what the stage waits for when it has no input, shown to the user; None for its input's name."""
-    waits_for_output: str | None = "its consumer"
+    waits_for_output: ClassVar[str | None] = "its consumer"
     """Words for what the stage waits for when its output is full, shown to the user. None where sending never waits:
     then the stage has no such state, and emits no event for it."""
 
-    def __init__(
-        self,
-        emit: Emit,
-        input: StageSource[In] | None = None,
-        output: Sink[Out] | None = None,
-        *,
-        gate: Gate | None = None,
-    ) -> None:
-        """Create a stage. ``input``: None for a stage that overrides `get_input_data`. ``output``: None where nothing
-        comes out. ``gate``: while it is shut no item is begun; items in processing continue.
-        """
-        self.name = type(self).__name__
-        self.state = State.WAITING_INPUT
-        self.active = 0
-        self.inner_waits: list[str] = []
-        """Names of what `process_data` waits for right now, for the message when nothing moves any more."""
-        self._emit = emit
-        self._input = input
-        if self.waits_for_input is None and input is not None:
-            self.waits_for_input = input.name
-        self._output = output
-        self._input_ended = False
-        self._gate = gate if gate is not None else Gate()
-        self._holds_item = False
-        """True while the stage is paused with an item in hand."""
+    emit: Emit
+    input: StageSource[In] | None
+    """None for a stage that overrides `get_input_data`."""
+    output: Sink[Out] | None
+    """None where nothing comes out."""
+    gate: asyncio.Event | None = field(default=None, init=False)
+    """While it is not set no item is begun; items in processing continue. None: an item is always begun."""
+    state: State = field(default=State.WAITING_INPUT, init=False)
+    active: int = field(default=0, init=False)
+    inner_waits: list[str] = field(default_factory=list, init=False)
+    """Names of what `process_data` waits for right now, for the message when nothing moves any more."""
+    _input_ended: bool = field(default=False, init=False)
+    _holds_item: bool = field(default=False, init=False)
+    """True while the stage is paused with an item in hand."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
 
     async def get_input_data(self) -> In | None:
         """Return the next input, or None when there will be none."""
-        assert self._input is not None, f"{self.name} was given no input, and does not say where it comes from"
-        return await self._input.get()
+        assert self.input is not None, f"{self.name} was given no input, and does not say where it comes from"
+        return await self.input.get()
 
     @abstractmethod
     def process_data(self, item: In) -> AsyncGenerator[Out, None]:
@@ -221,13 +191,13 @@ class Stage(ABC, Generic[In, Out]):
 
     async def send_output_data(self, output: Out) -> None:
         """Send an output."""
-        if self._output is not None:
-            await self._output.send(output)
+        if self.output is not None:
+            await self.output.send(output)
 
     def close_output(self) -> None:
         """Tell the consumer that no more output comes. Called once, when the input ended."""
-        if self._output is not None:
-            self._output.close()
+        if self.output is not None:
+            self.output.close()
 
     async def run(self) -> None:
         """Work until the input ends. Raises the stage's own failure; leaves no task behind.
@@ -256,7 +226,7 @@ class Stage(ABC, Generic[In, Out]):
     def waiting_for(self) -> str | None:
         match self.state:
             case State.WAITING_INPUT:
-                return self.waits_for_input
+                return self.waits_for_input or (None if self.input is None else self.input.name)
             case State.WAITING_OUTPUT:
                 return self.waits_for_output
             case State.PAUSED:
@@ -280,10 +250,11 @@ class Stage(ABC, Generic[In, Out]):
         with self._attributed():
             item = await self.get_input_data()
         self._input_ended = item is None
-        if item is not None and not self._gate.is_open:
+        if item is not None and self.gate is not None and not self.gate.is_set():
             self._holds_item = True
             self._enter(State.PAUSED)
-            await self._gate.until_open()
+            while not self.gate.is_set():  # again after each wake-up: it may have been cleared meanwhile
+                await self.gate.wait()
             self._holds_item = False
         return item
 
@@ -333,7 +304,7 @@ class Stage(ABC, Generic[In, Out]):
         self._tell()
 
     def _tell(self) -> None:
-        self._emit(
+        self.emit(
             StageChanged(
                 time=asyncio.get_running_loop().time(),
                 stage=self.name,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.schema import Config
-from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, needs_greedy_baseline
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, Group, PromptSource, RewardFn
 from headway.data.interfaces.rollout import RolloutEngine
@@ -49,7 +49,7 @@ from headway.pipeline.stages.generate import Generate
 from headway.pipeline.stages.own_ranks import CriticTrain, LogProb, RefLogProb, Values
 from headway.pipeline.stages.param_update import ParamUpdate
 from headway.pipeline.stages.prompt_loader import PromptLoader
-from headway.pipeline.stages.reward import GroupFilter, Reward, Scoring, Shaping
+from headway.pipeline.stages.reward import Reward, Scoring
 from headway.pipeline.stages.validate import Validate, Validation, Validators
 from headway.pipeline.update.pause_controller import PauseController
 from headway.pipeline.update.replica_pool import ReplicaPool
@@ -71,10 +71,6 @@ class Parts:
     reward: RewardFn | None
     """The reward of answers; None where episodes have the rewards that their programs give."""
     advantages: AdvantageFn
-    group_filter: GroupFilter | None = None
-    shaping: Shaping | None = None
-    greedy_baseline: bool = False
-    """True where each group gets a greedy answer beside its sampled ones; its reward is the group's baseline."""
     reference: LogProbEngine | None = None
     proximal: ProximalEngine | None = None
     """Engine that recomputes log π_prox; None where the rollout engine's log-probs, or an approximation, take its
@@ -138,7 +134,6 @@ class Wiring:
             replaceable=parts.replace_replica is not None and config.cluster.backend == "ray",
             probe_tolerance=parts.probe_tolerance,
         )
-        self.lease = TrainerLease(state, self.pool, shared=config.cluster.placement == "shared")
         own, critic = parts.own_ranks, None
         if parts.critic is not None:
             critic = Critic(config, parts.critic, emit, own_ranks=CRITIC in own)
@@ -176,6 +171,8 @@ class Wiring:
             LOGP: restarts(LOGP, on_lost=pool.others_left, bring_back=pool.others_back),
             REF: restarts(REF),
         }
+        shared = config.cluster.placement == "shared"
+        self.lease = TrainerLease(state, pool, self.restarts[ACTOR], shared=shared)
         if LOGP in parts.restartable:
             pool.lose_others = self.restarts[LOGP].give_up
         trainer = parts.restartable.get(ACTOR)
@@ -230,8 +227,7 @@ class Wiring:
     def wire(self, config: Config, parts: Parts) -> None:
         """Build the stages: what each reads, and what it writes. A channel has the name of its producer."""
         state, emit, queue, pool, lease = self.state, self.state.emit, self.state.queue, self.pool, self.lease
-        scoring, validators, tokens, greedy = self.scoring, self.validators, parts.stop_token_ids, parts.greedy_baseline
-        restarts = self.restarts
+        scoring, validators, tokens, restarts = self.scoring, self.validators, parts.stop_token_ids, self.restarts
         reference = parts.reference if REF in parts.own_ranks else None
         proximal = parts.proximal if LOGP in parts.own_ranks else None
         critic = self.actor.critic if CRITIC in parts.own_ranks else None
@@ -249,28 +245,22 @@ class Wiring:
         to_train = with_values if critic else to_values
         beside = to_critic if critic else None
 
-        self.prompt_loader = PromptLoader(
-            config, state, parts.source, shares, pool.episode_workers, tokens, with_greedy=greedy
-        )
-        self.actor_train = ActorTrain(
-            state, to_train, updates, beside, self.actor, lease, self.checkpoints, restarts[ACTOR]
-        )
-        self.param_update = ParamUpdate(
-            config, state, updates, validations, validators, lease, self.actor, restarts[ACTOR]
-        )
+        self.prompt_loader = PromptLoader(emit, None, shares, config, state, parts.source, pool.episode_workers, tokens)
+        self.actor_train = ActorTrain(emit, to_train, updates, state, beside, self.actor, lease, self.checkpoints)
+        self.param_update = ParamUpdate(emit, updates, validations, config, state, validators, lease, self.actor)
         self.upstream: list[AnyStage] = [
             self.prompt_loader,
-            Generate(config, state, shares, made, pool),
-            Reward(config, state, made, to_ref, scoring, parts.group_filter, parts.shaping),
+            Generate(emit, shares, made, config, state, pool),
+            Reward(emit, made, to_ref, config, state, scoring),
             *([RefLogProb(emit, rewarded, queue, reference, restarts[REF])] if reference else []),
         ]
         self.downstream: list[AnyStage] = [
-            *([LogProb(state, self.batches, with_logprobs, proximal, pool, restarts[LOGP])] if proximal else []),
+            *([LogProb(emit, self.batches, with_logprobs, state, proximal, pool, restarts[LOGP])] if proximal else []),
             *([Values(emit, to_values, with_values, critic)] if critic else []),
             self.actor_train,
-            *([CriticTrain(emit, to_critic, critic)] if critic else []),
+            *([CriticTrain(emit, to_critic, None, critic)] if critic else []),
             self.param_update,
-            Validate(config, state, validations, pool, validators, scoring, tokens, parts.validated),
+            Validate(emit, validations, None, config, state, validators, scoring, tokens),
         ]
 
 
@@ -299,5 +289,5 @@ def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
     if parts.samples is not None and reports.samples:
         share = share_of(reports.samples, config.groups_per_version)
         samples = Samples(parts.samples, seed=config.run.seed, share=share, problems=reports.samples)
-    ledger = Ledger(config.rollout.n + parts.greedy_baseline)
+    ledger = Ledger(config.rollout.n + needs_greedy_baseline(config))
     return RunState(staleness, ledger, MessageQueue(staleness), emit, samples=samples, journal=parts.journal)

@@ -9,13 +9,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from headway.agents.episodes.program_workers import variables
 from headway.agents.rewards.reward_workers import RewardWorkers
@@ -24,7 +21,7 @@ from headway.api.interrupts import Interrupts
 from headway.api.profile_window import ProfileWindow
 from headway.api.storage.uploader import StorageUploader
 from headway.config.schema import Config
-from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
+from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic
 from headway.config.sizing.timeouts import WARM_LEFT_S
 from headway.data.sources import Rows, build_sources
 from headway.data.tokenize import LeftOutRows
@@ -35,7 +32,6 @@ from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet
 from headway.pipeline.recovery.checkpoint_manager import DriverState
 from headway.pipeline.run import Pipeline, Status
-from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.pipeline.wiring import Parts
 from headway.reports.checkpoint_folders import CheckpointRetention, Checkpoints, version_of, write_version
 from headway.reports.report_manager import Reports
@@ -119,34 +115,25 @@ async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float,
             note(reports, text, "warning")
 
 
+@dataclass(eq=False)
 class TrainingRun:
     """Training run, from a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
 
-    def __init__(
-        self,
-        config: Config,
-        rows: Rows,
-        model: StartingModel,
-        reports: Reports,
-        start: int | None = None,
-        uploader: StorageUploader | None = None,
-        cluster: Cluster | None = None,
-    ) -> None:
-        """Prepare a run. ``start``: version of the checkpoint that it resumes from; None for one that begins anew.
-        ``uploader``: None for a run without storage. ``cluster``: one that was begun; None where the run makes it.
-        """
-        self._config = config
-        self._rows = rows
-        self._model = model
-        self._reports = reports
-        self._start = start
-        self._uploader = uploader
-        self._cluster = cluster
-        self.stop_reason: str | None = None
-        """Reason why the run stopped itself; None where it did not."""
+    config: Config
+    rows: Rows
+    model: StartingModel
+    reports: Reports
+    start: int | None = None
+    """Version of the checkpoint that it resumes from; None for one that begins anew."""
+    uploader: StorageUploader | None = None
+    """None for a run without storage."""
+    cluster: Cluster | None = None
+    """Cluster that was begun; None where the run makes it."""
+    stop_reason: str | None = field(default=None, init=False)
+    """Reason why the run stopped itself; None where it did not."""
 
     async def run(self) -> Status:
-        with Interrupts(partial(note, self._reports)) as interrupts:
+        with Interrupts(partial(note, self.reports)) as interrupts:
             async with AsyncExitStack() as stack:
                 try:
                     return await self._open_and_run(stack, interrupts)
@@ -161,14 +148,14 @@ class TrainingRun:
         from headway.cluster.workers import replaceable_dies
         from headway.models.tokenizer import TokenTexts, load_tokenizer, stop_token_ids
 
-        config, reports = self._config, self._reports
-        reports.phase(STARTING if self._model.warm_up is None else WARMING)
-        tokenizer = load_tokenizer(self._model.path, trust_remote_code=config.model.trust_remote_code)
-        data = build_sources(config, tokenizer, self._rows)
+        config, reports = self.config, self.reports
+        reports.phase(STARTING if self.model.warm_up is None else WARMING)
+        tokenizer = load_tokenizer(self.model.path, trust_remote_code=config.model.trust_remote_code)
+        data = build_sources(config, tokenizer, self.rows)
         self._report_left_out("held-out", data.val_left_out)
         if (text := template_note(config, tokenizer)) is not None:
             note(reports, text)
-        async with _warming_up(self._model, config.cluster.stall_timeout_s, reports) as warm:
+        async with _warming_up(self.model, config.cluster.stall_timeout_s, reports) as warm:
             reward = None
             if not config.reward.by_program:
                 reward = RewardWorkers(
@@ -192,18 +179,18 @@ class TrainingRun:
 
             workers = await start_backend(
                 config,
-                model_path=self._model.path,
+                model_path=self.model.path,
                 run_dir=reports.directory.path,
                 total_optimizer_steps=_optimizer_steps(config, data.train.rows),
                 warm=warm,
                 tell=tell,
-                cluster=self._cluster,
+                cluster=self.cluster,
             )
         stack.push_async_callback(workers.close)
         for name, hardware in workers.hardware.items():
             reports.emit(WorkerDescribed(time=time.monotonic(), worker=name, **asdict(hardware)))
         if workers.padded is not None and config.model.packing != "padded":
-            text = f"the rows of {self._model.path} are padded in training, and prompts computed for each answer: "
+            text = f"the rows of {self.model.path} are padded in training, and prompts computed for each answer: "
             note(reports, text + workers.padded, "warning")
         parts = Parts(
             source=data.train,
@@ -213,15 +200,12 @@ class TrainingRun:
             trainer=workers.train,
             reward=reward,
             advantages=workers.train.advantages,
-            group_filter=_group_filter(config),
-            shaping=_shaping(config),
-            greedy_baseline=needs_greedy_baseline(config),
             reference=workers.ref,
             proximal=workers.proximal,
             critic=workers.critic,
             own_ranks={REF, LOGP, CRITIC} - workers.on_trainer_ranks,
             receivers=workers.receivers,
-            stop_token_ids=stop_token_ids(self._model.path, tokenizer),
+            stop_token_ids=stop_token_ids(self.model.path, tokenizer),
             watch=workers.watch,
             restartable=workers.restartable,
             snapshots=workers.snapshots,
@@ -238,18 +222,17 @@ class TrainingRun:
             probe_tolerance=workers.rounding.tolerance,
         )
         # After the workers are up: each rank reads its own part of the checkpoint
-        driver_state = None if self._start is None else await self._load(workers, self._start)
+        driver_state = None if self.start is None else await self._load(workers, self.start)
         checkpoints = Checkpoints(reports.directory.checkpoints)
-        uploader = self._uploader
         retention = CheckpointRetention(
             checkpoints,
             keep=config.trainer.max_actor_ckpt_to_keep,
             told=lambda: reports.resumable,
-            in_use=lambda: None if uploader is None else uploader.sending,
+            in_use=lambda: None if self.uploader is None else self.uploader.sending,
         )
         # Entered after the workers, so that it is closed before them: they still have to send their traces.
         window = await stack.enter_async_context(self._profile_window(workers))
-        others: list[Observer | None] = [journal, uploader]
+        others: list[Observer | None] = [journal, self.uploader]
         # Reports come first: retention and storage ask what the record tells of
         observers: list[Observer] = [reports, retention, window, *(one for one in others if one is not None)]
         pipeline = Pipeline(config, parts, observers, reports.directory.checkpoints, driver_state)
@@ -276,40 +259,40 @@ class TrainingRun:
 
     def _journal(self) -> RunJournal | None:
         """Open the run's journal; None where the run keeps none, or the disk takes none."""
-        if not self._config.writes_journal:
+        if not self.config.writes_journal:
             return None
-        directory = self._reports.directory.journal
+        directory = self.reports.directory.journal
         try:
-            return RunJournal(directory, self._config, lambda text: note(self._reports, text, "warning"))
+            return RunJournal(directory, self.config, lambda text: note(self.reports, text, "warning"))
         except OSError as cause:
             text = f"no journal is written in {directory}, and a resumed run repeats more: {said_by(cause)}"
-            note(self._reports, text, "warning")
+            note(self.reports, text, "warning")
             return None
 
     def _keep_start(self, driver_state: DriverState) -> bool:
         """Write the checkpoint of version 0, from which a run that ends before its next one is resumed. Returns
         whether the disk took it.
         """
-        checkpoints = Checkpoints(self._reports.directory.checkpoints)
+        checkpoints = Checkpoints(self.reports.directory.checkpoints)
         try:
-            if needs_critic(self._config):  # first: a checkpoint whose own folder is there is complete
+            if needs_critic(self.config):  # first: a checkpoint whose own folder is there is complete
                 write_start(checkpoints.critic(0), {})
             write_start(checkpoints.actor(0), driver_state)
         except OSError as cause:
             text = f"before its first checkpoint the run cannot be resumed: {checkpoints.actor(0)}: {said_by(cause)}"
-            note(self._reports, text, "warning")
+            note(self.reports, text, "warning")
             return False
         return True
 
     def _profile_window(self, workers: Workers) -> ProfileWindow:
-        engine, reports = self._config.rollout.name, self._reports
+        engine, reports = self.config.rollout.name, self.reports
         ours = engine == "native"
         return ProfileWindow(
             lambda: workers.profiled(replicas=ours),
             reports.directory,
             reports.emit,
             reports.since_first,
-            version=self._start or 0,
+            version=self.start or 0,
             remark=None if ours else f"replicas are not profiled: {engine} computes in processes of its own",
         )
 
@@ -317,16 +300,16 @@ class TrainingRun:
         """Warn of the reward's first time-out, and of its tenth, hundredth and so on."""
         if count != 10 ** (len(str(count)) - 1):
             return
-        reward = self._config.reward
+        reward = self.config.reward
         names = ", ".join(one.function for one in reward.all)
         text = (
             f"the reward {names} took longer than reward.timeout_s={reward.timeout_s:g} s and was ended, "
             f"{'for the first time' if count == 1 else f'{count} times so far'}; what it printed is in logs/reward.log"
         )
-        note(self._reports, text, "warning")
+        note(self.reports, text, "warning")
 
     def _report_left_out(self, part: str, rows: LeftOutRows) -> None:
-        limit = self._config.data.max_prompt_length
+        limit = self.config.data.max_prompt_length
         for source, reasons in sorted(rows.counts.items()):
             for reason, count in reasons.items():
                 why = rows.examples.get(reason, "")
@@ -339,12 +322,12 @@ class TrainingRun:
                     reason=reason,
                     why=why,
                 )
-                self._reports.emit(event)
+                self.reports.emit(event)
 
     async def _load(self, workers: Workers, version: int) -> DriverState:
         """Load the checkpoint into trainer and critic. Returns the driver's part of it."""
-        self._reports.phase("loading the checkpoint", f"version {version}")
-        checkpoints = Checkpoints(self._reports.directory.checkpoints)
+        self.reports.phase("loading the checkpoint", f"version {version}")
+        checkpoints = Checkpoints(self.reports.directory.checkpoints)
         driver_state = await workers.train.load(checkpoints.actor(version))
         if workers.critic is not None:
             await workers.critic.load(checkpoints.critic(version))
@@ -377,29 +360,3 @@ def _optimizer_steps(config: Config, rows: int) -> int:
     """Return the number of optimizer steps of the learning-rate schedule."""
     groups = config.rollout.total_rollout_steps or rows * (config.data.epochs or 1)
     return ceil(groups / config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
-
-
-def _group_filter(config: Config) -> GroupFilter | None:
-    from headway.algorithms.scores import has_variance
-
-    if not config.algorithm.filter_groups.enable:
-        return None
-
-    def no_variance(rewards: NDArray[np.float32]) -> str | None:
-        return None if has_variance(rewards) else f"all rewards are {rewards[0]:g}"
-
-    return no_variance
-
-
-def _shaping(config: Config) -> Shaping | None:
-    from headway.algorithms.scores import soft_overlong_penalty
-
-    overlong, limit = config.reward.overlong_buffer, config.data.max_response_length
-    if not overlong.enable:
-        return None
-
-    def shaped(rewards: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.float32]:
-        penalty = soft_overlong_penalty(lengths, max_length=limit, buffer=overlong.len, factor=overlong.penalty_factor)
-        return rewards + penalty
-
-    return shaped

@@ -67,16 +67,16 @@ class DrawnGroup:
     rows: list[TrainedRow] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
 class Samples:
     """Keeps what drawn groups say, and hands on one record for each when its fate is settled."""
 
-    def __init__(self, outlet: SampleOutlet, *, seed: int, share: float, problems: int) -> None:
-        """
-        Args:
-            share: of groups to draw, in [0, 1].
-            problems: number of held-out problems to show at each validation.
-        """
-        self.outlet, self.seed, self.share, self.problems = outlet, seed, share, problems
+    outlet: SampleOutlet
+    seed: int
+    share: float
+    """Share of groups to draw, in [0, 1]."""
+    problems: int
+    """Number of held-out problems to show at each validation."""
 
     def draws(self, number: int) -> bool:
         """Tell whether group ``number`` leaves a sample."""

@@ -35,7 +35,7 @@ from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.rank_restarts import RankRestarts
 from headway.pipeline.remote_workers import Replica
-from headway.pipeline.stage import Channel, Stage, StageSource, WaitingFor
+from headway.pipeline.stage import Channel, Stage, WaitingFor
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.runtime.task_groups import concurrently
 
@@ -60,8 +60,10 @@ class PendingUpdate:
 class TrainerLease:
     """Turns of the trainer's ranks, and of their devices where generation shares them and has them between turns."""
 
-    def __init__(self, state: RunState, pool: ReplicaPool, *, shared: bool) -> None:
+    def __init__(self, state: RunState, pool: ReplicaPool, restarts: RankRestarts, *, shared: bool) -> None:
         """``shared``: False where the trainer alone has its devices: nothing changes hands."""
+        self.restarts = restarts
+        """Restarts of the trainer's ranks, which calls of them survive."""
         self.turn = asyncio.Lock()
         """Lock for calls of the trainer, which ActorTrain and ParamUpdate make."""
         self._state, self._pool, self._shared = state, pool, shared
@@ -119,32 +121,18 @@ class TrainerLease:
                 await self._pool.pauses.release(replica, "lease")
 
 
+@dataclass(eq=False)
 class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
     waits_for_output = "ParamUpdate"
 
-    def __init__(
-        self,
-        state: RunState,
-        input: StageSource[TrainBatch],
-        output: Channel[PendingUpdate],
-        to_critic: Channel[TrainBatch] | None,
-        actor: Actor,
-        lease: TrainerLease,
-        checkpoints: CheckpointManager,
-        restarts: RankRestarts,
-    ) -> None:
-        """Build the stage. ``to_critic``: leads to a critic with its own ranks."""
-        super().__init__(state.emit, output=output)
-        self.waits_for_input = input.name
-        self._state = state
-        self._batches = input
-        self._actor = actor
-        self._lease = lease
-        self._checkpoints = checkpoints
-        self._restarts = restarts
-        self._to_critic = to_critic
-        self._resumed: PendingUpdate | None = None
-        """First input of a resumed run: the trainer holds a checkpoint's version, and no receiver has it."""
+    run_state: RunState
+    to_critic: Channel[TrainBatch] | None
+    """Leads to a critic with ranks of its own; None where there is none."""
+    actor: Actor
+    lease: TrainerLease
+    checkpoints: CheckpointManager
+    _resumed: PendingUpdate | None = field(default=None, init=False)
+    """First input of a resumed run: the trainer holds a checkpoint's version, and no receiver has it."""
 
     def publish_first(self, version: int) -> None:
         """Publish ``version``, of a checkpoint, before anything else is done."""
@@ -155,50 +143,50 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
             self._resumed = None
             return resumed
         started = now()
-        batch = await self._batches.get()
-        if batch is not None and batch.groups:
+        batch = await super().get_input_data()
+        if isinstance(batch, TrainBatch) and batch.groups:
             numbers, waited = [group.number for group in batch.groups], (started, now())
             taken = BatchTaken(time=now(), fetch=batch.index, version=batch.version, numbers=numbers, waited=waited)
-            self._emit(taken)
+            self.emit(taken)
         return batch
 
     async def process_data(self, item: TrainBatch | PendingUpdate) -> AsyncGenerator[PendingUpdate, None]:
         ends_version = isinstance(item, PendingUpdate) or item.is_last
         if not isinstance(item, PendingUpdate):
-            consumed = self._state.consumed + len(item.groups)
-            ends_version |= consumed % self._state.staleness.groups_per_version == 0
+            consumed = self.run_state.consumed + len(item.groups)
+            ends_version |= consumed % self.run_state.staleness.groups_per_version == 0
         # Held across the `yield`, until the update is released: `serve_again` must not send meanwhile.
-        async with self._lease.turn:
+        async with self.lease.turn:
             # Only now, with a whole batch in hand: generation could not make the rest of one without its devices.
-            take = partial(self._lease.to_train, self._waiting_within, new_weights=ends_version)
-            await self._restarts.surviving(take)
+            take = partial(self.lease.to_train, self._waiting_within, new_weights=ends_version)
+            await self.lease.restarts.surviving(take)
             if isinstance(item, PendingUpdate):
                 yield item
             else:
                 if item.groups:
                     await self._train(item)
-                self._state.data_ended = item.is_last  # before `version` is read, which counts a short last version
-                if self._state.at_boundary or item.is_last:
-                    version = self._state.version
+                self.run_state.data_ended = item.is_last  # before `version` is read, which counts a short last version
+                if self.run_state.at_boundary or item.is_last:
+                    version = self.run_state.version
                     # Before the first wait: nothing that follows belongs to this boundary.
-                    self._checkpoints.reached(version)
+                    self.checkpoints.reached(version)
                     yield PendingUpdate(version)
-                    save = partial(self._checkpoints.save_if_due, version, self._waiting_within)
-                    await self._restarts.surviving(save)
+                    save = partial(self.checkpoints.save_if_due, version, self._waiting_within)
+                    await self.lease.restarts.surviving(save)
             # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
-            await self._restarts.surviving(partial(self._lease.to_generate, self._waiting_within))
+            await self.lease.restarts.surviving(partial(self.lease.to_generate, self._waiting_within))
 
     async def _train(self, batch: TrainBatch) -> None:
         """Train on ``batch``, and settle its groups in the ledger."""
-        check = self._state.staleness.check
+        check = self.run_state.staleness.check
         batch.lags = {one.number: check(one.number, one.oldest_version, batch.version) for one in batch.groups}
-        to_critic = None if self._to_critic is None else self._to_critic.send
-        trained = await self._restarts.surviving(lambda: self._actor.learn(batch, self._waiting_within, to_critic))
+        to_critic = None if self.to_critic is None else self.to_critic.send
+        trained = await self.lease.restarts.surviving(lambda: self.actor.learn(batch, self._waiting_within, to_critic))
         for group in batch.groups:
             if group.number in trained:
-                self._state.consume(group.number, Fate.TRAINED, lag=batch.lags[group.number])
+                self.run_state.consume(group.number, Fate.TRAINED, lag=batch.lags[group.number])
             else:
-                self._state.consume(group.number, Fate.DROPPED, "nonfinite")
+                self.run_state.consume(group.number, Fate.DROPPED, "nonfinite")
 
     async def send_output_data(self, update: PendingUpdate) -> None:
         await super().send_output_data(update)
@@ -206,5 +194,5 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
 
     def close_output(self) -> None:
         super().close_output()
-        if self._to_critic is not None:
-            self._to_critic.close()
+        if self.to_critic is not None:
+            self.to_critic.close()

@@ -9,6 +9,7 @@ produces        groups, complete and unrewarded; a group that was aborted ends h
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 from headway.config.schema import Config
 from headway.config.sizing.placement import min_episodes
@@ -19,43 +20,38 @@ from headway.pipeline.admission.group_warnings import EpisodeTroubles
 from headway.pipeline.admission.ledger import EPISODE_FAILED, Fate
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.episode_workers import Share
-from headway.pipeline.stage import Channel, Stage
+from headway.pipeline.stage import Stage
 from headway.pipeline.update.replica_pool import ReplicaPool
 
 
+@dataclass(eq=False)
 class Generate(Stage[Share, Group]):
     concurrency = None
     waits_for_output = None
 
-    def __init__(
-        self,
-        config: Config,
-        state: RunState,
-        input: Channel[Share],
-        output: Channel[Group],
-        pool: ReplicaPool,
-    ) -> None:
-        super().__init__(state.emit, input, output, gate=pool.pauses.gate)
-        self._state = state
-        self._episode_workers = pool.episode_workers
-        self._pool = pool
-        self._min_episodes = min_episodes(config)
+    config: Config
+    run_state: RunState
+    pool: ReplicaPool
+
+    def __post_init__(self) -> None:
+        self.gate = self.pool.pauses.gate
+        self._min_episodes = min_episodes(self.config)
         """Fewest episodes of a group, its baseline aside, that must not have failed."""
-        episodes = config.groups_per_version * config.rollout.n
-        self._troubles = EpisodeTroubles(episodes) if config.agent.has_program else None
+        episodes = self.config.groups_per_version * self.config.rollout.n
+        self._troubles = EpisodeTroubles(episodes) if self.config.agent.has_program else None
 
     async def process_data(self, share: Share) -> AsyncGenerator[Group, None]:
-        with self._waiting_within(", ".join(replica.name for replica in self._pool.serving)):
-            async for group in self._episode_workers.generate(share):
-                entry = self._state.ledger.open[group.number]
+        with self._waiting_within(", ".join(replica.name for replica in self.pool.serving)):
+            async for group in self.pool.episode_workers.generate(share):
+                entry = self.run_state.ledger.open[group.number]
                 if not entry.made:  # else it was reported before the checkpoint
                     entry.made = True
                     self._report(group)
                 if (drawn := entry.drawn) is not None:
                     drawn.generated, drawn.episodes = now(), tuple(t for t in group.trajectories if t.id.k < group.n)
                 if any(t.finish_reason is FinishReason.ABORTED for t in group.trajectories):
-                    reason = "overdue" if self._state.staleness.drops_overdue else "aborted"
-                    self._state.discard(group.number, Fate.DROPPED, reason)
+                    reason = "overdue" if self.run_state.staleness.drops_overdue else "aborted"
+                    self.run_state.discard(group.number, Fate.DROPPED, reason)
                 elif self._leaves_out_failed(group):
                     yield group
 
@@ -70,13 +66,13 @@ class Generate(Stage[Share, Group]):
         if enough and all(t.id.k < group.n for t in failed):
             return True
         worst = next((t for t in failed if t.id.k >= group.n), failed[0])
-        self._state.discard(group.number, Fate.FAILED, f"{EPISODE_FAILED}: {worst.failure}")
+        self.run_state.discard(group.number, Fate.FAILED, f"{EPISODE_FAILED}: {worst.failure}")
         return False
 
     def _report(self, group: Group) -> None:
         time = now()
         for trajectory in group.trajectories:
-            self._emit(
+            self.emit(
                 TrajectoryFinished(
                     time=time,
                     number=group.number,
@@ -100,7 +96,7 @@ class Generate(Stage[Share, Group]):
             )
         # An aborted group's too: an episode that failed before has that fate, whatever becomes of its group.
         if failed := sum(trajectory.failure is not None for trajectory in group.trajectories):
-            self._state.ledger.episodes_failed(group.number, failed)
+            self.run_state.ledger.episodes_failed(group.number, failed)
         if self._troubles is not None:
             for text in self._troubles.look(group.trajectories):
-                self._state.note(text)
+                self.run_state.note(text)

@@ -19,110 +19,85 @@ rank.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.training import LogProbEngine, ProximalEngine
 from headway.data.types import Column, ColumnName
-from headway.events import Emit
 from headway.pipeline.actor_critic import Critic, add_column, samples_of
-from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.recovery.rank_restarts import RankRestarts
-from headway.pipeline.stage import Channel, Stage, StageSource
+from headway.pipeline.stage import Channel, Stage
 from headway.pipeline.update.replica_pool import ReplicaPool
 
 
-class RefLogProb(Stage[list[Group], Group]):
+@dataclass(eq=False)
+class RefLogProb(Stage[Group, Group]):
     waits_for_output = None
 
-    def __init__(
-        self,
-        emit: Emit,
-        input: Channel[Group],
-        output: MessageQueue,
-        reference: LogProbEngine,
-        restarts: RankRestarts,
-    ) -> None:
-        super().__init__(emit, output=output)
-        self.waits_for_input = input.name
-        self._groups = input
-        self._reference = reference
-        self._restarts = restarts
+    input: Channel[Group]
+    reference: LogProbEngine
+    restarts: RankRestarts
 
-    async def get_input_data(self) -> list[Group] | None:
-        if (first := await self._groups.get()) is None:
-            return None
-        return [first, *self._groups.take_waiting()]
-
-    async def process_data(self, groups: list[Group]) -> AsyncGenerator[Group, None]:
+    async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
+        groups = [group, *self.input.take_waiting()]
         samples = samples_of(groups)
         with self._waiting_within("log-probs of the ranks of ref"):
-            columns = await self._restarts.surviving(lambda: self._reference.forward_logprobs(samples))
+            columns = await self.restarts.surviving(lambda: self.reference.forward_logprobs(samples))
         add_column(groups, ColumnName.REF_LOGPROBS, columns)
         for group in groups:
             yield group
 
 
+@dataclass(eq=False)
 class LogProb(Stage[TrainBatch, TrainBatch]):
     waits_for_output = "ActorTrain"
 
-    def __init__(
-        self,
-        state: RunState,
-        input: StageSource[TrainBatch],
-        output: Channel[TrainBatch],
-        engine: ProximalEngine,
-        pool: ReplicaPool,
-        restarts: RankRestarts,
-    ) -> None:
-        super().__init__(state.emit, input, output)
-        self._restarts = restarts
-        self._state = state
-        self._engine = engine
-        self._pool = pool
+    run_state: RunState
+    engine: ProximalEngine
+    pool: ReplicaPool
+    restarts: RankRestarts
 
     @property
     def waiting_for(self) -> str | None:
         waiting = super().waiting_for
-        return "ActorTrain, to end the version" if waiting and self._state.took_version else waiting
+        return "ActorTrain, to end the version" if waiting and self.run_state.took_version else waiting
 
     async def process_data(self, batch: TrainBatch) -> AsyncGenerator[TrainBatch, None]:
         if batch.groups:
-            columns = await self._restarts.surviving(partial(self._logprobs, batch))
+            columns = await self.restarts.surviving(partial(self._logprobs, batch))
             add_column(batch.groups, ColumnName.PROX_LOGPROBS, columns)
         yield batch
 
     async def _logprobs(self, batch: TrainBatch) -> Sequence[Column]:
         with self._waiting_within(f"version {batch.version} to be loaded"):
             # Within `surviving`: ranks that are started again have the initial model, and need the version anew.
-            await self._pool.others_have(batch.version)
+            await self.pool.others_have(batch.version)
         with self._waiting_within(f"log-probs under version {batch.version}, of the ranks of logp"):
-            return await self._engine.proximal_logprobs(samples_of(batch.groups), batch.version)
+            return await self.engine.proximal_logprobs(samples_of(batch.groups), batch.version)
 
 
+@dataclass(eq=False)
 class Values(Stage[TrainBatch, TrainBatch]):
     waits_for_output = "ActorTrain"
 
-    def __init__(self, emit: Emit, input: StageSource[TrainBatch], output: Channel[TrainBatch], critic: Critic) -> None:
-        super().__init__(emit, input, output)
-        self._critic = critic
+    critic: Critic
 
     async def process_data(self, batch: TrainBatch) -> AsyncGenerator[TrainBatch, None]:
         if batch.groups:
             with self._waiting_within("the critic"):
-                await self._critic.add_values(batch)
+                await self.critic.add_values(batch)
         yield batch
 
 
+@dataclass(eq=False)
 class CriticTrain(Stage[TrainBatch, None]):
-    def __init__(self, emit: Emit, input: Channel[TrainBatch], critic: Critic) -> None:
-        super().__init__(emit, input)
-        self._critic = critic
+    critic: Critic
 
     async def process_data(self, batch: TrainBatch) -> AsyncGenerator[None, None]:
         with self._waiting_within("the critic's step"):
-            await self._critic.train(batch)
+            await self.critic.train(batch)
         return
         yield  # never reached: makes this an asynchronous generator, as `Stage` expects

@@ -34,7 +34,7 @@ from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.recovery.rank_restarts import RankRestarts
 from headway.pipeline.remote_workers import ReceiverClient, Replica
-from headway.pipeline.stage import Channel, Stage
+from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import PendingUpdate, TrainerLease
 from headway.pipeline.stages.validate import Validation, Validators
 from headway.pipeline.update.version_transfer import Delivery, VersionTransfer
@@ -154,42 +154,32 @@ class Overlapped(Schedule):
         return True
 
 
+@dataclass(eq=False)
 class ParamUpdate(Stage[PendingUpdate, Validation]):
     concurrency = None
 
-    def __init__(
-        self,
-        config: Config,
-        state: RunState,
-        input: Channel[PendingUpdate],
-        output: Channel[Validation],
-        validators: Validators,
-        lease: TrainerLease,
-        actor: Actor,
-        restarts: RankRestarts,
-    ) -> None:
-        """Build the stage. ``restarts``: of the trainer's ranks."""
-        super().__init__(state.emit, input, output)
-        self._state = state
-        self._pool = pool = validators.pool
-        self._validators = validators
-        self._lease = lease
-        self._actor, trainer = actor, actor.trainer
-        self._restarts = restarts
-        transfer = VersionTransfer(state, pool, trainer, self._waiting_within)
-        loading = WeightLoading(state, pool, self._waiting_within, self._order_validation)
-        overlapped = config.param_update.schedule == "overlapped"
-        self._schedule = (Overlapped if overlapped else Synchronous)(state, transfer, loading, restarts)
+    config: Config
+    run_state: RunState
+    validators: Validators
+    lease: TrainerLease
+    actor: Actor
+
+    def __post_init__(self) -> None:
+        self._pool = pool = self.validators.pool
+        transfer = VersionTransfer(self.run_state, pool, self.actor.trainer, self._waiting_within)
+        loading = WeightLoading(self.run_state, pool, self._waiting_within, self._order_validation)
+        schedule = Overlapped if self.config.param_update.schedule == "overlapped" else Synchronous
+        self._schedule = schedule(self.run_state, transfer, loading, self.lease.restarts)
 
     async def process_data(self, update: PendingUpdate) -> AsyncGenerator[Validation, None]:
-        oldest = self._state.staleness.oldest_trainable(update.version)
-        if oldest is not None and self._state.trains_more:  # what is queued is dropped when it would be taken
+        oldest = self.run_state.staleness.oldest_trainable(update.version)
+        if oldest is not None and self.run_state.trains_more:  # what is queued is dropped when it would be taken
             await self._pool.abort_older_than(oldest)
         started = now()
         delivered, loaded = await self._schedule.publish(update, lambda: self._pool.receivers)
         released = update.released_at if update.released_at is not None else now()
         loads, stall_s = [load for load in loaded if load is not None], released - started - delivered.gather_s
-        self._emit(
+        self.emit(
             UpdateFinished(
                 time=now(),
                 version=update.version,
@@ -201,9 +191,9 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
                 changed=delivered.changed,
             )
         )
-        served = update.version in self._state.staleness.loaded.values()  # else it was overtaken
-        if self._validators.everywhere and served and self._validators.is_due(update.version):
-            yield self._validators.order(update.version)
+        served = update.version in self.run_state.staleness.loaded.values()  # else it was overtaken
+        if self.validators.everywhere and served and self.validators.is_due(update.version):
+            yield self.validators.order(update.version)
 
     async def serve_again(self) -> None:
         """Bring the trainer's version to replicas that joined, whenever no other one serves, and to other receivers
@@ -213,43 +203,43 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         the trainer's of this moment: between two steps of a version they count as that version's. Log-probs under that
         version need it as it was: a trainer that has gone on is brought back to it, and redoes its steps.
         """
-        state, pool = self._state, self._pool
+        state, pool = self.run_state, self._pool
         while True:
             await state.changed.until(lambda: pool.needs_version)
             # ActorTrain makes no step meanwhile: what is sent has to be the weights of one moment.
-            async with self._lease.turn:
+            async with self.lease.turn:
                 version = state.version
                 if not pool.others_need(version):
                     if pool.needs_version:  # once more: an update may have served them before this turn came
                         await self._schedule.publish(PendingUpdate(version), lambda: pool.joining)
-                elif self._schedule.keeps_version or self._actor.stands_at(version):
+                elif self._schedule.keeps_version or self.actor.stands_at(version):
                     await self._schedule.publish(PendingUpdate(version), lambda: pool.others)
                 else:
-                    await self._restarts.again(RunError(f"the ranks of logp need version {version} again"))
+                    await self.lease.restarts.again(RunError(f"the ranks of logp need version {version} again"))
 
     async def restored(self, version: int) -> None:
         """Note that a trainer that was started again holds ``version``, as `Schedule.restored` does."""
         late = self._pool.others if self._pool.others_need(version) else []
         # Replicas in the ranks' processes came back with them, and have the initial model.
-        if self._pool.lose_ranks is not None and version == self._state.version:
+        if self._pool.lose_ranks is not None and version == self.run_state.version:
             late = [*late, *self._pool.joining]
         await self._schedule.restored(version, late)
 
     def close_output(self) -> None:
         super().close_output()
-        self._validators.order_no_more()  # Validate orders the last version's
+        self.validators.order_no_more()  # Validate orders the last version's
 
     async def _order_validation(self, replica: Replica, version: int) -> None:
         """Order the validation of ``version`` if it is due, before that version lets further groups in."""
-        if not self._validators.is_due(version):
+        if not self.validators.is_due(version):
             # One whose replicas were lost begins anew or goes on here: as ever, no wave may start beside it.
-            if self._validators.under_way and (self._validators.everywhere or replica is self._pool.validator):
-                self._validators.keep(replica)
+            if self.validators.under_way and (self.validators.everywhere or replica is self._pool.validator):
+                self.validators.keep(replica)
             return
-        if self._validators.everywhere:
-            self._validators.keep(replica)  # the others have to load before it is ordered
+        if self.validators.everywhere:
+            self.validators.keep(replica)  # the others have to load before it is ordered
         elif replica is self._pool.validator:
-            self._validators.newest = version
+            self.validators.newest = version
             # Else one that another replica was lost over waits behind this halt already, and will be this version's.
-            if replica.name not in self._state.validating:
-                await self.send_output_data(self._validators.order(version))
+            if replica.name not in self.run_state.validating:
+                await self.send_output_data(self.validators.order(version))

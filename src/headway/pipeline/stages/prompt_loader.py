@@ -9,101 +9,93 @@ produces        waves, in shares: lists of requests that an episode worker makes
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from headway.config.schema import Config
+from headway.config.sizing.placement import needs_greedy_baseline
 from headway.data.interfaces.episode_groups import Group, PromptSource
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import Prompt
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.staleness import wave_size
 from headway.pipeline.episode_workers import EpisodeWorkers, Share
-from headway.pipeline.stage import Channel, Stage
+from headway.pipeline.stage import Stage
 
 
+@dataclass(eq=False)
 class PromptLoader(Stage[list[Prompt], Share]):
     waits_for_input = "room under the staleness limit"
     waits_for_output = None
 
-    def __init__(
-        self,
-        config: Config,
-        state: RunState,
-        source: PromptSource,
-        output: Channel[Share],
-        episode_workers: EpisodeWorkers,
-        stop_token_ids: tuple[int, ...],
-        *,
-        with_greedy: bool = False,
-    ) -> None:
-        """Build the stage. ``with_greedy``: each group gets a greedy answer beside its others, as its baseline."""
-        super().__init__(state.emit, output=output)
-        self._state = state
-        self._source = source
-        self._episode_workers = episode_workers
-        self._admission = config.async_training.admission
-        self._n = config.rollout.n
-        self._sampling = training_sampling(config, stop_token_ids)
-        self._baseline = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0) if with_greedy else None
-        self._ended = False
+    config: Config
+    run_state: RunState
+    source: PromptSource
+    episode_workers: EpisodeWorkers
+    stop_token_ids: tuple[int, ...]
+    _ended: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._sampling = training_sampling(self.config, self.stop_token_ids)
+        greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
+        self._baseline = greedy if needs_greedy_baseline(self.config) else None
 
     @property
     def waiting_for(self) -> str | None:
         waiting = super().waiting_for
-        return "the end of the run, with all groups admitted" if waiting and self._state.all_admitted else waiting
+        return "the end of the run, with all groups admitted" if waiting and self.run_state.all_admitted else waiting
 
     async def get_input_data(self) -> list[Prompt] | None:
         # Before any other: they keep their numbers and their places in the order of consumption.
-        if self._state.reopened:
-            await self._state.changed.until(lambda: self._ended or self._state.staleness.serves)
-            return [prompt for _, prompt in self._state.reopened.values()]  # `admit` takes each out of it
+        if self.run_state.reopened:
+            await self.run_state.changed.until(lambda: self._ended or self.run_state.staleness.serves)
+            return [prompt for _, prompt in self.run_state.reopened.values()]  # `admit` takes each out of it
         while not self._ended:
-            await self._state.changed.until(lambda: self._ended or self._room() > 0)
+            await self.run_state.changed.until(lambda: self._ended or self._room() > 0)
             if not self._ended and (prompts := self._next(self._room())):
                 return prompts
             # The data gave out. What is being generated may yet be lost with its replica, and come back.
-            await self._state.changed.until(
-                lambda: self._ended or bool(self._state.waiting_again) or self._state.unrewarded == 0
+            await self.run_state.changed.until(
+                lambda: self._ended or bool(self.run_state.waiting_again) or self.run_state.unrewarded == 0
             )
-            if not self._state.waiting_again:
+            if not self.run_state.waiting_again:
                 return None
         return None
 
     async def process_data(self, prompts: list[Prompt]) -> AsyncGenerator[Share, None]:
         wave = [group for prompt in prompts if (group := self._admit(prompt)) is not None]
-        for share in self._episode_workers.assign(wave):
+        for share in self.episode_workers.assign(wave):
             yield share
 
     def _admit(self, prompt: Prompt) -> Group | None:
         """Admit a group; None where it had ended before the run was resumed."""
-        if (number := self._state.admit(prompt)) is None:
+        if (number := self.run_state.admit(prompt)) is None:
             return None
-        shown = self._state.ledger.open[number].drawn is not None
-        return Group(number, prompt, self._n, self._sampling, baseline_sampling=self._baseline, shown=shown)
+        shown, n = self.run_state.ledger.open[number].drawn is not None, self.config.rollout.n
+        return Group(number, prompt, n, self._sampling, baseline_sampling=self._baseline, shown=shown)
 
     def end(self) -> None:
         """Admit no further groups."""
         self._ended = True
-        self._state.changed.changed()
+        self.run_state.changed.changed()
 
     def _next(self, count: int) -> list[Prompt]:
         """Return the next prompts, at most ``count``; none at the end of the data. Those of lost groups come first."""
         prompts: list[Prompt] = []
         while len(prompts) < count:
-            if self._state.waiting_again:
-                prompts.append(self._source.again(self._state.waiting_again.popleft()))
-            elif (prompt := self._source.next()) is not None:
+            if self.run_state.waiting_again:
+                prompts.append(self.source.again(self.run_state.waiting_again.popleft()))
+            elif (prompt := self.source.next()) is not None:
                 prompts.append(prompt)
             else:
                 break
         return prompts
 
     def _room(self) -> int:
-        state = self._state
+        state = self.run_state
         if not state.admits:
             return 0
         return wave_size(
-            self._admission,
+            self.config.async_training.admission,
             room=state.staleness.room,
             unrewarded=state.unrewarded,
             # Strictly on-policy, a wave also waits for its version's validation: what shares a batch with it must be

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.algorithms.scores import episode_scores
+from headway.algorithms.scores import episode_scores, has_variance, soft_overlong_penalty
 from headway.config.schema import Config
 from headway.config.sizing.placement import GROUP_RELATIVE
 from headway.data.interfaces.episode_groups import Group, RewardFn, Scores
@@ -34,9 +35,8 @@ from headway.errors import ScoringFailed
 from headway.events import GroupRewarded
 from headway.pipeline.admission.group_warnings import EqualRewards
 from headway.pipeline.admission.ledger import Fate
-from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.stage import Channel, Signal, Stage
+from headway.pipeline.stage import Signal, Stage
 
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 30.0
 """Limits of the seconds that a stop waits for scores of user code, whatever the run's size."""
@@ -147,69 +147,57 @@ async def scores_of(reward: RewardFn | None, prompt: Prompt, episodes: Sequence[
     return await reward.score(prompt, [one.text for one in episodes], conversations if whole else None)
 
 
-Shaping = Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.float32]]
-"""A function from a group's rewards [n] and lengths [n] to the rewards that are trained on."""
-
-GroupFilter = Callable[[NDArray[np.float32]], str | None]
-"""A function from a group's rewards [n] to why it should be filtered, or None to keep it."""
-
-
+@dataclass(eq=False)
 class Reward(Stage[Group, Group]):
     concurrency = None
     waits_for_output = None
 
-    def __init__(
-        self,
-        config: Config,
-        state: RunState,
-        input: Channel[Group],
-        output: Channel[Group] | MessageQueue,
-        scoring: Scoring,
-        group_filter: GroupFilter | None,
-        shaping: Shaping | None = None,
-    ) -> None:
-        super().__init__(state.emit, input, output)
-        self._state = state
-        self._scoring = scoring
-        self._filter = group_filter
-        self._shaping = shaping
-        self._turn_discount = config.algorithm.turn_discount
+    config: Config
+    run_state: RunState
+    scoring: Scoring
+
+    def __post_init__(self) -> None:
+        algorithm = self.config.algorithm
+        self._filters = algorithm.filter_groups.enable
         self._equal = EqualRewards(
-            config.groups_per_version,
-            within_groups=config.algorithm.adv_estimator in GROUP_RELATIVE,
-            filters=group_filter is not None,
+            self.config.groups_per_version,
+            within_groups=algorithm.adv_estimator in GROUP_RELATIVE,
+            filters=self._filters,
         )
 
     async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
-        journal, score = self._state.journal, partial(self._scoring.score, group.prompt, group.trajectories)
+        journal, score = self.run_state.journal, partial(self.scoring.score, group.prompt, group.trajectories)
         try:
             scores = await (score() if journal is None else journal.scores(group, score))
         except ScoringAbandoned as given_up:
-            self._state.drop_unscored(group.number, str(given_up))
+            self.run_state.drop_unscored(group.number, str(given_up))
             return
         except ScoringFailed as failure:
-            self._state.discard(group.number, Fate.FAILED, str(failure))
+            self.run_state.discard(group.number, Fate.FAILED, str(failure))
             return
-        shaped = rewards = scores.rewards
-        if self._shaping is not None:
-            shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
+        shaped, overlong = (rewards := scores.rewards), self.config.reward.overlong_buffer
+        if overlong.enable:
+            limit, lengths = self.config.data.max_response_length, np.array([t.length for t in group.trajectories])
+            shaped = rewards + soft_overlong_penalty(
+                lengths, max_length=limit, buffer=overlong.len, factor=overlong.penalty_factor
+            )
         own, compared, shaped = self._compared(group.trajectories, rewards, shaped)
         n = sum(t.id.k < group.n for t in group.trajectories)  # a baseline's score comes last, behind these
         if len(rewards) > n:
             group.baseline = float(shaped[n])
             rewards, own, compared = rewards[:n], own[:n], compared[:n]
         parts = {name: values[:n] for name, values in scores.parts.items()} if len(scores.parts) > 1 else {}
-        entry = self._state.ledger.open[group.number]
+        entry = self.run_state.ledger.open[group.number]
         if not entry.scored:  # else it was reported before the checkpoint
             entry.scored = True
-            self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
+            self.emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
         if (drawn := entry.drawn) is not None:
             drawn.rewarded, drawn.baseline, drawn.scores = now(), group.baseline, scores
-        reason = None if self._filter is None else self._filter(compared)
+        reason = f"all rewards are {compared[0]:g}" if self._filters and not has_variance(compared) else None
         if (warning := self._equal.look(shaped, reason)) is not None:
-            self._state.note(warning)
+            self.run_state.note(warning)
         if reason is not None:
-            self._state.discard(group.number, Fate.FILTERED, reason)
+            self.run_state.discard(group.number, Fate.FILTERED, reason)
             return
         group.rewards = own
         group.trajectories = group.trajectories[:n]
@@ -217,7 +205,7 @@ class Reward(Stage[Group, Group]):
             for trajectory in group.trajectories:
                 trajectory.text, trajectory.conversation = "", None
         yield group
-        self._state.rewarded(group.number)  # it has been sent
+        self.run_state.rewarded(group.number)  # it has been sent
 
     def _compared(
         self, episodes: Sequence[Trajectory], rewards: NDArray[np.float32], shaped: NDArray[np.float32]
@@ -226,13 +214,13 @@ class Reward(Stage[Group, Group]):
         are compared, without shaping and with it, [n] each: turns' rewards discounted.
         """
         of_turns = [episode.turn_rewards for episode in episodes]
-        if self._turn_discount == 1.0 and not any(of_turns):
+        if self.config.algorithm.turn_discount == 1.0 and not any(of_turns):
             return shaped, rewards, shaped
         sums = np.array([sum(one) for one in of_turns], np.float32)
         turns = [episode.turns for episode in episodes]
 
         def scores(of: NDArray[np.float32]) -> NDArray[np.float32]:
-            compared = episode_scores(of - sums, of_turns, turns, turn_discount=self._turn_discount)
+            compared = episode_scores(of - sums, of_turns, turns, turn_discount=self.config.algorithm.turn_discount)
             return compared.astype(np.float32)
 
         return shaped - sums, scores(rewards), scores(shaped)

@@ -41,7 +41,7 @@ from headway.pipeline.admission.ledger import (
 )
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.remote_workers import Replica
-from headway.pipeline.stage import Channel, Signal, Stage
+from headway.pipeline.stage import Signal, Stage
 from headway.pipeline.stages.prompt_loader import sampling
 from headway.pipeline.stages.reward import Scoring, ScoringAbandoned
 from headway.pipeline.update.replica_pool import ReplicaPool
@@ -66,6 +66,8 @@ class Validators:
         """True where all replicas answer."""
         self.newest = 0
         """Newest version whose validation was ordered as due."""
+        self.answered: int | None = None
+        """Newest version whose validation answers are complete; None before the first."""
         self.under_way: set[int] = set()
         """Versions whose validations were ordered and have not all their answers."""
         self._state = state
@@ -119,34 +121,21 @@ Answer = tuple[Group, Scores | ScoringFailed]
 """Answers to a held-out problem and their scores, or the error why there are none, which counts as 0."""
 
 
+@dataclass(eq=False)
 class Validate(Stage[Validation, None]):
     concurrency = None
 
-    def __init__(
-        self,
-        config: Config,
-        state: RunState,
-        input: Channel[Validation],
-        pool: ReplicaPool,
-        validators: Validators,
-        scoring: Scoring,
-        stop_token_ids: tuple[int, ...],
-        told: int | None = None,
-    ) -> None:
-        """``told``: version whose validation a resumed run does not make again."""
-        super().__init__(state.emit, input)
-        self._told = told
-        self._state = state
-        self._validators = validators
-        self._episode_workers = pool.episode_workers
-        self._prompts = prompts = validators.prompts
-        self._scoring = scoring
-        self._n = config.rollout.val_n
-        self._sampling = sampling(config, stop_token_ids, config.rollout.val_temperature)
-        self._shown = frozenset[int]() if state.samples is None else state.samples.held_out(prompts)
+    config: Config
+    run_state: RunState
+    validators: Validators
+    scoring: Scoring
+    stop_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self._prompts = prompts = self.validators.prompts
+        self._sampling = sampling(self.config, self.stop_token_ids, self.config.rollout.val_temperature)
+        self._shown = frozenset[int]() if self.run_state.samples is None else self.run_state.samples.held_out(prompts)
         """Indices of the problems that leave a sample of each validation."""
-        self._newest: int | None = None
-        """Newest version whose validation answers are complete; None before the first."""
         self._reported = asyncio.Event()
         """Event that is set once the most recent validation is reported."""
         self._reported.set()  # nothing comes before the first validation
@@ -164,11 +153,11 @@ class Validate(Stage[Validation, None]):
         self._input_ended_before = True
         with self._waiting_within("the validations before the last one"):
             await self._finished.until(lambda: self._open == 0)
-        known = not self._prompts or self._newest == self._state.version
-        if known or self._scoring.closed or self._state.hurried:
+        known = not self._prompts or self.validators.answered == self.run_state.version
+        if known or self.scoring.closed or self.run_state.hurried:
             return None
         self._open += 1
-        return await self._validators.order_when_served(self._state.version)
+        return await self.validators.order_when_served(self.run_state.version)
 
     async def process_data(self, validation: Validation) -> AsyncGenerator[None, None]:
         # A chain: each one reports behind the one before, however quick it is.
@@ -178,7 +167,7 @@ class Validate(Stage[Validation, None]):
             await self._validate(validation, before)
         except ScoringAbandoned:
             text = f"version {validation.version} was not validated: the run ends, and the scores did not come"
-            self._state.note(text, "info")
+            self.run_state.note(text, "info")
         finally:
             reported.set()
             self._open -= 1
@@ -188,13 +177,8 @@ class Validate(Stage[Validation, None]):
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, due, first = now(), validation.version, validation.version == 0
-        # A resumed run made this validation a second time, though it had ended.
-        if due == self._told:
-            self._newest = due
-            self._validators.let_go(validation)
-            return
         while (answers := await failing_as_one(partial(self._answers_to, validation, first))) is None:
-            validation = await self._validators.order_when_served(due)
+            validation = await self.validators.order_when_served(due)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
         failures = [scores for _, scores in answers if isinstance(scores, ScoringFailed)]
         by_source = {
@@ -206,7 +190,7 @@ class Validate(Stage[Validation, None]):
         version = due if validation.replica is None else _version_of(trajectories, due)
         if failures and len(failures) == len(answers):
             self._none_scored(failures, version, first=first)
-        self._emit(
+        self.emit(
             ValidationFinished(
                 time=now(),
                 version=version,
@@ -221,7 +205,7 @@ class Validate(Stage[Validation, None]):
                 parts=means_of_parts(scores.parts for _, scores in answers if isinstance(scores, Scores)),
             )
         )
-        if (samples := self._state.samples) is not None:
+        if (samples := self.run_state.samples) is not None:
             for finished, scores in sorted(answers, key=lambda answer: answer[0].number):
                 if finished.shown:
                     samples.validated(version, finished, scores if isinstance(scores, Scores) else None, now())
@@ -232,18 +216,18 @@ class Validate(Stage[Validation, None]):
         problems = f"the {len(reasons)} held-out problems at version {version}"
         if len(reasons) >= FAILED_AT_VALIDATION and first:
             raise NothingToTrain(cannot_be_scored(problems, reasons))
-        self._state.note(cannot_be_scored(problems, reasons))
+        self.run_state.note(cannot_be_scored(problems, reasons))
 
     async def _answers_to(self, validation: Validation, first: bool, tasks: Tasks) -> list[Answer] | None:
         """Return the answers to all problems, with scores; None when the replica asked is lost and others remain."""
         requests = [
-            Group(i, prompt, self._n, self._sampling, Priority.VALIDATION, shown=i in self._shown)
+            Group(i, prompt, self.config.rollout.val_n, self._sampling, Priority.VALIDATION, shown=i in self._shown)
             for i, prompt in enumerate(self._prompts)
         ]
         answers: list[Group] = []
         scoring: list[asyncio.Task[Scores | ScoringFailed]] = []
         reasons: list[str] | None = [] if first else None
-        replica = validation.replica
+        replica, workers = validation.replica, self.validators.pool.episode_workers
 
         async def take(made: AsyncGenerator[Group, None]) -> None:
             async with aclosing(made) as groups:
@@ -255,11 +239,9 @@ class Validate(Stage[Validation, None]):
         try:
             with self._waiting_within("all replicas" if replica is None else replica.name):
                 if replica is not None:
-                    await take(self._episode_workers.generate((None, requests), on=replica.name))
+                    await take(workers.generate((None, requests), on=replica.name))
                 else:
-                    await concurrently(
-                        take(self._episode_workers.generate(share)) for share in self._episode_workers.assign(requests)
-                    )
+                    await concurrently(take(workers.generate(share)) for share in workers.assign(requests))
         except WorkerDied:  # the pool, which lost it, has said so to the episode workers
             if replica is None:
                 raise
@@ -267,16 +249,16 @@ class Validate(Stage[Validation, None]):
                 task.cancel()
             return None
         except asyncio.CancelledError:  # a score was given up, or failed for good, while others are still generated
-            self._validators.let_go(validation)
+            self.validators.let_go(validation)
             raise
         trajectories = [t for answer in answers for t in answer.trajectories]
         version = validation.version
         if replica is not None:
-            staleness = self._state.staleness  # a replica may be lost while programs end that need it no more
+            staleness = self.run_state.staleness  # a replica may be lost while programs end that need it no more
             version = _version_of(trajectories, staleness.loaded.get(replica.name, staleness.served_version))
         # With programs an earlier validation may take longer than a later one.
-        self._newest = version if self._newest is None else max(self._newest, version)
-        self._validators.let_go(validation)  # it may load again while scores come in
+        self.validators.answered = max(version, self.validators.answered or 0)
+        self.validators.let_go(validation)  # it may load again while scores come in
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
     async def _score(self, finished: Group, reasons: list[str] | None) -> Scores | ScoringFailed:
@@ -288,7 +270,7 @@ class Validate(Stage[Validation, None]):
         try:
             if not made:
                 raise ScoringFailed(f"{EPISODE_FAILED}: {finished.trajectories[0].failure}")
-            scores = await self._scoring.score(finished.prompt, made)
+            scores = await self.scoring.score(finished.prompt, made)
         except ScoringAbandoned:  # a `ScoringFailed`, too, but the run ends: no failure of the reward
             raise
         except ScoringFailed as failure:

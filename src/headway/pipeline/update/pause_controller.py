@@ -19,7 +19,6 @@ from headway.events import ReplicaHalted
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.remote_workers import Replica, WorkerUnavailable
-from headway.pipeline.stage import Gate
 
 
 @dataclass(slots=True)
@@ -48,8 +47,9 @@ class PauseController:
         self._by_episodes = drains and config.agent.has_program
         """True where a drain finishes all episodes of the groups that were started, whose next turns need the replica,
         before it pauses that."""
-        self.gate = Gate()
-        """Gate that is shut while every serving replica is halted."""
+        self.gate = asyncio.Event()
+        """Event that is set while some serving replica is not halted, or none serves."""
+        self.gate.set()
         self._state = state
         self._halts: dict[str, ReplicaPause] = {}
         self._serving: dict[str, None] = {}
@@ -173,6 +173,9 @@ class PauseController:
         return True
 
     def _set_gate(self) -> None:
-        self.gate.set(bool(self._available) or not self._serving)
+        if self._available or not self._serving:
+            self.gate.set()
+        else:
+            self.gate.clear()
         # Where every one is halted, calls can wait inside them.
         self.episode_workers.route(tuple(self._available or self._serving), halted=not self._available)

@@ -15,13 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import limits_of
-from headway.algorithms.scores import has_variance
 from headway.config.layers import nest
 from headway.config.presets import preset
 from headway.config.schema import Config
@@ -127,7 +123,6 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         trainer=trainer,
         reward=SimulatedReward(profile.reward, seed),
         advantages=zero_advantages,
-        group_filter=_without_variance if config.algorithm.filter_groups.enable else None,
         reference=trainer if needs_reference(config) else None,
         proximal=trainer if needs_logp(config) else None,
         workers=lambda: [trainer],
@@ -168,10 +163,6 @@ def _replicas(
         contention=contention,
     )
     return [engine(f"rollout-{index}") for index in range(config.rollout.replicas)]
-
-
-def _without_variance(rewards: NDArray[np.float32]) -> str | None:
-    return None if has_variance(rewards) else "zero variance"
 
 
 def config_for(
