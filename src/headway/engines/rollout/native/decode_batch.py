@@ -15,7 +15,7 @@ It decides nothing: who starts, who is parked and what becomes of a call is the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,8 @@ class DecodeRows:
         """Tokens of each row in the KV cache, once all that was launched is done."""
         self.sampled = np.zeros(slots, np.int64)
         """Tokens of each row's call, those included that were launched and not read."""
-        self.steady = 0
-        """Steps launched since rows were last added, removed or moved."""
+        self.changed = False
+        """Rows were added, removed or moved since the last step was launched."""
         self._written = np.zeros(slots, np.int64)
         self._limits = np.zeros(slots, np.int64)
         self._keys = np.zeros(slots, np.uint64)
@@ -77,7 +77,7 @@ class DecodeRows:
         """Occupy the next row; its context is (about to be) in the cache's row of the same number."""
         row, written = self.active, len(run.written.ids)
         self.runs.append(run)
-        self.steady = 0
+        self.changed = True
         self.tokens[row] = -2  # not -1, which stands in the unused places of `_stops`
         self.lengths[row] = len(run.request.input_ids) + written
         self._written[row] = self.sampled[row] = written
@@ -113,7 +113,7 @@ class DecodeRows:
 
     def launched(self, decoding: int) -> None:
         """Every row gets a token in a step; the first ``decoding`` have their last one in the cache."""
-        self.steady += 1
+        self.changed = False
         self.lengths[:decoding] += 1
         self.sampled[: self.active] += 1
 
@@ -162,7 +162,7 @@ class DecodeRows:
             moves.append((source, row))
             row = source
         self.runs.pop()
-        self.steady = 0
+        self.changed = True
         return run, moves
 
     def _next(self, free: int) -> int:
@@ -199,12 +199,10 @@ class DecodeRows:
 class LaunchedStep:
     """A step whose tokens the host has not read."""
 
-    number: int
-    """Place of the step among all that were launched."""
     version: int
     """Version of the weights that sampled."""
-    runs: Sequence[RequestState]
-    """Calls that get a token."""
+    runs: list[RequestState]
+    """Calls that get a token, by row."""
     starting: Sequence[RequestState]
     """Calls that get their first token, or the first since they were parked."""
     record: DecodeStep
@@ -235,8 +233,6 @@ class DecodeBatch:
         self._seen = SeenTokens(slots, runner.vocabulary, runner.device)
         self._looks_for_text = False
         """True once a call with stop strings has started."""
-        self._launched = 0
-        """Steps so far."""
         self._unread: deque[LaunchedStep] = deque()
         """Steps whose tokens have not been read, the oldest first."""
         self._last: Sequence[RequestState] = ()
@@ -297,15 +293,15 @@ class DecodeBatch:
         A token of ``version`` is sampled for every row, those that start last. Nothing waits for the device.
         """
         decoding = self.active
-        missing = [share for share in admission.shares if share.missing]
-        for run in admission.starting:
+        starting, missing = admission.starting, [share for share in admission.shares.values() if share.missing]
+        for run in starting:
             self.rows.add(run)
         ids = self._bring(decoding, [share.ids[share.found.length :] for share in missing])
         contexts = [
             PrefillContext(of, self.contexts.gather(share.found)) for of, share in zip(ids, missing, strict=True)
         ]
         tokens, positions, lengths = self._tokens, self._lengths, self.rows.lengths[:decoding]
-        if admission.starting:
+        if starting:
             positions = positions[:decoding]  # a view: what is added below counts in `self._lengths`, too
         prompts = self._prompts.of(decoding) if self._runner.shares else ()
         decoded, prefilled = self._runner.step(tokens, positions, lengths, contexts, prompts)
@@ -313,7 +309,7 @@ class DecodeBatch:
         positions += 1
         self.rows.launched(decoding)
         logits = [decoded] if decoding else []
-        if admission.starting:
+        if starting:
             # After the contexts were gathered: making room may take the blocks in which they were found.
             self.reserve(self.active, admission.positions, self.rows.lengths[:decoding])
             for share, result in zip(missing, prefilled, strict=True):
@@ -325,10 +321,9 @@ class DecodeBatch:
         self._tokens, logprobs = sample(joined, self._sampling, self._uniforms.popleft())
         if seen is not None:
             self._seen.record(self._penalised, self._tokens)
-        # A copy: rows may move before the step is read.
-        self._launched, self._last = self._launched + 1, [*self.rows.runs]
+        self._last = [*self.rows.runs]  # a copy: rows may move before the step is read
         read = to_host([self._tokens, logprobs])
-        self._unread.append(LaunchedStep(self._launched - 1, version, self._last, admission.starting, record, read))
+        self._unread.append(LaunchedStep(version, self._last, starting, record, read))
 
     @property
     def unread(self) -> int:
@@ -341,7 +336,7 @@ class DecodeBatch:
         The first ``decoding`` rows were in the last step, whose tokens are there and are put in the rows' order.
         """
         rows, arrays = self.rows, dict[str, NDArray[Any]]()
-        if changed := self._bars or not rows.steady:
+        if changed := self._bars or rows.changed:
             params = [run.request.sampling for run in rows.runs]
             arrays["places"] = rows.places(self._last)[1][:decoding]
             arrays["lengths"] = rows.lengths[: rows.active].copy()  # a CPU's tensor would be the array itself
@@ -370,7 +365,7 @@ class DecodeBatch:
         """
         step = self._unread[0]
         tokens, logprobs = step.read()
-        if self._launched - 1 - step.number < self.rows.steady:  # nothing has moved since
+        if step.runs == self.rows.runs:  # no row has moved since
             rows = at = np.arange(self.active)
         else:
             rows, at = self.rows.places(step.runs)
@@ -424,30 +419,18 @@ class DecodeBatch:
 
     def _start(self, admission: StepAdmission, first: int, step: DecodeStep) -> torch.Tensor:
         """Give rows from the ``first`` on their contexts in the cache; logits [S, V] of their next tokens."""
-        for row, run in enumerate(admission.starting, first):
-            self._prompts.add(row, run.request.input_ids, run.request.together)
-            sampling = run.request.sampling
-            if sampling.repetition_penalty != 1:
-                self._seen.add(row, run.context)
-            self._looks_for_text = self._looks_for_text or bool(sampling.stop)
-        logits: list[torch.Tensor | None] = [None] * len(admission.starting)
-        for share in admission.shares:
-            prefilled = share.prefilled
-            assert prefilled is not None
+        logits: list[torch.Tensor] = []
+        for share in admission.shares.values():
+            assert share.prefilled is not None
             step.prefilled += share.missing
             step.found += len(share.ids) * len(share.runs) - share.missing
             self.contexts.start(share)
-            for place in share.places:
-                logits[place] = prefilled.logits
-            for rows in neighbours(share.places):
-                self._runner.fill(range(first + rows.start, first + rows.stop), prefilled)
-        return torch.stack([one for one in logits if one is not None])
-
-
-def neighbours(places: Sequence[int]) -> Iterator[range]:
-    """Cut increasing ``places`` into ranges without a gap."""
-    start = 0
-    for index, place in enumerate(places):  # a few: numpy would take ten times as long
-        if index + 1 == len(places) or places[index + 1] != place + 1:
-            yield range(places[start], place + 1)
-            start = index + 1
+            rows = range(first + len(logits), first + len(logits) + len(share.runs))
+            for row, run in zip(rows, share.runs, strict=True):
+                self._prompts.add(row, run.request.input_ids, run.request.together)
+                if run.request.sampling.repetition_penalty != 1:
+                    self._seen.add(row, share.ids)
+                self._looks_for_text = self._looks_for_text or bool(run.request.sampling.stop)
+            self._runner.fill(rows, share.prefilled)
+            logits += [share.prefilled.logits] * len(rows)
+        return torch.stack(logits)

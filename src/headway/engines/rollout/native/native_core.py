@@ -230,7 +230,7 @@ class EngineCore:
             admission = self._schedule(record)
             ahead = 0
             # Where all tokens were read, no row that is left is complete.
-            if admission.starting or (self._batch.active and not (self._batch.unread and self._batch.rows.complete)):
+            if admission.shares or (self._batch.active and not (self._batch.unread and self._batch.rows.complete)):
                 self._batch.launch(admission, self.version, record)
                 ahead = self._runner.runs_ahead
             self._read(ahead)

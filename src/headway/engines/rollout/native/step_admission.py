@@ -11,7 +11,7 @@ row or in blocks. There is memory for as many of them as there are slots, unless
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.model_runner import Prefilled
-from headway.engines.rollout.native.prefix_cache import NOTHING, Found, PrefixCache
+from headway.engines.rollout.native.prefix_cache import Found, PrefixCache
 from headway.engines.rollout.scheduler import RequestState
 
 
@@ -40,9 +40,6 @@ class Share:
     prefilled: Prefilled | None
     """The whole context: of an earlier prefill, or of this step once it has run."""
     runs: list[RequestState] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    """Places of ``runs`` among those that start in the step."""
-
     missing: int = field(init=False)
     """Tokens to prefill."""
 
@@ -92,13 +89,11 @@ class KeptContexts:
             del self._waiting[key]
             self._prefills.pop(key, None)
 
-    def prefill_of(self, run: RequestState) -> Prefilled | None:
-        """The whole prefill that is kept for ``run``."""
-        return self._prefills.get(context_key(run)) if run.started is None else None
-
-    def find(self, run: RequestState) -> Found:
-        """Find the cached part of a call's context, at most up to its last token, whose logits are wanted."""
-        return self.tree.find(run.context[:-1], run.request.trajectory) if len(self.tree) else NOTHING
+    def share(self, run: RequestState, ids: NDArray[np.int64], found: Found) -> Share:
+        """A share for ``run``, whose context is ``ids`` [P], with the prefill that is kept for it if there is one."""
+        # What others had prefilled has no bit of what the call's episode sampled before.
+        kept = run.started is None and found.shared == found.length
+        return Share(ids, found, self._prefills.get(context_key(run)) if kept else None)
 
     def gather(self, found: Found) -> torch.Tensor | None:
         """A copy of the keys and values that were found: [layers, 2·kv_heads, P, head_dim]."""
@@ -169,46 +164,39 @@ class StepAdmission:
     """Decides which waiting calls start in one step. It is asked in order, until it refuses one."""
 
     rows: int
-    """Rows that decode already."""
+    """Rows that decode already, and those of admitted calls."""
     positions: int
     """Number of positions of the longest row, its next token included."""
     budget: int
-    """Most tokens that the step prefills, unless one context alone is longer."""
+    """Most tokens that the step may still prefill; one context alone may be longer."""
     fits: Callable[[int, int], bool]
     """Tells whether the KV cache has memory for (rows, positions)."""
     contexts: KeptContexts
     """Contexts that calls need not prefill."""
-    starting: list[RequestState] = field(default_factory=list)
-    """The calls that were admitted."""
-    shares: list[Share] = field(default_factory=list)
-    """The same, by context."""
-    fresh: dict[bytes, Share] = field(default_factory=dict)
-    """Those of calls that have not started before, by `context_key`."""
-    prefilled: int = 0
-    """Tokens that they prefill."""
+    shares: dict[Hashable, Share] = field(default_factory=dict)
+    """Admitted calls: those that start anew by `context_key` and cached blocks, parked ones by themselves."""
+
+    @property
+    def starting(self) -> list[RequestState]:
+        """Admitted calls, in the order of their rows: those of a share are neighbours."""
+        return [run for share in self.shares.values() for run in share.runs]
 
     def __call__(self, run: RequestState) -> bool:
         """Tell whether ``run`` starts, too."""
-        found = self.contexts.find(run)
-        share = self.fresh.get(context_key(run)) if run.started is None else None
-        joins = share is not None and share.found.blocks == found.blocks
-        if share is None or not joins:
-            # What others had prefilled has no bit of what the call's episode sampled before.
-            kept = self.contexts.prefill_of(run) if found.shared == found.length else None
-            share = Share(run.context, found, kept)
-        tokens = self.prefilled + (0 if joins else share.missing)
+        ids = run.context
+        # At most up to the last token, whose logits are wanted.
+        found = self.contexts.tree.find(ids[:-1], run.request.trajectory)
+        key = (context_key(run), found.blocks) if run.started is None else run
+        share = self.shares.get(key) or self.contexts.share(run, ids, found)
+        missing = 0 if share.runs else share.missing
         # The first one starts whatever its length: a context above the budget would wait for ever.
-        if self.starting and tokens > self.budget:
+        if self.shares and missing > self.budget:
             return False
-        positions = max(self.positions, len(share.ids) + 1)
-        if not self.fits(self.rows + len(self.starting) + 1, positions):
+        positions = max(self.positions, len(ids) + 1)
+        if not self.fits(self.rows + 1, positions):
             return False
-        if not joins:
-            self.shares.append(share)
-            if run.started is None:
-                self.fresh[context_key(run)] = share
+        self.shares[key] = share
         share.runs.append(run)
-        share.places.append(len(self.starting))
-        self.prefilled, self.positions = tokens, positions
-        self.starting.append(run)
+        self.budget -= missing
+        self.rows, self.positions = self.rows + 1, positions
         return True
