@@ -31,6 +31,7 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
 from headway.data.types import Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.native_core import EngineCore, Finished
+from headway.engines.rollout.native.step_attention import PrefillBlocks
 from headway.engines.weights.buckets import parts_of_files, whole
 from headway.models.weight_files import file_tensors
 
@@ -61,6 +62,14 @@ MIXTURES: dict[str, Any] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 """Mixtures of experts, which transformers fuses as it reads them."""
+
+
+class WholeContexts(PrefillBlocks):
+    """As on a GPU: a context is one block."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.fixed = False
 
 
 def make_model(family: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -26,6 +26,7 @@ from tests.engines.rollout.support import (
     MIXTURES,
     TOLERANCE,
     VOCABULARY,
+    WholeContexts,
     activate,
     logprobs_behind,
     make_core,
@@ -132,7 +133,7 @@ def prefill(forward: Any, ids: torch.Tensor, cuts: Sequence[int]) -> tuple[torch
     past, logits = None, torch.empty(0)
     for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True):
         logits, (kv,) = forward.step(None, [PrefillContext(ids[start:stop], past)], 16)
-        past = kv if past is None else torch.cat([past, kv], dim=2)
+        past = kv
     assert past is not None
     return logits[0], past
 
@@ -162,7 +163,7 @@ def test_a_prefill_gives_the_same_bits_however_it_is_cut_and_whoever_is_beside_i
         others = [PrefillContext(torch.randint(0, VOCABULARY, (n,))) for n in (3, 5 * BLOCK + 9, 5 * BLOCK + 7, LONG)]
         beside, kvs = forward.step(None, [*others, PrefillContext(ids), PrefillContext(ids[70:], kv[:, :, :70])], 16)
         assert torch.equal(beside[4], logits) and torch.equal(kvs[4], kv)
-        assert torch.equal(beside[5], logits) and torch.equal(kvs[5], kv[:, :, 70:])
+        assert torch.equal(beside[5], logits) and torch.equal(kvs[5], kv)
         _, (kv_longer,) = forward.step(None, [PrefillContext(torch.cat([ids, others[3].tokens[:90]]))], 16)
         assert torch.equal(kv_longer[:, :, : len(ids)], kv)
 
@@ -186,7 +187,7 @@ def test_where_prefills_are_not_cut_into_blocks_they_are_as_right(
 ) -> None:
     """As on a GPU: contexts attend in one call, whatever of them is there already."""
     for module in ("policy_forward", "fused_forward"):
-        monkeypatch.setattr(f"headway.engines.rollout.native.{module}.block_masks", lambda *_: None)
+        monkeypatch.setattr(f"headway.engines.rollout.native.{module}.PrefillBlocks", WholeContexts)
     if not fused:
         monkeypatch.setattr("headway.engines.rollout.native.fused_forward.FAMILY", frozenset())
     model = long_model(family)

@@ -17,6 +17,7 @@ from headway.engines.rollout.native.supported_models import Windows
 from headway.engines.rollout.native.varlen_attention import VarlenPrefill, has_varlen
 from tests.engines.rollout.support import (
     FAMILIES,
+    WholeContexts,
     assert_logprobs,
     finish,
     make_core,
@@ -147,7 +148,8 @@ def test_a_prefill_equals_the_one_of_a_call_for_each_length(
         PrefillContext(torch.arange(tokens), torch.randn(2, 2 * heads[1], past, heads[2]) if past else None)
         for past, tokens in ((0, 9), (12, 1), (0, 3), (5, 17), (5, 2), (0, 9))
     ]
-    ours, other = VarlenPrefill(shape, contexts), PrefillAttention(shape, contexts, None)
+    blocks = WholeContexts(shape.windows, 64, shape.dtype, torch.device("cpu"))
+    ours, other = VarlenPrefill(shape, contexts), PrefillAttention(shape, contexts, blocks)
     qkv = torch.randn(ours.count, heads[0] + 2 * heads[1], heads[2])
     lengths = [len(context.tokens) for context in contexts]
     by_context = qkv.split(lengths)

@@ -431,6 +431,6 @@ class DecodeBatch:
                 if run.request.sampling.repetition_penalty != 1:
                     self._seen.add(row, share.ids)
                 self._looks_for_text = self._looks_for_text or bool(run.request.sampling.stop)
-            self._runner.fill(rows, share.prefilled)
+            self._runner.cache.fill(rows, share.prefilled.kv)
             logits += [share.prefilled.logits] * len(rows)
         return torch.stack(logits)

@@ -30,9 +30,9 @@ from headway.engines.rollout.native.step_attention import (
     DecodeAttention,
     Decoding,
     PrefillAttention,
+    PrefillBlocks,
     PrefillContext,
     RowBlock,
-    block_masks,
     places_do_not_matter,
 )
 from headway.engines.rollout.native.supported_models import KvGeometry, Windows, check_kind, not_served
@@ -186,10 +186,8 @@ def _brief_logits(forward: PolicyForward, model: PreTrainedModel, windows: Windo
         pasts = forward.step(None, [PrefillContext(row[:first]) for row in rows], 1)[1] if first else [None, None]
         rest = [PrefillContext(row[first:], past) for row, past in zip(rows, pasts, strict=True)]
         prefilled, kv = forward.step(None, rest, 1)
-        for row, past in enumerate(pasts):
-            if past is not None:
-                cache.fill(range(row, row + 1), past)
-            cache.fill(range(row, row + 1), kv[row], first)
+        for row, of in enumerate(kv):
+            cache.fill(range(row, row + 1), of)
         block = RowBlock.of(range(2), length + 1, lengths, windows.size, model.dtype)
         decoded, _ = forward.step(Decoding(ids[:, 0], lengths, cache, [block]), (), 1)
         return torch.cat([prefilled, decoded]).float()
@@ -244,7 +242,7 @@ class FusedForward:
         self.shape = AttentionShape(
             int(config.num_attention_heads), geometry.kv_heads, geometry.head_dim, windows, model.dtype
         )
-        self._masks = block_masks(windows, max_context, model.dtype, model.device)
+        self._blocks = PrefillBlocks(windows, max_context, model.dtype, model.device)
         no_window, on_cpu = windows.size is None, model.device.type == "cpu"
         self.shares = no_window and on_cpu and places_do_not_matter(self.shape)
         self.varlen = has_varlen(self.shape, model.device)
@@ -262,7 +260,7 @@ class FusedForward:
     def attend_within(self, windows: Windows, max_context: int) -> None:
         """Have layers attend within ``windows`` from now on, which are of the same layers as before."""
         self.shape = replace(self.shape, windows=windows)
-        self._masks = block_masks(windows, max_context, self.shape.dtype, self._cos.device)
+        self._blocks = PrefillBlocks(windows, max_context, self.shape.dtype, self._cos.device)
 
     def step(
         self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int
@@ -271,8 +269,8 @@ class FusedForward:
         if decoding is not None:
             parts.append((VarlenDecode if self.varlen else DecodeAttention)(self.shape, decoding))
         if contexts:
-            shape, masks = self.shape, self._masks
-            prefill = VarlenPrefill(shape, contexts) if self.varlen else PrefillAttention(shape, contexts, masks)
+            shape, blocks = self.shape, self._blocks
+            prefill = VarlenPrefill(shape, contexts) if self.varlen else PrefillAttention(shape, contexts, blocks)
             parts.append(prefill)
         counts = [part.count for part in parts]
         fillers = max(0, least_rows - sum(counts))

@@ -78,12 +78,6 @@ class SlotCache:
         # All views with it: one that is left would hold the memory.
         del self._kv, self._rows, self._layers, self._flat, self._places, self._blocks, self.bounds
 
-    def scratch(self, slots: int, context: int) -> SlotCache:
-        """Another cache of the same geometry, for a few short rows beside those that decode."""
-        cache = SlotCache(self.geometry, slots=slots, context=context, dtype=self._dtype, device=self._device)
-        cache.reserve(slots, context, np.zeros(0, np.int64))
-        return cache
-
     def fits(self, rows: int, positions: int) -> bool:
         """Tell whether there is memory for so many rows, the longest of ``positions``."""
         return rows * self._rounded(positions) <= self.tokens
@@ -154,9 +148,9 @@ class SlotCache:
             flat.as_strided(size, stride, first + g.kv_heads * self.room * g.head_dim),
         )
 
-    def fill(self, rows: range, kv: torch.Tensor, start: int = 0) -> None:
-        """Copy keys and values [layers, 2·kv_heads, T, head_dim] to each of ``rows``, from position ``start`` on."""
-        self._rows[:, rows.start : rows.stop, :, start : start + kv.shape[2]] = kv.unsqueeze(1)
+    def fill(self, rows: range, kv: torch.Tensor) -> None:
+        """Copy keys and values [layers, 2·kv_heads, T, head_dim] to the beginning of each of ``rows``."""
+        self._rows[:, rows.start : rows.stop, :, : kv.shape[2]] = kv.unsqueeze(1)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of row ``source`` to row ``target``."""

@@ -95,21 +95,13 @@ class Prefilled:
     """The result of a prefill: enough to start any number of calls from its context."""
 
     kv: torch.Tensor
-    """[layers, 2·kv_heads, T, head_dim]"""
+    """[layers, 2·kv_heads, T, head_dim] of the whole context."""
     logits: torch.Tensor
     """[V], of the token that follows."""
-    past: torch.Tensor | None = None
-    """Keys and values like ``kv``, of the tokens before, if those were there."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of the context."""
-        return self.kv.shape[2] + (0 if self.past is None else self.past.shape[2])
 
     def copy(self) -> Prefilled:
         """Copy it: this one is a view of what a whole step has prefilled."""
-        kv = self.kv.clone() if self.past is None else torch.cat([self.past, self.kv], dim=2)
-        return Prefilled(kv, self.logits.clone())
+        return Prefilled(self.kv.clone(), self.logits.clone())
 
 
 class ModelRunner:
@@ -201,7 +193,7 @@ class ModelRunner:
         noise = torch.Generator().manual_seed(0)
 
         def decode(rows: int) -> torch.Tensor:
-            cache = SlotCache(self._geometry, slots=rows, context=context, dtype=self._dtype, device=self.device)
+            cache = self._scratch(rows, context)
             noise.manual_seed(0)  # the same keys and values for a row, however many rows there are
             for row in range(rows):
                 shape = (self._geometry.layers, 2 * self._geometry.kv_heads, int(lengths[row]), self._geometry.head_dim)
@@ -248,25 +240,18 @@ class ModelRunner:
         decoded = torch.empty(0)
         prefilled: list[Prefilled] = []
         rows = self._decoding(tokens, positions, lengths, self.cache, prompts) if len(tokens) else None
-        if rows is not None and not self._mixes:
-            decoded, rows = self._forward.step(rows, (), self._least_rows)[0][: len(tokens)], None
-        together = [contexts] if self._mixes and (contexts or rows is not None) else [[context] for context in contexts]
-        for batch in together:
-            logits, kv = self._forward.step(rows, batch, self._least_rows)
-            if rows is not None:
+        passes: list[tuple[Decoding | None, Sequence[PrefillContext]]] = [(None, [context]) for context in contexts]
+        if self._mixes and (rows is not None or contexts):
+            passes = [(rows, contexts)]
+        elif rows is not None:
+            passes.insert(0, (rows, ()))
+        for decoding, batch in passes:
+            logits, kv = self._forward.step(decoding, batch, self._least_rows)
+            if decoding is not None:
                 # Behind the tokens are rows that fill the step up; the contexts begin behind those.
-                decoded, logits = logits[: len(tokens)], logits[len(rows.tokens) :]
-            prefilled += [
-                Prefilled(of, last, context.past) for of, last, context in zip(kv, logits, batch, strict=True)
-            ]
+                decoded, logits = logits[: len(tokens)], logits[len(decoding.tokens) :]
+            prefilled += map(Prefilled, kv, logits)
         return decoded, prefilled
-
-    def fill(self, rows: range, prefilled: Prefilled) -> None:
-        """Let each of ``rows`` hold the context that was prefilled."""
-        past = prefilled.past
-        if past is not None:
-            self.cache.fill(rows, past)
-        self.cache.fill(rows, prefilled.kv, 0 if past is None else past.shape[2])
 
     def decode(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> torch.Tensor:
         """Decode as `step` does, without contexts, and in another cache than the engine's own."""
@@ -287,6 +272,10 @@ class ModelRunner:
             lengths = np.append(lengths, np.zeros(fillers, np.int64))
         blocks = [] if self._forward.varlen else self._blocks(lengths, positions, cache.room, prompts)
         return Decoding(tokens, positions, cache, blocks, prompts)
+
+    def _scratch(self, rows: int, context: int) -> SlotCache:
+        """Another cache, for a few short rows beside those that decode."""
+        return SlotCache(self._geometry, slots=rows, context=context, dtype=self._dtype, device=self.device)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -312,7 +301,7 @@ class ModelRunner:
         takes, but that no step is replayed. Nothing is kept, and no randomness is used.
         """
         rows, length = ids.shape
-        cache = self.cache.scratch(max(rows, self._least_rows), self._span(length, self.cache.context))
+        cache = self._scratch(max(rows, self._least_rows), self._span(length, self.max_context))
         columns = to_device([*(row[:given] for row in ids), *ids[:, given:].T.copy()], self.device)
         contexts, targets = [PrefillContext(row) for row in columns[:rows]], columns[rows:]
         nothing = torch.empty(0, dtype=torch.int64, device=self.device)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +27,7 @@ from transformers import Cache, PreTrainedModel
 
 from headway.devices import Compute, GraphRecorder
 from headway.engines.rollout.native.kv_cache import SlotCache
-from headway.engines.rollout.native.prefix_cache import BLOCK
-from headway.engines.rollout.native.step_attention import Decoding, PrefillContext, RowBlock, alike, block_masks
+from headway.engines.rollout.native.step_attention import Decoding, PrefillBlocks, PrefillContext, RowBlock
 from headway.engines.rollout.native.supported_models import FULL, SLIDING, KvGeometry, Windows
 from headway.errors import ModelError, said_by
 
@@ -54,7 +52,7 @@ class PolicyForward(Protocol):
         it is given: the result for a row or a context does not depend on the others.
 
         Returns the logits [A + C, V], of the rows and then at each context's last token, and keys and values
-        [layers, 2·kv_heads, T, head_dim] of each context's tokens.
+        [layers, 2·kv_heads, P + T, head_dim] of each context.
         """
 
     def refresh(self) -> None:
@@ -74,7 +72,7 @@ class ModuleForward:
         self._windows = windows
         self._geometry = KvGeometry.of(model.config)
         self._last_position = max_context - 1
-        self._masks = block_masks(windows, max_context, model.dtype, model.device)
+        self._blocks = PrefillBlocks(windows, max_context, model.dtype, model.device)
 
     def step(
         self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int
@@ -95,14 +93,12 @@ class ModuleForward:
     def _prefill(self, contexts: Sequence[PrefillContext], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits: dict[int, torch.Tensor] = {}
         kv: dict[int, torch.Tensor] = {}
-        for indices in alike(contexts, BLOCK if self._masks else None):
+        for indices in self._blocks.alike(contexts):
             together = [contexts[index] for index in indices]
             ends, stored = self._run_blocks(together, least_rows)
             logits.update(zip(indices, ends, strict=True))
-            kv.update(
-                (index, of[:, :, one.start : one.start + len(one.tokens)])
-                for index, one, of in zip(indices, together, stored, strict=False)
-            )
+            for index, one, of in zip(indices, together, stored, strict=False):
+                kv[index] = of[:, :, : one.start + len(one.tokens)]
         return torch.stack([logits[i] for i in range(len(contexts))]), [kv[i] for i in range(len(contexts))]
 
     def _run_blocks(
@@ -114,11 +110,7 @@ class ModuleForward:
         """
         start, device = contexts[0].start, contexts[0].tokens.device
         lasts = [start + len(context.tokens) - 1 for context in contexts]
-        if self._masks is None:
-            blocks = [range(start, lasts[0] + 1)]
-        else:
-            firsts = range(start // BLOCK * BLOCK, lasts[0] + 1, BLOCK)
-            blocks = [range(first, first + BLOCK) for first in firsts]
+        blocks = self._blocks.cut(start, lasts[0] + 1)
         contexts = [*contexts] * -(-least_rows // (len(contexts) * len(blocks[0])))  # some twice, if they are too few
         pasts = [context.past for context in contexts if context.past is not None]
         store = _PrefillStore(self._geometry, torch.stack(pasts) if pasts else None)
@@ -135,17 +127,10 @@ class ModuleForward:
             # A block may end behind the longest context: positions beyond would leave the tables of learned ones.
             positions = torch.arange(block.start, block.stop, device=device).clamp_(max=self._last_position)
             known, kept = max(start - block.start, 0), torch.tensor(wanted, device=device)
-            logits = self._run(ids, positions.expand_as(ids), self._masks_of(block), store.at(known), kept)
+            logits = self._run(ids, positions.expand_as(ids), self._blocks.masks(block), store.at(known), kept)
         # Not strict: contexts that only fill the call up have rows, too.
         ends = [row[wanted.index(last - blocks[-1].start)] for row, last in zip(logits, lasts, strict=False)]
         return ends, torch.stack(store.stored).unbind(1)
-
-    def _masks_of(self, block: range) -> Sequence[torch.Tensor]:
-        """Full and windowed mask of a block of queries."""
-        if self._masks is not None:
-            return self._masks.of(block.start // BLOCK)
-        causal = partial(self._windows.causal, block, block.stop, self._model.dtype, self._model.device)
-        return causal(windowed=False), causal(windowed=True)
 
     def _decode(self, decoding: Decoding) -> torch.Tensor:
         tokens, lengths = decoding.tokens, decoding.lengths

@@ -115,7 +115,7 @@ class KeptContexts:
         if key not in self._waiting or key in self._prefills:
             return
         self._prefills[key] = share.prefilled.copy()  # of its own memory: a view would keep the whole step's
-        while len(self._prefills) > 1 and sum(kept.length for kept in self._prefills.values()) > self._most:
+        while len(self._prefills) > 1 and sum(kept.kv.shape[2] for kept in self._prefills.values()) > self._most:
             del self._prefills[next(iter(self._prefills))]
 
     def end(self, run: RequestState) -> int | None:

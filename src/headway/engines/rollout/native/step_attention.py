@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -81,23 +82,53 @@ class SharedPrompts:
         ]
 
 
-class BlockMasks:
-    """The masks of blocks of queries at fixed places, each over all keys up to its own end: views of a single one.
+class PrefillBlocks:
+    """The blocks of queries that attend together in a prefill, and their masks over all keys up to their own end.
 
-    A mask depends only on how far a key is before a query, so that of an early block is the end of that of a late one.
+    On a CPU blocks are `BLOCK` queries at fixed places (see `policy_forward`), elsewhere all of a context's.
     """
 
     def __init__(self, windows: Windows, max_context: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._positions = positions = -(-max_context // BLOCK) * BLOCK
-        last = range(positions - BLOCK, positions)
-        self._full = self._windowed = windows.causal(last, positions, dtype, device, windowed=False)
-        if windows.size is not None:
-            self._windowed = windows.causal(last, positions, dtype, device, windowed=True)
+        self._causal = partial(windows.causal, dtype=dtype, device=device)
+        self._window = windows.size
+        self.fixed = device.type == "cpu"
+        """Blocks are at fixed places."""
+        if self.fixed:
+            self._end = -(-max_context // BLOCK) * BLOCK
+            # A mask depends only on how far a key is before a query: that of an early block is the end of the last's.
+            self._last = self._masks(range(self._end - BLOCK, self._end))
 
-    def of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Full and windowed mask [BLOCK, (index + 1) · BLOCK]: 0 where the ``index``-th block's queries attend."""
-        start = self._positions - (index + 1) * BLOCK
-        return self._full[:, start:], self._windowed[:, start:]
+    def cut(self, start: int, stop: int) -> list[range]:
+        """Cut positions ``start`` to ``stop`` into blocks; the first may begin before, and the last end behind."""
+        if not self.fixed:
+            return [range(start, stop)]
+        return [range(first, first + BLOCK) for first in range(start // BLOCK * BLOCK, stop, BLOCK)]
+
+    def masks(self, block: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Full and windowed mask [len(block), block.stop]: 0 where the queries of ``block`` attend, else -inf."""
+        if not self.fixed:
+            return self._masks(block)
+        full, windowed = self._last
+        return full[:, self._end - block.stop :], windowed[:, self._end - block.stop :]
+
+    def least_masks(self, block: range) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The same; None where SDPA's own causal mask is meant, which needs no memory."""
+        if self.fixed or block.start > 0:
+            return self.masks(block)
+        fills = self._window is not None and len(block) > self._window
+        return None, self._causal(block, windowed=True) if fills else None
+
+    def alike(self, contexts: Sequence[PrefillContext]) -> list[list[int]]:
+        """Indices of contexts that begin at the same place and end in the same block, together."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, context in enumerate(contexts):
+            last = self.cut(context.start, context.start + len(context.tokens))[-1]
+            groups.setdefault((context.start, last.stop), []).append(index)
+        return list(groups.values())
+
+    def _masks(self, block: range) -> tuple[torch.Tensor, torch.Tensor]:
+        full = self._causal(block, windowed=False)
+        return full, full if self._window is None else self._causal(block, windowed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +188,6 @@ class PrefillContext:
     def start(self) -> int:
         """P, the position of the first token."""
         return 0 if self.past is None else self.past.shape[2]
-
-
-def alike(contexts: Sequence[PrefillContext], block: int | None) -> list[list[int]]:
-    """Indices of contexts that begin at the same place and end in the same block, together; None: at the same place."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for index, context in enumerate(contexts):
-        stop = context.start + len(context.tokens)
-        groups.setdefault((context.start, stop if block is None else -(-stop // block)), []).append(index)
-    return list(groups.values())
-
-
-def block_masks(windows: Windows, max_context: int, dtype: torch.dtype, device: torch.device) -> BlockMasks | None:
-    """The masks of a prefill that is cut into blocks; None where it is not."""
-    return BlockMasks(windows, max_context, dtype, device) if device.type == "cpu" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,21 +343,20 @@ class _Alike:
 class PrefillAttention:
     """Contexts to prefill: where their tokens are in a step, and how they attend."""
 
-    def __init__(self, shape: AttentionShape, contexts: Sequence[PrefillContext], masks: BlockMasks | None) -> None:
-        """``masks``: cut the queries into these masks' blocks (see `ModuleForward`)."""
+    def __init__(self, shape: AttentionShape, contexts: Sequence[PrefillContext], blocks: PrefillBlocks) -> None:
         self._shape = shape
         device = contexts[0].tokens.device
-        groups = alike(contexts, BLOCK if masks else None)
+        groups = blocks.alike(contexts)
         self._order = [index for indices in groups for index in indices]
-        ordered = [contexts[index] for index in self._order]
-        self._lengths = [len(context.tokens) for context in ordered]
-        self._groups = [self._lay([contexts[index] for index in indices], masks) for indices in groups]
+        self._contexts = [contexts[index] for index in self._order]
+        self._lengths = [len(context.tokens) for context in self._contexts]
+        self._groups = [_lay([contexts[index] for index in indices], blocks) for indices in groups]
         self._sizes = [sum(len(contexts[index].tokens) for index in indices) for indices in groups]
         self._stored: list[torch.Tensor] = []
-        self.tokens = torch.cat([context.tokens for context in ordered])
+        self.tokens = torch.cat([context.tokens for context in self._contexts])
         ends = np.cumsum(self._lengths)
         self.count = int(ends[-1])
-        before = ends - self._lengths - [context.start for context in ordered]
+        before = ends - self._lengths - [context.start for context in self._contexts]
         self.positions = torch.from_numpy(np.arange(self.count) - np.repeat(before, self._lengths)).to(device)
         self._places = np.argsort(self._order)  # the inverse: results go back to the order given
         self.last = torch.from_numpy(ends[self._places] - 1).to(device)
@@ -356,40 +372,31 @@ class PrefillAttention:
         )
 
     def kv(self) -> list[torch.Tensor]:
-        """Keys and values [layers, 2K, T, D] of each context's tokens, in the order given."""
+        """Keys and values [layers, 2K, P + T, D] of each context, in the order given."""
         stored = torch.stack(self._stored).transpose(1, 2).split(self._lengths, dim=2)
-        return [stored[place] for place in self._places.tolist()]
+        whole = [
+            kv if context.past is None else torch.cat([context.past, kv], dim=2)
+            for context, kv in zip(self._contexts, stored, strict=True)
+        ]
+        return [whole[place] for place in self._places.tolist()]
 
-    def _lay(self, contexts: Sequence[PrefillContext], masks: BlockMasks | None) -> _Alike:
-        start, device = contexts[0].start, contexts[0].tokens.device
-        pasts = [context.past for context in contexts if context.past is not None]
-        past = torch.stack(pasts) if pasts else None
-        length = len(contexts[0].tokens)
-        if masks is None:
-            queries = (slice(None), start + length, self._whole(start, length, device))
-            return _Alike(len(contexts), start, start, None, None, past, (queries,))
-        blocks = range(start // BLOCK, -(-(start + length) // BLOCK))
-        first = blocks.start * BLOCK
-        lengths = np.array([[len(context.tokens)] for context in contexts])
-        at = np.arange(first - start, blocks.stop * BLOCK - start)  # in a context's tokens
-        own = (at >= 0) & (at < lengths)
-        calls = tuple(
-            (slice(block * BLOCK - first, (block + 1) * BLOCK - first), (block + 1) * BLOCK, masks.of(block))
-            for block in blocks
-        )
-        if own.all():
-            return _Alike(len(contexts), start, first, None, None, past, calls)
-        places = torch.from_numpy(np.flatnonzero(own)).to(device)
-        nearest = np.minimum(np.maximum(at, 0), lengths - 1) + (np.cumsum(lengths)[:, None] - lengths)
-        laid = torch.from_numpy(nearest.reshape(-1)).to(device)
-        return _Alike(len(contexts), start, first, laid, places, past, calls)
 
-    def _whole(self, start: int, length: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The masks of contexts that attend in one call; None where SDPA's own causal one is meant."""
-        windows, queries = self._shape.windows, range(start, start + length)
-        kinds = (start > 0, start > 0 or (windows.size is not None and length > windows.size))
-        full, windowed = (
-            windows.causal(queries, queries.stop, self._shape.dtype, device, windowed=bool(index)) if masked else None
-            for index, masked in enumerate(kinds)
-        )
-        return full, windowed
+def _lay(contexts: Sequence[PrefillContext], blocks: PrefillBlocks) -> _Alike:
+    start, device = contexts[0].start, contexts[0].tokens.device
+    pasts = [context.past for context in contexts if context.past is not None]
+    # A single one is not copied.
+    past = torch.stack(pasts) if len(pasts) > 1 else pasts[0][None] if pasts else None
+    cut = blocks.cut(start, start + len(contexts[0].tokens))
+    first = cut[0].start
+    lengths = np.array([[len(context.tokens)] for context in contexts])
+    at = np.arange(first - start, cut[-1].stop - start)  # in a context's tokens
+    own = (at >= 0) & (at < lengths)
+    calls = tuple(
+        (slice(block.start - first, block.stop - first), block.stop, blocks.least_masks(block)) for block in cut
+    )
+    if own.all():
+        return _Alike(len(contexts), start, first, None, None, past, calls)
+    places = torch.from_numpy(np.flatnonzero(own)).to(device)
+    nearest = np.minimum(np.maximum(at, 0), lengths - 1) + (np.cumsum(lengths)[:, None] - lengths)
+    laid = torch.from_numpy(nearest.reshape(-1)).to(device)
+    return _Alike(len(contexts), start, first, laid, places, past, calls)

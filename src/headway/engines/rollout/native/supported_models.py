@@ -140,11 +140,10 @@ class Windows:
         """Some layers are windowed and some are not."""
         return len(set(self.layers)) > 1
 
-    def causal(
-        self, queries: range, keys: int, dtype: torch.dtype, device: torch.device, *, windowed: bool
-    ) -> torch.Tensor:
-        """[Q, keys]: 0 where a query, at one of the positions ``queries``, attends, else -inf."""
-        ahead = torch.arange(keys, device=device) - torch.arange(queries.start, queries.stop, device=device)[:, None]
+    def causal(self, queries: range, dtype: torch.dtype, device: torch.device, *, windowed: bool) -> torch.Tensor:
+        """[Q, keys up to the last query]: 0 where a query, at one of the positions ``queries``, attends, else -inf."""
+        keys = torch.arange(queries.stop, device=device)
+        ahead = keys - keys[queries.start :, None]
         hidden = ahead > 0
         if windowed and self.size is not None:
             hidden |= ahead <= -self.size

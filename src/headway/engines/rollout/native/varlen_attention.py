@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -73,9 +74,9 @@ class VarlenPrefill:
         return output.flatten(1)
 
     def kv(self) -> list[torch.Tensor]:
-        """Keys and values [layers, 2K, T, D] of each context's tokens, in the order given."""
-        spans = zip(self._ends.tolist(), self._lengths.tolist(), strict=True)
-        return [self._kv[:, end - length : end].transpose(1, 2) for end, length in spans]
+        """Keys and values [layers, 2K, P + T, D] of each context, in the order given."""
+        ends = self._ends.tolist()
+        return [self._kv[:, start:end].transpose(1, 2) for start, end in pairwise([0, *ends])]
 
 
 class VarlenDecode(DecodeAttention):
