@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -55,43 +56,34 @@ class Episodes:
             raise ValueError(f"{len(rows)} rows are of the episodes {episode_of}; expected 0, 1, … in order, one each")
         starts = np.flatnonzero(steps)
         self.rows = rows
-        self._places = [range(a, b) for a, b in zip(starts, [*starts[1:], len(rows)], strict=True)]
-        self._orders = {episode: self._order(of) for episode, of in enumerate(self._places) if len(of) > 1}
-        """Episode of several rows → indices into what they train, one row after the other, in the order of turns."""
+        self._rows_of = [rows[a:b] for a, b in pairwise([*starts, len(rows)])]
+        """The rows of each episode."""
+        self._orders = [_order(own) for own in self._rows_of]
+        """Indices of each episode's tokens among those of its rows, one row after the other."""
 
     def join(self, get: Get) -> list[NDArray[Any]]:
         """The arrays [L] of the episodes, from those [T] that ``get`` returns of their rows."""
-        if not self._orders:
-            return [get(row) for row in self.rows]
-        joined = []
-        for episode, place in enumerate(self._places):
-            rows = self.rows[place.start : place.stop]
-            if (order := self._orders.get(episode)) is None:
-                joined.append(get(rows[0]))
-            else:
-                joined.append(np.concatenate([get(row)[row.loss_mask] for row in rows])[order])
-        return joined
+        pairs = zip(self._rows_of, self._orders, strict=True)
+        return [np.concatenate([get(row) for row in own])[order] for own, order in pairs]
 
     def cut(self, arrays: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
         """The arrays [T] of the rows, from those [L] of their episodes; 0 in the holes of rows that were joined."""
         result: list[NDArray[np.float32]] = []
-        for episode, (place, array) in enumerate(zip(self._places, arrays, strict=True)):
-            if (order := self._orders.get(episode)) is None:
-                result.append(array)
-                continue
-            trained = np.empty_like(array)
-            trained[order] = array  # what `join` read by the same order
-            rows = self.rows[place.start : place.stop]
-            ends = np.cumsum([row.loss_mask.sum() for row in rows])[:-1]
-            for row, values in zip(rows, np.split(trained, ends), strict=True):
-                result.append(np.zeros(len(row.loss_mask), np.float32))
-                result[-1][row.loss_mask] = values
+        for own, order, array in zip(self._rows_of, self._orders, arrays, strict=True):
+            ends = np.cumsum([len(row.loss_mask) for row in own])
+            joined = np.zeros(ends[-1], np.float32)
+            joined[order] = array  # what `join` read by the same order
+            result += np.split(joined, ends[:-1])
         return result
 
-    def _order(self, place: range) -> NDArray[np.int64]:
-        rows = self.rows[place.start : place.stop]
-        # Stable: the tokens of one turn keep their order.
-        return np.argsort(np.concatenate([turn_numbers(row)[row.loss_mask] for row in rows]), kind="stable")
+
+def _order(rows: Sequence[CollatedRow]) -> NDArray[np.int64]:
+    mask = np.concatenate([row.loss_mask for row in rows])
+    if len(rows) == 1:
+        return np.arange(len(mask))
+    trained = np.flatnonzero(mask)
+    # Stable: the tokens of one turn keep their order.
+    return trained[np.argsort(np.concatenate([turn_numbers(row) for row in rows])[trained], kind="stable")]
 
 
 def turn_numbers(row: CollatedRow) -> NDArray[np.int64]:
