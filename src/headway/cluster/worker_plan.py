@@ -143,7 +143,7 @@ def plan_cluster(
                 WorkerSpec(name, RolloutRole, first, rollout_threads, common, further=others, modules=generating)
             )
     kinds: tuple[tuple[str, type[Any], dict[str, Any]], ...] = (
-        (REF, RefRole, {}),
+        (REF, RefRole, {"with_reference": True}),
         (LOGP, LogpRole, {}),
         (CRITIC, CriticRole, {"total_critic_steps": critic_steps}),
     )

@@ -23,10 +23,10 @@ from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp import checkpoint
 from headway.engines.train.fsdp.checkpoint import save
-from headway.engines.train.fsdp.column_engines import ReferenceEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.micro_batches import collate
+from headway.engines.train.fsdp.sharded_module import forward_sharded, frozen_policy
 from headway.engines.weights.buckets import view
 from headway.errors import ModelError, RunError
 from headway.models.pretrained import load_model
@@ -343,12 +343,12 @@ def test_gathered_buckets_carry_every_weight_once(model_path: ModelPath, tie: bo
 def test_the_reference_stays_where_it_was_while_the_policy_moves(model_path: ModelPath) -> None:
     config, rows = configured(), random_rows(4)
     trainer = engine(model_path(), config)
-    reference = ReferenceEngine(model_path=model_path(), config=config, mesh=TrainMesh.make(ParallelConfig(), CPU))
-    before = reference.forward_logprobs(rows)
+    reference = frozen_policy(model_path(), config, TrainMesh.make(ParallelConfig(), CPU))
+    before = forward_sharded(reference, rows)
     for logprobs, ours in zip(before, trainer.forward_logprobs(rows), strict=True):
         assert np.array_equal(logprobs, ours)
     trainer.train_step(rows, StepContext())
-    for logprobs, again in zip(before, reference.forward_logprobs(rows), strict=True):
+    for logprobs, again in zip(before, forward_sharded(reference, rows), strict=True):
         assert np.array_equal(logprobs, again)
 
 

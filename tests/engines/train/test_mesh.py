@@ -25,9 +25,10 @@ from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.data.types import ColumnName
 from headway.engines.train.fsdp import sharded_module as modules
-from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy, ReferenceEngine
+from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.sharded_module import forward_sharded, frozen_policy
 from headway.engines.train.fsdp.shards import gather, given_parts
 from headway.engines.weights.outgoing_version import Stream
 from headway.engines.weights.protocols import IncomingWeights
@@ -121,7 +122,7 @@ def look(path: str, parallel: ParallelConfig, rows: Sequence[CollatedRow], besid
         critic = FsdpCritic(model_path=path, config=config, total_optimizer_steps=9, mesh=mesh)
         critic.train_step([with_columns(row, **critics_columns(row)) for row in mine])
         values = critic.forward_values(mine)
-        reference = ReferenceEngine(model_path=path, config=config, mesh=mesh).forward_logprobs(mine)
+        reference = forward_sharded(frozen_policy(path, config, mesh), mine)
     return Found(metrics, flat(policy, grads), flat(policy), sent_share(policy), logprobs, values, reference)
 
 

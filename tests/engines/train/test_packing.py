@@ -27,11 +27,12 @@ from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, Packing
 from headway.data.types import TrajectoryId
-from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy, ReferenceEngine
+from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.micro_batches import filler_row
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective
+from headway.engines.train.fsdp.sharded_module import forward_sharded, frozen_policy
 from headway.engines.weights.weight_layout import build_manifest
 from headway.models import logprobs
 from headway.models.attention import packed_layout
@@ -348,10 +349,8 @@ def test_reference_and_copy_of_the_policy_have_the_log_probs_of_rows_one_by_one(
     path, rows = model_path("qwen2", False), fetch(9)
     model = load_model(path, dtype=torch.float64)
     expected = [response_logprobs(model, row, TEMPERATURE)[0].detach().numpy() for row in rows]
-    reference = ReferenceEngine(
-        model_path=path, config=configured("shared", budget), mesh=TrainMesh.make(ParallelConfig(), CPU)
-    )
-    assert_same_numbers(reference.forward_logprobs(rows), expected)
+    reference = frozen_policy(path, configured("shared", budget), TrainMesh.make(ParallelConfig(), CPU))
+    assert_same_numbers(forward_sharded(reference, rows), expected)
     held = load_model(path, dtype=torch.float32)
     copy = LogProbCopy(
         model_path=path,

@@ -30,22 +30,49 @@ from headway.engines.weights.protocols import Address, through_devices
 from headway.engines.weights.weight_layout import Manifest
 
 if TYPE_CHECKING:
-    from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy, ReferenceEngine
+    from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy
     from headway.engines.train.fsdp.engine import FsdpEngine
 
 
-class WithCritic(Role):
-    """Base of roles whose ranks hold the critic, once it is built. Registered methods are collective over the ranks."""
+class ColumnRole(Role):
+    """Base of roles whose ranks may hold the critic and the reference policy, once they are built. Registered methods
+    are collective over the ranks.
+    """
 
-    def _build_critic(self, total_optimizer_steps: int) -> None:
+    RANKS: str
+    """Name under which the role's ranks meet."""
+
+    def __init__(self, *, with_reference: bool = False, total_critic_steps: int | None = None, **common: Any) -> None:
+        """Create the role. ``total_critic_steps``: None if the critic is absent or has separate ranks."""
+        super().__init__(**common)
+        self._with_reference = with_reference
+        self._total_critic_steps = total_critic_steps
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build(self, store: Address | None) -> None:
+        """Join the ranks that meet at ``store``, and load the models."""
+        self._join_ranks(store, self.RANKS)
+        self._load_models()
+
+    def _load_models(self) -> None:
         from headway.engines.train.fsdp.column_engines import FsdpCritic
+        from headway.engines.train.fsdp.sharded_module import frozen_policy
 
-        self._critic: FsdpCritic = FsdpCritic(
-            model_path=self._model_path,
-            config=self._config,
-            total_optimizer_steps=total_optimizer_steps,
-            mesh=self._mesh,
-        )
+        if self._with_reference:
+            self._reference = frozen_policy(self._model_path, self._config, self._mesh)
+        if self._total_critic_steps is not None:
+            self._critic: FsdpCritic = FsdpCritic(
+                model_path=self._model_path,
+                config=self._config,
+                total_optimizer_steps=self._total_critic_steps,
+                mesh=self._mesh,
+            )
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
+        from headway.engines.train.fsdp.sharded_module import forward_sharded
+
+        return forward_sharded(self._reference, self.batch.rows(samples))
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def forward_values(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
@@ -69,46 +96,32 @@ class WithCritic(Role):
         self._critic.learner.load(path)
 
 
-class ActorRole(WithCritic):
+class ActorRole(ColumnRole):
     """Role of one training rank. Every method that is registered for all ranks is collective."""
 
-    def __init__(
-        self,
-        *,
-        total_optimizer_steps: int,
-        with_reference: bool,
-        total_critic_steps: int | None,
-        **common: Any,
-    ) -> None:
-        """Create the role. ``total_critic_steps``: None if the critic is absent or has separate ranks."""
+    RANKS = "actor"
+
+    def __init__(self, *, total_optimizer_steps: int, **common: Any) -> None:
         super().__init__(**common)
         self._total_optimizer_steps = total_optimizer_steps
-        self._with_reference = with_reference
-        self._total_critic_steps = total_critic_steps
         self.outbox = WeightSendRole(self._config, self._rank, self._here)
         self.snapshot = RankSnapshot()
         self._returns: list[NDArray[np.float32]] = []
         """Returns of a batch, from `advantages` until `returns` takes them."""
 
-    @register(Dispatch.ONE_TO_ALL)
-    def build(self, store: Address | None) -> None:
-        """Join the ranks that meet at ``store``, and load the trainer's model."""
+    def _load_models(self) -> None:
         from headway.engines.train.batch_advantages import BatchAdvantages
-        from headway.engines.train.fsdp.column_engines import ReferenceEngine
         from headway.engines.train.fsdp.engine import FsdpEngine
 
-        self._join_ranks(store, "actor")
         self._engine: FsdpEngine = FsdpEngine(
             model_path=self._model_path,
             config=self._config,
             total_optimizer_steps=self._total_optimizer_steps,
             mesh=self._mesh,
         )
+        super()._load_models()
         self.snapshot.learners = [self._engine.learner]
-        if self._with_reference:
-            self._reference = ReferenceEngine(model_path=self._model_path, config=self._config, mesh=self._mesh)
         if self._total_critic_steps is not None:
-            self._build_critic(self._total_critic_steps)
             self.snapshot.learners.append(self._critic.learner)
         self._advantages = BatchAdvantages(self._config.algorithm)
 
@@ -130,10 +143,6 @@ class ActorRole(WithCritic):
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def forward_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
         return self._engine.forward_logprobs(self.batch.rows(samples))
-
-    @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
-        return self._reference.forward_logprobs(self.batch.rows(samples))
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[NDArray[np.float32]]:
@@ -235,18 +244,16 @@ class ActorRole(WithCritic):
         self.outbox.close()
 
 
-class CriticRole(WithCritic):
+class CriticRole(ColumnRole):
     """Role of one rank of a critic on separate ranks."""
 
-    def __init__(self, *, total_critic_steps: int, **common: Any) -> None:
-        super().__init__(**common)
-        self._total_critic_steps = total_critic_steps
+    RANKS = "critic"
 
-    @register(Dispatch.ONE_TO_ALL)
-    def build(self, store: Address | None) -> None:
-        """Join the ranks that meet at ``store``, and load the critic's model."""
-        self._join_ranks(store, "critic")
-        self._build_critic(self._total_critic_steps)
+
+class RefRole(ColumnRole):
+    """Role of one rank of the frozen reference policy on separate ranks."""
+
+    RANKS = "ref"
 
 
 class LogpRole(Role):
@@ -300,21 +307,3 @@ class LogpRole(Role):
         self.inbox.close()  # first: a thread may be waiting for a bucket
         if hasattr(self, "_copy"):
             self._copy.close()
-
-
-class RefRole(Role):
-    """Role of one rank of the frozen reference policy. Every registered method is collective over these ranks."""
-
-    @register(Dispatch.ONE_TO_ALL)
-    def build(self, store: Address | None) -> None:
-        """Join the ranks that meet at ``store``, and load the reference's model."""
-        from headway.engines.train.fsdp.column_engines import ReferenceEngine
-
-        self._join_ranks(store, "ref")
-        self._engine: ReferenceEngine = ReferenceEngine(
-            model_path=self._model_path, config=self._config, mesh=self._mesh
-        )
-
-    @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
-        return self._engine.forward_logprobs(self.batch.rows(samples))

@@ -1,6 +1,5 @@
 """Models beside the policy that is trained, whose numbers rows get as columns.
 
-ReferenceEngine   the first weights, frozen
 ProximalWeights   the weights at the start of a version: the anchor of the trust region, while the policy moves on
 LogProbCopy       every update, on ranks of its own
 FsdpCritic        the initial model's decoder with a scalar head and its own optimizer
@@ -28,7 +27,7 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
 from headway.engines.train.fsdp.micro_batches import collate, on_device
 from headway.engines.train.fsdp.objective import required_column, response_aligned
-from headway.engines.train.fsdp.sharded_module import ValueModule, forward_sharded, sharded, sharded_policy
+from headway.engines.train.fsdp.sharded_module import ValueModule, forward_sharded, frozen_policy, sharded
 from headway.engines.train.fsdp.shards import boxes, local
 from headway.engines.weights.buckets import parts_of_files
 from headway.engines.weights.protocols import IncomingWeights
@@ -36,24 +35,7 @@ from headway.engines.weights.served_weights import ServedWeights, outcome
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
 from headway.errors import RunError
 from headway.models.logprobs import probe_rows, probe_vector
-from headway.models.pretrained import compute_dtype
 from headway.models.weight_files import file_tensors
-
-
-class ReferenceEngine:
-    """One rank of the reference policy. Collective like `engine.FsdpEngine`, beside which it may live."""
-
-    def __init__(self, *, model_path: str, config: Config, mesh: TrainMesh) -> None:
-        """Load and shard the model at ``model_path``, in the dtype that the policy computes in.
-
-        Raises `ModelError` on every rank when it cannot be used.
-        """
-        self._policy = sharded_policy(model_path, config, mesh, compute_dtype(config, mesh.device))
-        self._policy.requires_grad_(False)
-
-    def forward_logprobs(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
-        """The [T] float32 log-probs of each of this rank's ``rows`` (nats, ``rollout.temperature`` applied)."""
-        return forward_sharded(self._policy, rows)
 
 
 class ProximalWeights:
@@ -154,8 +136,7 @@ class LogProbCopy:
             ModelError: the model cannot be used, or ``manifest`` is not its.
         """
         self._name = name
-        self._policy = sharded_policy(model_path, config, mesh, compute_dtype(config, mesh.device))
-        self._policy.requires_grad_(False)
+        self._policy = frozen_policy(model_path, config, mesh)
         self._vocabulary = int(self._policy.lm.get_input_embeddings().weight.shape[0])
         files, parameters = file_tensors(self._policy.lm), dict(self._policy.lm.named_parameters())
         parts = parts_of_files({of: boxes(parameter) for of, parameter in parameters.items()}, files)

@@ -282,6 +282,14 @@ def sharded_policy(
     return sharded(lambda lm: PolicyModule(lm, config.rollout.temperature, mesh), model_path, config, mesh, dtype)
 
 
+def frozen_policy(model_path: str, config: Config, mesh: TrainMesh) -> PolicyModule:
+    """Open the policy at ``model_path`` as `sharded_policy` does, in the dtype that it computes in, without gradients:
+    the reference, or a copy that gets the weights of others. Collective.
+    """
+    policy = sharded_policy(model_path, config, mesh, compute_dtype(config, mesh.device))
+    return policy.requires_grad_(False)
+
+
 def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dtype: torch.dtype = torch.float32) -> M:
     """Open the model at ``model_path``, ``wrap`` it, and divide it over ``mesh``. Collective.
 
