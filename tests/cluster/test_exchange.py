@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from headway.cluster.roles.weight_roles import Left, Send, Sent, SentWeights
+from headway.cluster.roles.weight_roles import Left, Send, Sent
 from headway.cluster.weight_sync.weight_sync import WeightSync
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
@@ -63,6 +63,7 @@ class NotedTrainer:
 
     def __init__(self, shares: Sequence[Manifest], ranks: int) -> None:
         self.workers = [NotedRank(number, Manifest(())) for number in range(ranks)]
+        self.verified: list[bool] = []
         self.senders = self.workers[: len(shares)]
         for rank, share in zip(self.senders, shares, strict=True):
             rank.share = share
@@ -75,13 +76,11 @@ class NotedTrainer:
     def sends(self) -> list[tuple[int, Send]]:
         return self.workers[0].sends
 
-    async def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool, verify: bool) -> SentWeights:
-        assert verify and not everywhere
-        first, *others = [
-            SentWeights(tuple([await rank.send(version, send) for send in sends]), None) for rank in self.senders
-        ]
-        others += [SentWeights((None,) * len(sends), None) for _ in self.workers[len(self.senders) :]]
-        return first.joined(others)
+    async def send_weights(self, version: int, send: Send, everywhere: bool, verify: bool) -> Sent:
+        assert not everywhere
+        self.verified.append(verify)
+        first, *others = [await rank.send(version, send) for rank in self.senders]
+        return first.joined([*others, *(None for _ in self.workers[len(self.senders) :])])
 
     async def gather_weights(self, version: int, verify: bool) -> Any:
         assert verify
@@ -225,6 +224,7 @@ async def test_each_dtype_is_a_route_of_its_own_with_a_checksum_of_its_own() -> 
     between, trainer, _ = await exchange(SETTINGS, {"a": "float32", "b": "bfloat16"})
     report = await together(between, 1, ["a", "b"])
     assert [send.dtype for _, send in trainer.sends] == ["float32", "bfloat16"]
+    assert trainer.verified == [True, False], "one probe of the weights is enough"
     assert report.checksums == {"a": combined([len("float32")]), "b": combined([len("bfloat16")])}
     assert (report.nbytes, report.send_s) == (16, 2.0)
 

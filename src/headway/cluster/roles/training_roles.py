@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.roles.role import Role
-from headway.cluster.roles.weight_roles import Left, Send, SentWeights, WeightInbox, WeightSendRole, transport_in
+from headway.cluster.roles.weight_roles import Left, Send, Sent, WeightInbox, WeightSendRole, transport_in
 from headway.cluster.snapshots import RankSnapshot
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.config.transport_facts import TRANSPORTS
@@ -179,21 +179,18 @@ class ActorRole(ColumnRole):
         return TokenLoss(nats, sum(int(row.loss_mask.sum()) for row in rows))
 
     @register(Dispatch.ONE_TO_ALL, Collect.JOINED)
-    def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool, verify: bool) -> SentWeights:
-        """Gather and send weights: this rank's share, or all to the receiver in its process (``everywhere``)."""
-        gather = partial(self._engine.gather, everywhere=everywhere)
-        sent, failures = [], []
-        for send in sends:
-            try:
-                sent.append(self.outbox.send(version, send, gather))
-            except Exception as failure:  # raised after the last one: the other ranks gather for each
-                failures.append(failure)
-        probe = self.probe() if verify else None  # also after a failure: the other ranks compute it, too
-        if failures:
-            raise failures[0]
-        if everywhere and self._rank:  # each rank has sent the same
-            sent = [None for _ in sent]
-        return SentWeights(tuple(sent), probe)
+    def send_weights(self, version: int, send: Send, everywhere: bool, verify: bool) -> Sent | None:
+        """Gather and send weights: this rank's share, or all to the receiver in its process (``everywhere``).
+
+        Returns None on a rank that sends nothing, or the same as rank zero.
+        """
+        try:
+            sent = self.outbox.send(version, send, partial(self._engine.gather, everywhere=everywhere))
+        finally:
+            probe = self.probe() if verify else None  # also after a failure: the other ranks compute it, too
+        if sent is None or (everywhere and self._rank):
+            return None
+        return replace(sent, report=replace(sent.report, probe=probe))
 
     @register(Dispatch.ONE_TO_ALL, Collect.JOINED)
     def gather_weights(self, version: int, verify: bool) -> GatherReport:

@@ -18,9 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headway.config.schema import Config
 from headway.config.transport_facts import transport_of
 from headway.data.interfaces.weights import GatherReport, SendReport, changed_of_all
@@ -144,11 +141,12 @@ class Sent:
     stored_versions: tuple[StoredVersion | None, ...]
     """Stored versions for receivers of a stored transport, one of each rank."""
 
-    def joined(self, others: Sequence[Sent]) -> Sent:
-        """Return the result of all ranks: those after this one sent the ``others``."""
-        digests = tuple(digest for sent in (self, *others) for digest in sent.digests)
-        stored_versions = tuple(stored for sent in (self, *others) for stored in sent.stored_versions)
-        reports = [self.report, *(sent.report for sent in others)]
+    def joined(self, others: Sequence[Sent | None]) -> Sent:
+        """Return the result of all ranks: those after this one sent the ``others``, or nothing."""
+        every = [self, *(sent for sent in others if sent is not None)]
+        digests = tuple(digest for sent in every for digest in sent.digests)
+        stored_versions = tuple(stored for sent in every for stored in sent.stored_versions)
+        reports = [sent.report for sent in every]
         # The others wait for it where they gather, which is none of the work.
         slowest = max(reports, key=lambda report: report.send_s)
         report = replace(
@@ -157,24 +155,9 @@ class Sent:
             checksum=combined(digests),
             full_nbytes=sum(report.full_nbytes or report.nbytes for report in reports),
             changed=changed_of_all([(report.changed, report.full_nbytes or report.nbytes) for report in reports]),
+            probe=self.report.probe,
         )
         return Sent(report, digests, stored_versions)
-
-
-@dataclass(frozen=True, slots=True)
-class SentWeights:
-    """Report of one rank, or of all, on a version that was sent to all its receivers."""
-
-    sent: tuple[Sent | None, ...]
-    """Results of the sends, one per `Send`; None of a rank that sends nothing."""
-    probe: NDArray[np.float32] | None
-    """Log-probs [N] of the probe's sequences, as in `GatherReport`."""
-
-    def joined(self, others: Sequence[SentWeights]) -> SentWeights:
-        """Return the report of all ranks: of this one, which sends, and those after it."""
-        by_send = zip(self.sent, *(other.sent for other in others), strict=True)
-        there = ([one for one in sent if one is not None] for sent in by_send)
-        return SentWeights(tuple(sent[0].joined(sent[1:]) if sent else None for sent in there), self.probe)
 
 
 @dataclass(slots=True)

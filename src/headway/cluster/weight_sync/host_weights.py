@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from headway.cluster.roles.rollout_role import WITHIN
-from headway.cluster.roles.weight_roles import Send, SentWeights
+from headway.cluster.roles.weight_roles import Send, Sent
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
@@ -152,11 +151,8 @@ class WithinProcesses:
         """Do nothing: every receiver shares a process with its sender."""
 
     async def send(self, version: int, names: Sequence[str]) -> SendReport:
-        sends = [Send(self._dtype, WITHIN, None)]
-        weights: SentWeights = await self._actor.send_weights(version, sends, True, self._verify)
-        (sent,) = weights.sent
-        assert sent is not None, "rank zero has a replica in its process"
-        return replace(sent.report, probe=weights.probe)
+        sent: Sent = await self._actor.send_weights(version, Send(self._dtype, WITHIN, None), True, self._verify)
+        return sent.report
 
     async def gather(self, version: int) -> GatherReport:
         raise UpdateFailed(f"version {version}: {NO_COPY}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from headway.cluster.roles.weight_roles import Send, Sent, SentWeights, transport_in
+from headway.cluster.roles.weight_roles import Send, Sent, transport_in
 from headway.cluster.weight_sync.host_weights import HostWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
@@ -248,18 +248,16 @@ class WeightSync:
 
     async def send(self, version: int, names: Sequence[str]) -> SendReport:
         """Gather and send a version, as `TrainEngine.send_weights` does."""
-        by_link = self._by_link(names)
-        sends = [Send(copies[0].dtype, key, self._base(copies)) for key, copies in by_link.items()]
-        with self._failing([copy for copies in by_link.values() for copy in copies]):
-            weights: SentWeights = await self._actor.send_weights(
-                version, sends, False, self._config.param_update.verify
-            )
-        results = [sent for sent in weights.sent if sent is not None]
-        for sent, copies in zip(results, by_link.values(), strict=True):
-            _tell(copies, sent)
-        by_dtype = {copies[0].dtype: sent.report for copies, sent in zip(by_link.values(), results, strict=True)}
-        checksums = {name: by_dtype[self._receivers[name].dtype].checksum for name in names}
-        return replace(_together([sent.report for sent in results], checksums), probe=weights.probe)
+        reports: dict[str, SendReport] = {}
+        with self._failing(self._copies_of(names)):
+            for dtype, copies in self._by_link(names).items():  # one link for all copies of a dtype
+                verify = self._config.param_update.verify and not reports  # the probe is the same for each
+                send = Send(dtype, dtype, self._base(copies))
+                sent: Sent = await self._actor.send_weights(version, send, False, verify)
+                reports[dtype] = sent.report
+                _tell(copies, sent)
+        checksums = {name: reports[self._receivers[name].dtype].checksum for name in names}
+        return _together(list(reports.values()), checksums)
 
     async def gather(self, version: int) -> GatherReport:
         """Gather a version into the ranks' copies, as `TrainEngine.gather_weights` does."""
@@ -363,4 +361,5 @@ def _together(reports: Sequence[SendReport], checksums: Mapping[str, int]) -> Se
         checksums=checksums,
         full_nbytes=sum(report.full_nbytes or report.nbytes for report in reports),
         changed=reports[0].changed,
+        probe=reports[0].probe,
     )
