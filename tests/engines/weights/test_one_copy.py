@@ -73,7 +73,7 @@ def test_bytes_and_their_stamp_are_the_same_in_both_processes_and_stay_when_one_
         assert answer(process) == "77 6"
     assert mapped.flat[0] == 77 and mapped.stamp == 6
     assert not mapped.is_at(path)
-    with pytest.raises(UpdateFailed, match=f"{path} cannot be mapped: .*may have ended"):
+    with pytest.raises(UpdateFailed, match=rf"{path} cannot be mapped \(.*may have ended\): "):
         SharedBytes.at(path, 13)
 
 
@@ -82,7 +82,7 @@ def test_new_memory_has_no_name_is_no_version_and_goes_with_those_who_map_it() -
     path = str(made.path)
     assert made.stamp == NOTHING and made.flat.shape == (1001,)
     assert Path(path).stat().st_nlink == 0
-    with pytest.raises(UpdateFailed, match=r"cannot be mapped: 1016 bytes .*2008"):
+    with pytest.raises(UpdateFailed, match=r"cannot be mapped .*: 1016 bytes .*2008"):
         SharedBytes.at(path, 2000)
     inode = Path(path).stat().st_ino
     del made

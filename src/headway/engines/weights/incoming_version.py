@@ -76,31 +76,25 @@ class SharedBytes:
     @classmethod
     def reserve(cls, nbytes: int) -> SharedBytes:
         """Reserve new memory. Raises `UpdateFailed` when there is not enough."""
-        try:
+        short = f"no shared memory for {nbytes} bytes of weights (give this machine, or container, more memory)"
+        with boundary(short, UpdateFailed):
             file = FileIO(os.memfd_create("headway-weights"), "r+")
             # All of it before anything is written: memory that is short is an error here, and later a fault.
             os.posix_fallocate(file.fileno(), 0, _size(nbytes))
             made = cls(file, nbytes)
-        except (OSError, RuntimeError) as cause:  # the latter from torch, when it cannot be mapped
-            raise UpdateFailed(
-                f"no shared memory for {nbytes} bytes of weights: {cause}; those who serve them read new weights "
-                "from there. Give this machine (or container) more memory"
-            ) from cause
         made.stamp = NOTHING  # new memory is zeros, which would be the stamp of version 0
         return made
 
     @classmethod
     def at(cls, path: str, nbytes: int) -> SharedBytes:
         """Map what another process of this user and machine has reserved, at its `path`. Raises `UpdateFailed`."""
-        try:
+        with boundary(
+            f"the weights at {path} cannot be mapped (the process that has them may have ended)", UpdateFailed
+        ):
             file = FileIO(path, "r+")
             if (size := os.fstat(file.fileno()).st_size) != _size(nbytes):  # torch would make any file long enough
                 raise OSError(f"{size} bytes are there, expected {_size(nbytes)}")
             return cls(file, nbytes)
-        except (OSError, RuntimeError) as cause:
-            raise UpdateFailed(
-                f"the copy of the weights at {path} cannot be mapped: {cause}; the process that has it may have ended"
-            ) from cause
 
     @property
     def path(self) -> Path:
@@ -134,9 +128,6 @@ class DeviceBytes:
         with boundary(f"no memory for {nbytes} bytes of new weights on {device}", UpdateFailed):
             self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.stamp = NOTHING
-
-    def is_at(self, path: str) -> bool:
-        return False
 
 
 def memory_domain() -> str:
@@ -330,10 +321,8 @@ class BackBuffer(Intake):
         self._owns = False
         """True where the memory is this process's own."""
         self._unpin: Callable[[], None] | None = None
-        self._holds: int | None = None
-        """The version that lies in memory of its own, complete."""
-        self._base: int | None = None
-        """The same, before the version that arrives: what a delta may be applied to."""
+        self._base = NOTHING
+        """Version that lay complete in memory of its own before another arrived: a delta may be applied to it."""
         self._mapping = Lock()
 
     @property
@@ -348,25 +337,22 @@ class BackBuffer(Intake):
         return str(self._staged_memory().path)
 
     def _take_in(self, version: int, receive: Receive) -> ReceiveReport:
-        # Bytes arrive over the version that was held: if they stop half-way it is gone, as a base, too.
-        self._base, self._holds = self._holds, None
+        self._base = self._memory.stamp if self._memory is not None and self._owns else NOTHING
         report = super()._take_in(version, receive)
         assert self._memory is not None
         if self._copy is None:
             # Only now, with all bytes checked: whoever maps the memory trusts the stamp.
-            self._memory.stamp = self._holds = version
+            self._memory.stamp = version
         return replace(report, path=None if self._memory.path is None else str(self._memory.path))
 
     def found(self, copy: HostCopy) -> None:
-        if self._memory is None or not self._memory.is_at(copy.path):
-            self._map(SharedBytes.at(copy.path, self.manifest.nbytes), owns=False)
-            assert self._memory is not None
-        version = self.state.version
-        if not copy.version == version == self._memory.stamp:
-            raise UpdateFailed(
-                f"version {version} was to be read from a copy on this machine, which holds "
-                f"{'none' if self._memory.stamp == NOTHING else f'version {self._memory.stamp}'}"
-            )
+        memory, version = self._memory, self.state.version
+        if not isinstance(memory, SharedBytes) or not memory.is_at(copy.path):
+            memory = SharedBytes.at(copy.path, self.manifest.nbytes)
+            self._map(memory, owns=False)
+        if not copy.version == version == memory.stamp:
+            held = "none" if memory.stamp == NOTHING else f"version {memory.stamp}"
+            raise UpdateFailed(f"version {version} was to be read from a copy on this machine, which holds {held}")
         self._copy = copy
 
     def room(self, share: Arrival, header: Header, device: Device) -> torch.Tensor:
@@ -374,7 +360,7 @@ class BackBuffer(Intake):
         if header.base < 0:
             return place
         if header.base != self._base:
-            held = "nothing complete" if self._base is None else f"version {self._base}"
+            held = "nothing complete" if self._base == NOTHING else f"version {self._base}"
             raise share.wrong(f"came as a delta to version {header.base}, but what is here is {held}; send it whole")
         return torch.empty(header.payload_nbytes, dtype=torch.uint8)
 

@@ -99,7 +99,8 @@ class ServedWeights:
             over = InPlace(manifest, target, window=window, state=self.state, pinned=pinned, device=takes)
             # Restored and not only allocated: a version may fail before its first byte, and the old values then serve.
             return WeightUpdates(over, receive, self.device, take_memory=self.memory.restore)
-        buffer = BackBuffer(manifest, state=self.state, pin=kind.pin, device=takes)
+        pin = kind.pin if kind.pins_host_memory else None
+        buffer = BackBuffer(manifest, state=self.state, pin=pin, device=takes)
         return WeightUpdates(buffer, receive, self.device, take_memory=self.memory.allocate, write=write)
 
     def sleep(self, *, keep: bool) -> None:
