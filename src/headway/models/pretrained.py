@@ -66,7 +66,7 @@ def load_model(
     config = load_config(path, trust_remote_code=trust_remote_code)
     doing = f"{path}: cannot load the weights (a folder needs model.safetensors or its shards)"
     # from_pretrained patches global state while it works, so that two loads at once corrupt each other.
-    with LOADING, boundary(doing, ModelError), without_progress_bars(), without_reports(), _divided_by(divide) as asked:
+    with LOADING, boundary(doing, ModelError), quiet_transformers(), _divided_by(divide) as asked:
         model, info = AutoModelForCausalLM.from_pretrained(
             expanded(path),
             config=config,
@@ -182,31 +182,24 @@ def attention(model_config: Any) -> str | None:
 
 
 @contextmanager
-def without_reports() -> Iterator[None]:
-    """Silence transformers' tables of what it did not find: `load_model` says it in one message."""
-    before = logging.get_verbosity()
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' tables of what it did not find, which `load_model` says in one message, and its progress
+    bars: they would tear the live view, and fill the workers' logs.
+    """
+    before, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Keep transformers' own progress bars off: they would tear the live view, and fill the workers' logs."""
-    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
+        logging.set_verbosity(before)
         if shown:
             logging.enable_progress_bar()
 
 
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Write config, generation config, weights and tokenizer to ``path``; a folder that is there is replaced."""
-    with replaced_when_complete(path) as folder, progress_here().writing(folder), without_progress_bars():
+    with replaced_when_complete(path) as folder, progress_here().writing(folder), quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

@@ -25,7 +25,7 @@ from headway.data.packing import Ids, Tree, grow
 from headway.errors import ModelError, boundary, said_by
 from headway.models.attention.packed_attention import NAME
 from headway.models.attention.packed_layout import PackedLayout
-from headway.models.pretrained import without_reports
+from headway.models.pretrained import quiet_transformers
 
 LEAST_HEAD = 16
 """Smallest size of a head that FlexAttention computes on GPUs."""
@@ -53,7 +53,7 @@ def use_packed_attention(lm: PreTrainedModel, *, on_gpu: bool = False) -> str | 
         return why
     if on_gpu and (size := _head_size(lm.config.get_text_config())) < LEAST_HEAD:
         return f"its heads have {size} numbers each, and kernels of GPUs take {LEAST_HEAD} at least"
-    with without_reports(), torch.no_grad(), _short_windows(lm):
+    with quiet_transformers(), torch.no_grad(), _short_windows(lm):
         rows = _rows(lm.config.get_text_config().vocab_size)
         device = lm.get_input_embeddings().weight.device
         with boundary(f"{type(lm).__name__}: its decoder gives no hidden states to compute log-probs from", ModelError):

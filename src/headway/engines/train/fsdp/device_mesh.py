@@ -165,8 +165,10 @@ def from_rank_zero(action: Callable[[], T], group: ProcessGroup | None = None) -
     return cast(T, result)
 
 
-def on_all_ranks(action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank, and return its result. What the first rank raises that fails is raised on all."""
+def on_all_ranks(action: Callable[[], T]) -> tuple[T, ...]:
+    """Run ``action`` on every rank, and return the results, pickled. What the first rank raises that fails is raised on
+    all.
+    """
     result: T | None = None
     failure: Exception | None = None
     try:
@@ -176,10 +178,11 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     except Exception as error:  # of foreign code, which may not be one that can be sent
         failure = RunError(said_by(error))
         failure.__cause__ = error
-    failures: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, failure))
+    results, failures = zip(*outcomes, strict=True)
     # Its own first: others' have come without their tracebacks.
     first = failure or next((error for error in failures if error is not None), None)
     if first is not None:
         raise first
-    return cast(T, result)
+    return cast(tuple[T, ...], results)

@@ -301,22 +301,21 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
             cannot be divided over the mesh.
     """
     # Filled by `divide`, in the middle of loading: `from_pretrained` returns the model without what wraps it.
-    wrapped: list[M] = []
+    opened: list[tuple[PreTrainedModel, M]] = []
 
     def divide(lm: PreTrainedModel) -> None:
         experts = _divide(lm, model_path, mesh)
         lm.tie_weights()  # here, so that FSDP sees a tied weight as one
         module = wrap(lm)
         _shard(module, experts, config, mesh)
-        wrapped.append(module)
+        opened.append((lm, module))
 
-    def load() -> PreTrainedModel:
-        trust = config.model.trust_remote_code
-        return load_model(model_path, dtype=dtype, trust_remote_code=trust, divide=divide)
+    def load() -> None:
+        load_model(model_path, dtype=dtype, trust_remote_code=config.model.trust_remote_code, divide=divide)
 
-    lm = on_all_ranks(load)
+    on_all_ranks(load)
+    [(lm, module)] = opened
     lm.config.distributed_config = None
-    module = wrapped.pop()
     # transformers puts what it reads for a mesh onto the mesh's device, and FSDP wants offloaded shards on the host.
     module.to("cpu" if _offloads(config, mesh) else mesh.device)
     for part in module.modules():  # buffers compute on the device, wherever the weights wait
@@ -350,12 +349,10 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
 def _agreed(lm: PreTrainedModel, try_out: Callable[[], str | None]) -> str | None:
     """Return why rows are padded, on any rank: then all pad. What a rank raises is raised on all."""
     before = lm.config._attn_implementation
-    own = on_all_ranks(try_out)
-    reasons: list[str | None] = [None] * dist.get_world_size()
+    reasons = on_all_ranks(try_out)
     # One answer for all: ranks that packed the same rows differently would meet in collectives of different sizes.
-    dist.all_gather_object(reasons, own)
     reason = next((of for of in reasons if of is not None), None)
-    if own is None and reason is not None:  # this rank could pack rows, and another one cannot
+    if reasons[dist.get_rank()] is None and reason is not None:  # this rank could pack rows, and another one cannot
         lm.set_attn_implementation(before)
     return reason
 
