@@ -143,7 +143,7 @@ def admission(number: int, time: float) -> GroupAdmitted:
 def test_what_reports_say_of_the_run_has_its_last_event(tmp_path: Path):
     reports, _ = opened(tmp_path / "r")
     reports.emit(admission(0, 1.0))
-    assert reports.groups["in_flight"] == 1
+    assert reports.metrics.tally.counts()["in_flight"] == 1
     reports.emit(GroupSettled(time=1.0, number=0, fate="trained", lag=0))
     assert reports.summary()["groups"]["trained"] == 1
     reports.emit(admission(1, 1.0))
@@ -153,13 +153,13 @@ def test_what_reports_say_of_the_run_has_its_last_event(tmp_path: Path):
 
 def test_an_interrupt_in_the_middle_loses_no_event(tmp_path: Path):
     reports, _ = opened(tmp_path / "r")
-    on_event = reports._metrics.on_event
+    on_event = reports.metrics.on_event
 
     def interrupted(event: Event) -> None:
-        reports._metrics.on_event = on_event  # type: ignore[method-assign]
+        reports.metrics.on_event = on_event  # type: ignore[method-assign]
         raise KeyboardInterrupt
 
-    reports._metrics.on_event = interrupted  # type: ignore[method-assign]
+    reports.metrics.on_event = interrupted  # type: ignore[method-assign]
     told = [admission(0, 1.0), admission(1, 1.0), Note(time=1.0, level="info", text="a line")]
     with pytest.raises(KeyboardInterrupt):
         reports.emit(told[0])

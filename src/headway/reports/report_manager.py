@@ -23,7 +23,7 @@ from rich.console import Console
 
 from headway import events
 from headway.config.schema import Config
-from headway.errors import UserError
+from headway.errors import DataError, UserError
 from headway.events import Event, Observer
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.live.console_view import ConsoleView, report_end
@@ -40,7 +40,6 @@ from headway.reports.record.events_file import (
     JsonLines,
     SurvivingRecord,
     look_through,
-    read_events,
 )
 from headway.reports.record.file_access import draft_of
 from headway.reports.run_directory import RunDirectory, RunLock
@@ -98,7 +97,8 @@ class Reports:
         self._console = console
         self._run_lock = run_lock
         self._clock = clock
-        self._metrics = metrics = metrics or RunMetrics()
+        self.metrics = metrics = metrics or RunMetrics()
+        """Figures of the run so far, for the thread that events come from."""
         self._lock = lock = threading.RLock()  # a signal may deliver an event in the middle of another one
         progress = RunProgress(metrics)
         self._view = view = _open_view(config, console, progress, lock)
@@ -136,7 +136,7 @@ class Reports:
             # Only where all before it is on the disk: a state must not tell of events that a reader does not find.
             large = self._events.size >= LARGE
             if isinstance(event, events.VersionReached) and large and self._events.told == event.version:
-                self._states.keep(self._metrics, event, self._events.size)
+                self._states.keep(self.metrics, event, self._events.size)
             if isinstance(event, events.RunStarted):
                 self._trackers.start()
 
@@ -160,45 +160,20 @@ class Reports:
     def summary(self) -> dict[str, Any]:
         """Return the run so far as one object, as in ``summary.json``."""
         with self._lock:
-            return summary(self._metrics)
-
-    @property
-    def groups(self) -> dict[str, int]:
-        """Numbers of groups by fate so far, derived from the events; the ledger's balance has the same."""
-        with self._lock:
-            return self._metrics.tally.counts()
-
-    @property
-    def version(self) -> int:
-        """The newest published version."""
-        with self._lock:
-            return self._metrics.version
+            return summary(self.metrics)
 
     @property
     def resumable(self) -> int:
         """The newest version from which the run can be resumed, by its record on the disk; -1 for none."""
-        with self._lock:
-            return self._events.told
+        return self._events.told
 
     def since_first(self, time: float) -> float:
         """Return the seconds from the record's first event to ``time`` on the event loop's clock: where a timeline
         made from the record has that moment.
         """
         with self._lock:
-            first = self._metrics.first
+            first = self.metrics.first
             return 0.0 if first is None else (time if self._clock is None else self._clock.at(time)) - first
-
-    @property
-    def began(self) -> bool:
-        """True once generation and training began; before that nothing of the run is worth keeping."""
-        with self._lock:
-            return self._metrics.started is not None
-
-    @property
-    def ended(self) -> bool:
-        """Tell whether the run said how it ended."""
-        with self._lock:
-            return self._metrics.finished is not None
 
     def close(self, model: Path | None = None) -> None:
         """Complete and close every file, write ``summary.json``, end the trackers, give the terminal back.
@@ -290,9 +265,11 @@ def reopen_reports(
     checkpoints = Checkpoints(directory.checkpoints)
     record = look_through(directory.events)
     rows, samples = draft_of(directory.metrics), draft_of(directory.samples)
+    if version not in record.boundaries:
+        raise DataError(f"{directory.events} has no boundary of version {version}")
     try:
-        metrics, last, boundary = _told(directory, record, version, rows, console)
         validated = _validation(directory, record, version) if keeps_validation else None
+        metrics, last, boundary = _told(directory, record, version, rows, console)
         _surviving_samples(directory, samples, version, boundary, validated=validated is not None)
         if (told := metrics.tally.counts()) != saved:
             raise UserError(
@@ -330,9 +307,10 @@ def reopen_reports(
 def _told(
     directory: RunDirectory, record: SurvivingRecord, version: int, rows: Path, console: Console
 ) -> tuple[RunMetrics, int, float]:
-    """Read the record up to the boundary of ``version``: its metrics, the last row's version, the boundary's time.
+    """Cut ``record`` at the boundary of ``version``, and read it: its metrics, the last row's version, the boundary's
+    time. Its rows are written to the file ``rows``.
 
-    The record's rows are written to ``rows``. Raises `DataError` and `UserError`.
+    Raises `DataError` and `UserError`.
     """
     rows.unlink(missing_ok=True)
     kept = _SurvivingRows(rows, lambda _: None)
@@ -340,14 +318,13 @@ def _told(
     if not state.offset and directory.events.stat().st_size >= LARGE:
         console.print("no state of the metrics fits this version and this Headway: all events are read again")
     metrics, boundary = state.metrics, state.time
-    for event in read_events(directory.events, until=version, after=state.offset):
+    record.end_at(version)
+    for event in EventReader(directory.events, record=record, after=state.offset).read():
         metrics.on_event(event)
         boundary = event.time
     kept.close()
     if not kept.whole:
-        raise UserError(
-            f"{rows} could not be written, so the run was not resumed, and nothing of it is lost; make room"
-        )
+        raise _not_resumed(rows)
     return metrics, kept.last, boundary
 
 
@@ -373,10 +350,11 @@ def _surviving_samples(directory: RunDirectory, draft: Path, version: int, bound
     try:
         write_surviving(directory.samples, draft, version, boundary, validated=validated)
     except OSError as cause:
-        raise UserError(
-            f"{draft} could not be written ({cause.strerror or cause}), so the run was not resumed, and nothing of it "
-            "is lost; make room"
-        ) from cause
+        raise _not_resumed(draft) from cause
+
+
+def _not_resumed(draft: Path) -> UserError:
+    return UserError(f"{draft} could not be written, so the run was not resumed, and nothing of it is lost; make room")
 
 
 class _SurvivingRows(JsonLines):

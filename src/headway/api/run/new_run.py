@@ -76,7 +76,7 @@ def train(loaded: LoadedConfig, console: Console | None = None) -> int:
     try:
         return carry_out(loaded, rows, reports, lambda: _starting_model(config, rows, reports))
     except UserError:
-        if not reports.began:  # left as it is, the directory would refuse the corrected command
+        if reports.metrics.started is None:  # left as it is, the directory would refuse the corrected command
             with suppress(OSError):
                 reports.directory.discard()
         raise
@@ -355,7 +355,7 @@ def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False, ref
     if newest is not None:
         command = f"headway train --resume {shlex.quote(str(directory.path))}{' a.b=c' if changed else ''}"
         return f"The newest checkpoint is that of version {newest}; go on from it with: {command}"
-    if not reports.version:
+    if not reports.metrics.version:
         return ""
     return f"There is no checkpoint to go on from; {when_saved(config)}"
 
@@ -376,7 +376,8 @@ def set_math_environment(config: Config) -> None:
 
 def _ended(reports: Reports) -> Status | None:
     """Return how the run is reported to have ended; None before that."""
-    return Status(reports.summary()["status"]) if reports.ended else None
+    finished = reports.metrics.finished
+    return None if finished is None else Status(finished.status)
 
 
 def _fail(reports: Reports, failure: Exception) -> None:
@@ -387,5 +388,5 @@ def _fail(reports: Reports, failure: Exception) -> None:
 
 
 def _say_end(reports: Reports, status: Status, reason: str) -> None:
-    version, groups = reports.version, reports.groups
+    version, groups = reports.metrics.version, reports.metrics.tally.counts()
     reports.emit(RunFinished(time=time.monotonic(), status=status.value, reason=reason, version=version, groups=groups))

@@ -299,24 +299,19 @@ class EventReader:
         path: Path,
         *,
         record: SurvivingRecord | None = None,
-        until: int | None = None,
         after: int = 0,
         kinds: Collection[type[Event]] | None = None,
         number: int | None = None,
     ) -> None:
-        """``record``: what survives, if that is known; ``until``: read only up to the boundary of that version.
+        """``record``: what survives, if that is known; ``after``: begin at this offset.
 
-        ``after``: begin at this offset; ``kinds``: only events of these; ``number``: of dense events only those of that
-        group. Others are not parsed. Raises `DataError` where the file cannot be read or has no such boundary.
+        ``kinds``: only events of these; ``number``: of dense events only those of that group. Others are not parsed.
+        Raises `DataError` where the file cannot be read.
         """
         self._path = path
         self.at = after
         """Offset of the event that was read last."""
         self.record = record or look_through(path)
-        if until is not None:
-            if until not in self.record.boundaries:
-                raise DataError(f"{path} has no boundary of version {until}")
-            self.record.end_at(until)
         self._tail = Tail(path, after)
         self._prefixes = None if kinds is None else line_prefixes(kinds)
         # With its comma: group 1 must not find group 17.
@@ -356,13 +351,12 @@ class EventReader:
 def read_events(
     path: Path,
     *,
-    until: int | None = None,
     after: int = 0,
     kinds: Collection[type[Event]] | None = None,
     number: int | None = None,
 ) -> Iterator[Event]:
     """Yield the surviving history of a run, in order. See `EventReader`."""
-    yield from EventReader(path, until=until, after=after, kinds=kinds, number=number).read()
+    yield from EventReader(path, after=after, kinds=kinds, number=number).read()
 
 
 def _event(path: Path, at: int, line: bytes) -> Event:
