@@ -187,8 +187,7 @@ class RunMetrics:
                 self.resumed, self.version = event.times, max(self.version, event.version)
             case events.RunFinished():
                 self.finished = event
-                self._close_rows(event.time, below=None)
-                self._hand_out_all()
+                self._end_rows(event.time)
             case events.PromptsLeftOut():
                 of_source = self.left_out.setdefault(event.part, {}).setdefault(event.source, {})
                 of_source[event.reason] = event.count
@@ -197,8 +196,7 @@ class RunMetrics:
 
     def close(self) -> None:
         """Hand out the rows of a run that did not get to its end."""
-        self._close_rows(self._last_step, below=None)
-        self._hand_out_all()
+        self._end_rows(self._last_step)
 
     def _on_started(self, event: events.RunStarted) -> None:
         """Note a start, first or resumed: workers are new, and have the initial model until the first update."""
@@ -292,16 +290,20 @@ class RunMetrics:
             known = self.occupancy.trainer.known_until
             self.occupancy.sum_up(min(self._row_opened, self._rollouter_cut, self._last_step, known, *waiting))
 
-    def _hand_out_all(self) -> None:
-        """Hand out all closed rows at the end of a run, when no further event will complete them."""
+    def _end_rows(self, until: float | None) -> None:
+        """Hand out all rows at the end of a run, when no further event will complete them."""
+        self._close_rows(until, below=None)
         while self._closed:
             self._hand_out(self._closed.popleft())
 
     def _hand_out(self, closed: ClosedRow) -> None:
         self.rows += 1
-        idle = {} if closed.window is None else self._idle(closed.window)
+        row = closed.values
+        if closed.window is not None:
+            row |= {"trainer/idle_ratio": self.occupancy.trainer_idle(closed.window)}
+            row |= self._rollouter_rates(closed.window[1])
         for sink in self.sinks:
-            sink.on_row(closed.values | idle)
+            sink.on_row(row)
 
     def _cumulative(self) -> dict[str, Any]:
         return {
@@ -330,9 +332,6 @@ class RunMetrics:
             values["throughput/trained_tokens_per_s"] = sum(row.lengths) / seconds
             values["throughput/generated_tokens_per_s"] = row.generated_tokens / seconds
         return values
-
-    def _idle(self, window: Span) -> dict[str, Any]:
-        return {"trainer/idle_ratio": self.occupancy.trainer_idle(window), **self._rollouter_rates(window[1])}
 
     def _rollouter_rates(self, until: float) -> dict[str, Any]:
         """Idle ratio and slot utilization since the last row, as far as every replica has reported."""
