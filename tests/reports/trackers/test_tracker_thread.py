@@ -14,7 +14,6 @@ import pytest
 from headway.reports.record.file_access import Tail
 from headway.reports.trackers.tracker_set import Trackers
 from headway.reports.trackers.tracker_thread import MOST_SAMPLES, TrackerState, TrackerThread, memory_file
-from headway.reports.trackers.tracker_tools import ADDRESSES
 from tests.full_disk import files_of_at_most
 from tests.reports.trackers.fakes import SOON_S, Told, Tool, threaded, write_row
 
@@ -77,17 +76,6 @@ def test_a_tool_that_hangs_is_given_up_at_the_end_and_what_it_lacks_is_said(call
     assert len(told.warnings) == 1
     if call != "close":
         assert not memory(tmp_path).whole
-
-
-def test_a_tool_that_never_answered_is_named_with_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ADDRESSES, "wandb", ("TOOL_URI",))  # type: ignore[arg-type]
-    monkeypatch.setenv("TOOL_URI", "http://me:secret@203.0.113.1:5000")
-    tool, told = Tool(hangs_at="open"), Told()
-    trackers = Trackers([threaded(tool, told, tmp_path)], told.say)
-    trackers.start()
-    trackers.finish({"status": "completed"}, limit_s=0.0)
-    assert "(it did not answer within 0 s; it is looked for at TOOL_URI=http://203.0.113.1:5000)" in told.warnings[0]
-    tool.released.set()
 
 
 def test_a_tool_that_does_not_answer_for_a_minute_is_said_to_be_behind_once(tmp_path: Path) -> None:

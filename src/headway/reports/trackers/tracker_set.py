@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -18,11 +17,11 @@ from typing import Any
 from headway.config.loading import written_values
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import upload_s
-from headway.errors import ConfigError, DataError, writable
+from headway.errors import ConfigError, DataError
 from headway.reports.run_directory import RunDirectory
 from headway.reports.trackers.tracker import TrackerSetting, trimmed
 from headway.reports.trackers.tracker_thread import TrackerMessages, TrackerState, TrackerThread, memory_file
-from headway.reports.trackers.tracker_tools import ADDRESSES, KEPT, PACKAGES
+from headway.reports.trackers.tracker_tools import KEPT, PACKAGES
 
 LIMIT_S = 10.0
 """Seconds that the end of a run waits for its trackers' last rows, beside the upload of a model."""
@@ -90,7 +89,7 @@ class Trackers:
             for tracker in self._threads:
                 tracker.give_up()
         for tracker in self._threads:
-            if lacks := tracker.missing(silent + _where(tracker.name)):
+            if lacks := tracker.missing(silent):
                 self._say.warn(lacks)
 
     def _wait(self, limit_s: float) -> None:
@@ -101,15 +100,6 @@ class Trackers:
             self._say.phase(f"waiting for {waiting}, up to {limit_s:.0f} s")
         for tracker in self._threads:
             tracker.join(max(end - time.monotonic(), 0.0))
-
-
-def _where(name: str) -> str:
-    """Name the variable that says where a tracker is, which may be wrong; "" where none is set."""
-    given = next((key for key in ADDRESSES.get(name, ()) if os.environ.get(key)), None)
-    if given is None:
-        return ""
-    without_password = re.sub(r"//[^/@]*@", "//", os.environ[given])
-    return f"; it is looked for at {given}={writable(without_password)}"
 
 
 def open_trackers(

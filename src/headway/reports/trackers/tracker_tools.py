@@ -273,14 +273,6 @@ PACKAGES: Mapping[str, str] = {
 KEPT = ("wandb", "mlflow", "trackio")
 """Trackers that keep what they get, so that a run that is over can be sent to them."""
 
-ADDRESSES: Mapping[str, tuple[str, ...]] = {
-    "wandb": ("WANDB_BASE_URL",),
-    "mlflow": ("MLFLOW_TRACKING_URI",),
-    "trackio": ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"),
-}
-"""Variables that say where a tracker is, which is named where it does not answer."""
-
-
 TRACKERS: Mapping[str, Callable[[TrackerSetting], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
