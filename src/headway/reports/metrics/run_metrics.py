@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -93,6 +94,8 @@ class RunMetrics:
         self.updates = UpdateSums()
         """Sums of the updates that finished after the first admission: what was published before it cost the run
         nothing."""
+        self.updates_before_last_step = UpdateSums()
+        """The same of those that had finished when the last optimizer step, and the wall time with it, ended."""
         self.lease_validation_s = 0.0
         """Seconds that the trainer waited for validations before it got shared devices."""
         self.sinks = sinks
@@ -233,7 +236,7 @@ class RunMetrics:
         self.totals.count_step(event)
         if self._last_step is None or event.time > self._last_step:
             self._last_step = event.time
-            self.updates.stepped()
+            self.updates_before_last_step = deepcopy(self.updates)  # a copy, to which later updates add nothing
 
     def _on_update(self, event: events.UpdateFinished) -> None:
         self.version = max(self.version, event.version)

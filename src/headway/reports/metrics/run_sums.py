@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from headway.events import UpdateFinished
@@ -63,14 +63,15 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Stalls:
-    """Seconds that updates cost each side, added up."""
+class UpdateSums:
+    """Seconds of updates, added up: what they cost each side, and their phases."""
 
     updates: int = 0
     trainer: float = 0.0
     rollout: float = 0.0
     validation: float = 0.0
     moving_weights: float = 0.0
+    phases: Counter[str] = field(default_factory=Counter)
 
     def add(self, event: UpdateFinished, phases: PhaseTimes) -> None:
         self.updates += 1
@@ -78,25 +79,7 @@ class Stalls:
         self.rollout += event.rollout_stall_s
         self.validation += event.validation_stall_s
         self.moving_weights += phases.critical_path_s()
-
-
-@dataclass(slots=True)
-class UpdateSums:
-    """Sums over all updates of the run."""
-
-    stalls: Stalls = field(default_factory=Stalls)
-    before_last_step: Stalls = field(default_factory=Stalls)
-    """Stalls of the updates that had finished when the last optimizer step, and the wall time with it, ended."""
-    phases: Counter[str] = field(default_factory=Counter)
-    """Phase of updates → its seconds, added up."""
-
-    def add(self, event: UpdateFinished, phases: PhaseTimes) -> None:
-        self.stalls.add(event, phases)
         self.phases.update(phases.totals())
-
-    def stepped(self) -> None:
-        """Note that an optimizer step ended."""
-        self.before_last_step = replace(self.stalls)  # a copy, to which later updates add nothing
 
 
 T = TypeVar("T")

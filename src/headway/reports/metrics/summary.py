@@ -183,7 +183,7 @@ NOTHING_TRAINED = "Nothing was trained, so there is no bottleneck to name."
 def summary(metrics: RunMetrics) -> dict[str, Any]:
     """Return the run so far as one object. Ratios are of the wall time, null before there is any."""
     started, finished, window, totals = metrics.started, metrics.finished, metrics.window, metrics.totals
-    occupancy, stalls = metrics.occupancy, metrics.updates.stalls
+    occupancy, updates = metrics.occupancy, metrics.updates
     shares = time_shares(metrics)
     return {
         "mode": started.mode if started else None,
@@ -231,14 +231,14 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "partial": totals.partial_values(),
         "stale": {"samples_processed": metrics.stale_groups, "trajectory_processed": totals.stale_trajectories},
         "param_update": {
-            "count": stalls.updates,
-            "trainer_stall_s": stalls.trainer,
-            "rollout_stall_s": stalls.rollout,
-            **metrics.updates.phases,
+            "count": updates.updates,
+            "trainer_stall_s": updates.trainer,
+            "rollout_stall_s": updates.rollout,
+            **updates.phases,
         },
         "validation": {
             "count": metrics.validations.count,
-            "stall_s": stalls.validation + metrics.lease_validation_s,
+            "stall_s": updates.validation + metrics.lease_validation_s,
         },
         "throughput": _throughput(metrics),
         "bias": metrics.bias(),
@@ -256,7 +256,7 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
     if (window := metrics.window) is None:
         return None
     occupancy = metrics.occupancy
-    stalls = metrics.updates.before_last_step  # the last update comes after the last step, outside the wall time
+    stalls = metrics.updates_before_last_step  # the last update comes after the last step, outside the wall time
     in_vain = _waited_in_vain(metrics, window[1])
     waited = occupancy.trainer_waits.within(window) + in_vain
     if in_vain and metrics.finished is not None:
