@@ -181,11 +181,11 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
         ("a.csv", b"prompt,answer,prompt\n1,2,3\n", "line 1: two columns have one name"),
         ("a.csv", b"prompt,answer\n1,2\n3\n", "line 3: 1 fields, and the first line names 2 columns"),
         ("a.csv", b'prompt,answer\n"1,2\n', "line 2: not CSV: unexpected end of data; a text with quotes"),
-        ("a.csv", b"prompt,answer\n\xff,2\n", "line 2 cannot be read as UTF-8: .* byte 0xff in position 0"),
+        ("a.csv", b"prompt,answer\n\xff,2\n", "line 2 cannot be read: .* 0xff at position 1 is not UTF-8; save it as"),
         (
             "a.csv",
             b"prompt,answer,,\n1,2,,\n",
-            "line 1: two columns have one name",
+            "line 1: columns 3, 4 have no name",
         ),
         (
             "a.csv",
@@ -198,11 +198,7 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
             "line 1, 'prompt': .*neither JSON nor",
         ),
         ("a.jsonl", b"\n\n", "no rows"),
-        (
-            "a.jsonl",
-            b'{"prompt": "p", "answer": 1}\n\xff\xfe\x00',
-            "line 2 cannot be read as UTF-8: UnicodeDecodeError",
-        ),
+        ("a.jsonl", b'{"prompt": "p", "answer": 1}\n\xff\xfe\x00', "line 2 cannot be read: UnicodeDecodeError"),
         ("a.jsonl", b'{"prompt": "p", "answer": ' + b"[" * 100_000, "line 1 cannot be read: RecursionError"),
         ("a.jsonl", b'{"prompt": "p", "answer": ' + b"1" * 5000 + b"}", "line 1 cannot be read: ValueError"),
         ("a.parquet", b"not parquet at all", "cannot be read as Parquet"),
@@ -230,12 +226,12 @@ def test_a_parquet_file_without_the_columns_is_refused_before_its_rows_are_read(
         read(path)
 
 
-def test_a_parquet_file_with_a_row_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_a_parquet_row_that_is_no_text_is_named(tmp_path: Path) -> None:
     """Arrow does not check that text is UTF-8 when it is written."""
     answers = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     table = pyarrow.table({"prompt": ["p", "q"], "answer": answers})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet: UnicodeDecodeError"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 1 .*: UnicodeDecodeError"):
         read(str(tmp_path / "a.parquet"))
 
 
@@ -257,11 +253,20 @@ def test_every_record_knows_its_row(file: Path) -> None:
     assert [r.where for r in read(write(file, ROWS))] == [f"{file}, {place.format(first + i)}" for i in range(2)]
 
 
-@pytest.mark.parametrize("key", ["meta.gt", "meta.deep.gt", "meta.style.gt"])
-def test_a_value_that_is_not_inside_a_column_is_refused_with_the_columns(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "there"),
+    [
+        ("meta.gt", "prompt, meta, meta.style, meta.deep"),
+        ("meta.deep.gt", "prompt, meta, meta.deep.truth"),
+        ("meta.style.gt", "prompt, meta"),
+    ],
+)
+def test_a_value_that_is_not_inside_a_column_is_refused_with_those_that_are(
+    tmp_path: Path, key: str, there: str
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "1=", "meta": {"style": "rule", "deep": {"truth": 1}}}\n')
     with pytest.raises(DataError) as refused:
         read_records(str(path), Columns("prompt", key))
-    assert f"there is no column '{key}'; there are prompt, meta. Set" in str(refused.value)
+    assert f"there is no column '{key}'; there are {there}. Set" in str(refused.value)
     assert read_records(str(path), Columns("prompt", "meta.deep.truth"))[0].answer == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from headway.data.types import FinishReason, Trajectory, TrajectoryId
@@ -77,6 +78,24 @@ def test_the_warning_of_failures_comes_again_when_twice_as_many_fail():
 def test_a_large_run_looks_at_two_versions_and_never_at_more_than_some_thousands():
     assert EpisodeTroubles(100).window == 200
     assert EpisodeTroubles(10**6).window == 2**12
+
+
+def test_time_outs_that_take_out_long_episodes_are_told_once():
+    late = episode(turns=9, failure="it took too long", limit="time")
+    (text,) = told(some(6, late))
+    assert "time-outs and limits take out long episodes" in text
+    assert "34% of the longer half failed at one, and 0% of the shorter half" in text
+    assert "Raise agent.episode_timeout_s" in text
+
+
+def test_failures_that_do_not_depend_on_length_select_nothing():
+    dice = random.Random(0)
+    lost = [
+        episode(dice.randint(1, 9), *(("no", "time") if dice.random() < 0.15 else (None, None))) for _ in range(6400)
+    ]
+    assert [text for text in told(lost, EpisodeTroubles(64)) if "long episodes" in text] == []
+    raised = some(6, episode(turns=9, failure="ValueError: no"))
+    assert told(raised) == [], "no limit ended them"
 
 
 def test_many_forked_turns_are_told_once_with_what_to_do():

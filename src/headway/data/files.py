@@ -9,10 +9,10 @@ import ast
 import csv
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ ANSWER_KEYS = ("reward_model.ground_truth", "answer")
 FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
 """Endings of the files that can be read."""
 ARCHIVES = (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz")
+COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""The bytes with which compressed files begin, whatever their name."""
 CHAT_AS_TEXT = re.compile(
     r"""\s*(?:array\()?\s*\[\s*\{\s*(['"])(?:role|content|from|value|name|tool_calls|tool_call_id)\1\s*:"""
 )
@@ -93,19 +95,20 @@ def read_records(path: str, columns: Columns) -> list[Record]:
 
 def file_kind(path: str) -> str:
     """Return the ending of a data file, in lower case. Raises `DataError` where it is missing, or of another kind."""
+    if not path.strip():
+        raise DataError(f"data: got {path!r}, expected the name of a .jsonl, .csv or .parquet file")
     file = Path(path).expanduser()
-    if path.strip() and file.is_dir():
+    if file.is_dir():
         raise DataError(
             f"{path}: a folder, not a file; name a .jsonl, .csv or .parquet file in it, or, to read it as a Hugging "
             f"Face dataset, {{dataset: {path}}}"
         )
     if not file.is_file():
-        raise DataError(f"{path}: no such file; data.train and data.val name a .jsonl, .csv or .parquet file")
+        what = "not a file" if file.exists() else "no such file"
+        raise DataError(f"{path}: {what}; data.train and data.val name a .jsonl, .csv or .parquet file")
     if (kind := file.suffix.lower()) not in FILE_ENDINGS:
-        raise DataError(
-            f"{path}: data files end in .jsonl, .csv or .parquet, not {kind or 'nothing'!r}; unpack or convert it: "
-            "JSONL has one JSON object on each line"
-        )
+        way_out = "unpack it" if kind in ARCHIVES else "convert it: JSONL has one JSON object on each line"
+        raise DataError(f"{path}: data files end in .jsonl, .csv or .parquet, not {kind or 'nothing'!r}; {way_out}")
     return kind
 
 
@@ -168,6 +171,21 @@ def check_columns(present: Iterable[str], columns: Columns | None, where: str) -
         raise _missing(missing, names, where)
 
 
+def _within(row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """Dotted keys that exist in the place of the first missing step of each of ``keys``, for messages."""
+    found: list[str] = []
+    for key in keys:
+        value: Any = row
+        path = ""
+        for step in key.split("."):
+            if not isinstance(value, Mapping) or step not in value:
+                break
+            value, path = value[step], f"{path}{step}."
+        if path and isinstance(value, Mapping):
+            found += [f"{path}{name}" for name in value]
+    return found
+
+
 def _missing(keys: Iterable[str], present: Iterable[str], where: str) -> DataError:
     return DataError(
         f"{where}: there is no column {' or '.join(keys)}; there are {', '.join(present) or 'none'}. "
@@ -191,7 +209,7 @@ def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str |
             return key, value  # no step of the key was missing
     if columns.answer == "auto" and (last := answer_within(row[columns.prompt])) is not None:
         return None, last
-    raise _missing(map(repr, columns.answers), row, where)
+    raise _missing(map(repr, columns.answers), [*row, *_within(row, columns.answers)], where)
 
 
 def _text_lines(file: Path) -> Iterator[tuple[str, str]]:
@@ -199,9 +217,13 @@ def _text_lines(file: Path) -> Iterator[tuple[str, str]]:
     with boundary(f"{file} cannot be read", DataError), file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file}, line {number}"
-            with boundary(f"{where} cannot be read as UTF-8", DataError):
+            try:
                 # A byte-order mark, as Excel writes it, would be a part of the first column's name
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as cause:
+                found = f"byte {line[cause.start]:#04x} at position {cause.start + 1} is not UTF-8"
+                way_out = "unpack the file, it is compressed" if line.startswith(COMPRESSED) else "save it as UTF-8"
+                raise DataError(f"{where} cannot be read: UnicodeDecodeError: {found}; {way_out}") from None
             yield where, text
 
 
@@ -220,17 +242,22 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
 
 def _csv_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the fields of each line of a CSV file, with the number of the line."""
-    texts = (text for _, text in _text_lines(file))
-    first = next(texts, "")
-    # Of the whole process: 128 K characters are fewer than some prompts have
-    csv.field_size_limit(LONGEST_FIELD)
-    lines = csv.reader(chain([first], texts), strict=True, delimiter=_separator(first))
-    try:
-        for fields in lines:
-            yield lines.line_num, fields
-    except csv.Error as cause:
-        way_out = "a text with quotes in it is quoted, and they are written twice"
-        raise DataError(f"{file}, line {lines.line_num}: not CSV: {cause}; {way_out}") from cause
+    # newline="": the csv module finds line ends itself, and keeps those inside quotes as they are.
+    with boundary(f"{file} cannot be read as CSV", DataError), file.open(encoding="utf-8-sig", newline="") as text:
+        # Of the whole process: 128 K characters are fewer than some prompts have
+        csv.field_size_limit(LONGEST_FIELD)
+        try:
+            separator = _separator(text.readline())
+            text.seek(0)
+            lines = csv.reader(text, strict=True, delimiter=separator)
+            for fields in lines:
+                yield lines.line_num, fields
+        except csv.Error as cause:
+            way_out = "a text with quotes in it is quoted, and they are written twice"
+            raise DataError(f"{file}, line {lines.line_num}: not CSV: {cause}; {way_out}") from cause
+        except UnicodeDecodeError:
+            deque(_text_lines(file), maxlen=0)  # it says which line
+            raise
 
 
 def _separator(names: str) -> str:
@@ -241,6 +268,10 @@ def _separator(names: str) -> str:
 def _csv_rows(file: Path, columns: Columns | None) -> Iterator[Row]:
     lines = _csv_lines(file)
     _, names = next(lines, (1, []))
+    # One is allowed: pandas writes an index as a column without a name.
+    if names.count("") > 1:
+        nameless = ", ".join(str(number) for number, name in enumerate(names, start=1) if not name)
+        raise DataError(f"{file}, line 1: columns {nameless} have no name; name them, or drop their separators")
     if len(set(names)) < len(names):
         raise DataError(f"{file}, line 1: two columns have one name; there are {', '.join(names)}")
     check_columns(names, columns, f"{file}, line 1")
@@ -265,9 +296,23 @@ def _parquet_rows(file: Path, columns: Columns | None) -> Iterator[Row]:
         number = 0
         for batch in parquet.iter_batches():
             # Batch by batch: the whole table as Python objects takes many times its size
-            for row in batch.to_pylist():
+            for row in plain_rows(batch, file, number):
                 yield f"{file}, row {number}", row
                 number += 1
+
+
+def plain_rows(batch: Any, file: Path, first: int) -> Iterator[Any]:
+    """Yield the rows of an Arrow batch as plain Python values. ``first``: number of the first one in ``file``.
+
+    Raises `DataError`, naming the row, where one cannot be converted.
+    """
+    try:
+        yield from batch.to_pylist()  # converts all rows first: where it fails none was yielded
+    except (ValueError, ArithmeticError):  # of which row, the whole batch does not say
+        for i in range(len(batch)):
+            with boundary(f"{file}, row {first + i} cannot be read", DataError):
+                batch.slice(i, 1).to_pylist()
+        raise
 
 
 def without_nulls(value: Any) -> Any:

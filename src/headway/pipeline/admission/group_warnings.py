@@ -3,6 +3,7 @@
 a group's rewards ─▶ nearly all of the last groups had equal ones, or were filtered for it?   ─▶ one warning
 an episode        ─▶ the last ``window`` of them ─▶ many failed?                     ─▶ again if twice as many
                                                  ─▶ most ended by a limit?           ─▶ one warning
+                                                 ─▶ long ones failed, and short ones not? ─▶ one warning
                                                  ─▶ many turns forked?               ─▶ one warning
                   ─▶ it was begun again, or its agent did not get what it asked for? ─▶ again if ten times as many
 """
@@ -87,6 +88,9 @@ FAILED_FROM, WORSE = 0.2, 2.0
 """Share of failed episodes from which on the user is warned, and the factor from which on it is told again."""
 LIMITED_FROM = 0.5
 """Share of episodes that a limit ended from which on the user is warned."""
+SELECTS_FROM, MORE_OFTEN, BY_CHANCE = 0.1, 3.0, 3.0
+"""Failed share of the longer half of the episodes from which on failures may select by length, how many times more
+often than in the shorter half they must occur, and by how many standard deviations."""
 FORKED_FROM = 0.2
 """Share of forked turns, those that open an episode not counted, from which on the user is warned."""
 TOLD_AGAIN = 10.0
@@ -140,7 +144,7 @@ class EpisodeTroubles:
         # A full window, at least half of which is new since the last look.
         if len(self._episodes) == self.window <= 2 * self._since_look:
             self._since_look = 0
-            texts += filter(None, (self._failures(), self._limits(), self._forks()))
+            texts += filter(None, (self._failures(), self._limits(), self._selection(), self._forks()))
         return texts
 
     def _is_due(self, kind: str, found: float, least: float, factor: float | None = None) -> bool:
@@ -178,6 +182,22 @@ class EpisodeTroubles:
             return None
         by = ", ".join(f"{count} by {limit}" for limit, count in _by_limit(limited))
         return f"of the last {self.window} episodes {len(limited)} were ended by a limit ({by}). {_advice(limited)}"
+
+    def _selection(self) -> str | None:
+        """Tell of limits that take out the long episodes, where there are such."""
+        by_length = sorted(self._episodes, key=lambda episode: (episode.turns, episode.length))
+        half = self.window // 2
+        lost = [episode for episode in by_length[-half:] if episode.failure is not None and episode.limit is not None]
+        short = sum(one.failure is not None and one.limit is not None for one in by_length[:half]) / half
+        long, mean = len(lost) / half, (short + len(lost) / half) / 2
+        by_chance = BY_CHANCE * sqrt(2 * mean * (1 - mean) / half)
+        if not self._is_due("selection", long, max(SELECTS_FROM, MORE_OFTEN * short, short + by_chance)):
+            return None
+        return (
+            f"time-outs and limits take out long episodes: of the last {self.window}, {long:.0%} of the longer half "
+            f"failed at one, and {short:.0%} of the shorter half. The policy is trained on short ones, and learns to "
+            f"be short. {_advice(lost)}"
+        )
 
     def _forks(self) -> str | None:
         further = sum(max(episode.turns - 1, 0) for episode in self._episodes)
