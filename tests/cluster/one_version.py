@@ -63,11 +63,11 @@ async def generate(workers: Workers, rows: range) -> list[Group]:
 async def update(workers: Workers, version: int) -> tuple[SendReport, ReceiveReport, NDArray[np.float32] | None]:
     """To all replicas. The reports, and what the first replica answers to the probe."""
     names = [replica.name for replica in workers.rollouts]
-    await workers.train.reach(names)
+    await workers.trainer.reach(names)
     for replica in workers.rollouts:
         await replica.pause(OnUpdate.INTERRUPT)
     sent, *received = await asyncio.gather(
-        workers.train.send_weights(version, names), *(replica.stage_weights(version) for replica in workers.rollouts)
+        workers.trainer.send_weights(version, names), *(replica.stage_weights(version) for replica in workers.rollouts)
     )
     for replica in workers.rollouts:
         await replica.activate(version)
@@ -89,12 +89,12 @@ async def one_version(workers: Workers) -> Outcome:
         episode_of=np.arange(len(trajectories)),
         lengths=np.array([t.length for _, t in trajectories]),
     )
-    assert workers.ref is not None
-    reference = await workers.ref.forward_logprobs(samples)
-    proximal = await workers.train.proximal_logprobs(samples, 0)
+    assert workers.reference is not None
+    reference = await workers.reference.forward_logprobs(samples)
+    proximal = await workers.trainer.proximal_logprobs(samples, 0)
     columns = {"ref_logprobs": reference, "prox_logprobs": proximal}
-    columns |= await workers.train.advantages(samples, outcomes)
-    step = await workers.train.train_step(
+    columns |= await workers.trainer.advantages(samples, outcomes)
+    step = await workers.trainer.train_step(
         [replace(sample, columns={name: of[i] for name, of in columns.items()}) for i, sample in enumerate(samples)],
         StepContext(),
     )

@@ -34,9 +34,9 @@ async def test_a_version_goes_round_in_one_process(tiny_model: str, tmp_path: Pa
         assert outcome.sent.nbytes == outcome.received.nbytes > 0
         assert outcome.versions_after == {1}
         assert outcome.probe_difference < 1e-5
-        await workers.train.save(tmp_path / "checkpoint", {"cursor": 3})
-        assert await workers.train.load(tmp_path / "checkpoint") == {"cursor": 3}
-        await workers.train.export(tmp_path / "model")
+        await workers.trainer.save(tmp_path / "checkpoint", {"cursor": 3})
+        assert await workers.trainer.load(tmp_path / "checkpoint") == {"cursor": 3}
+        await workers.trainer.export(tmp_path / "model")
         assert (tmp_path / "model" / "config.json").exists()
     finally:
         await workers.close()
@@ -50,7 +50,7 @@ async def test_two_replicas_and_a_reference_of_its_own_in_one_process(tiny_model
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
     try:
         assert "ref" not in workers.on_trainer_ranks
-        assert workers.ref is not None
+        assert workers.reference is not None
         assert [replica.name for replica in workers.rollouts] == ["rollout-0", "rollout-1"]
     finally:
         await workers.close()
@@ -64,7 +64,7 @@ async def test_where_a_replica_was_replaced_everybody_is_closed_at_the_end(tiny_
         assert workers.replace_replica is not None
         replica = await workers.replace_replica("rollout-1")
         assert replica.name == "rollout-1+1"
-        measured = {receiver.name: workers.rounding.tolerance(receiver.name) for receiver in workers.rollouts}
+        measured = {receiver.name: workers.probe_tolerance(receiver.name) for receiver in workers.rollouts}
         assert measured == dict.fromkeys(["rollout-0", "rollout-1+1"], FLOOR["float32"])
     finally:
         await workers.close()

@@ -63,7 +63,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
         await another_episode_worker_makes_the_same_groups(workers, outcome.after)
 
         death = asyncio.create_task(workers.rollouts[0].died())
-        await workers.train.reach(["rollout-0"])
+        await workers.trainer.reach(["rollout-0"])
         staging = asyncio.create_task(workers.rollouts[0].stage_weights(2))
         await workers.rollouts[0].stats()
         replica = workers.rollouts[0].worker
@@ -77,7 +77,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
             with pytest.raises(WorkerDied, match="worker rollout-0 died"):
                 await death
             with pytest.raises(UpdateFailed, match=r"version 2: .*rollout-0 did not answer"):
-                await workers.train.send_weights(2, ["rollout-0"])
+                await workers.trainer.send_weights(2, ["rollout-0"])
             while not (tmp_path / "logs" / "ray.log").exists():  # noqa: ASYNC110 - told by a thread of Ray's
                 await asyncio.sleep(0.05)
     finally:

@@ -92,30 +92,30 @@ async def update(workers: Workers, version: int, cfg: Config) -> tuple[SendRepor
     """To replicas and whoever else holds the policy; each must then serve what the trainer has."""
     holders = [*workers.rollouts, *workers.receivers]
     names = [holder.name for holder in holders]
-    await workers.train.reach(names)
+    await workers.trainer.reach(names)
     for replica in workers.rollouts:
         await replica.pause(OnUpdate.INTERRUPT)
     received: dict[str, ReceiveReport] = {}
     if cfg.param_update.schedule == "overlapped":
-        gathered = await workers.train.gather_weights(version)
+        gathered = await workers.trainer.gather_weights(version)
         probe = gathered.probe
         for copy in {holder.copy: None for holder in holders}:
             of_copy = [holder for holder in holders if holder.copy == copy]
             sent, *reports = await asyncio.gather(
-                workers.train.send_gathered(version, [holder.name for holder in of_copy]),
+                workers.trainer.send_gathered(version, [holder.name for holder in of_copy]),
                 *(holder.stage_weights(version) for holder in of_copy),
             )
             received |= dict(zip([holder.name for holder in of_copy], reports, strict=True))
     else:
         sent, *reports = await asyncio.gather(
-            workers.train.send_weights(version, names), *(holder.stage_weights(version) for holder in holders)
+            workers.trainer.send_weights(version, names), *(holder.stage_weights(version) for holder in holders)
         )
         received, probe = dict(zip(names, reports, strict=True)), sent.probe
     for holder in holders:
         await holder.activate(version)
         served = await holder.probe()
         assert served is not None and probe is not None
-        assert np.abs(served - probe).max() < workers.rounding.tolerance(holder.name)
+        assert np.abs(served - probe).max() < workers.probe_tolerance(holder.name)
         if holder in workers.receivers:
             np.testing.assert_allclose(served, probe, atol=1e-5)
     for replica in workers.rollouts:
@@ -124,7 +124,7 @@ async def update(workers: Workers, version: int, cfg: Config) -> tuple[SendRepor
 
 
 async def one_version(workers: Workers, cfg: Config, get: Get) -> Outcome:
-    assert workers.ref is not None and workers.critic is not None and workers.proximal is not None
+    assert workers.reference is not None and workers.critic is not None and workers.proximal is not None
     groups = await generate(workers, range(2))
     trajectories = [(group, t) for group in groups for t in group.trajectories]
     samples = [TrainSample(group.tokens, t.id.k, t.prompt_length, t.length, t.id) for group, t in trajectories]
@@ -134,17 +134,17 @@ async def one_version(workers: Workers, cfg: Config, get: Get) -> Outcome:
         groups=np.array([group.number for group, _ in trajectories]),
         episode_of=np.arange(len(trajectories)),
     )
-    current = arrays(await workers.train.forward_logprobs(samples), get)
+    current = arrays(await workers.trainer.forward_logprobs(samples), get)
     columns = {
-        "ref_logprobs": await workers.ref.forward_logprobs(samples),
+        "ref_logprobs": await workers.reference.forward_logprobs(samples),
         "prox_logprobs": await workers.proximal.proximal_logprobs(samples, 0),
         "values": await workers.critic.forward_values(samples),
     }
-    columns |= await workers.train.advantages(with_columns(samples, columns), outcomes)
+    columns |= await workers.trainer.advantages(with_columns(samples, columns), outcomes)
     samples = with_columns(samples, columns)
     critic_step = await workers.critic.train_step(samples)
     values_after = arrays(await workers.critic.forward_values(samples), get)
-    actor_step = await workers.train.train_step(samples, StepContext())
+    actor_step = await workers.trainer.train_step(samples, StepContext())
     await update(workers, 1, cfg)
     with pytest.raises(RunError, match="version 0"):
         await workers.proximal.proximal_logprobs(samples, 0)
@@ -155,7 +155,7 @@ async def one_version(workers: Workers, cfg: Config, get: Get) -> Outcome:
         critic_step=critic_step,
         values_after=values_after,
         actor_step=actor_step,
-        current_after=arrays(await workers.train.forward_logprobs(samples), get),
+        current_after=arrays(await workers.trainer.forward_logprobs(samples), get),
         prox_after=arrays(await workers.proximal.proximal_logprobs(samples, 1), get),
     )
 
@@ -250,7 +250,7 @@ async def test_ranks_of_their_own_compute_what_the_trainers_ranks_would(tiny_mod
         workers = await start(cfg, tiny_model, tmp_path)
         try:
             assert workers.on_trainer_ranks == (frozenset() if sections is OWN else {"ref", "logp", "critic"})
-            assert (workers.proximal is workers.train) is (sections is INSIDE)
+            assert (workers.proximal is workers.trainer) is (sections is INSIDE)
             outcomes.append(await one_version(workers, cfg, itself))
         finally:
             await workers.close()
@@ -329,7 +329,7 @@ async def test_a_run_that_asks_for_none_of_them_has_none(tiny_model: str, tmp_pa
     cfg = tiny_config("inline", actor={"use_kl_loss": False})
     workers = await start(cfg, tiny_model, tmp_path)
     try:
-        assert (workers.ref, workers.proximal, workers.critic) == (None, None, None)
+        assert (workers.reference, workers.proximal, workers.critic) == (None, None, None)
         assert list(workers.receivers) == [] and workers.on_trainer_ranks == frozenset()
     finally:
         await workers.close()

@@ -25,7 +25,7 @@ from headway.events import (
 from headway.pipeline.admission.run_journal import RunJournal
 from headway.pipeline.admission.sample_collector import SampleOutlet
 from headway.pipeline.run import Pipeline, Status
-from headway.pipeline.wiring import Parts
+from headway.pipeline.wiring import Machinery, Parts
 from headway.planner.profiles.job_profile import UpdateProfile
 from headway.planner.simulation.simulated_prompts import zero_advantages
 from headway.planner.simulation.simulated_trainer import SimulatedTransport
@@ -349,26 +349,19 @@ class Scenario:
                 self.critic.share(trainer)
         shared = {REF: self.reference_on_trainer_ranks, LOGP: logp is None, CRITIC: self.critic_on_trainer_ranks}
         starts: list[Mapping[str, Any]] = []
-        parts = Parts(
-            source=source,
-            validation=validation_prompts(self.problems),
+        machinery = Machinery(
             rollouts=list(rollouts),
             episode_workers=list(episode_workers),
             trainer=trainer,
-            reward=self.reward,
-            advantages=zero_advantages if self.critic is None else self.critic.advantages,
             reference=trainer if self.reference_on_trainer_ranks else self.reference,
             proximal=(logp or trainer) if needs_logp(self.config) else None,
             critic=self.critic,
-            own_ranks=[role for role, shares in shared.items() if not shares],
+            on_trainer_ranks=[role for role, shares in shared.items() if shares],
             receivers=[*others, *ranks],
-            watch_replica=(lambda replica: replica.died()) if self.supervised else None,  # type: ignore[attr-defined]
-            watch_episode_worker=(lambda worker: worker.died()) if self.supervised else None,  # type: ignore[attr-defined]
             replace_replica=None if self.replica_start_s is None else lambda lost: self._replace_replica(run, lost),
             replace_episode_worker=None
             if self.episode_worker_start_s is None
             else lambda lost: self._replace_episode_worker(run, lost),
-            watch=(lambda: self._watch(run)) if self.watched else None,
             restartable={
                 role: ranks.life.restartable(self.trainer_start_s or 0.0)
                 for role, ranks in (
@@ -382,6 +375,15 @@ class Scenario:
             snapshots=trainer.snapshots
             if isinstance(trainer, MortalTrainer) and self.config.trainer.snapshot is not None
             else None,
+        )
+        parts = Parts(
+            source=source,
+            validation=validation_prompts(self.problems),
+            machinery=machinery,
+            reward=self.reward,
+            advantages=zero_advantages if self.critic is None else self.critic.advantages,
+            watch=(lambda: self._watch(run)) if self.watched else None,
+            watch_replaceable=(lambda one: one.died()) if self.supervised else None,
             workers=lambda: [trainer],
             journal=None if self.journal is None else RunJournal(self.journal, self.config),
             keep_start=None if self.journal is None else lambda taken: starts.append(taken) is None,

@@ -309,7 +309,7 @@ def test_a_call_that_is_returned_twice_counts_once():
 
 def test_a_group_that_is_returned_twice_fails_the_run():
     def script(run: Run) -> None:
-        (worker,) = run.pipeline.parts.episode_workers
+        (worker,) = run.pipeline.parts.machinery.episode_workers
         generate = worker.generate
 
         async def twice(requests, *, on=None):

@@ -166,7 +166,7 @@ def test_steps_that_are_not_finite_now_and_then_do_not_add_up(monkeypatch: pytes
 def test_a_group_that_is_aborted_is_dropped_and_refilled():
     async def beside(run) -> None:
         await asyncio.sleep(1.0)
-        await run.pipeline.parts.episode_workers[0].abort_older_than(1)
+        await run.pipeline.parts.machinery.episode_workers[0].abort_older_than(1)
 
     run = Scenario("async_stale", beside=beside).run().assert_completed()
     dropped = {event.number: event.reason for event in run.of(GroupSettled) if event.fate == "dropped"}

@@ -110,7 +110,7 @@ def test_validation_asks_for_val_n_answers_at_val_temperature():
     scenario = Scenario("on_policy", problems=3, total=4, sections={"rollout": {"val_n": 4, "val_temperature": 0.5}})
 
     def script(run) -> None:
-        (worker,) = run.pipeline.parts.episode_workers
+        (worker,) = run.pipeline.parts.machinery.episode_workers
         generate = worker.generate
         worker.generate = lambda requests, on=None: seen.extend(requests) or generate(requests, on=on)
 

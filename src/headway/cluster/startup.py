@@ -227,10 +227,10 @@ class Startup:
         train = TrainGroup(groups.actor, paths, with_returns=critic is not None)
         own = None if groups.logp is None else proxy(groups.logp, ProximalEngine)
         return Workers(
-            train=train,
+            trainer=train,
             rollouts=rollouts,
             episode_workers=episode_workers,
-            ref=None if reference is None else reference_of(reference),
+            reference=None if reference is None else reference_of(reference),
             proximal=train if LOGP in plan.on_trainer_ranks else own,
             critic=None if critic is None else critic_of(critic),
             receivers=apart,
@@ -245,7 +245,7 @@ class Startup:
             ],
             cluster=self._cluster,
             timeouts=self.timeouts,
-            rounding=rounding,
+            probe_tolerance=rounding.tolerance,
             hardware=dict(zip(computing, hardware, strict=True)),
             padded=await self._wait("actor-0 to say how it packs rows", groups.actor.padded()),
             replace_replica=replace_replica,

@@ -11,24 +11,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from headway.cluster.machine.worker_setup import Hardware
 from headway.cluster.profiled_processes import ProfiledProcess, profiled
-from headway.cluster.snapshots import Snapshots
-from headway.cluster.worker_engines import ProbeTolerance, RemoteEpisodeWorker, RolloutReplica, TrainGroup
+from headway.cluster.worker_engines import RemoteEpisodeWorker, RolloutReplica, TrainGroup
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol
 from headway.data.interfaces.rollout import RolloutEngine
-from headway.data.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine
-from headway.data.interfaces.weights import PolicyReceiver
 from headway.errors import HeadwayError, StallError
-from headway.pipeline.recovery.rank_restarts import RestartableRanks
+from headway.pipeline.wiring import Machinery
 from headway.runtime.progress import Living
 from headway.runtime.task_groups import concurrently
 
@@ -204,46 +201,24 @@ class LaunchedWorkers:
                 raise end
 
 
-@dataclass(slots=True)
-class Workers:
+@dataclass(slots=True, kw_only=True)
+class Workers(Machinery):
     """Workers and engines of a run. `watch` raises when a part of it dies; `close` ends it."""
 
-    train: TrainGroup
+    trainer: TrainGroup
     rollouts: list[RolloutReplica]
     """Current replicas: those of the start, with lost ones exchanged for their replacements."""
     episode_workers: list[RemoteEpisodeWorker]
     """Current episode workers of the run's groups, as with replicas."""
-    ref: LogProbEngine | None
-    """Engine of the reference policy; None where the algorithm asks for none."""
-    proximal: ProximalEngine | None
-    """Engine that recomputes log π_prox; None where none does."""
-    critic: CriticEngine | None
-    """Engine of the critic; None where the algorithm asks for none."""
-    receivers: Sequence[PolicyReceiver]
-    """Workers that hold a copy of the policy and generate nothing."""
-    on_trainer_ranks: frozenset[str]
-    """Roles, of ``ref``, ``logp`` and ``critic``, that run on the trainer's ranks."""
-    restartable: Mapping[str, RestartableRanks]
-    """Ranks that can be started again, by role; others are among ``needed``."""
-    snapshots: Snapshots | None
-    """Snapshots of the trainer's ranks; None where none are made."""
     ranks: Callable[[], Sequence[Worker]]
     """Function that returns the ranks of now that can be started again."""
     needed: Sequence[Worker]
     """Workers each of which the run cannot go on without, for supervision."""
     cluster: Cluster
-    timeouts: Timeouts
-    """Time limits for the model's size and for what was measured at the start."""
-    rounding: ProbeTolerance
-    """Tolerances, in nats, by which the log-probs of each receiver may differ from the trainer's by rounding."""
     hardware: Mapping[str, Hardware]
     """Hardware that each worker computes on, by the worker's name."""
     padded: str | None
     """Reason why the policy's rows are padded and not packed; None where they are packed."""
-    replace_replica: Callable[[str], Coroutine[Any, Any, RolloutReplica]] | None
-    """Function that replaces a lost replica; None where replicas share their processes with training ranks."""
-    replace_episode_worker: Callable[[str], Coroutine[Any, Any, RemoteEpisodeWorker]] | None
-    """Function that replaces a lost episode worker; None where these are in the driver's process."""
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:

@@ -229,7 +229,7 @@ class Pipeline:
                 lag_bound=staleness.bound,
                 order=config.async_training.order.value,
                 on_update=config.async_training.on_update,
-                slots={replica.name: replica.slots for replica in self.parts.rollouts},
+                slots={replica.name: replica.slots for replica in self.parts.machinery.rollouts},
                 stages=[stage.name for stage in self.stages],
                 episodes=self._state.ledger.episodes,
             )

@@ -58,36 +58,27 @@ from headway.runtime.progress import Living
 AnyStage = Stage[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Machinery of a run: everything behind a protocol, so that any of it can be simulated."""
+@dataclass(slots=True, kw_only=True)
+class Machinery:
+    """Engines and workers of a run: everything behind a protocol, so that any of it can be simulated."""
 
-    source: PromptSource
-    validation: Sequence[Prompt]
+    trainer: TrainEngine
     rollouts: Sequence[RolloutEngine]
     episode_workers: Sequence[EpisodeWorkerProtocol]
     """The episode workers, which make groups with calls to ``rollouts``. One at least."""
-    trainer: TrainEngine
-    reward: RewardFn | None
-    """The reward of answers; None where episodes have the rewards that their programs give."""
-    advantages: AdvantageFn
     reference: LogProbEngine | None = None
+    """Engine of the reference policy; None where the algorithm asks for none."""
     proximal: ProximalEngine | None = None
     """Engine that recomputes log π_prox; None where the rollout engine's log-probs, or an approximation, take its
     place. On ranks of its own it consists of all ``receivers``."""
     critic: CriticEngine | None = None
-    own_ranks: Collection[str] = ()
-    """Roles, of ``ref`` (the reference), ``logp`` (``proximal``) and ``critic``, that do not share the trainer's
-    ranks."""
-    stop_token_ids: tuple[int, ...] = ()
-    watch: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Coroutine function that runs until cancelled and raises `WorkerDied` when a worker ends that the run needs."""
-    watch_replica: Watch | None = None
-    """Coroutine function that runs until cancelled and raises `WorkerDied` when the given replica's process ends."""
+    """Engine of the critic; None where the algorithm asks for none."""
+    on_trainer_ranks: Collection[str] = (REF, LOGP, CRITIC)
+    """Roles, of ``ref`` (the reference), ``logp`` (``proximal``) and ``critic``, that share the trainer's ranks."""
+    receivers: Sequence[PolicyReceiver] = ()
+    """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
     replace_replica: Replace | None = None
     """Coroutine function that starts a replica in the place of the one named; None where that is impossible."""
-    watch_episode_worker: Watch | None = None
-    """Coroutine function that runs until cancelled, and raises `WorkerDied` when the worker's process ends."""
     replace_episode_worker: Replace | None = None
     """Coroutine function that starts an episode worker in the place of the one named; None where that is impossible."""
     restartable: Mapping[str, RestartableRanks] = field(default_factory=dict)
@@ -95,10 +86,28 @@ class Parts:
     others ends the run."""
     snapshots: SnapshotStore | None = None
     """Snapshots of the trainer's ranks; None where none are made."""
-    receivers: Sequence[PolicyReceiver] = ()
-    """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
     timeouts: Timeouts | None = None
     """Time limits for the model's size and for what was measured at the start; None: those of a model without size."""
+    probe_tolerance: Callable[[str], float] = lambda name: 1e-3
+    """Function from a receiver's name to the nats by which its log-probs may differ from the trainer's by rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run is made of, beside its configuration."""
+
+    source: PromptSource
+    validation: Sequence[Prompt]
+    machinery: Machinery
+    reward: RewardFn | None
+    """The reward of answers; None where episodes have the rewards that their programs give."""
+    advantages: AdvantageFn
+    stop_token_ids: tuple[int, ...] = ()
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Coroutine function that runs until cancelled and raises `WorkerDied` when a worker ends that the run needs."""
+    watch_replaceable: Watch | None = None
+    """Coroutine function that runs until cancelled and raises `WorkerDied` when the process of the given replica or
+    episode worker ends."""
     workers: Callable[[], Sequence[Living]] = tuple
     """Function that returns the workers to ask for a heartbeat when no event came for long."""
     journal: RunJournal | None = None
@@ -109,8 +118,6 @@ class Parts:
     """Function that writes the checkpoint of version 0, and returns whether it is there."""
     samples: SampleOutlet | None = None
     """Outlet of samples of what was said; None where there are none."""
-    probe_tolerance: Callable[[str], float] = lambda name: 1e-3
-    """Function from a receiver's name to the nats by which its log-probs may differ from the trainer's by rounding."""
 
 
 class Wiring:
@@ -120,31 +127,31 @@ class Wiring:
         """Build the run. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
         told = [*observers]  # its own list: the monitor is added below, once its parts are there
         emit = _fan_out(told)
-        timeouts = parts.timeouts or Timeouts.of(config)
+        machinery, critic = parts.machinery, None
+        timeouts = machinery.timeouts or Timeouts.of(config)
         self.state = state = _state(config, parts, emit)
         self.scoring = Scoring(parts.reward)
-        self.episode_workers = EpisodeWorkers(parts.episode_workers, state, timeout_s=timeouts.update_timeout_s)
+        self.episode_workers = EpisodeWorkers(machinery.episode_workers, state, timeout_s=timeouts.update_timeout_s)
         self.pool = ReplicaPool(
             state,
-            parts.rollouts,
-            parts.receivers,
+            machinery.rollouts,
+            machinery.receivers,
             PauseController(config, state, self.episode_workers),
             timeouts,
             # Within one process the only replica ends with the run: what killed it has killed all.
-            replaceable=parts.replace_replica is not None and config.cluster.backend == "ray",
-            probe_tolerance=parts.probe_tolerance,
+            replaceable=machinery.replace_replica is not None and config.cluster.backend == "ray",
+            probe_tolerance=machinery.probe_tolerance,
         )
-        own, critic = parts.own_ranks, None
-        if parts.critic is not None:
-            critic = Critic(config, parts.critic, emit, own_ranks=CRITIC in own)
+        if machinery.critic is not None:
+            critic = Critic(config, machinery.critic, emit, own_ranks=CRITIC not in machinery.on_trainer_ranks)
         self.actor = Actor(
             config,
             state,
-            parts.trainer,
+            machinery.trainer,
             parts.advantages,
             Guard(config.algorithm.guard, state, self.stop),
-            reference=None if REF in own else parts.reference,
-            proximal=None if LOGP in own else parts.proximal,
+            reference=machinery.reference if REF in machinery.on_trainer_ranks else None,
+            proximal=machinery.proximal if LOGP in machinery.on_trainer_ranks else None,
             critic=critic,
         )
         self.batches = TrainBatches(state, config.groups_per_batch, fill_first=config.async_training.fill_queue)
@@ -156,14 +163,14 @@ class Wiring:
             checkpoints,
             timeouts,
             config.trainer,
-            parts.snapshots,
+            machinery.snapshots,
         )
         self.checkpoints.keep_start = parts.keep_start
-        self.actor.keeps_batches = ACTOR in parts.restartable
+        self.actor.keeps_batches = ACTOR in machinery.restartable
         left, pool = Restarts(config.trainer.max_restarts, timeouts), self.pool
 
         def restarts(role: str, **how: Any) -> RankRestarts:
-            return RankRestarts(state, role, parts.restartable.get(role), left, **how)
+            return RankRestarts(state, role, machinery.restartable.get(role), left, **how)
 
         self.restarts = {
             ACTOR: restarts(ACTOR, on_lost=pool.left_with_ranks, bring_back=self._redo),
@@ -173,9 +180,9 @@ class Wiring:
         }
         shared = config.cluster.placement == "shared"
         self.lease = TrainerLease(state, pool, self.restarts[ACTOR], shared=shared)
-        if LOGP in parts.restartable:
+        if LOGP in machinery.restartable:
             pool.lose_others = self.restarts[LOGP].give_up
-        trainer = parts.restartable.get(ACTOR)
+        trainer = machinery.restartable.get(ACTOR)
         self._replicas_of_ranks = None if trainer is None else trainer.replicas
         if self._replicas_of_ranks is not None:
             pool.lose_ranks = self.restarts[ACTOR].give_up
@@ -184,11 +191,11 @@ class Wiring:
         self.validators = Validators(config, state, self.pool, parts.validation)
         self.wire(config, parts)
         starts = [Restarts(config.cluster.max_replica_restarts, timeouts) for _ in range(2)]
-        self.replica_supervision = Supervision(state, self.pool, parts.watch_replica, parts.replace_replica, starts[0])
-        watch, replace = parts.watch_episode_worker, parts.replace_episode_worker
+        watch = parts.watch_replaceable
+        self.replica_supervision = Supervision(state, pool, watch, machinery.replace_replica, starts[0])
         self.supervisions: Sequence[Supervision] = [
             self.replica_supervision,
-            Supervision(state, self.episode_workers, watch, replace, starts[1]),
+            Supervision(state, self.episode_workers, watch, machinery.replace_episode_worker, starts[1]),
         ]
         self.monitor = RunMonitor(
             self.pool,
@@ -228,9 +235,10 @@ class Wiring:
         """Build the stages: what each reads, and what it writes. A channel has the name of its producer."""
         state, emit, queue, pool, lease = self.state, self.state.emit, self.state.queue, self.pool, self.lease
         scoring, validators, tokens, restarts = self.scoring, self.validators, parts.stop_token_ids, self.restarts
-        reference = parts.reference if REF in parts.own_ranks else None
-        proximal = parts.proximal if LOGP in parts.own_ranks else None
-        critic = self.actor.critic if CRITIC in parts.own_ranks else None
+        machinery, shared = parts.machinery, parts.machinery.on_trainer_ranks
+        reference = None if REF in shared else machinery.reference
+        proximal = None if LOGP in shared else machinery.proximal
+        critic = None if CRITIC in shared else self.actor.critic
 
         shares = Channel[Share]("PromptLoader")
         made = Channel[Group]("Generate")
@@ -281,7 +289,7 @@ def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
         groups_per_version=config.groups_per_version,
         window=config.window,
         total=config.rollout.total_rollout_steps,
-        loaded={replica.name: 0 for replica in parts.rollouts},
+        loaded={replica.name: 0 for replica in parts.machinery.rollouts},
         max_lag=settings.max_lag,
         drops_overdue=settings.on_overdue == "drop",
     )

@@ -21,7 +21,7 @@ from headway.api.interrupts import Interrupts
 from headway.api.profile_window import ProfileWindow
 from headway.api.storage.uploader import StorageUploader
 from headway.config.schema import Config
-from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic
+from headway.config.sizing.placement import needs_critic
 from headway.config.sizing.timeouts import WARM_LEFT_S
 from headway.data.sources import Rows, build_sources
 from headway.data.tokenize import LeftOutRows
@@ -195,31 +195,17 @@ class TrainingRun:
         parts = Parts(
             source=data.train,
             validation=data.val,
-            rollouts=workers.rollouts,
-            episode_workers=workers.episode_workers,
-            trainer=workers.train,
+            machinery=workers,
             reward=reward,
-            advantages=workers.train.advantages,
-            reference=workers.ref,
-            proximal=workers.proximal,
-            critic=workers.critic,
-            own_ranks={REF, LOGP, CRITIC} - workers.on_trainer_ranks,
-            receivers=workers.receivers,
+            advantages=workers.trainer.advantages,
             stop_token_ids=stop_token_ids(self.model.path, tokenizer),
             watch=workers.watch,
-            restartable=workers.restartable,
-            snapshots=workers.snapshots,
-            watch_replica=replaceable_dies,
-            replace_replica=workers.replace_replica,
-            watch_episode_worker=replaceable_dies,
-            replace_episode_worker=workers.replace_episode_worker,
-            timeouts=workers.timeouts,
+            watch_replaceable=replaceable_dies,
             workers=workers.living,
             journal=journal,
             validated=reports.validated,
             keep_start=None if journal is None else self._keep_start,
             samples=SampleOutlet(reports.on_sample, TokenTexts(tokenizer)) if config.reports.samples else None,
-            probe_tolerance=workers.rounding.tolerance,
         )
         # After the workers are up: each rank reads its own part of the checkpoint
         driver_state = None if self.start is None else await self._load(workers, self.start)
@@ -248,7 +234,7 @@ class TrainingRun:
         exporting = f"could not export the model to {reports.directory.model}"
         with boundary(exporting, RunError):
             try:
-                await workers.train.export(reports.directory.model)
+                await workers.trainer.export(reports.directory.model)
             except HeadwayError as cause:  # a worker that ended, or the user's folder, which was whole at the start
                 raise RunError(f"{exporting}: {cause}") from cause
             # Within a version the model is that of no checkpoint, and the folder tells none.
@@ -328,7 +314,7 @@ class TrainingRun:
         """Load the checkpoint into trainer and critic. Returns the driver's part of it."""
         self.reports.phase("loading the checkpoint", f"version {version}")
         checkpoints = Checkpoints(self.reports.directory.checkpoints)
-        driver_state = await workers.train.load(checkpoints.actor(version))
+        driver_state = await workers.trainer.load(checkpoints.actor(version))
         if workers.critic is not None:
             await workers.critic.load(checkpoints.critic(version))
         return driver_state

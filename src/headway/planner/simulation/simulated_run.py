@@ -26,7 +26,7 @@ from headway.config.transport_facts import TRANSPORTS
 from headway.errors import ConfigError
 from headway.events import Observer
 from headway.pipeline.run import Pipeline, Status
-from headway.pipeline.wiring import Parts
+from headway.pipeline.wiring import Machinery, Parts
 from headway.planner.profiles.costs import Contention, phase_seconds, train_cost
 from headway.planner.profiles.job_profile import (
     ContentionProfile,
@@ -118,13 +118,15 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
     return Parts(
         source=SimulatedSource(prompts, filtered=filtered_of(profile.response, seed)),
         validation=held_out_prompts(profile.validation.problems if profile.validation else 0, prompts),
-        rollouts=replicas,
-        episode_workers=[EpisodeWorker("episode-worker", hosting=_hosting(profile, config, replicas))],
-        trainer=trainer,
+        machinery=Machinery(
+            rollouts=replicas,
+            episode_workers=[EpisodeWorker("episode-worker", hosting=_hosting(profile, config, replicas))],
+            trainer=trainer,
+            reference=trainer if needs_reference(config) else None,
+            proximal=trainer if needs_logp(config) else None,
+        ),
         reward=SimulatedReward(profile.reward, seed),
         advantages=zero_advantages,
-        reference=trainer if needs_reference(config) else None,
-        proximal=trainer if needs_logp(config) else None,
         workers=lambda: [trainer],
     )
 
