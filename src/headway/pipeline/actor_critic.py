@@ -38,7 +38,7 @@ from headway.data.types import AnyColumn, ColumnName, Outcomes, TrainSample, Tra
 from headway.events import CriticStepped, Emit, OptimizerStepped, TrainerBusy
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.admission.train_batches import TrainBatch
-from headway.pipeline.off_policy_guard import ESS, Guard, skipped_in_row
+from headway.pipeline.off_policy_guard import ESS, Guard, StepCounter
 from headway.pipeline.stage import Signal, WaitingFor
 
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
@@ -79,19 +79,12 @@ class Actor:
         self.trainer, self.guard, self.critic = trainer, guard, critic
         self._config, self._state, self._advantages = config, state, advantages
         self._reference, self._proximal = reference, proximal
-        self._steps = self._skipped_in_row = 0
+        self.steps = StepCounter("actor.optim.lr")
         self._version, self._steps_of_version = 0, 0
         """Version of the last step, and number of steps of that version."""
         self.keeps_batches = False
         """True where batches are kept until the next checkpoint, to be trained on again."""
         self._kept: list[TrainBatch] = []
-
-    def state(self) -> dict[str, Any]:
-        """Return the actor's part of a checkpoint, at a version boundary."""
-        return {"steps": self._steps, "skipped_in_row": self._skipped_in_row}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._steps, self._skipped_in_row = state["steps"], state["skipped_in_row"]
 
     def _begin(self, batch: TrainBatch) -> None:
         # Before any column is added: what is there now came with the groups, and these ranks cannot compute it again.
@@ -220,7 +213,7 @@ class Actor:
         self._state.emit(
             OptimizerStepped(
                 time=now(),
-                step=self._steps,
+                step=self.steps.made,
                 fetch=batch.index,
                 version=version,
                 skipped=report.skipped,
@@ -233,8 +226,7 @@ class Actor:
                 metrics=report.metrics,
             )
         )
-        self._steps += 1
-        self._skipped_in_row = skipped_in_row(self._skipped_in_row, report.skipped, "actor.optim.lr")
+        self.steps.count(skipped=report.skipped)
         return report.skipped
 
     @contextmanager
@@ -269,7 +261,7 @@ class Critic:
         """
         self.engine, self.own_ranks = engine, own_ranks
         self._config, self._emit = config, emit
-        self._steps = self._skipped_in_row = 0
+        self.steps = StepCounter("critic.optim.lr")
         self._handed = self._trained = 0
         """Number of batches handed to the critic, and number of those that it was trained on."""
         self._told = 0
@@ -326,7 +318,7 @@ class Critic:
             self._emit(
                 CriticStepped(
                     time=now(),
-                    step=self._steps,
+                    step=self.steps.made,
                     fetch=batch.index,
                     version=batch.version,
                     skipped=report.skipped,
@@ -335,8 +327,7 @@ class Critic:
                 )
             )
             self._told += 1
-            self._steps += 1
-            self._skipped_in_row = skipped_in_row(self._skipped_in_row, report.skipped, "critic.optim.lr")
+            self.steps.count(skipped=report.skipped)
         if self.own_ranks:
             await self.engine.end_batch()  # on the trainer's ranks the actor ends it, after the policy's steps
         if not redone:
@@ -359,13 +350,9 @@ class Critic:
             await self._begin(self._begun)
         return len(trained)
 
-    def state(self) -> dict[str, Any]:
-        """Return the critic's part of a checkpoint, once it was trained on all batches that the trainer was."""
-        return {"steps": self._steps, "skipped_in_row": self._skipped_in_row}
-
     def restore(self, state: Mapping[str, Any], batches: int) -> None:
         """Restore a checkpoint's ``state``, made after training on so many ``batches``."""
-        self._steps, self._skipped_in_row = state["steps"], state["skipped_in_row"]
+        self.steps.restore(state)
         self._handed = self._trained = batches
 
     async def copy_state(self) -> None:

@@ -112,15 +112,37 @@ MOST_SKIPPED = 10
 """Most optimizer steps in a row that are skipped: a spike passes in a few, diverged weights never recover."""
 
 
-def skipped_in_row(before: int, skipped: bool, lr_key: str) -> int:
-    """Return how many steps in a row were ``skipped``, the last one behind ``before`` others.
+class StepCounter:
+    """Count of a model's optimizer steps, of which too many skipped in a row end the run.
 
-    Raises `NonFinite` for more than `MOST_SKIPPED`. ``lr_key``: the learning rate's setting.
+    Example:
+        >>> steps = StepCounter("actor.optim.lr")
+        >>> steps.count(skipped=True)
+        >>> steps.count(skipped=False)
+        >>> steps.state()
+        {'steps': 2, 'skipped_in_row': 0}
     """
-    in_row = before + 1 if skipped else 0
-    if in_row > MOST_SKIPPED:
-        raise NonFinite(
-            f"{in_row} optimizer steps in a row were skipped because loss or gradient was not finite; lower {lr_key}, "
-            "or look at the rewards for extreme values"
-        )
-    return in_row
+
+    def __init__(self, lr_key: str) -> None:
+        """``lr_key``: the learning rate's setting."""
+        self.made = 0
+        """Number of steps, skipped ones included."""
+        self._lr_key = lr_key
+        self._skipped_in_row = 0
+
+    def count(self, *, skipped: bool) -> None:
+        """Count a step. Raises `NonFinite` where more than `MOST_SKIPPED` in a row were skipped."""
+        self.made += 1
+        self._skipped_in_row = self._skipped_in_row + 1 if skipped else 0
+        if self._skipped_in_row > MOST_SKIPPED:
+            raise NonFinite(
+                f"{self._skipped_in_row} optimizer steps in a row were skipped because loss or gradient was not "
+                f"finite; lower {self._lr_key}, or look at the rewards for extreme values"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Return the count's part of a checkpoint."""
+        return {"steps": self.made, "skipped_in_row": self._skipped_in_row}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.made, self._skipped_in_row = state["steps"], state["skipped_in_row"]

@@ -114,7 +114,7 @@ class CheckpointManager:
             **state.state(),
             "source": self.source.state(),
             "fetches": self.batches.taken,
-            "trainer": self.actor.state(),
+            "trainer": self.actor.steps.state(),
             "guard": self.actor.guard.state(),
         }
         if state.journal is not None:
@@ -123,7 +123,7 @@ class CheckpointManager:
         state.emit(VersionReached(time=now(), version=version, groups=groups, episodes=episodes))
         if version == 0 and self.keep_start is not None:
             critic = self.actor.critic
-            critic_state = {} if critic is None else {"critic": critic.state()}
+            critic_state = {} if critic is None else {"critic": critic.steps.state()}
             if self.keep_start({**self._driver_state, **critic_state}):
                 self.saved = version
 
@@ -140,7 +140,7 @@ class CheckpointManager:
         eta_now = Fraction(driver_state["eta_now"]) if actor.guard.lowers_eta else state.staleness.eta
         state.restore(driver_state, again=again, open_prompts=lost, eta_now=eta_now)
         self.batches.taken = driver_state["fetches"]
-        actor.restore(driver_state["trainer"])
+        actor.steps.restore(driver_state["trainer"])
         actor.guard.restore(driver_state["guard"])
         if actor.critic is not None:
             actor.critic.restore(driver_state["critic"], driver_state["fetches"])
@@ -225,7 +225,7 @@ class CheckpointManager:
             with self._attributed(version), waiting_for("the state to be copied for a checkpoint"):
                 if critic is not None and not (snapshots and critic.own_ranks):  # it goes back to its checkpoint alone
                     await critic.copy_state()
-                    driver_state = {**driver_state, "critic": critic.state()}
+                    driver_state = {**driver_state, "critic": critic.steps.state()}
                 await self.actor.trainer.copy_state()
         except BaseException as failure:  # a cancellation, too: the lock must not stay held
             self.writing.release()
