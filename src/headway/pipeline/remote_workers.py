@@ -13,7 +13,7 @@ may have stopped for ever. The clients of episode workers are in `headway.pipeli
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -121,6 +121,14 @@ class ReceiverClient(RemoteWorker):
     async def probe(self) -> NDArray[np.float32] | None:
         probe = self.receiver.probe()
         return await self._ask(probe, within_s=self._timeouts.probe_s, what="compute the log-probs of the probe")
+
+
+def by_copy(receivers: Iterable[ReceiverClient]) -> dict[str, list[ReceiverClient]]:
+    """Return ``receivers`` by the copies that they load from."""
+    found: dict[str, list[ReceiverClient]] = {}
+    for receiver in receivers:
+        found.setdefault(receiver.copy, []).append(receiver)
+    return found
 
 
 class Replica(ReceiverClient):

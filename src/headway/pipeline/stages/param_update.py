@@ -33,16 +33,17 @@ from headway.events import UpdateFinished, UpdateSuperseded
 from headway.pipeline.actor_critic import Actor
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.recovery.rank_restarts import RankRestarts
-from headway.pipeline.remote_workers import ReceiverClient, Replica
+from headway.pipeline.remote_workers import ReceiverClient, Replica, by_copy
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import PendingUpdate, TrainerLease
 from headway.pipeline.stages.validate import Validation, Validators
+from headway.pipeline.update.pause_controller import ReplicaPause
 from headway.pipeline.update.version_transfer import Delivery, VersionTransfer
-from headway.pipeline.update.weight_loading import LoadCost, Probe, WeightLoading
+from headway.pipeline.update.weight_loading import Probe, WeightLoading
 from headway.runtime.task_groups import concurrently
 
-Published = tuple[Delivery, Sequence[LoadCost | None]]
-"""Result of publishing a version, which every receiver serves or skipped: what sending cost, and each load."""
+Published = tuple[Delivery, Sequence[ReplicaPause]]
+"""Result of publishing a version, which every receiver serves or skipped: what sending cost, and replicas' pauses."""
 
 
 @dataclass
@@ -82,9 +83,9 @@ class Synchronous(Schedule):
         to = self.lacking(receivers(), update.version)
         await self.loading.make_ready(to)
         delivered = await self.restarts.surviving(partial(self.transfer.together, update.version, to))
-        loads = await self.loading.load_all(delivered.receivers, update.version, delivered.probe)
+        pauses = await self.loading.load_all(delivered.receivers, update.version, delivered.probe)
         update.release()
-        return delivered, loads
+        return delivered, pauses
 
     async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
         if late:
@@ -110,15 +111,13 @@ class Overlapped(Schedule):
             gather = partial(self.transfer.gather, update.version)
             self._gathered = gathered = await self.restarts.surviving(gather)
         update.release()
-        by_copy: dict[str, list[ReceiverClient]] = {}
-        for receiver in receivers():
-            by_copy.setdefault(receiver.copy, []).append(receiver)
         deliveries = await concurrently(
-            self._deliver(copy, of_copy, update.version, gathered.probe) for copy, of_copy in by_copy.items()
+            self._deliver(copy, of_copy, update.version, gathered.probe)
+            for copy, of_copy in by_copy(receivers()).items()
         )
         full_nbytes = max((one.full_nbytes for one, _ in deliveries if one.full_nbytes is not None), default=None)
         delivered = Delivery(gather_s=gathered.gather_s, full_nbytes=full_nbytes, changed=gathered.changed)
-        return delivered, [load for _, loaded in deliveries for load in loaded]
+        return delivered, [pause for _, pauses in deliveries for pause in pauses]
 
     async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
         if version == self._newest:  # the copy was lost with the trainer
@@ -176,17 +175,17 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         if oldest is not None and self.run_state.trains_more:  # what is queued is dropped when it would be taken
             await self._pool.abort_older_than(oldest)
         started = now()
-        delivered, loaded = await self._schedule.publish(update, lambda: self._pool.receivers)
+        delivered, pauses = await self._schedule.publish(update, lambda: self._pool.receivers)
         released = update.released_at if update.released_at is not None else now()
-        loads, stall_s = [load for load in loaded if load is not None], released - started - delivered.gather_s
+        stall_s = released - started - delivered.gather_s
         self.emit(
             UpdateFinished(
                 time=now(),
                 version=update.version,
                 trainer_stall_s=stall_s,
-                rollout_stall_s=sum(load.stall_s for load in loads) / max(1, len(loads)),
-                validation_stall_s=min(stall_s, max((load.validation_s for load in loads), default=0.0)),
-                interrupted=sum(load.interrupted for load in loads),
+                rollout_stall_s=sum(pause.stall_s for pause in pauses) / max(1, len(pauses)),
+                validation_stall_s=min(stall_s, max((pause.validation_s for pause in pauses), default=0.0)),
+                interrupted=sum(pause.interrupted for pause in pauses),
                 full_nbytes=delivered.full_nbytes,
                 changed=delivered.changed,
             )

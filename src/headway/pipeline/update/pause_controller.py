@@ -30,6 +30,8 @@ class ReplicaPause:
     stopped: float | None = None
     """Time on the event clock from which on the replica decoded nothing; None before that."""
     interrupted: int = 0
+    stall_s: float = 0.0
+    """Seconds from the end of the pause to the end of resume, in which nothing decoded; set by a load."""
     validation_s: float = 0.0
     """Seconds for which the halt waited for the replica's validation."""
     check: Callable[[], Awaitable[object]] | None = None

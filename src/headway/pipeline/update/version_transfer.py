@@ -4,7 +4,7 @@
     apart      gather │ send ║ recv ▶ register      a complete copy first; then machine by machine, the trainer free
 
 All-or-nothing: a receiver with a second buffer serves its old version until it has all of the new one. Each attempt
-ends within `Timeouts.attempt_s`, even if no receiver answers. `judge` decides what follows from a failed one.
+ends within `Timeouts.attempt_s`, even if no receiver answers. `decide` says what follows from a failed one.
 
 Also here: one attempt to bring a version to some receivers: what everybody answered, and what follows from that.
 
@@ -36,7 +36,7 @@ from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendRep
 from headway.errors import UpdateFailed, UpdateMissed
 from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.remote_workers import ReceiverClient, RemoteWorker, WorkerUnavailable
+from headway.pipeline.remote_workers import ReceiverClient, RemoteWorker, WorkerUnavailable, by_copy
 from headway.pipeline.stage import Signal, WaitingFor
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
@@ -45,71 +45,51 @@ MOST_TRIES = 2
 """Most attempts in a row for the same receivers, after which one of them is to blame."""
 
 
-@dataclass(frozen=True, slots=True)
-class Audience:
-    """Receivers that one attempt is for."""
-
-    receivers: Sequence[ReceiverClient]
-    failures: int = 0
-    """Number of earlier attempts in a row, for just these receivers, that failed."""
-
-    def still_there(self) -> Audience:
-        return Audience([receiver for receiver in self.receivers if not receiver.is_gone], self.failures)
-
-
 @dataclass(slots=True)
 class Attempt:
-    """Attempt to send a version, and who answered what; a receiver that did not answer is silent."""
+    """Attempt to send a version to ``receivers``, and who answered what; one that did not answer is silent."""
 
     version: int
-    audience: Audience
+    receivers: Sequence[ReceiverClient]
+    failures: int
+    """Number of earlier attempts in a row, for just these receivers, that failed."""
     limit: str
     """Description of the limit that it has, for messages."""
     began: float = 0.0
     """Time on the event clock at which sending began."""
     sent: SendReport | UpdateFailed | None = None
-    received: dict[str, ReceiveReport | UpdateFailed | WorkerUnavailable] = field(default_factory=dict)
-    """Answers by the receiver's name; silent receivers are missing."""
+    answers: dict[RemoteWorker, ReceiveReport | UpdateFailed | WorkerUnavailable] = field(default_factory=dict)
 
     @property
     def gone(self) -> list[WorkerUnavailable]:
-        return [answer for answer in self.received.values() if isinstance(answer, WorkerUnavailable)]
+        return [answer for answer in self.answers.values() if isinstance(answer, WorkerUnavailable)]
 
     @property
     def silent(self) -> list[ReceiverClient]:
-        return [receiver for receiver in self.audience.receivers if receiver.name not in self.received]
+        return [receiver for receiver in self.receivers if receiver not in self.answers]
 
     @property
-    def failed(self) -> dict[str, UpdateFailed]:
-        """Map from a receiver's name to its error; one that holds something else than what was sent has failed, too."""
-        errors = {name: self._error(name, answer) for name, answer in self.received.items()}
-        return {name: error for name, error in errors.items() if error is not None}
+    def failed(self) -> dict[RemoteWorker, UpdateFailed]:
+        return {receiver: answer for receiver, answer in self.answers.items() if isinstance(answer, UpdateFailed)}
 
     @property
     def holding(self) -> dict[ReceiverClient, ReceiveReport]:
         """Receivers that have the version, complete and equal to what was sent, with their reports."""
         if not isinstance(self.sent, SendReport):
             return {}
-        answers = ((receiver, self.received.get(receiver.name)) for receiver in self.audience.receivers)
-        failed = self.failed
-        return {
-            receiver: answer
-            for receiver, answer in answers
-            if isinstance(answer, ReceiveReport) and receiver.name not in failed
-        }
+        answers = ((receiver, self.answers.get(receiver)) for receiver in self.receivers)
+        return {receiver: answer for receiver, answer in answers if isinstance(answer, ReceiveReport)}
 
-    def _error(self, name: str, answer: ReceiveReport | UpdateFailed | WorkerUnavailable) -> UpdateFailed | None:
-        if isinstance(answer, UpdateFailed):
-            return answer
-        if isinstance(answer, WorkerUnavailable) or not isinstance(self.sent, SendReport):
-            return None
-        sent = self.sent.checksums.get(name, self.sent.checksum)
-        if answer.checksum == sent:
-            return None
-        return UpdateFailed(
-            f"{name} received weights of version {self.version} with checksum {answer.checksum:08x}, the trainer sent "
-            f"{sent:08x}"
-        )
+    def compare(self) -> None:
+        """Count a receiver that holds something else than what was sent among those that failed."""
+        for receiver, report in self.holding.items():
+            assert isinstance(self.sent, SendReport)
+            sent = self.sent.checksums.get(receiver.name, self.sent.checksum)
+            if report.checksum != sent:
+                self.answers[receiver] = UpdateFailed(
+                    f"{receiver.name} received weights of version {self.version} with checksum {report.checksum:08x}, "
+                    f"the trainer sent {sent:08x}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,55 +97,50 @@ class RetryDecision:
     """Consequences of an attempt. A receiver that holds the version (`Attempt.holding`) and is not listed is done."""
 
     lost: Sequence[WorkerUnavailable] = ()
-    again: Sequence[Audience] = ()
+    again: Sequence[Sequence[ReceiverClient]] = ()
+    """Receivers of each further attempt."""
+    failures: int = 0
+    """`Attempt.failures` of these."""
     reason: str = ""
 
 
-def judge(attempt: Attempt) -> RetryDecision:
+def decide(attempt: Attempt) -> RetryDecision:
     """Decide what follows ``attempt``. Raises `UpdateFailed` where repeating it would not help."""
     if gone := attempt.gone:
         return _go_on_without(attempt, gone)
     if attempt.silent:
-        return _judge_silence(attempt)
+        return _decide_on_silence(attempt)
     if attempt.sent is None:
         raise UpdateFailed(_silence(attempt, []))
     if attempt.failed or isinstance(attempt.sent, UpdateFailed):
-        return _judge_failure(attempt)
+        return _decide_on_failure(attempt)
     return RetryDecision()
 
 
-def _judge_silence(attempt: Attempt) -> RetryDecision:
-    silent, audience = attempt.silent, attempt.audience
+def _decide_on_silence(attempt: Attempt) -> RetryDecision:
+    silent, receivers = attempt.silent, attempt.receivers
     # They wait for each other: which one hangs shows only when they are tried apart.
     if len(silent) > 1 and not isinstance(attempt.sent, SendReport):
-        return RetryDecision(again=_apart(audience), reason=_silence(attempt, silent))
+        groups = list(by_copy(receivers).values())
+        apart = groups if len(groups) > 1 else [[receiver] for receiver in receivers]
+        return RetryDecision(again=apart, reason=_silence(attempt, silent))
     # The trainer's failure may be why the receiver is silent: one more try before it is given up.
-    if len(audience.receivers) == 1 and isinstance(attempt.sent, UpdateFailed) and not audience.failures:
-        return RetryDecision(again=[Audience(audience.receivers, failures=1)], reason=str(attempt.sent))
+    if len(receivers) == 1 and isinstance(attempt.sent, UpdateFailed) and not attempt.failures:
+        return RetryDecision(again=[receivers], failures=1, reason=str(attempt.sent))
     return _go_on_without(
         attempt, [WorkerUnavailable(receiver, UpdateFailed(_silence(attempt, [receiver]))) for receiver in silent]
     )
 
 
-def _apart(audience: Audience) -> list[Audience]:
-    """Divide receivers that waited for each other: by the copies that they load from, or else one by one."""
-    by_copy: dict[str, list[ReceiverClient]] = {}
-    for receiver in audience.receivers:
-        by_copy.setdefault(receiver.copy, []).append(receiver)
-    if len(by_copy) > 1:
-        return [Audience(receivers) for receivers in by_copy.values()]
-    return [Audience([receiver]) for receiver in audience.receivers]
-
-
-def _judge_failure(attempt: Attempt) -> RetryDecision:
-    audience, failed = attempt.audience, attempt.failed
+def _decide_on_failure(attempt: Attempt) -> RetryDecision:
+    receivers, failed = attempt.receivers, attempt.failed
     # A receiver's error says more than the trainer's, which may only say that somebody gave up.
     error = next(iter(failed.values()), attempt.sent)
     assert isinstance(error, UpdateFailed)
-    own = {name for name, error in failed.items() if not isinstance(error, UpdateMissed)}
-    alone = [receiver for receiver in audience.receivers if receiver.name in own or len(audience.receivers) == 1]
-    if audience.failures < MOST_TRIES - 1:
-        return RetryDecision(again=[Audience(audience.receivers, failures=1)], reason=str(error))
+    if attempt.failures < MOST_TRIES - 1:
+        return RetryDecision(again=[receivers], failures=1, reason=str(error))
+    own = [receiver for receiver, why in failed.items() if not isinstance(why, UpdateMissed)]
+    alone: Sequence[RemoteWorker] = receivers if len(receivers) == 1 else own
     if len(alone) == 1:
         return _go_on_without(attempt, [WorkerUnavailable(alone[0], error)])
     raise error
@@ -173,8 +148,8 @@ def _judge_failure(attempt: Attempt) -> RetryDecision:
 
 def _go_on_without(attempt: Attempt, gone: Sequence[WorkerUnavailable]) -> RetryDecision:
     done: set[RemoteWorker] = {*(one.remote for one in gone), *attempt.holding}
-    rest = [receiver for receiver in attempt.audience.receivers if receiver not in done]
-    return RetryDecision(gone, [Audience(rest)] if rest else [], str(gone[0].why))
+    rest = [receiver for receiver in attempt.receivers if receiver not in done]
+    return RetryDecision(gone, [rest] if rest else [], reason=str(gone[0].why))
 
 
 def _silence(attempt: Attempt, silent: Sequence[ReceiverClient]) -> str:
@@ -240,50 +215,52 @@ class VersionTransfer:
     async def _deliver(self, version: int, receivers: Sequence[ReceiverClient], send: Send, *, where: str) -> Delivery:
         """Repeat attempts until all remaining receivers hold ``version``. Raises `UpdateFailed` if that cannot be."""
         delivered = Delivery()
-        due = deque([Audience(receivers)])
+        due = deque([(receivers, 0)])
         while due:
-            audience = due.popleft().still_there()
-            if not audience.receivers:
+            receivers, failures = due.popleft()
+            there = [receiver for receiver in receivers if not receiver.is_gone]
+            if not there:
                 continue
             limit_s = self.pool.timeouts.attempt_s
-            attempt = Attempt(version, audience, self.pool.timeouts.update_limit(limit_s))
+            attempt = Attempt(version, there, failures, self.pool.timeouts.update_limit(limit_s))
             await self._make(attempt, send, limit_s)
-            verdict = judge(attempt)
-            again = {receiver for audience in verdict.again for receiver in audience.receivers}
+            decision = decide(attempt)
+            again = [receiver for group in decision.again for receiver in group]
             arrived = {one: report for one, report in attempt.holding.items() if one not in again}
             self._accept(attempt, arrived, delivered, where)
-            for gone in verdict.lost:
+            for gone in decision.lost:
                 await self.pool.lose(gone)
-            if verdict.again:
-                names = [receiver.name for audience in verdict.again for receiver in audience.receivers]
-                self.state.emit(UpdateRetried(time=now(), version=version, receivers=names, reason=verdict.reason))
+            if again:
+                names = [receiver.name for receiver in again]
+                self.state.emit(UpdateRetried(time=now(), version=version, receivers=names, reason=decision.reason))
             # Ahead of what else is due; `extendleft` turns the order round.
-            due.extendleft(reversed(verdict.again))
+            due.extendleft((group, decision.failures) for group in reversed(decision.again))
         return delivered
 
     async def _make(self, attempt: Attempt, send: Send, limit_s: float) -> None:
         """Make one attempt: send, and collect the receivers' answers that come in time."""
-        names = [receiver.name for receiver in attempt.audience.receivers]
+        names = [receiver.name for receiver in attempt.receivers]
         try:
             async with asyncio.timeout(limit_s) as limit:
                 if not await self._reach(attempt, names):
                     return
                 attempt.began = now()  # behind `reach`: this transfer's time sets the limits of later ones
-                receiving = (self._receive(attempt, receiver, limit) for receiver in attempt.audience.receivers)
+                receiving = (self._receive(attempt, receiver, limit) for receiver in attempt.receivers)
                 await concurrently([self._send(attempt, send(attempt.version, names)), *receiving])
         except TimeoutError:
             if not limit.expired():  # a time-out of some work's own, not of the attempt
                 raise
+        attempt.compare()
 
     async def _reach(self, attempt: Attempt, names: Sequence[str]) -> bool:
         with self.waiting_for(f"the trainer to reach {', '.join(names)}"):
             try:
-                await failing_as_one(partial(_unless_gone, attempt.audience.receivers, self.trainer.reach(names)))
+                await failing_as_one(partial(_unless_gone, attempt.receivers, self.trainer.reach(names)))
             except UpdateFailed as failure:
                 attempt.sent = failure
             except WorkerUnavailable as gone:  # whoever meets one that will not come waits for it: the others meet anew
-                attempt.received[gone.remote.name] = gone
-        return attempt.sent is None and not attempt.received
+                attempt.answers[gone.remote] = gone
+        return attempt.sent is None and not attempt.answers
 
     async def _send(self, attempt: Attempt, sending: Coroutine[Any, Any, SendReport]) -> None:
         with self.waiting_for("the trainer to send"):
@@ -295,11 +272,11 @@ class VersionTransfer:
     async def _receive(self, attempt: Attempt, receiver: ReceiverClient, limit: asyncio.Timeout) -> None:
         with self.waiting_for(f"{receiver.name} to receive"):
             try:
-                attempt.received[receiver.name] = await receiver.stage_weights(attempt.version)
+                attempt.answers[receiver] = await receiver.stage_weights(attempt.version)
             except UpdateFailed as failure:
-                attempt.received[receiver.name] = failure
+                attempt.answers[receiver] = failure
             except WorkerUnavailable as gone:
-                attempt.received[receiver.name] = gone
+                attempt.answers[receiver] = gone
                 # The others may wait for it within the transfer: they get a moment to notice, not the whole limit.
                 end = now() + SETTLE_S
                 if not limit.expired() and (limit.when() or end) > end:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from headway.errors import UpdateFailed
 from headway.events import UpdatePhase
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.remote_workers import ReceiverClient, Replica
+from headway.pipeline.remote_workers import ReceiverClient, Replica, by_copy
 from headway.pipeline.stage import WaitingFor
 from headway.pipeline.update.pause_controller import ReplicaPause
 from headway.pipeline.update.replica_pool import ReplicaPool
@@ -30,17 +30,6 @@ from headway.runtime.task_groups import concurrently
 
 Probe = NDArray[np.float32]
 """Log-probs [N] of the probe's sequences, in nats."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadCost:
-    """Cost of loading a version for one replica."""
-
-    validation_s: float
-    """Seconds for which the load waited for the replica's validation."""
-    stall_s: float
-    """Seconds from the end of the pause to the end of resume, in which nothing decoded."""
-    interrupted: int
 
 
 @dataclass(eq=False)
@@ -67,25 +56,23 @@ class WeightLoading:
 
     async def load_all(
         self, receivers: Sequence[ReceiverClient], version: int, expected: Probe | None
-    ) -> Sequence[LoadCost | None]:
-        """Make ``receivers`` serve the staged ``version``, as `load` does.
+    ) -> Sequence[ReplicaPause]:
+        """Make ``receivers`` serve the staged ``version``, as `load` does. Returns the pauses that it took.
 
         Those that load from one copy have the same bytes, and share processors: they compute the probe in turn, a
         version each. One that joins computes it, too.
         """
         joining = {replica.name for replica in self.pool.joining}
-        by_copy: dict[str, list[str]] = {}
-        for receiver in receivers:
-            by_copy.setdefault(receiver.copy, []).append(receiver.name)
-        probed = joining.union(names[version % len(names)] for names in by_copy.values())
-        return await concurrently(
+        probed = joining.union(same[version % len(same)].name for same in by_copy(receivers).values())
+        pauses = await concurrently(
             self.load(receiver, version, expected if receiver.name in probed else None) for receiver in receivers
         )
+        return [pause for pause in pauses if pause is not None]
 
-    async def load(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> LoadCost | None:
+    async def load(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> ReplicaPause | None:
         """Make ``receiver`` serve the staged ``version``.
 
-        Returns what the load cost in decoding; None if it cost none, or if the receiver is gone.
+        Returns the pause in decoding; None if there was none, or if the receiver is gone.
 
         Raises `UpdateFailed` when log-probs are not as ``expected``: ``receiver`` serves something else.
         """
@@ -105,7 +92,7 @@ class WeightLoading:
         with self.waiting_for(f"{replica.name} to {self.pool.pauses.policy}"):
             self._stopped[replica.name] = await self.pool.pauses.halt(replica, "load")
 
-    async def _swap(self, replica: Replica, version: int, expected: Probe | None) -> LoadCost:
+    async def _swap(self, replica: Replica, version: int, expected: Probe | None) -> ReplicaPause:
         if replica.name not in self._stopped:
             await self._stop(replica)
         stopped = self._stopped.pop(replica.name)
@@ -118,7 +105,8 @@ class WeightLoading:
         self.pool.serve(replica, version)
         await self.pool.pauses.release(replica, "load")
         assert stopped.stopped is not None, f"{replica.name} was halted, and has not stopped"
-        return LoadCost(stopped.validation_s, now() - stopped.stopped, stopped.interrupted)
+        stopped.stall_s = now() - stopped.stopped
+        return stopped
 
     async def _activate(self, receiver: ReceiverClient, version: int) -> float:
         with self.waiting_for(f"{receiver.name} to load"):
