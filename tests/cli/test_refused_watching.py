@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.cli import cli
+from headway.reports.watch import watch_server
 from tests.cli.test_bad_input import _table
 from tests.reports.stories import story, written
 
@@ -56,6 +57,7 @@ def test_each_ends_in_the_message_that_the_document_has(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(watch_server, "WAIT_S", 0.0)
     for run in ("run", "other"):
         written(tmp_path / run, story(versions=2))
     command, prepare = CASES[name]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from headway import events
 from headway.errors import DataError
 from headway.events import (
+    EpisodeWorkerLost,
     Event,
     GroupAdmitted,
     Note,
@@ -470,3 +471,13 @@ def test_a_line_that_is_ended_while_the_file_is_looked_through_moves_no_boundary
     monkeypatch.setattr(Path, "open", lambda *_: Growing(whole))
     record = look_through(path)
     assert (record.boundaries, record.size) == ({0: first}, first)
+
+
+@pytest.mark.parametrize("kinds", [None, (EpisodeWorkerLost,)])
+def test_events_of_older_versions_are_read_under_their_present_names(
+    tmp_path: Path, kinds: tuple[type[Event], ...] | None
+) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind": "keeper.lost", "time": 1.5, "keeper": "keeper-0", "reason": "killed"}\n')
+    (lost,) = read_events(path, kinds=kinds)
+    assert lost == EpisodeWorkerLost(time=1.5, worker="keeper-0", reason="killed")

@@ -27,6 +27,7 @@ def watch(
         port,
         lambda url: typer.echo(f"{url}\nCtrl-C ends it; whoever has this address can read the run"),
         open_,
+        note=lambda text: typer.echo(text, err=True),
     )
 
 

@@ -35,6 +35,7 @@ from headway.config.loading import dump
 from headway.config.schema import Config
 from headway.errors import ConfigError, UserError
 from headway.events import RunFinished, RunStarted
+from headway.reports.record.earlier_records import is_earlier, upgrade
 from headway.reports.record.file_access import FULL, replace_file
 
 T = TypeVar("T")
@@ -207,6 +208,9 @@ class RunDirectory:
         for name in needed or (run.config.name, run.events.name):
             if not (path / name).is_file():
                 raise ConfigError(f"RUN: got {path}, which has no {name}; {RUN_EXPECTED}{run.hint}")
+        # Only where it is certain that no process appends to the record, which `upgrade` replaces.
+        if is_earlier(run.events) and is_trained(run.lock) is False:
+            upgrade(run.events)
         return run
 
     @classmethod

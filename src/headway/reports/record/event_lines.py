@@ -16,21 +16,27 @@ from headway.events import Event
 
 REPAIR = "Take the file from a copy, or remove that line"
 OTHER_VERSION = "Read the run with the version that wrote it"
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {"keeper.lost": ("episode_worker.lost", {"keeper": "worker"})}
+"""Kind of event in records of older versions → its kind now, and its fields that have another name."""
 
 
 def parse_event(line: bytes) -> Event:
     """Return the event of one line. Raises `ValueError` for a line that holds none, and says what to do."""
     try:
         row = json.loads(line.decode())  # `loads` alone lets half a character of bytes pass
-        event_type, hints = event_types()[row.pop("kind")]
+        kind, names = RENAMED.get(row["kind"], (row["kind"], {}))
+        row = {names.get(name, name): value for name, value in row.items() if name != "kind"}
+        event_type, hints = event_types()[kind]
         return event_type(**{name: typed(value, hints[name]) for name, value in row.items()})
     except (ValueError, TypeError, KeyError, AttributeError) as cause:
         raise ValueError(_wrong_with(line)) from cause
 
 
 def line_prefixes(kinds: Collection[type[Event]]) -> tuple[bytes, ...]:
-    """Return the beginnings of lines that hold an event of one of ``kinds``."""
-    return tuple(f'{{"kind": "{kind.kind}"'.encode() for kind in kinds)
+    """Return the beginnings of lines that hold an event of one of ``kinds``, in records of any version."""
+    now = {kind.kind for kind in kinds}
+    names = (*now, *(old for old, (new, _) in RENAMED.items() if new in now))
+    return tuple(f'{{"kind": "{kind}"'.encode() for kind in names)
 
 
 def _wrong_with(line: bytes) -> str:

@@ -25,6 +25,7 @@ import numpy as np
 from headway import events
 from headway.errors import DataError
 from headway.events import Event
+from headway.reports.record.earlier_records import files_beside
 from headway.reports.record.event_lines import OTHER_VERSION, line_prefixes, parse_event
 from headway.reports.record.file_access import CHUNK, Tail
 
@@ -234,7 +235,7 @@ class SurvivingRecord:
 
 def look_through(path: Path) -> SurvivingRecord:
     """Find the surviving parts of a record. Raises `DataError` for an unreadable file or an unknown resume point."""
-    for left in path.with_name("events").glob("*[0-9].[jp]*"):
+    for left in files_beside(path):
         raise DataError(f"{left} has a part of the run's events, as earlier versions of Headway wrote. {OTHER_VERSION}")
     record = SurvivingRecord()
     try:
