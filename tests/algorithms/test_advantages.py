@@ -82,6 +82,11 @@ def test_one_advantage_per_token_is_cut_to_each_length() -> None:
     assert [row.tolist() for row in rows] == [[1.0, 2.0], [3.0]]
 
 
+def test_an_estimator_that_returns_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[S\] or \[S, T\] for S = 2"):
+        per_token(torch.zeros(3), torch.tensor([1, 1]))
+
+
 def test_an_estimator_may_come_from_a_file(tmp_path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def centred(inputs, **params):\n    return inputs.rewards - inputs.rewards.mean()\n")

@@ -238,9 +238,14 @@ def per_token(
     """Split the result of an estimator into one [T] tensor for each trajectory, 0 in the holes of ``mask``.
 
     Raises:
-        ValueError: [S, T] with fewer numbers than a trajectory has tokens.
+        ValueError: neither [S] nor [S, T], or fewer numbers than a trajectory has tokens.
     """
     rows = advantages.advantages if isinstance(advantages, Advantages) else advantages
+    if rows.ndim not in (1, 2) or rows.shape[0] != lengths.shape[0]:
+        raise ValueError(
+            f"an advantage estimator returns [S] or [S, T] for S = {lengths.shape[0]} trajectories, "
+            f"not {list(rows.shape)}"
+        )
     if rows.ndim == 2 and lengths.numel() and rows.shape[1] < int(lengths.max()):
         raise ValueError(
             f"an advantage estimator returned {rows.shape[1]} numbers per trajectory, and one has {int(lengths.max())} "
