@@ -23,13 +23,8 @@ from headway.runtime.sandbox.sandbox import TELLS
 from headway.runtime.user_code import names_user_code
 
 OF_DEVICES = frozenset(
-    {
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "prefill_context_parallel_size",
-        "distributed_executor_backend",
-    }
+    {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"}
+    | {"distributed_executor_backend"}
 )
 """Arguments of vLLM's that say how many devices it takes, and how."""
 FIRST_RELEASES = {"torch": (2, 11), "transformers": (5, 19)}

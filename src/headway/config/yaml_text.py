@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 from yaml.constructor import ConstructorError, SafeConstructor
@@ -50,6 +50,13 @@ class _Strict(SafeConstructor):
             )
         return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
 
+    yaml_constructors: ClassVar[dict[str | None, Any]] = {
+        **SafeConstructor.yaml_constructors,
+        "tag:yaml.org,2002:int": _decimal,
+        "tag:yaml.org,2002:float": _decimal,
+        "tag:yaml.org,2002:timestamp": SafeConstructor.construct_yaml_str,
+    }
+
 
 class Loader(_Strict, yaml.SafeLoader):
     """YAML loader of settings."""
@@ -71,10 +78,6 @@ for _kind in (Loader, FastLoader, Dumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*)?\.?\d+[eE][-+]?\d+$"), list("-+.0123456789")
     )
-for _reads in (Loader, FastLoader):
-    _reads.add_constructor("tag:yaml.org,2002:int", _Strict._decimal)
-    _reads.add_constructor("tag:yaml.org,2002:float", _Strict._decimal)
-    _reads.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
 def parse(text: str, loader: type[Loader | FastLoader] = Loader) -> Any:
