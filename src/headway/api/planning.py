@@ -37,15 +37,7 @@ class Plan:
         Devices and meshes are not among them: `table` has how many train and how many generate.
         """
         best = self.found.advice.recommended
-        if best is None:
-            return {}
-        setting = best.setting
-        return {
-            "mode": setting.preset,
-            "async_training.staleness_threshold": float(setting.eta),
-            "async_training.trigger_parameter_sync_step": setting.trigger,
-            "async_training.require_batches": setting.require_batches,
-        }
+        return {} if best is None else best.setting.settings
 
     @property
     def rows(self) -> list[dict[str, Any]]:

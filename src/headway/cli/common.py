@@ -11,7 +11,6 @@ import difflib
 import errno
 import inspect
 import os
-import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,17 +43,11 @@ def complete_config(incomplete: str) -> Iterator[str]:
 
 
 def complete_setting(incomplete: str) -> Iterator[str]:
-    """Yield ``a.b=default`` for each key that begins with ``incomplete``; no value where the default is none, or
-    a shell would take it apart.
-    """
-    from headway.config.schema_keys import REQUIRED, keys
+    """Yield ``a.b=`` for each key that begins with ``incomplete``, but those in lists and mappings of sections."""
+    from headway.config.schema_keys import keys
 
-    none = (REQUIRED, "null")
-    written = (
-        f"{key.name}={'' if key.default in none or shlex.quote(key.default) != key.default else key.default}"
-        for key in keys()
-    )
-    yield from (one for one in written if one.startswith(incomplete) and "[]" not in one and ".NAME" not in one)
+    names = (key.name for key in keys() if key.name.startswith(incomplete))
+    yield from (f"{name}=" for name in names if "[]" not in name and ".NAME" not in name)
 
 
 def complete_key(incomplete: str) -> Iterator[str]:

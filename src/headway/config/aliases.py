@@ -73,7 +73,8 @@ def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) 
     result: dict[str, Any] = {}
     renamed, gone, lost = [], [], []
     for spelled, given in values.items():
-        plain, value = _without_prefixes(spelled), _with_new_names(given)
+        plain = _without_prefixes(spelled)
+        value = with_texts(given, lambda text: _REFERENCE.sub(lambda at: f"${{{canonical_key(at[1])}}}", text))
         key = canonical_key(plain)
         if key in GONE:
             default, now = GONE[key]
@@ -98,11 +99,6 @@ def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) 
         raise ConfigError("\n".join(refusal for _, refusal, _ in lost))
     notes = [f"{where}: {', '.join(renamed)}; the old name works in this release only"] if renamed else []
     return result, notes + gone
-
-
-def _with_new_names(value: Any) -> Any:
-    """Spell keys that ``value`` refers to as they are called now."""
-    return with_texts(value, lambda text: _REFERENCE.sub(lambda found: f"${{{canonical_key(found[1])}}}", text))
 
 
 def _accept_fixed(key: str, value: Any) -> None:

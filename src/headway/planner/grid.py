@@ -21,7 +21,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headway.config.presets import PRESETS, Values, preset
 from headway.config.schema import Admission
@@ -64,6 +64,16 @@ class PlanSetting:
     def values(self) -> Values:
         """The preset's values, over which this setting's own η and trigger take precedence."""
         return preset(self.preset)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration's keys that this setting is, but devices and meshes."""
+        return {
+            "mode": self.preset,
+            "async_training.staleness_threshold": float(self.eta),
+            "async_training.trigger_parameter_sync_step": self.trigger,
+            "async_training.require_batches": self.require_batches,
+        }
 
     @property
     def waves(self) -> bool:

@@ -150,12 +150,9 @@ def _in_words(row: PlanRow, parallel: Sequence[str]) -> tuple[str | tuple[str, s
         else f"{human.count(split.train_devices)} devices train, {human.count(split.rollout_devices)} generate "
         f"({_counted(split.replicas, 'replica')})"
     )
-    return (
-        (setting.preset, "bold green"),
-        f", {where}: mode={setting.preset} async_training.staleness_threshold={float(setting.eta):g} "
-        f"async_training.trigger_parameter_sync_step={setting.trigger} "
-        f"async_training.require_batches={setting.require_batches}" + "".join(f" {each}" for each in parallel),
-    )
+    given = setting.settings | {"async_training.staleness_threshold": f"{float(setting.eta):g}"}
+    settings = [*(f"{key}={value}" for key, value in given.items()), *parallel]
+    return (setting.preset, "bold green"), f", {where}: {' '.join(settings)}"
 
 
 def _bullets(lines: Sequence[str]) -> Table:
