@@ -16,7 +16,6 @@ import ray._private.services as starting
 
 from headway.cluster.on_ray import ray_node
 from headway.cluster.on_ray.ray_node import (
-    CAN_WATCH,
     LATEST,
     Watched,
     keep_ends,
@@ -61,7 +60,6 @@ def test_the_ends_of_the_logs_that_tell_something_are_kept(
     assert {path.name: path.read_text() for path in kept.iterdir()} == {"raylet.err": "6789"}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray starts its processes as it would by itself")
 def test_no_python_runs_in_a_copy_of_this_process_when_ray_starts_another() -> None:
     """It ends with the thread that started it nevertheless, and begins a session without Ctrl-C."""
     started: list[Any] = []
@@ -82,7 +80,6 @@ def test_no_python_runs_in_a_copy_of_this_process_when_ray_starts_another() -> N
     assert started[0].wait(10) == -signal.SIGKILL
 
 
-@pytest.mark.skipif(not CAN_WATCH, reason="this system cannot watch processes")
 async def test_all_that_wait_for_a_process_see_its_end_also_when_one_stops_waiting() -> None:
     process = await asyncio.create_subprocess_exec("sleep", "60")
     watched = Watched(process.pid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
@@ -14,6 +13,7 @@ from headway.config.schema import Config
 from headway.data.types import Handle
 from headway.devices import chosen, kind_of
 from headway.errors import ConfigError
+from headway.runtime.task_groups import never
 
 
 def _itself(value: Any) -> Handle[Any]:
@@ -43,8 +43,7 @@ class InlineWorker(RoleHost):
 
     async def died(self) -> NoReturn:
         """Wait for ever: there is no process that could end alone."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+        await never()
 
     async def lost(self) -> NoReturn:
         """Wait for ever: a worker within the driver's process cannot be lost alone."""
@@ -111,8 +110,7 @@ class InlineCluster:
 
     async def died(self) -> NoReturn:
         """Wait for ever: the cluster is this process."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+        await never()
 
     async def stop(self) -> None:
         """Destroy the torch.distributed process group if clusters made it, and this is the last of them."""

@@ -5,7 +5,7 @@
                         └ the process ends: the guard kills its descendants, and exits as the process did
 
 The owner waits for the guard: when that has ended, nothing is left. The guard is a subreaper of Linux: it adopts each
-descendant whose parent ends. Other systems have no guard.
+descendant whose parent ends.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ def run_guarded(owner: int) -> None:
 
     The child leads a new session. ``owner``: id of the process that started this one.
     """
-    if sys.platform != "linux":
-        return
     # Before the fork: what the child starts may lose its parent at once.
     adopt_orphans()
     guard = os.getpid()
@@ -49,17 +47,14 @@ def run_guarded(owner: int) -> None:
         os.setsid()
         die_with(guard)
         return
-    code = 1
     try:
-        code = _guarded(child, owner)
+        os._exit(_guarded(child, owner))
     finally:
-        os._exit(code)  # also after an error: the guard must not run what its process runs
+        os._exit(1)  # after an error: the guard must not run what its process runs
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send ``by`` to this process when its parent ends, whose main thread must have forked it."""
-    if sys.platform != "linux":
-        return
     _prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it ended before this was set up
         os._exit(1)
@@ -67,8 +62,7 @@ def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 
 def adopt_orphans() -> None:
     """Adopt, from now on, each descendant whose parent ends. Children of this process do not inherit that."""
-    if sys.platform == "linux":
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children(but: Collection[int] = ()) -> None:

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future as ConcurrentFuture
 from threading import Thread
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -29,6 +29,12 @@ async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs:
     if size < LONG:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
+
+
+async def never() -> NoReturn:
+    """Wait for ever."""
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
 
 
 def failure_ignored(future: asyncio.Future[T]) -> asyncio.Future[T]:

@@ -192,7 +192,7 @@ async def test_workers_without_jobs_are_not_looked_after() -> None:
     async with workers_of("shared", stall_s=STALL_S) as workers:
         await workers.run(("echo", 1))
         await asyncio.sleep(STALL_S / 4)
-        assert workers._ticking is None
+        assert workers._looking is None
         assert await workers.run(("echo", 2)) == 2
 
 

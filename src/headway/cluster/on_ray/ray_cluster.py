@@ -32,6 +32,7 @@ from headway.config.sizing.timeouts import KILLED_S
 from headway.data.types import ColumnName
 from headway.devices import chosen, kind_of
 from headway.errors import ConfigError, RunError, boundary
+from headway.runtime.task_groups import never
 
 WORKER_BYTES = 128 * 2**20
 """Minimum number of bytes that a process takes for torch and Ray, whatever its model."""
@@ -157,8 +158,7 @@ class RayCluster:
         """Wait until the Ray that was started here is lost, and raise `WorkerDied`; for ever where Ray was joined."""
         if self._node is not None:
             await self._node.died()
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+        await never()
 
     async def stop(self) -> None:
         """Release the devices, remove tokens from other machines and disconnect from Ray. A Ray that this run started

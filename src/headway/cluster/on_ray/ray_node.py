@@ -41,48 +41,38 @@ from ray._private.node import Node
 from headway.config.sizing.timeouts import KILLED_S, ORDERLY_S, TERMINATED_S
 from headway.errors import RunError, WorkerDied
 from headway.runtime.process_tree import PR_SET_PDEATHSIG, descendants
-
-CAN_WATCH = hasattr(os, "pidfd_open")
-"""True on Linux, where processes can be watched. Elsewhere families are empty."""
-
-
-def named(programs: Collection[str], title: str) -> dict[str, int]:
-    """Return process ids by program, of ``programs`` that this process has started with ``title`` on command lines."""
-    found = {}
-    for pid in descendants(os.getpid()):
-        with suppress(OSError):  # the process has ended
-            if (program := Path(f"/proc/{pid}/exe").readlink().name) in programs and title in _command_line(pid):
-                found[program] = pid
-    return found
+from headway.runtime.task_groups import concurrently, never
 
 
 class Watched:
-    """Watch on any process of this machine."""
+    """Watch on any process of this machine, by a descriptor: an id may be another process's once this one has ended."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._descriptor: int | None = None
         self._ended = False
-        if CAN_WATCH:
-            with suppress(OSError):  # the process has ended, or this system lets nobody watch
-                self._descriptor = os.pidfd_open(pid)
-
-    @property
-    def can_be_watched(self) -> bool:
-        """True where this system can watch the process, until watching ends."""
-        return self._descriptor is not None
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended = True
 
     @property
     def has_ended(self) -> bool:
         """Tell whether the process is known to have ended, even if its parent has not collected its exit status."""
+        return self.ends_within(0.0)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the process, and tell whether it has ended. Blocks."""
         if self._descriptor is not None:
             end = select.poll()  # not select, which refuses descriptors from 1024 on
             end.register(self._descriptor, select.POLLIN)
-            self._ended = bool(end.poll(0))
+            if end.poll(max(0.0, seconds) * 1000):
+                self._ended = True
+                self.close()
         return self._ended
 
     async def ended(self) -> None:
-        """Wait until the process has ended; return at once if it cannot be watched. Watching ends then."""
+        """Wait until the process has ended; return at once where nothing is watched any more."""
         if self._descriptor is None:
             return
         loop, end = asyncio.get_running_loop(), asyncio.Event()
@@ -98,6 +88,12 @@ class Watched:
         self._ended = True
         self.close()
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, unless it has ended."""
+        if self._descriptor is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, number)
+
     def close(self) -> None:
         """Stop watching. A known end of the process stays known."""
         if self._descriptor is not None:
@@ -110,46 +106,39 @@ class ChildProcesses:
 
     def __init__(self, title: str = "") -> None:
         self._title = title
-        self._descriptors: dict[int, int] = {}
-        """Descriptors by process id; one becomes readable when its process has ended."""
+        self._processes: dict[int, Watched] = {}
         self.update()
 
     def __len__(self) -> int:
-        return len(self._descriptors)
+        return len(self._processes)
+
+    def named(self, programs: Collection[str]) -> dict[str, Watched]:
+        """Return those that run one of ``programs``, by program."""
+        found = {}
+        for pid, process in self._processes.items():
+            with suppress(OSError):  # the process has ended
+                if (program := Path(f"/proc/{pid}/exe").readlink().name) in programs:
+                    found[program] = process
+        return found
 
     def update(self) -> None:
         """Add processes started since. Earlier ones are kept, even if a process between them and this one has ended."""
-        if not CAN_WATCH:
-            return
-        opened: dict[int, int] = {}
-        for pid in self._find():
-            try:
-                opened[pid] = os.pidfd_open(pid)
-            except OSError:
-                continue  # the process has ended
+        self.left_after(0.0)  # first: the id of one that has ended may be another one's
+        opened = {pid: Watched(pid) for pid in self._find() if pid not in self._processes}
         confirmed = self._find()  # a process id may have changed hands between looking and opening
-        for pid, descriptor in opened.items():
+        for pid, process in opened.items():
             if pid in confirmed:
-                self._close(pid)
-                self._descriptors[pid] = descriptor
+                self._processes[pid] = process
             else:
-                os.close(descriptor)
+                process.close()
 
     def left_after(self, seconds: float) -> list[int]:
         """Return the processes that have not ended within ``seconds``. The others are forgotten."""
         deadline = time.monotonic() + seconds
-        pids = {descriptor: pid for pid, descriptor in self._descriptors.items()}
-        ends = select.poll()
-        for descriptor in pids:
-            ends.register(descriptor, select.POLLIN)
-        while self._descriptors:
-            ended = ends.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            for descriptor, _ in ended:
-                ends.unregister(descriptor)
-                self._close(pids[descriptor])
-            if not ended:
-                break
-        return list(self._descriptors)
+        for pid, process in list(self._processes.items()):
+            if process.ends_within(deadline - time.monotonic()):
+                del self._processes[pid]
+        return list(self._processes)
 
     def end(
         self, orderly_s: float = ORDERLY_S, terminated_s: float = TERMINATED_S, killed_s: float = KILLED_S
@@ -161,21 +150,16 @@ class ChildProcesses:
         left = self.left_after(orderly_s)
         for number, within_s in ((signal.SIGTERM, terminated_s), (signal.SIGKILL, killed_s)):
             if left:
-                for descriptor in self._descriptors.values():
-                    with suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(descriptor, number)
+                for process in self._processes.values():
+                    process.signal(number)
                 left = self.left_after(within_s)
-        for pid in left:
-            self._close(pid)
+        for process in self._processes.values():
+            process.close()
         return left
 
     def _find(self) -> set[int]:
         titled = {pid for pid in descendants(os.getpid()) if self._title in _command_line(pid)}
         return titled | set(descendants(*titled))
-
-    def _close(self, pid: int) -> None:
-        if (descriptor := self._descriptors.pop(pid, None)) is not None:
-            os.close(descriptor)
 
 
 def _command_line(pid: int) -> str:
@@ -202,7 +186,7 @@ class RayNode:
         self._kept_logs = logs
         # The session's name stands in the command line of all that this process started for it.
         self._family = ChildProcesses(session.name)
-        self._servers = {name: Watched(pid) for name, pid in named(("raylet", "gcs_server"), session.name).items()}
+        self._servers = self._family.named(("raylet", "gcs_server"))
         self._keeps_logs = False
 
     @property
@@ -219,16 +203,13 @@ class RayNode:
 
     async def died(self) -> NoReturn:
         """Wait until a process of Ray that workers need has ended, and raise `WorkerDied`."""
-        ends = [asyncio.ensure_future(process.ended()) for process in self._servers.values() if process.can_be_watched]
-        try:
-            if ends:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            else:
-                await asyncio.Event().wait()
-        finally:
-            for end in ends:
-                end.cancel()
-        raise WorkerDied(self.lost or "Ray on this machine ended")
+
+        async def ends(process: Watched) -> None:
+            await process.ended()
+            raise WorkerDied(self.lost or "Ray on this machine ended")
+
+        await concurrently(map(ends, self._servers.values()))
+        await never()  # none was found at the start
 
     def keep_logs(self) -> None:
         """Have Ray's logs copied before their folder is removed: they may explain what went wrong."""
@@ -241,8 +222,6 @@ class RayNode:
         """
         if self.lost:  # before the shutdown, which ends all of them
             self._keeps_logs = True
-        for process in self._servers.values():
-            process.close()
         self._family.update()  # before Ray ends: what its processes leave behind is nobody's child afterwards
         try:
             ray.shutdown()
@@ -338,10 +317,9 @@ also where that ended before this was set up.
 
 
 def _start_process(starts: Callable[..., Any], command: Sequence[str], **settings: Any) -> Any:
-    if sys.platform == "linux":
-        # Ray has Python run between fork and exec. In such a copy of a process of many threads Python lets go of all
-        # that other threads held: process groups of Gloo, whose destructors hung there, or died by SIGSEGV, and
-        # ray.init waited.
-        settings.pop("preexec_fn", None)
-        command = [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command]
-    return starts(command, start_new_session=True, **settings)
+    # Ray has Python run between fork and exec. In such a copy of a process of many threads Python lets go of all that
+    # other threads held: process groups of Gloo, whose destructors hung there, or died by SIGSEGV, and ray.init waited.
+    settings.pop("preexec_fn", None)
+    return starts(
+        [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command], start_new_session=True, **settings
+    )

@@ -27,7 +27,7 @@ from headway.runtime.workers.worker_main import BOOT, HELD_BACK, SHOWS_WHERE, Wo
 SHOWN_S = 0.2
 """Seconds for a process to print where its threads stand."""
 LOOK_S = 1.0
-"""Seconds between two looks at whether a process is stopped."""
+"""Most seconds between two looks at whether a process is stopped, or its event loop stands still."""
 CUT_S = 1.0
 """Seconds that a process may outlive its connection."""
 TOLD_S = END_S + 10.0
@@ -56,8 +56,8 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         self._works_as = self.pid
         """Id of the process that runs the user's code: below the guard, where there is one."""
-        self._stopped = 0
-        """Looks in a row that found it stopped."""
+        self._stopped_s = 0.0
+        """Seconds of the looks in a row that found it stopped."""
         self.loaded: asyncio.Future[Any] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._ending: asyncio.Task[None] | None = None
@@ -69,15 +69,15 @@ class WorkerProcess:
     @property
     def was_stopped(self) -> bool:
         """True once the process has been killed because it was stopped."""
-        return self._stopped * LOOK_S > STOPPED_S
+        return self._stopped_s > STOPPED_S
 
-    def look(self) -> bool:
-        """Kill the process where it has been stopped for `STOPPED_S`. Returns whether it was. Call it each `LOOK_S`.
+    def look(self, every_s: float) -> bool:
+        """Kill the process where it has been stopped for `STOPPED_S`. Returns whether it was. Call it ``every_s``.
 
-        Looks are counted, not seconds: a host that stood still itself has looked once.
+        Looks are counted, not the time between them: a host that stood still itself has looked once.
         """
         if not self.was_stopped:
-            self._stopped = self._stopped + 1 if is_stopped(self._works_as) else 0
+            self._stopped_s = self._stopped_s + every_s if is_stopped(self._works_as) else 0.0
             if self.was_stopped:
                 self.kill()
         return self.was_stopped
@@ -286,7 +286,7 @@ OnAsk = Callable[[Any], Awaitable[Any]]
 LEAVES_S = 30.0
 """Seconds that a job may go on after it was cancelled."""
 TICKS = 20
-"""Looks at a silent event loop before it counts as held: `stall_s` of time, if this process is not held up itself."""
+"""Least looks at a silent event loop before it counts as held."""
 
 
 @dataclass(slots=True, eq=False)
@@ -322,24 +322,24 @@ class WorkerJob:
 
 
 class UserCodeWorker:
-    """A process that serves jobs. ``alone``: one at a time, and it is killed when it is to leave one."""
+    """A process that serves jobs."""
 
-    def __init__(
-        self, name: str, *, alone: bool, note: StepNote | None, on_room: Callable[[UserCodeWorker], object]
-    ) -> None:
-        """Make one without a process; ``on_room`` is called when it may take a further job."""
+    def __init__(self, name: str, note: StepNote | None, on_room: Callable[[UserCodeWorker], object]) -> None:
+        """Make one without a process. ``note``: None where jobs share no event loop; then there is one at a time, and
+        the process is killed when it is to leave it. ``on_room`` is called when it may take a further job.
+        """
         self.process: WorkerProcess
         self.dying = False
         """Whether the worker takes no more jobs."""
         self.failed = False
         """Whether the user's code raised in the last job."""
         self.jobs: dict[int, WorkerJob] = {}
-        self._name, self._alone, self._note, self._on_room = name, alone, note, on_room
+        self._name, self._note, self._on_room = name, note, on_room
         self._leaving: set[int] = set()
         """Numbers of jobs that were cancelled and have not ended yet."""
         self._heard = False
-        self._silent = 0
-        """Ticks in a row without a sign of life."""
+        self._silent_s = 0.0
+        """Seconds of the looks in a row without a sign of life."""
         self._steps = 0
 
     @property
@@ -369,7 +369,7 @@ class UserCodeWorker:
             return
         # Before the process is killed: a job that was left is not one whose worker was lost.
         job.end(error=RunnerLost("was left"))
-        if self._alone:
+        if self._note is None:
             self.kill()
         else:
             self._leaving.add(job.number)
@@ -451,7 +451,7 @@ class UserCodeWorker:
         whose = self._note.whose if self._note is not None else 0
 
         def error_of(number: int) -> RunnerLost:
-            culprit = end != WITH_FORK_SERVER if self._alone else number == whose if whose else None
+            culprit = end != WITH_FORK_SERVER if self._note is None else number == whose if whose else None
             text = f"its {self._name} {'was lost: it ' if culprit is False else ''}ended with {end}"
             if self.process.was_stopped:
                 text = f"{text}, after it was stopped for {STOPPED_S:g} s (SIGSTOP)"
@@ -462,30 +462,30 @@ class UserCodeWorker:
         if self._note is not None:
             self._note.close()
 
-    def look(self) -> None:
-        """End the process where it has been stopped, and has jobs."""
-        self.dying |= bool(self.load) and self.process.look()
-
-    def tick(self, stall_s: float) -> None:
-        """Look for a sign of life. After `TICKS` looks in a row without one, end the process.
+    def look(self, every_s: float, stall_s: float | None) -> None:
+        """Look for a sign of life of a process with jobs. After ``stall_s`` without one, or when it has been stopped,
+        end it. Call it ``every_s``.
 
         Signs are anything that it says, an answer to a ping among them, and steps that its loop makes: one with a
-        thousand jobs to step through answers late. Looks are counted rather than seconds, and whatever has arrived is
-        read between them: a host that stands still itself has looked once, and finds the signs that came meanwhile.
+        thousand jobs to step through answers late. Looks are counted rather than the time between them, and whatever
+        has arrived is read between them: a host that stands still itself has looked once, and finds the signs that came
+        meanwhile.
         """
-        steps = self._note.steps if self._note is not None else 0
-        if self.dying or not self.load or self._heard or steps != self._steps:
-            self._heard, self._silent, self._steps = False, 0, steps
+        self.dying |= bool(self.load) and self.process.look(every_s)
+        if self._note is None or stall_s is None:
             return
-        # One ping for all ticks: more would queue up in a process that is held, and wake it for nothing later.
-        if self._silent == 0:
+        steps = self._note.steps
+        if self.dying or not self.load or self._heard or steps != self._steps:
+            self._heard, self._silent_s, self._steps = False, 0.0, steps
+            return
+        # One ping for all looks: more would queue up in a process that is held, and wake it for nothing later.
+        if self._silent_s == 0.0:
             self.process.channel.send(Frame(FrameKind.PING))
-        self._silent += 1
-        if self._silent > TICKS:
-            self._stall(stall_s)
+        self._silent_s += every_s
+        if self._silent_s > stall_s:
+            self._stall(stall_s, self._note.whose)
 
-    def _stall(self, stall_s: float) -> None:
-        whose = self._note.whose if self._note is not None else 0
+    def _stall(self, stall_s: float, whose: int) -> None:
         held = f"its {self._name}'s event loop was held for more than {stall_s:g} s (agent.stall_s)"
 
         def error_of(number: int) -> RunnerLost:

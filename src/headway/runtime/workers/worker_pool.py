@@ -77,7 +77,9 @@ class WorkerPool:
         if self.forked and self.at_once != 1:
             raise ValueError("workers that are forked take one job at a time")
         self._alone = self.at_once == 1
-        self._stall_s = None if self._alone else self.stall_s
+        if self._alone:
+            self.stall_s = None
+        self._look_s = LOOK_S if self.stall_s is None else min(LOOK_S, self.stall_s / TICKS)
         self._log: RedactedLog | None = None
         self._fork_server: ForkServer | None = None
         self._workers: list[UserCodeWorker] = []
@@ -85,7 +87,6 @@ class WorkerPool:
         self._alive: set[WorkerProcess] = set()
         self._launches: set[asyncio.Task[Any]] = set()
         self._waiting: deque[WorkerJob] = deque()
-        self._ticking: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
         self._numbers = count(1)
         self._closed = False
@@ -170,8 +171,8 @@ class WorkerPool:
         busy = {worker.process for worker in self._workers if worker.load and self._alone}
         for worker in self._workers:
             worker.lose(closed)
-        for timer in filter(None, (self._ticking, self._looking)):
-            timer.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
         forking = self._fork_server.process if self._fork_server is not None else None
         within_s = self.close_s + STOP_TIMEOUT_S
         deadline = asyncio.get_running_loop().time() + within_s
@@ -204,10 +205,8 @@ class WorkerPool:
         # Not one launch for each job: those under way will take some.
         while len(self._waiting) > len(self._launches) and self._size < self.processes:
             self._begin_launch()
-        if self._stall_s is not None and self._ticking is None:
-            self._tick()
         if self._looking is None:
-            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+            self._looking = asyncio.get_running_loop().call_later(self._look_s, self._look)
 
     def _free(self) -> UserCodeWorker | None:
         """Return the worker with the fewest jobs, if it has room for another one."""
@@ -219,25 +218,15 @@ class WorkerPool:
             worker.kill()  # its job may have left threads or files behind
         self._give_room()
 
-    def _tick(self) -> None:
-        """Look after the event loops of workers that have jobs, a while from now, and again while there are any."""
-        if self._stall_s is None:
-            return
-        self._ticking = None
-        for worker in self._workers:
-            worker.tick(self._stall_s)
-        if any(worker.load for worker in self._workers):
-            self._ticking = asyncio.get_running_loop().call_later(self._stall_s / TICKS, self._tick)
-
     def _look(self) -> None:
-        """Look for processes that are stopped, and again as long as there are jobs."""
+        """Look for processes that are stopped or whose event loops stand still, and again as long as there are jobs."""
         self._looking = None
         if self._fork_server is not None:
-            self._fork_server.process.look()
+            self._fork_server.process.look(self._look_s)
         for worker in self._workers:
-            worker.look()
+            worker.look(self._look_s, self.stall_s)
         if self._waiting or any(worker.load for worker in self._workers):
-            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+            self._looking = asyncio.get_running_loop().call_later(self._look_s, self._look)
 
     # ------------------------------------------------------------------------------------------ processes
 
@@ -270,7 +259,7 @@ class WorkerPool:
             RunnerLost: the process did not come up.
         """
         note = None if self._alone else StepNote()
-        worker = UserCodeWorker(self.name, alone=self._alone, note=note, on_room=self._on_room)
+        worker = UserCodeWorker(self.name, note, self._on_room)
         try:
             if self.forked:
                 described = await self._fork(worker)
