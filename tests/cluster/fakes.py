@@ -131,4 +131,4 @@ def echo_specs(ranks: int, config: Any) -> list[WorkerSpec]:
 def echo_plan(specs: Sequence[WorkerSpec], per_node: int | None = None) -> ClusterPlan:
     """A plan of such workers alone, all on one node or ``per_node`` on each."""
     shares = node_shares("echo", [spec.device for spec in specs], per_node or len(specs))
-    return ClusterPlan(tuple(specs), *[()] * 5, on_trainer_ranks=frozenset(), shared=False, shares=shares)
+    return ClusterPlan(tuple(specs), {}, on_trainer_ranks=frozenset(), shared=False, shares=shares)

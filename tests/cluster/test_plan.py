@@ -50,7 +50,7 @@ def test_a_replica_of_several_devices_is_one_worker_that_has_them_all() -> None:
         ("rollout-2", (6, 7)),
         ("rollout-3", (8, 9)),
     ]
-    assert [rank.worker for rank in planned.rollout] == [spec.name for spec in replicas]
+    assert [rank.worker for rank in planned.ranks["rollout"]] == [spec.name for spec in replicas]
     assert [share.devices for share in planned.shares] == [(0, 1), (2, 3, 4, 5), (6, 7, 8, 9)]
     assert [spec.device for spec in planned.workers if spec.beside] == [2, 6], "an episode worker on each machine"
 
@@ -122,14 +122,14 @@ def test_what_is_reserved_by_node_are_the_devices_that_have_a_worker() -> None:
 def test_a_reference_without_ranks_of_its_own_runs_on_the_trainers() -> None:
     planned = plan(actor={"use_kl_loss": True})
     assert "ref" in planned.on_trainer_ranks
-    assert planned.ref == ()
+    assert "ref" not in planned.ranks
     assert planned.workers[0].arguments["with_reference"] is True
 
 
 def test_a_reference_with_ranks_of_its_own_is_a_group_of_its_own() -> None:
     planned = plan(actor={"use_kl_loss": True}, ref={"nnodes": 1, "n_gpus_per_node": 2})
     assert "ref" not in planned.on_trainer_ranks
-    assert [s.name for s in planned.ref] == ["ref-0", "ref-1"]
+    assert [s.name for s in planned.ranks["ref"]] == ["ref-0", "ref-1"]
     assert planned.workers[0].arguments["with_reference"] is False
 
 
@@ -141,7 +141,7 @@ def test_on_shared_devices_actor_and_rollout_are_parts_of_one_worker() -> None:
         ("actor-2", "ActorRole", 2),
         ("episode-worker-0", "EpisodeWorkerRole", 0),
     ]
-    assert [(rank.name, rank.worker, rank.part) for rank in (*planned.actor, *planned.rollout)] == [
+    assert [(rank.name, rank.worker, rank.part) for rank in (*planned.ranks["actor"], *planned.ranks["rollout"])] == [
         ("actor-0", "actor-0", "actor"),
         ("actor-1", "actor-1", "actor"),
         ("actor-2", "actor-2", None),
@@ -153,13 +153,14 @@ def test_on_shared_devices_actor_and_rollout_are_parts_of_one_worker() -> None:
 
 def test_without_a_kl_loss_there_is_no_reference() -> None:
     planned = plan()
-    assert (planned.ref, planned.on_trainer_ranks) == ((), frozenset())
+    assert ("ref" in planned.ranks, planned.on_trainer_ranks) == (False, frozenset())
 
 
-async def test_one_process_has_one_training_rank() -> None:
-    config = Config(trainer={"n_gpus_per_node": 2})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="one training rank, not 2"):
-        await InlineCluster(config).reserve(plan(trainer={"n_gpus_per_node": 2}))
+async def test_one_process_has_one_rank_of_a_role() -> None:
+    with pytest.raises(ConfigError, match=r"one ref rank, not 2.* ref.nnodes=1"):
+        await InlineCluster(Config()).reserve(
+            plan(actor={"use_kl_loss": True}, ref={"nnodes": 1, "n_gpus_per_node": 2})
+        )
 
 
 def test_the_object_store_holds_what_may_be_in_flight() -> None:

@@ -336,7 +336,7 @@ async def test_a_run_that_asks_for_none_of_them_has_none(tiny_model: str, tmp_pa
 
 
 async def test_one_process_has_one_rank_of_the_critic(tiny_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"one critic's rank, not 2.*critic\.nnodes=1"):
+    with pytest.raises(ConfigError, match=r"one critic rank, not 2.*critic\.nnodes=1"):
         await start(config(critic={"n_gpus_per_node": 2}), tiny_model, tmp_path)
 
 
@@ -448,7 +448,8 @@ def test_by_counts_each_role_follows_the_last_on_devices_of_its_own() -> None:
     assert (placed.total, placed.idle) == (12, ())
     plan = planned(of)
     assert plan.on_trainer_ranks == frozenset()
-    for ranks, count, role in ((plan.ref, 1, "Ref"), (plan.logp, 4, "Logp"), (plan.critic, 2, "Critic")):
+    for role, count in (("Ref", 1), ("Logp", 4), ("Critic", 2)):
+        ranks = plan.ranks[role.lower()]
         assert [rank.name for rank in ranks] == [f"{role.lower()}-{i}" for i in range(count)]
         specs = [spec for spec in plan.workers if spec.role.__name__ == f"{role}Role"]
         assert [(s.name, s.arguments["rank"], s.arguments["world_size"]) for s in specs] == [
@@ -463,7 +464,7 @@ def test_without_devices_of_their_own_they_are_the_trainers_ranks() -> None:
     placed, plan = resolve_placement(of), planned(of)
     assert {placed.devices[role] for role in (ACTOR, *ALL)} == {(0, 1)}
     assert plan.on_trainer_ranks == {REF, LOGP, CRITIC}
-    assert (plan.ref, plan.logp, plan.critic) == ((), (), ())
+    assert plan.ranks.keys() == {ACTOR, ROLLOUT}
     assert {s.name for s in plan.workers} == {"actor-0", "actor-1", "rollout-0", "episode-worker-0"}
     assert plan.workers[1].arguments["with_reference"] is True
     assert plan.workers[1].arguments["total_critic_steps"] == 10
@@ -473,7 +474,7 @@ def test_a_role_that_nothing_asks_for_gets_no_device_even_if_it_is_given_some() 
     of = asking(ref={"nnodes": 1}, logp={"nnodes": 1}, critic={"nnodes": 1})
     placed, plan = resolve_placement(of), planned(of)
     assert placed.devices.keys() == {ACTOR, ROLLOUT} and placed.total == 2
-    assert (plan.on_trainer_ranks, plan.logp, plan.critic) == (frozenset(), (), ())
+    assert (plan.on_trainer_ranks, plan.ranks.keys()) == (frozenset(), {ACTOR, ROLLOUT})
 
 
 def test_interpolated_log_probs_need_no_role() -> None:

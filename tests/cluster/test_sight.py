@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -83,20 +83,11 @@ def there(tmp_path: Path) -> Machine:
 def look(
     driver: Machine, workers: Mapping[str, Machine], transport: str = "broadcast", model_path: str = MODEL
 ) -> Coroutine[Any, Any, None]:
-    def ranks(role: str) -> Sequence[Rank]:
-        return tuple(Rank(name, name) for name in workers if name.startswith(role))
-
-    plan = ClusterPlan(
-        workers=(),
-        actor=tuple(ranks("actor")),
-        rollout=tuple(ranks("rollout")),
-        ref=tuple(ranks("ref")),
-        logp=tuple(ranks("logp")),
-        critic=tuple(ranks("critic")),
-        on_trainer_ranks=frozenset(),
-        shared=False,
-        shares=(),
-    )
+    ranks = {
+        role: [Rank(name, name) for name in workers if name.startswith(role)]
+        for role in ("actor", "rollout", "ref", "logp", "critic")
+    }
+    plan = ClusterPlan(workers=(), ranks=ranks, on_trainer_ranks=frozenset(), shared=False, shares=())
     directory = WEIGHTS if transport in ("disk", "shared_memory") else None
     config = Config.model_validate({"param_update": {"transport": transport}})
     sight = SharedFilesystem(config, RUN, model_path, directory, driver)

@@ -217,8 +217,8 @@ def test_ranks_without_a_place_are_left_out_and_looked_for_again(
             await begun.launch()
             for _ in range(2):
                 cluster.launched.clear()
-                await begun._restart("actor", begun._groups.actor, StartWaits())
-                assert len(begun._groups.actor.workers) == len(cluster.launched)
+                await begun._exchange("actor", StartWaits())
+                assert len(begun._groups["actor"].workers) == len(cluster.launched)
                 found.append([*cluster.launched])
                 nowhere.clear()  # a machine has come
         return found
@@ -276,8 +276,8 @@ def test_fewer_ranks_go_on_only_where_their_devices_have_room_and_else_wait_for_
             await begun.launch()
             cluster.calls.clear()
             asyncio.get_running_loop().call_later(until, nowhere.clear)
-            paths = SimpleNamespace(trainer_restarted=lambda store: None)
-            await begun._restartable(paths, {}, "float32", None)["actor"].restart()
+            begun._paths = SimpleNamespace(trainer_restarted=lambda store: None)
+            await begun._restartable()["actor"].restart()
         return [call.partition("+")[0] for call in cluster.calls if call.endswith(" build")]
 
     def names(count: int) -> list[str]:
@@ -311,9 +311,9 @@ async def test_a_machine_on_which_a_restarted_rank_does_not_see_the_runs_files_g
         await begun.launch()
         begun._files = Files()
         with pytest.raises(RunError, match=r"not one directory .*not started"):
-            await begun._restart("actor", begun._groups.actor, StartWaits())
+            await begun._exchange("actor", StartWaits())
         assert avoided == ["actor-1"]
-        await begun._restart("actor", begun._groups.actor, StartWaits())
+        await begun._exchange("actor", StartWaits())
 
 
 async def test_the_first_worker_that_fails_ends_the_start_and_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,9 +48,17 @@ async def start_backend(
         StallError: not everything was up within `Timeouts.start_s`; the message says what was waited for.
     """
     undo = AsyncExitStack()
+    startup = Startup(
+        _with_absolute_files(config),
+        cluster or make_cluster(config, run_dir, model_path),
+        undo,
+        model_path=model_path,
+        total_optimizer_steps=total_optimizer_steps,
+        run_dir=run_dir,
+        tell=tell,
+    )
     try:
-        _, startup = _startup(config, undo, model_path, run_dir, total_optimizer_steps, tell, cluster)
-        return await _up(startup, run_dir, startup.launch(), startup.run, warm)
+        return await _up(startup, startup.launch(), startup.run, warm)
     except BaseException:  # a start that is cancelled, too, has workers to end
         await undo.aclose()
         raise
@@ -61,8 +69,6 @@ class TrainerRanks:
     """Training ranks without any other worker."""
 
     engine: SupervisedEngine
-    separate_processes: bool
-    """True where the ranks are processes of their own, which read tokens from files."""
     workers: Sequence[Worker]
     cluster: Cluster
     timeouts: Timeouts
@@ -87,41 +93,22 @@ async def start_trainer(
     Raises as `start_backend` does.
     """
     async with AsyncExitStack() as stack:
-        cluster, startup = _startup(config, stack, model_path, run_dir, total_optimizer_steps, tell)
-        ranks = await _up(startup, run_dir, startup.launch(trainer_only=True), startup.run_trainer)
-        yield TrainerRanks(
-            proxy(ranks, SupervisedEngine), cluster.separate_processes, ranks.workers, cluster, startup.timeouts
+        cluster = make_cluster(config, run_dir, model_path)
+        startup = Startup(
+            _with_absolute_files(config),
+            cluster,
+            stack,
+            model_path=model_path,
+            total_optimizer_steps=total_optimizer_steps,
+            run_dir=run_dir,
+            tell=tell,
         )
-
-
-def _startup(
-    config: Config,
-    undo: AsyncExitStack,
-    model_path: str,
-    run_dir: Path,
-    total_optimizer_steps: int,
-    tell: Callable[[str], None],
-    cluster: Cluster | None = None,
-) -> tuple[Cluster, Startup]:
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():  # else a name on the hub; workers of a cluster that was joined run in another directory
-        model_path = str(folder.absolute())
-    cluster = cluster or make_cluster(config, run_dir, model_path)
-    startup = Startup(
-        _with_absolute_files(config),
-        cluster,
-        undo,
-        model_path=model_path,
-        total_optimizer_steps=total_optimizer_steps,
-        run_dir=run_dir,
-        tell=tell,
-    )
-    return cluster, startup
+        ranks = await _up(startup, startup.launch(trainer_only=True), startup.run_trainer)
+        yield TrainerRanks(proxy(ranks, SupervisedEngine), ranks.workers, cluster, startup.timeouts)
 
 
 async def _up(
     startup: Startup,
-    run_dir: Path,
     launching: Awaitable[None],
     run: Callable[[], Awaitable[T]],
     warm: Awaitable[None] | None = None,
@@ -144,7 +131,7 @@ async def _up(
     except TimeoutError:
         raise StallError(
             f"not everything was up within {startup.timeouts.start_limit()}: the driver waited for {startup.waits}. "
-            f"Worker logs are in {run_dir / 'logs'}; where nothing is wrong there, raise the limit"
+            f"Worker logs are in {startup.run_dir / 'logs'}; where nothing is wrong there, raise the limit"
         ) from None
 
 

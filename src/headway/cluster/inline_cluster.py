@@ -10,6 +10,7 @@ from headway.cluster.machine.worker_setup import math_environment, threads_of
 from headway.cluster.role_host import RoleHost
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.schema import Config
+from headway.config.sizing.placement import CRITIC, LOGP, REF
 from headway.data.types import Handle
 from headway.devices import chosen, kind_of
 from headway.errors import ConfigError
@@ -80,16 +81,11 @@ class InlineCluster:
 
         Raises `ConfigError` for what one process cannot do.
         """
-        for ranks, role, setting in (
-            (plan.actor, "training", "trainer"),
-            (plan.ref, "reference", "ref"),
-            (plan.critic, "critic's", "critic"),
-            (plan.logp, "log-prob", "logp"),
-        ):
-            if len(ranks) > 1:
+        for role in (REF, LOGP, CRITIC):  # of the trainer's ranks a rule of the settings says it
+            if (count := len(plan.ranks.get(role, ()))) > 1:
                 raise ConfigError(
-                    f"cluster.backend=inline has one {role} rank, not {len(ranks)}: one process is one rank. "
-                    f"Set {setting}.nnodes=1 and {setting}.n_gpus_per_node=1, or cluster.backend=ray"
+                    f"cluster.backend=inline has one {role} rank, not {count}: one process is one rank. "
+                    f"Set {role}.nnodes=1 and {role}.n_gpus_per_node=1, or cluster.backend=ray"
                 )
         self._make_group()
         computing = [spec for spec in plan.workers if not spec.beside]

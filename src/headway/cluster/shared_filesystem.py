@@ -20,6 +20,7 @@ from headway.cluster.roles.weight_roles import transport_in
 from headway.cluster.worker_group import Worker, proxy
 from headway.cluster.worker_plan import ClusterPlan
 from headway.config.schema import Config
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT
 from headway.config.transport_facts import TRANSPORTS
 from headway.errors import ConfigError, ModelError, RunError
 from headway.runtime.task_groups import concurrently
@@ -54,11 +55,11 @@ class SharedFilesystem:
             ModelError: a worker's machine lacks the model's folder, or has another model there.
         """
         everybody = {name: _probe(worker) for name, worker in workers.items()}
-        sender = plan.actor[0].worker
+        sender = plan.ranks[ACTOR][0].worker
         self._sender = {sender: everybody[sender]}
         # Those of the reference and `logp` read tokens there whose machine was lost.
-        ranks = {rank.worker for rank in (*plan.actor, *plan.critic, *plan.ref, *plan.logp)}
-        receivers = {rank.worker for rank in (*plan.rollout, *plan.logp)}
+        ranks = plan.workers_of(ACTOR, CRITIC, REF, LOGP)
+        receivers = plan.workers_of(ROLLOUT, LOGP)
         await self._check_run_directory({name: everybody[name] for name in everybody if name in ranks})
         if self._storage is not None:  # any machine may have to bring the run back
             blind, _ = await _blind(self._driver, self._storage, everybody, make_directory=True)

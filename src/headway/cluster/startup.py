@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from headway.cluster.machine.token_files import (
     SHARED_MEMORY,
@@ -43,11 +43,11 @@ from headway.cluster.worker_engines import (
     reference_of,
 )
 from headway.cluster.worker_group import Worker, WorkerGroup, proxy
-from headway.cluster.worker_plan import Rank, in_meshes, make_groups, plan_cluster, trainer_alone, worker_of
+from headway.cluster.worker_plan import TRAINING_ROLES, Rank, in_meshes, plan_cluster, trainer_alone, worker_of
 from headway.cluster.workers import Cluster, LaunchedWorkers, StartWaits, Workers, any_dies
 from headway.config.schema import Config
 from headway.config.sizing.model_shape import ModelShape
-from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, concurrent, resolve_placement
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, concurrent, resolve_placement
 from headway.config.sizing.process_memory import room
 from headway.config.sizing.run_memory import rank_memory, restarts_ranks, restarts_trainer
 from headway.config.sizing.timeouts import PLACES_S, ROOM_SHARE, Timeouts, model_nbytes
@@ -55,7 +55,6 @@ from headway.config.transport_facts import TRANSPORTS
 from headway.data.assignment import Cost
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.training import ProximalEngine
-from headway.data.interfaces.weights import PolicyReceiver
 from headway.devices import kind_of
 from headway.engines.weights.protocols import Address
 from headway.engines.weights.weight_layout import Manifest
@@ -64,8 +63,6 @@ from headway.models.model_folder import hidden_size, text_config
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.recovery.rank_restarts import RestartableRanks
 from headway.runtime.task_groups import both, concurrently
-
-T = TypeVar("T")
 
 
 class Startup:
@@ -86,17 +83,19 @@ class Startup:
         what is up, in words, each time that something is.
         """
         self._config = config
-        self._cluster = cluster
+        self.cluster = cluster
         self._undo = undo
-        self._model_path = model_path
+        folder = Path(model_path).expanduser()
+        # A name on the hub stays as it is. Workers of a cluster that was joined run in another directory.
+        self._model_path = model_path = str(folder.absolute()) if folder.is_dir() else model_path
         self._total_optimizer_steps = total_optimizer_steps
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._tell = tell
         self.waits = StartWaits()
         """Those workers that have not answered yet."""
         self._wait = self.waits.wait
         self._transport = transport_in(config)
-        known = Path(model_path).expanduser() / "config.json"
+        known = folder / "config.json"
         self._shape = ModelShape.of(text_config(known)) if known.is_file() else None
         workers = sum(len(devices) for devices in resolve_placement(config).devices.values())
         self.timeouts = Timeouts.of(config, model_nbytes(model_path), workers=workers)
@@ -104,30 +103,33 @@ class Startup:
         self._workers = LaunchedWorkers(cluster, self.timeouts)
         self._files: SharedFilesystem | None = None
         """None where workers are no processes of their own."""
+        self._manifests: dict[str, Manifest] = {}
+        """Layouts by dtype of the weights that the trainer's present ranks send."""
+        self._paths: WeightPaths
 
     async def launch(self, *, trainer_only: bool = False) -> None:
         """Start the workers' processes, all or only the trainer's."""
         config = self._config
         # Before connecting: Ray's processes are there from its middle on, and an interrupt may come then.
-        self._undo.push_async_callback(self._cluster.stop)
-        self._device = await self._wait("the cluster to answer", self._cluster.connect())
+        self._undo.push_async_callback(self.cluster.stop)
+        self._device = await self._wait("the cluster to answer", self.cluster.connect())
         self.timeouts.on_gpu = kind_of(self._device).flex_attention
         tokens = None
-        if self._cluster.separate_processes:
+        if self.cluster.separate_processes:
             self._tell("Ray is up")
-            tokens = TokenPlace(self._cluster.address, self._undo.enter_context(token_directory(config)))
+            tokens = TokenPlace(self.cluster.address, self._undo.enter_context(token_directory(config)))
         remove_abandoned(SHARED_MEMORY)  # what killed runs left there, whether this run uses it or not
         plan = plan_cluster(
             config,
             resolve_placement(config),
             model_path=self._model_path,
             total_optimizer_steps=self._total_optimizer_steps,
-            logs=(self._run_dir / "logs").absolute(),
-            journal=(self._run_dir / "journal").absolute(),
+            logs=(self.run_dir / "logs").absolute(),
+            journal=(self.run_dir / "journal").absolute(),
             tokens=tokens,
         )
         self._plan = plan = trainer_alone(plan) if trainer_only else plan
-        await self._wait("devices to be free", self._cluster.reserve(plan))
+        await self._wait("devices to be free", self.cluster.reserve(plan))
         self._directory = self._weights_directory()  # made before the workers: it is removed when they have ended
         self._undo.push_async_callback(self._workers.kill)  # pushed after the cluster's `stop`: undone before it
         for spec in plan.workers:
@@ -137,95 +139,109 @@ class Startup:
         async def wait_for(worker: Worker) -> None:
             await self._wait(f"{worker.name} to start", worker.up())
             up.append(worker.name)
-            if self._cluster.separate_processes:
+            if self.cluster.separate_processes:
                 self._tell(f"{worker.name} is up, {len(up)} of {len(plan.workers)}")
 
         await concurrently(wait_for(self._workers[spec.name]) for spec in plan.workers)
         width = hidden_size(self._model_path)
-        cost = Cost() if width is None else Cost(width)
-        self._groups = make_groups(plan, self._workers.by_name, cost, config.actor.parallel.inner)
+        cost, inner = Cost() if width is None else Cost(width), config.actor.parallel.inner
+        self._groups = {
+            role: WorkerGroup(kind, self._workers_of(role), cost, inner=inner)
+            for role, kind in TRAINING_ROLES.items()
+            if role in plan.ranks
+        }
+        """Groups whose ranks compute together, by role, the trainer's first."""
+        self._replicas = [WorkerGroup(RolloutRole, [worker], cost) for worker in self._workers_of(ROLLOUT)]
+
+    def _workers_of(self, role: str) -> list[Worker]:
+        """Return the present workers of the ranks of ``role``."""
+        return [worker_of(rank, self._workers.by_name) for rank in self._plan.ranks.get(role, ())]
 
     async def run_trainer(self) -> WorkerGroup:
         """Start the trainer alone; there are no other workers."""
         await self._check_files()
         await self._build()
         self._tell("the model is loaded")
-        return self._groups.actor
+        return self._groups[ACTOR]
 
     async def run(self) -> Workers:
         """Start all engines on the workers, which load the model now."""
-        config, plan, groups = self._config, self._plan, self._groups
+        config, plan, replicas = self._config, self._plan, self._replicas
+        actor, logp = self._groups[ACTOR], self._groups.get(LOGP)
         await self._check_files()
         loading = now()
-        store, episode_workers = await both(self._build(), self._start_episode_workers())
+        hosts = [self._workers[spec.name] for spec in plan.workers if spec.role is EpisodeWorkerRole]
+        store, episode_workers = await both(
+            self._build(), concurrently(self._start_episode_worker(host, self.waits) for host in hosts)
+        )
         self.timeouts.first_load_s = now() - loading
         self._tell("the models are loaded")
         computing = [spec.name for spec in plan.workers if not spec.beside]
         hardware = await concurrently(
             self._wait(f"{name} to describe its machine", self._workers[name].call("hardware")) for name in computing
         )
-        dtype = await self._wait("rollout-0 to say its dtype", groups.rollouts[0].served_dtype())
-        computed = await self._wait("actor-0 to say its dtype", groups.actor.compute_dtype())
-        holders = {group.name: (group.workers, dtype) for group in groups.rollouts}
-        if groups.logp is not None:
-            holders[LOGP] = (groups.logp.workers, computed)
-        manifests: dict[str, Manifest] = {}
-        for needed in sorted({of for _, of in holders.values()}):
-            manifests[needed] = await self._wait("actor-0 to lay weights out", groups.actor.layout(needed))
-            await self._wait(f"{groups.actor.name} to prepare updates", groups.actor.open_route(needed))
-        nbytes = [manifest.nbytes for manifest in manifests.values()]
+        dtype = await self._wait("rollout-0 to say its dtype", replicas[0].served_dtype())
+        computed = await self._wait("actor-0 to say its dtype", actor.compute_dtype())
+        self._dtypes = {ROLLOUT: dtype, LOGP: computed}
+        holders = {group.name: (group.workers, dtype) for group in replicas}
+        if logp is not None:
+            holders[LOGP] = (logp.workers, computed)
+        await self._lay_out(sorted({of for _, of in holders.values()}), self.waits)
+        nbytes = [manifest.nbytes for manifest in self._manifests.values()]
         self.timeouts.weights_nbytes = max(self.timeouts.weights_nbytes, *nbytes)
-        paths: WeightPaths
         if plan.shared:
-            paths = WithinProcesses(groups.actor, self.timeouts, verify=config.param_update.verify)
+            self._paths = WithinProcesses(actor, self.timeouts, verify=config.param_update.verify)
         else:
-            paths = WeightSync(
-                groups.actor,
+            self._paths = WeightSync(
+                actor,
                 config,
-                manifests,
+                self._manifests,
                 address=store,
                 device=self._device,
                 directory=self._directory,
                 timeouts=self.timeouts,
             )
+        paths = self._paths
         for name, (ranks, of) in holders.items():
             await self._wait(f"{name} to be reached for weights", paths.add(name, ranks, of))
         # Meet now and not at the first update: ends that cannot must be known before anything is generated.
-        await self._wait(f"{', '.join(holders)} to meet {groups.actor.name} for weights", paths.reach([*holders]))
-        rollouts = await concurrently(self._serve(group, manifests[dtype], paths) for group in groups.rollouts)
+        await self._wait(f"{', '.join(holders)} to meet {actor.name} for weights", paths.reach([*holders]))
+        self._rollouts = rollouts = await concurrently(map(self._serve, replicas))
         apart = []
-        if groups.logp is not None:
-            await self._wait(f"{groups.logp.name} to be ready", groups.logp.serve(manifests[computed]))
-            apart.append(LogpReceiver(groups.logp, paths, config.param_update.verify))
-        rounding = await self._measured([*rollouts, *apart], (dtype, computed))
+        if logp is not None:
+            await self._serve_logp(logp, self.waits)
+            apart.append(LogpReceiver(logp, paths, config.param_update.verify))
+        expected = None
+        if config.param_update.verify:
+            expected = await self._wait("the trainer to compute the log-probs of the probe", actor.probe())
+        self._rounding = rounding = ProbeTolerance((dtype, computed), expected)
+        probing = now()
+        measuring = rounding.measure([*rollouts, *apart])
+        await self._wait("receivers to compute the log-probs of the probe", measuring)
+        self.timeouts.first_probe_s = now() - probing
+        restartable = self._restartable()
         replace_replica = replace_episode_worker = None
         replaced: list[type] = []
-        start = partial(self._replace, manifest=manifests[dtype], paths=paths)
-
-        async def start_with_ranks() -> None:
-            hosted = [worker_of(rank, self._workers.by_name) for rank in plan.rollout]
-            rollouts[:] = await concurrently(start(worker) for worker in hosted)  # in place: `Workers` has this list
-            await rounding.measure(rollouts)
-
-        within = (start_with_ranks, lambda: rollouts) if plan.shared else None
-        restartable = self._restartable(paths, manifests, computed, within)
         if not plan.shared:
-            replace_replica = partial(self._workers.replace, start=start, current=rollouts, measure=rounding.measure)
+            replace_replica = partial(
+                self._workers.replace, start=self._replace, current=rollouts, measure=rounding.measure
+            )
             replaced.append(RolloutRole)
-        if self._cluster.separate_processes:
+        if self.cluster.separate_processes:
             others = [spec.device for spec in plan.workers if spec.role in (RolloutRole, FusedRole)]
             replace_episode_worker = partial(
                 self._workers.replace, start=self._replace_episode_worker, current=episode_workers, others=others
             )
             replaced.append(EpisodeWorkerRole)
-        restarted = {worker.name for role in restartable for worker in groups.by_role[role].workers}
+        restarted = plan.workers_of(*restartable)
         snapshots = None
         if config.trainer.snapshot is not None:
-            snapshots = Snapshots(groups.actor, lambda: [keeper.worker for keeper in episode_workers])
-        critic = groups.actor if CRITIC in plan.on_trainer_ranks else groups.critic
-        reference = groups.actor if REF in plan.on_trainer_ranks else groups.ref
-        train = TrainGroup(groups.actor, paths, with_returns=critic is not None)
-        own = None if groups.logp is None else proxy(groups.logp, ProximalEngine)
+            snapshots = Snapshots(actor, lambda: [keeper.worker for keeper in episode_workers])
+        critic, reference = (
+            actor if role in plan.on_trainer_ranks else self._groups.get(role) for role in (CRITIC, REF)
+        )
+        train = TrainGroup(actor, paths, with_returns=critic is not None)
+        own = None if logp is None else proxy(logp, ProximalEngine)
         return Workers(
             trainer=train,
             rollouts=rollouts,
@@ -237,17 +253,17 @@ class Startup:
             on_trainer_ranks=plan.on_trainer_ranks,
             restartable=restartable,
             snapshots=snapshots,
-            ranks=lambda: [worker for role in restartable for worker in groups.by_role[role].workers],
+            ranks=lambda: [worker for role in restartable for worker in self._groups[role].workers],
             needed=[
                 self._workers[spec.name]
                 for spec in plan.workers
                 if spec.role not in replaced and spec.name not in restarted
             ],
-            cluster=self._cluster,
+            cluster=self.cluster,
             timeouts=self.timeouts,
             probe_tolerance=rounding.tolerance,
             hardware=dict(zip(computing, hardware, strict=True)),
-            padded=await self._wait("actor-0 to say how it packs rows", groups.actor.padded()),
+            padded=await self._wait("actor-0 to say how it packs rows", actor.padded()),
             replace_replica=replace_replica,
             replace_episode_worker=replace_episode_worker,
             undo=self._undo,
@@ -255,58 +271,52 @@ class Startup:
 
     async def _check_files(self) -> None:
         """Check that workers see the files of the run, where they are processes of their own."""
-        if self._cluster.separate_processes:
+        if self.cluster.separate_processes:
             self._files = SharedFilesystem(
-                self._config, self._run_dir, self._model_path, self._directory, FileProbe(self._cluster.address)
+                self._config, self.run_dir, self._model_path, self._directory, FileProbe(self.cluster.address)
             )
             await self._wait(
                 "every worker to say which files it sees", self._files.check(self._plan, self._workers.by_name)
             )
 
-    async def _measured(self, receivers: Sequence[PolicyReceiver], dtypes: tuple[str, str]) -> ProbeTolerance:
-        """Measure the receivers' rounding before any update. Raises `ModelError` for more than rounding."""
-        if not self._config.param_update.verify:
-            return ProbeTolerance(dtypes, None)
-        expected = await self._wait("the trainer to compute the log-probs of the probe", self._groups.actor.probe())
-        rounding = ProbeTolerance(dtypes, expected)
-        probing = now()
-        await self._wait("receivers to compute the log-probs of the probe", rounding.measure(receivers))
-        self.timeouts.first_probe_s = now() - probing
-        return rounding
-
     async def _build(self) -> Address | None:
         """Let all workers load their models side by side. Returns the address of the trainer's store."""
-        separate, groups = self._cluster.separate_processes, self._groups
-        stores = await concurrently(
-            _build(group, self.waits, meet=separate and group not in groups.rollouts) for group in groups.all
+        actor, *others = self._groups.values()
+        meet = self.cluster.separate_processes
+        store, *_ = await concurrently(
+            _build(group, self.waits, meet=meet and group not in self._replicas)
+            for group in (actor, *self._replicas, *others)
         )
-        return stores[0]
+        return store
 
-    async def _start_episode_workers(self) -> list[RemoteEpisodeWorker]:
-        workers = [self._workers[spec.name] for spec in self._plan.workers if spec.role is EpisodeWorkerRole]
-        await concurrently(
-            self._wait(f"{worker.name} to load the tokenizer", worker.call("build")) for worker in workers
-        )
-        await concurrently(worker.call("serve") for worker in workers)
-        return [RemoteEpisodeWorker(worker) for worker in workers]
+    async def _lay_out(self, dtypes: Iterable[str], waits: StartWaits) -> None:
+        """Have the trainer's present ranks, all of which send, lay weights out in ``dtypes`` and prepare updates."""
+        actor = self._groups[ACTOR]
+        for dtype in dtypes:
+            layout = waits.wait(f"{actor.workers[0].name} to lay weights out", actor.layout(dtype))
+            self._manifests[dtype] = await layout
+            await waits.wait(f"{actor.name} to prepare updates", actor.open_route(dtype))
+
+    async def _serve_logp(self, logp: WorkerGroup, waits: StartWaits) -> None:
+        await waits.wait(f"{logp.name} to be ready", logp.serve(self._manifests[self._dtypes[LOGP]]))
+
+    async def _start_episode_worker(self, worker: Worker, waits: StartWaits) -> RemoteEpisodeWorker:
+        await waits.wait(f"{worker.name} to load the tokenizer", worker.call("build"))
+        await worker.call("serve")
+        return RemoteEpisodeWorker(worker)
 
     def _weights_directory(self) -> Path | None:
         """Return the directory where a transport that uses files leaves them. One in memory is removed at the end."""
-        match TRANSPORTS[self._transport].leaves:
-            case "files":
-                return (self._config.param_update.directory or self._run_dir / "weights").absolute()
-            case "memory":
-                if not SHARED_MEMORY.is_dir():
-                    raise ConfigError(
-                        f"param_update.transport={self._transport}: this system has no {SHARED_MEMORY}; choose another"
-                    )
-                return self._undo.enter_context(directory_in_memory(SHARED_MEMORY))
-            case _:
-                return None
+        leaves = TRANSPORTS[self._transport].leaves
+        if leaves == "memory":
+            return self._undo.enter_context(directory_in_memory(SHARED_MEMORY))
+        folder = self._config.param_update.directory or self.run_dir / "weights"
+        return folder.absolute() if leaves == "files" else None
 
-    async def _serve(self, group: WorkerGroup, manifest: Manifest, paths: WeightPaths) -> RolloutReplica:
+    async def _serve(self, group: WorkerGroup) -> RolloutReplica:
         """Start the engine of a replica. Raises `ConfigError` where it lacks what the run asks of it."""
         (worker,), config = group.workers, self._config
+        manifest = self._manifests[self._dtypes[ROLLOUT]]
         offset = await clock_offset(worker)
         able = await self._wait(f"{worker.name} to start its engine", group.serve(manifest, offset))
         asked = OnUpdate(config.async_training.on_update)
@@ -321,88 +331,77 @@ class Startup:
                 f"cluster.placement=shared: the rollout engine of {worker.name} cannot give its device back to the "
                 "trainer; set cluster.placement=split (or another mode)"
             )
-        return RolloutReplica(worker, able, concurrent(config), paths, config.param_update.verify)
+        return RolloutReplica(worker, able, concurrent(config), self._paths, config.param_update.verify)
 
     # ------------------------------------------------------------------------------------------ in place of lost ones
 
-    async def _replace(self, worker: Worker, manifest: Manifest, paths: WeightPaths) -> RolloutReplica:
+    async def _replace(self, worker: Worker) -> RolloutReplica:
         """Start a launched replica that takes the place of another."""
         await worker.up()
         if self._files is not None:
             await self._files.check_later(worker, receives=True)
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
-        await paths.add(worker.name, [worker], await group.served_dtype())
-        return await self._serve(group, manifest, paths)
+        await self._paths.add(worker.name, [worker], await group.served_dtype())
+        return await self._serve(group)
+
+    async def _replace_hosted(self) -> None:
+        """Start the replicas in the processes of the trainer's present ranks."""
+        # In place: `Workers` has this list.
+        self._rollouts[:] = await concurrently(map(self._replace, self._workers_of(ROLLOUT)))
+        await self._rounding.measure(self._rollouts)
 
     async def _replace_episode_worker(self, worker: Worker) -> RemoteEpisodeWorker:
         """Start a launched episode worker that takes the place of another."""
         await worker.up()
         if self._files is not None:
             await self._files.check_later(worker, receives=False)
-        await worker.call("build")
-        await worker.call("serve")
-        return RemoteEpisodeWorker(worker)
+        return await self._start_episode_worker(worker, StartWaits())
 
-    def _restartable(
-        self,
-        paths: WeightPaths,
-        manifests: dict[str, Manifest],
-        computed: str,
-        within: tuple[Callable[[], Awaitable[None]], Callable[[], Sequence[RolloutReplica]]] | None,
-    ) -> dict[str, RestartableRanks]:
-        """Return the ranks that may be started again, by role.
-
-        Args:
-            manifests: layouts of the weights by dtype.
-            computed: dtype in which log-probs are recomputed.
-            within: starts the replicas in the processes of the trainer's ranks, and returns them; None without any.
-        """
+    def _restartable(self) -> dict[str, RestartableRanks]:
+        """Return the ranks that may be started again, by role."""
 
         async def watch(group: WorkerGroup) -> NoReturn:
-            await any_dies(self._cluster, group.workers)
-
-        async def restart(role: str, group: WorkerGroup) -> None:
-            """Start other ranks, with the initial model, and prepare them for updates, at the next of which they meet
-            their receivers or the trainer.
-            """
-            waits = StartWaits()
-            try:
-                async with asyncio.timeout(self.timeouts.start_s):
-                    store = await self._restart(role, group, waits)
-                    if role == ACTOR:
-                        for dtype in manifests:
-                            # In place: `paths` has this mapping. As many ranks send as there are now.
-                            layout = waits.wait(f"{group.name} to lay weights out", group.layout(dtype))
-                            manifests[dtype] = await layout
-                            await waits.wait(f"{group.name} to prepare updates", group.open_route(dtype))
-                        paths.trainer_restarted(store)
-                        if within is not None:
-                            await waits.wait("replicas in the same processes to start", within[0]())
-                    elif role == LOGP:
-                        await paths.add(LOGP, group.workers, computed)
-                        await waits.wait(f"{group.name} to be ready", group.serve(manifests[computed]))
-            except TimeoutError:
-                raise StallError(
-                    f"{group.name}: not up again within {self.timeouts.start_limit()}: the driver waited for {waits}"
-                ) from None
+            await any_dies(self.cluster, group.workers)
 
         found = {}
-        for role, group in self._groups.by_role.items():
+        for role, group in self._groups.items():
             able = restarts_trainer if role in (ACTOR, CRITIC) else restarts_ranks  # the former redo batches
             if able(self._config):
                 ranks = partial(getattr, group, "workers")  # looked up at each call: a restart exchanges them
-                replicas = within[1] if within is not None and role == ACTOR else None
-                found[role] = RestartableRanks(ranks, partial(watch, group), partial(restart, role, group), replicas)
+                replicas = (lambda: self._rollouts) if self._plan.shared and role == ACTOR else None
+                found[role] = RestartableRanks(ranks, partial(watch, group), partial(self._restart, role), replicas)
         return found
 
-    async def _restart(self, role: str, group: WorkerGroup, waits: StartWaits) -> Address | None:
-        """End the ranks of ``group``, and let others in their places load the model: fewer of them where there is no
+    async def _restart(self, role: str) -> None:
+        """Start other ranks, with the initial model, and prepare them for updates, at the next of which they meet their
+        receivers or the trainer.
+        """
+        group, waits = self._groups[role], StartWaits()
+        try:
+            async with asyncio.timeout(self.timeouts.start_s):
+                store = await self._exchange(role, waits)
+                if role == ACTOR:
+                    await self._lay_out([*self._manifests], waits)
+                    self._paths.trainer_restarted(store)
+                    if self._plan.shared:
+                        await waits.wait("replicas in the same processes to start", self._replace_hosted())
+                elif role == LOGP:
+                    await self._paths.add(LOGP, group.workers, self._dtypes[LOGP])
+                    await self._serve_logp(group, waits)
+        except TimeoutError:
+            raise StallError(
+                f"{group.name}: not up again within {self.timeouts.start_limit()}: the driver waited for {waits}"
+            ) from None
+
+    async def _exchange(self, role: str, waits: StartWaits) -> Address | None:
+        """End the ranks of ``role``, and let others in their places load the model: fewer of them where there is no
         place for all, and room for the model in fewer parts. Returns the address of their store.
         """
+        group = self._groups[role]
         # All of them, also those that live: a process group that has lost a rank serves no more.
         await waits.wait(f"{group.name} to end", concurrently(worker.kill() for worker in group.workers))
-        asked, too_few = self._plan.ranks(role), 0
+        asked, too_few = self._plan.ranks[role], 0
         waiting = f"machines that are alive to have room for the ranks of {role}, or some of them"
         while True:
             ranks = await waits.wait(waiting, self._with_places(role, group, too_few))
@@ -452,7 +451,7 @@ class Startup:
         ``group`` have no place for `ROOM_SHARE` of the time, as many others as make a mesh. Waits until there are so
         many, and more than ``too_few``.
         """
-        ranks, parallel = self._plan.ranks(role), self._config.actor.parallel
+        ranks, parallel = self._plan.ranks[role], self._config.actor.parallel
         inner, least = parallel.inner, parallel.least_ranks
         if self._plan.shared and role == ACTOR:  # a replica cannot go on without its rank
             least = len(ranks)

@@ -5,24 +5,27 @@ A worker is a process and has one role, or, on a device that actor and rollout s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headway.cluster.machine.token_files import TokenPlace
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
+from headway.cluster.roles.role import Role
 from headway.cluster.roles.rollout_role import FusedRole, RolloutRole
 from headway.cluster.roles.training_roles import ActorRole, CriticRole, LogpRole, RefRole
-from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
+from headway.cluster.worker_group import PartOf, Worker
 from headway.config.schema import Config
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, DeviceGroup, NodeShare, Placement
-from headway.data.assignment import Cost
 
 EPISODE_WORKER = "episode-worker"
 """The role's name, in the names of its workers."""
 TRAINING = ("headway.engines.train.fsdp.engine", "headway.models.pretrained")
 """Modules that a training rank, or one that computes log-probs, is made of."""
+TRAINING_ROLES: dict[str, type[Role]] = {ACTOR: ActorRole, REF: RefRole, LOGP: LogpRole, CRITIC: CriticRole}
+"""Roles whose ranks compute together, the trainer's first."""
 GENERATING = ("headway.engines.rollout.native.engine", "headway.models.pretrained")
 """Modules that a replica of the native engine is made of."""
 
@@ -53,7 +56,7 @@ class WorkerSpec:
     @property
     def only_trains(self) -> bool:
         """True where the process has a training rank, or one that computes log-probs, and no replica."""
-        return self.role in (ActorRole, RefRole, LogpRole, CriticRole)
+        return self.role in TRAINING_ROLES.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +73,8 @@ class ClusterPlan:
     """Plan of all workers of a run, and of what runs on them."""
 
     workers: tuple[WorkerSpec, ...]
-    actor: tuple[Rank, ...]
-    rollout: tuple[Rank, ...]
-    ref: tuple[Rank, ...]
-    """Ranks of the reference; empty without one, or where it shares the trainer's ranks."""
-    logp: tuple[Rank, ...]
-    critic: tuple[Rank, ...]
+    ranks: Mapping[str, Sequence[Rank]]
+    """Ranks of each role, and replicas; without roles that nothing asks for, or that share the trainer's ranks."""
     on_trainer_ranks: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     shared: bool
@@ -83,9 +82,9 @@ class ClusterPlan:
     shares: tuple[NodeShare, ...]
     """What has to be on one machine, of the devices that have a worker."""
 
-    def ranks(self, role: str) -> tuple[Rank, ...]:
-        """Return the ranks of ``role`` that compute together."""
-        return {ACTOR: self.actor, REF: self.ref, LOGP: self.logp, CRITIC: self.critic}[role]
+    def workers_of(self, *roles: str) -> set[str]:
+        """Return the names of the workers that have ranks of these roles."""
+        return {rank.worker for role in roles for rank in self.ranks.get(role, ())}
 
 
 def plan_cluster(
@@ -106,51 +105,50 @@ def plan_cluster(
     """
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
     inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))
-    own = {role: () if role in inside else placement.devices.get(role, ()) for role in (REF, LOGP, CRITIC)}
-    replicas = [(f"{ROLLOUT}-{index}", group) for index, group in enumerate(placement.replicas)]
+    own = {role: placement.devices.get(role, ()) for role in (REF, LOGP, CRITIC) if role not in inside}
     shared = placement.shared(ACTOR, ROLLOUT)
     train_threads, rollout_threads = config.trainer.threads, config.rollout.threads
     common = {"config": config, "model_path": model_path}
     generating = GENERATING if config.rollout.name == "native" else ()
     # As many mini-batches as the policy has, each as often as the critic has epochs.
     critic_steps = total_optimizer_steps // config.actor.ppo_epochs * config.critic.ppo_epochs
-
-    def actor(rank: int) -> dict[str, Any]:
-        return {
-            "rank": rank,
-            "world_size": len(train),
-            "total_optimizer_steps": total_optimizer_steps,
-            "with_reference": REF in inside,
-            "total_critic_steps": critic_steps if CRITIC in inside else None,
-        }
-
+    of_actor = {
+        "world_size": len(train),
+        "total_optimizer_steps": total_optimizer_steps,
+        "with_reference": REF in inside,
+        "total_critic_steps": critic_steps if CRITIC in inside else None,
+    }
     workers: list[WorkerSpec] = []
+    ranks: dict[str, list[Rank]] = defaultdict(list)
+
+    def add_trainer(role: str, rank: int, device: int, arguments: dict[str, Any]) -> None:
+        name, arguments = f"{role}-{rank}", {**common, **arguments, "rank": rank}
+        workers.append(WorkerSpec(name, TRAINING_ROLES[role], device, train_threads, arguments, modules=TRAINING))
+        ranks[role].append(Rank(name, name))
+
     for rank, device in enumerate(train):
-        name = f"{ACTOR}-{rank}"
-        if shared and device in generate:
-            parts = {"actor": actor(rank), "rollout": {"name": f"{ROLLOUT}-{generate.index(device)}"}}
-            # Roles of one process take turns, so each may have all of its threads.
-            threads = max(train_threads, rollout_threads)
-            both = (*TRAINING, *generating)
-            workers.append(WorkerSpec(name, FusedRole, device, threads, {**common, **parts}, modules=both))
-        else:
-            arguments = {**common, **actor(rank)}
-            workers.append(WorkerSpec(name, ActorRole, device, train_threads, arguments, modules=TRAINING))
+        if not shared or device not in generate:
+            add_trainer(ACTOR, rank, device, of_actor)
+            continue
+        name, replica = f"{ACTOR}-{rank}", f"{ROLLOUT}-{generate.index(device)}"
+        parts = {"actor": {**of_actor, "rank": rank}, "rollout": {"name": replica}}
+        # Roles of one process take turns, so each may have all of its threads.
+        threads = max(train_threads, rollout_threads)
+        modules = (*TRAINING, *generating)
+        workers.append(WorkerSpec(name, FusedRole, device, threads, {**common, **parts}, modules=modules))
+        ranks[ACTOR].append(Rank(name, name, "actor"))
+        ranks[ROLLOUT].append(Rank(replica, name, "rollout"))
     if not shared:
-        for name, devices in replicas:
-            first, others = devices[0], devices[1:]
+        for index, (first, *others) in enumerate(placement.replicas):
+            name, rest = f"{ROLLOUT}-{index}", tuple(others)
             workers.append(
-                WorkerSpec(name, RolloutRole, first, rollout_threads, common, further=others, modules=generating)
+                WorkerSpec(name, RolloutRole, first, rollout_threads, common, further=rest, modules=generating)
             )
-    kinds: tuple[tuple[str, type[Any], dict[str, Any]], ...] = (
-        (REF, RefRole, {"with_reference": True}),
-        (LOGP, LogpRole, {}),
-        (CRITIC, CriticRole, {"total_critic_steps": critic_steps}),
-    )
-    for role, kind, further in kinds:
-        for rank, device in enumerate(own[role]):
-            arguments = {**common, **further, "rank": rank, "world_size": len(own[role])}
-            workers.append(WorkerSpec(f"{role}-{rank}", kind, device, train_threads, arguments, modules=TRAINING))
+            ranks[ROLLOUT].append(Rank(name, name))
+    further: dict[str, dict[str, Any]] = {REF: {"with_reference": True}, CRITIC: {"total_critic_steps": critic_steps}}
+    for role, devices in own.items():
+        for rank, device in enumerate(devices):
+            add_trainer(role, rank, device, {**further.get(role, {}), "world_size": len(devices)})
     workers += [
         WorkerSpec(
             f"{EPISODE_WORKER}-{index}",
@@ -162,37 +160,19 @@ def plan_cluster(
         )
         for index, share in enumerate(placement.on_nodes(ROLLOUT))
     ]
+    return ClusterPlan(tuple(workers), dict(ranks), inside, shared, _shares(placement.shares, workers))
+
+
+def _shares(shares: Iterable[NodeShare], workers: Iterable[WorkerSpec]) -> tuple[NodeShare, ...]:
+    """Return the parts of ``shares`` that ``workers`` use."""
     used = {device for spec in workers for device in spec.devices}
-    hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
-
-    def ranks(role: str) -> tuple[Rank, ...]:
-        return tuple(Rank(f"{role}-{rank}", f"{role}-{rank}") for rank in range(len(own[role])))
-
-    return ClusterPlan(
-        workers=tuple(workers),
-        actor=tuple(
-            Rank(f"{ACTOR}-{rank}", f"{ACTOR}-{rank}", "actor" if device in hosts else None)
-            for rank, device in enumerate(train)
-        ),
-        rollout=tuple(
-            Rank(name, hosts.get(devices[0], name), "rollout" if devices[0] in hosts else None)
-            for name, devices in replicas
-        ),
-        ref=ranks(REF),
-        logp=ranks(LOGP),
-        critic=ranks(CRITIC),
-        on_trainer_ranks=inside,
-        shared=shared,
-        shares=tuple(part for share in placement.shares if (part := share.only(used)).devices),
-    )
+    return tuple(part for share in shares if (part := share.only(used)).devices)
 
 
 def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
     """Return the plan's training ranks without all else. None of them shares its process with a replica."""
     workers = tuple(spec for spec in plan.workers if spec.role is ActorRole)
-    used = {device for spec in workers for device in spec.devices}
-    shares = tuple(part for share in plan.shares if (part := share.only(used)).devices)
-    return replace(plan, workers=workers, rollout=(), ref=(), logp=(), critic=(), shares=shares)
+    return replace(plan, workers=workers, ranks={ACTOR: plan.ranks[ACTOR]}, shares=_shares(plan.shares, workers))
 
 
 def in_meshes(ranks: Sequence[Rank], workers: Collection[str], *, inner: int, least: int) -> list[Rank]:
@@ -205,45 +185,8 @@ def in_meshes(ranks: Sequence[Rank], workers: Collection[str], *, inner: int, le
     return whole[: len(whole) // least * least]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerGroups:
-    """Worker groups of a run by role; None for a role that has no ranks, or those of another."""
-
-    actor: WorkerGroup
-    rollouts: tuple[WorkerGroup, ...]
-    ref: WorkerGroup | None
-    logp: WorkerGroup | None
-    critic: WorkerGroup | None
-
-    @property
-    def all(self) -> list[WorkerGroup]:
-        actor, *others = self.by_role.values()
-        return [actor, *self.rollouts, *others]
-
-    @property
-    def by_role(self) -> dict[str, WorkerGroup]:
-        """Groups whose ranks compute together, by role, the trainer's first."""
-        roles = {ACTOR: self.actor, REF: self.ref, LOGP: self.logp, CRITIC: self.critic}
-        return {role: group for role, group in roles.items() if group is not None}
-
-
 def worker_of(rank: Rank, workers: Mapping[str, Worker]) -> Worker:
     """Return the worker of a rank among ``workers``, by first names. Parts of ``actor-0+1`` end in ``+1`` as well."""
     hosting = workers[rank.worker]
     again = hosting.name.removeprefix(rank.worker)
     return hosting if rank.part is None else PartOf(hosting, rank.part, rank.name + again)
-
-
-def make_groups(plan: ClusterPlan, workers: Mapping[str, Worker], cost: Cost, inner: int) -> WorkerGroups:
-    """Make the groups of ``plan``. ``inner``: number of ranks of an inner mesh, for roles on the trainer's mesh."""
-
-    def group(role: type, ranks: Sequence[Rank], inner: int = 1) -> WorkerGroup:
-        return WorkerGroup(role, [worker_of(rank, workers) for rank in ranks], cost, inner=inner)
-
-    return WorkerGroups(
-        actor=group(ActorRole, plan.actor, inner),
-        rollouts=tuple(group(RolloutRole, [rank]) for rank in plan.rollout),
-        ref=group(RefRole, plan.ref, inner) if plan.ref else None,
-        logp=group(LogpRole, plan.logp, inner) if plan.logp else None,
-        critic=group(CriticRole, plan.critic, inner) if plan.critic else None,
-    )

@@ -54,7 +54,7 @@ class SftSteps:
     def __init__(self, trainer: TrainerRanks) -> None:
         self.engine = trainer.engine
         self.watch, self.workers, self.timeouts = trainer.watch, trainer.workers, trainer.timeouts
-        self._separate = trainer.separate_processes
+        self._separate = trainer.cluster.separate_processes
 
     async def step(self, number: int, batch: Sequence[Example]) -> StepReport:
         """Take the optimizer step ``number`` on a batch, and return its report; ``loss`` is in nats per token."""
