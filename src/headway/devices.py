@@ -47,8 +47,8 @@ class GraphRecorder(Protocol):
         """Drop all recordings."""
 
 
-class DeviceKind(Protocol):
-    """Operations of a kind of device. Those with a body here are what a CPU does: nothing.
+class DeviceKind:
+    """Operations of a kind of device: here those of a CPU, on which most do nothing.
 
     kind = kind_of(model.device)
     buffer = host_buffer(nbytes, pinned=kind.pins_host_memory)
@@ -86,20 +86,24 @@ class DeviceKind(Protocol):
 
     def is_there(self) -> bool:
         """Tell whether torch sees a device of the kind here."""
+        return True
 
     def count(self) -> int:
         """Return the number of devices that torch sees here."""
+        return 1
 
     def listed(self) -> int | None:
         """Return the number of devices that a process may use, found without loading torch. None where it cannot be.
 
         Devices that the environment hides (``CUDA_VISIBLE_DEVICES``) do not count.
         """
+        return 1
 
     def memory_listed(self) -> int | None:
         """Return the bytes of memory of the smallest device here, found without loading torch. None where it is not
         known.
         """
+        return None
 
     def device_name(self, device: Device) -> str | None:
         """Return the device's model. None for the CPU, whose name the system knows."""
@@ -107,11 +111,9 @@ class DeviceKind(Protocol):
 
     def make_current(self, device: Device) -> None:
         """Make ``device`` the one that is meant where this process names none."""
-        return
 
     def synchronize(self, device: Device) -> None:
         """Wait until ``device`` has done all that it was given. Returns at once where nothing is queued."""
-        return
 
     def side_stream(self, device: Device) -> DeviceStream | None:
         """Return a new stream of work on ``device``, beside its default one. None where there are no streams."""
@@ -153,11 +155,9 @@ class DeviceKind(Protocol):
 
     def reset_peak(self, device: Device) -> None:
         """Let `peak_memory` begin anew, at what is held now."""
-        return
 
     def release_cached(self) -> None:
         """Give memory that torch holds for later tensors back to the devices, for other processes."""
-        return
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         """Lock the pages of ``memory`` that this process has mapped, and return a function that undoes it.
@@ -177,15 +177,6 @@ class Cpu(DeviceKind):
     limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     """Files in which a container's limit is, in bytes; without one, a word or a number beyond all memory."""
     memory = Path("/proc/meminfo")
-
-    def is_there(self) -> bool:
-        return True
-
-    def count(self) -> int:
-        return 1
-
-    def listed(self) -> int | None:
-        return 1
 
     def memory_listed(self) -> int:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

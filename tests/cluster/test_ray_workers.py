@@ -238,7 +238,7 @@ async def test_a_killed_worker_is_named_by_the_call_that_was_waiting_for_it(work
 def test_a_worker_that_ray_ended_for_lack_of_memory_died_and_the_message_is_one_line() -> None:
     worker = RayWorker.__new__(RayWorker)  # not started
     worker.name, worker.pid, worker.log_file = "rollout-0", 7, Path("rollout-0.log")
-    worker._killed, worker._ray, worker._elsewhere = False, None, None
+    worker._killed, worker._ray, worker._node = False, None, None
     with (
         pytest.raises(WorkerDied, match=r"^worker rollout-0 died: .*pid 7.*memory had almost run out: 2 were") as died,
         RayWorker._failures(worker, "supervision"),

@@ -27,7 +27,7 @@ from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import HeadwayError, StallError
 from headway.pipeline.wiring import Machinery
 from headway.runtime.progress import Living
-from headway.runtime.task_groups import concurrently
+from headway.runtime.task_groups import concurrently, never
 
 
 class Cluster(Protocol):
@@ -254,7 +254,7 @@ class Workers(Machinery):
 async def any_dies(cluster: Cluster, workers: Iterable[Worker]) -> NoReturn:
     """Wait until the cluster or one of ``workers`` ends, or is given up, and raise `WorkerDied`."""
     await concurrently([cluster.died(), *(worker.lost() for worker in workers)])
-    raise AssertionError("unreachable: died() never returns")
+    await never()  # not reached: one of them has raised
 
 
 async def replaceable_dies(one: RolloutEngine | EpisodeWorkerProtocol) -> NoReturn:

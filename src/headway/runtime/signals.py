@@ -75,14 +75,11 @@ def handled(handler: Callable[[int, FrameType | None], object], numbers: Collect
             signal.signal(number, earlier)
 
 
-class _Interrupt:
+class _Interrupt(Repeats):
     """Signal handler that raises `KeyboardInterrupt`, once for a signal that is sent in two ways."""
 
-    def __init__(self) -> None:
-        self._repeats = Repeats()
-
     def __call__(self, number: int, frame: object) -> None:
-        if not self._repeats.is_one(number):
+        if not self.is_one(number):
             raise KeyboardInterrupt
 
 

@@ -90,10 +90,9 @@ def remove_abandoned(parent: Path, *, but: Path | None = None) -> None:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            rmtree(path, ignore_errors=True)
         except BlockingIOError:  # its run lives, and holds the lock
             continue
-        else:
-            rmtree(path, ignore_errors=True)
         finally:
             os.close(lock)
 
@@ -226,13 +225,9 @@ def _rows_in(data: bytes, indices: Iterable[int] | None) -> dict[int, RowTokens]
 
 
 def _bytes_of(file: io.FileIO, offset: int, size: int) -> bytearray:
-    data = bytearray(size)  # not bytes: arrays over these could not be written to
-    left = memoryview(data)
-    file.seek(offset)
-    while left:
-        if not (read := file.readinto(left)):
-            raise RunError(f"{file.name!r} ends {len(left)} bytes too early: the tokens of a group are cut short")
-        left = left[read:]
+    data = bytearray(os.pread(file.fileno(), size, offset))  # not bytes: arrays over these could not be written to
+    if len(data) < size:
+        raise RunError(f"{file.name!r} ends {size - len(data)} bytes too early: the tokens of a group are cut short")
     return data
 
 

@@ -54,7 +54,8 @@ def card_of(host: str) -> str | None:
     except ValueError:
         return None
     if address.version == 6:
-        return _card_of_v6(address.packed.hex())
+        lines = INTERFACES_V6.read_text(encoding="utf-8").splitlines() if INTERFACES_V6.exists() else []
+        return next((fields[-1] for fields in map(str.split, lines) if fields[0] == address.packed.hex()), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, card in socket.if_nameindex():
             try:
@@ -67,32 +68,21 @@ def card_of(host: str) -> str | None:
     return None
 
 
-def _card_of_v6(address: str) -> str | None:
-    try:
-        lines = INTERFACES_V6.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((fields[-1] for fields in map(str.split, lines) if fields and fields[0] == address), None)
-
-
-async def check_listens(address: str, timeout_s: float) -> bool:
+async def check_listens(address: str, timeout_s: float) -> None:
     """Check that something listens at ``address``; only Ray can tell whether it is Ray.
 
-    Returns False for an address without a port, such as ``auto``, which only Ray can resolve.
+    An address without a port, such as ``auto``, only Ray can resolve.
 
     Raises:
         ConfigError: nothing accepts a connection there within ``timeout_s`` seconds.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        return False
     # An IPv6 address stands in brackets before a port, and sockets take it without.
-    if not await answers(host.removeprefix("[").removesuffix("]"), int(port), timeout_s):
+    if host and port.isdecimal() and not await answers(host.strip("[]"), int(port), timeout_s):
         raise ConfigError(
             f"cluster.address={address}: nothing answers there within {timeout_s:g} s. Start Ray with `ray start "
             "--head`, give its address, or leave cluster.address out to start Ray here"
         )
-    return True
 
 
 async def answers(host: str, port: int, timeout_s: float = MACHINE_ANSWERS_S) -> bool:

@@ -48,14 +48,13 @@ from headway.cluster.on_ray.worker_connections import (
     connected,
 )
 from headway.cluster.role_host import RoleHost
-from headway.cluster.roles.role import place
 from headway.cluster.worker_plan import WorkerSpec
 from headway.config.sizing.timeouts import MACHINE_ANSWERS_S, MACHINE_ATTEMPTS, TOKENS_REMOVED_S, Timeouts, model_nbytes
 from headway.data.types import Handle, RowTokens
 from headway.errors import HeadwayError, RunError, StallError, TokensLost, WorkerDied
 from headway.pipeline.recovery.liveness import ProcessLook, given_up, look_at
 from headway.runtime.progress import Heartbeat
-from headway.runtime.task_groups import concurrently
+from headway.runtime.task_groups import concurrently, never
 
 
 class RayPeer:
@@ -182,12 +181,11 @@ class WorkerActor:
         self._address = host
         self._server: CallServer | None = None
         self._objects_s = Timeouts.of(spec.arguments["config"]).objects_s
-        self._place = place(host)
 
-    async def process(self) -> tuple[int, str, str]:
-        """Return the process id, the node, and the node's name for messages. An answer means that the worker is up."""
+    async def process(self) -> tuple[int, str]:
+        """Return the process id and the node. An answer means that the worker is up."""
         self._loop = asyncio.get_running_loop()  # `_fetch`, on the role's thread, awaits Ray's references on this loop
-        return os.getpid(), _node(), self._place
+        return os.getpid(), _node()
 
     async def call(self, method: str, *args: Any) -> Any:
         return await self._host.call(method, *args)
@@ -208,7 +206,7 @@ class WorkerActor:
 
     async def forever(self) -> None:
         """Wait for ever: the call fails when the process ends."""
-        await asyncio.Event().wait()
+        await never()
 
     def _fetch(self, handles: Sequence[Handle[Any]]) -> list[Any]:
         """Fetch all objects side by side: those in files of this machine are read, all others come by Ray. Tokens of a
@@ -276,8 +274,6 @@ class RayWorker:
         self._unanswered_s = timeouts.unanswered_s
         self._process: Watched | None = None
         """Watched process of the worker, where it runs on this machine."""
-        self._elsewhere: str | None = None
-        """Address of the machine that the process runs on, where that is another one."""
         self._node: dict[str, Any] | None = None
         """Description of the worker's machine by `ray.nodes`, where that is another machine than the driver's."""
         self._unreachable = False
@@ -290,11 +286,10 @@ class RayWorker:
 
     async def up(self) -> None:
         with self._failures("starting"):
-            self.pid, node, place = await self._actor.process.remote()
+            self.pid, node = await self._actor.process.remote()
         if node == _node():
-            self._process = Watched(self.pid)  # by a descriptor: the id may be another process's once it has ended
+            self._process = Watched(self.pid)
         else:
-            self._elsewhere = place
             self._node = await asyncio.to_thread(described, node)
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -333,7 +328,7 @@ class RayWorker:
 
         silent = [] if self._node is None else [self._machine_lost(self._node)]
         await concurrently([self.died(), is_given_up(), *silent])
-        raise AssertionError("unreachable: died() never returns")
+        await never()  # not reached: one of them has raised
 
     async def _look(self) -> ProcessLook | None:
         """Return the state of the process, as a process of its machine sees it; None where none tells."""
@@ -350,8 +345,8 @@ class RayWorker:
         await stops_answering(node["NodeManagerAddress"], node["NodeManagerPort"])
         self._unreachable = True
         raise WorkerDied(
-            f"worker {self.name} is lost: its machine, {self._elsewhere}, does not answer any more: Ray's process "
-            f"there took no connection, {MACHINE_ATTEMPTS} times in a row. Its log: {self._log}"
+            f"worker {self.name} is lost: its machine, {_place(node)}, does not answer any more: Ray's process there "
+            f"took no connection, {MACHINE_ATTEMPTS} times in a row. Its log: {self._log}"
         )
 
     async def kill(self) -> None:
@@ -373,9 +368,9 @@ class RayWorker:
     @property
     def _log(self) -> str:
         """Describe where the worker's log is: on its machine, unless the driver sees the same run directory."""
-        if self._elsewhere is None or self.log_file.exists():
+        if self._node is None or self.log_file.exists():
             return str(self.log_file)
-        return f"{self.log_file} on {self._elsewhere}"
+        return f"{self.log_file} on {_place(self._node)}"
 
     @contextmanager
     def _failures(self, doing: str) -> Iterator[None]:
@@ -464,6 +459,11 @@ def _alive() -> dict[str, dict[str, Any]]:
 def _on(node: str) -> NodeAffinitySchedulingStrategy:
     """Return what pins a task to a machine. The task fails once Ray knows that the machine is lost."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def _place(node: dict[str, Any]) -> str:
+    """Name a machine for messages, as `headway.cluster.roles.role.place` does."""
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 def _node() -> str:

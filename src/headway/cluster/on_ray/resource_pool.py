@@ -26,11 +26,7 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headway.cluster.on_ray.network_interface import answers
@@ -220,7 +216,7 @@ class ResourcePool:
             for one in (device, *others):
                 node = self._places[one].node
                 alive = None if (one, node) in self._avoided else await asyncio.to_thread(described, node)
-                if await self._answers(alive):
+                if await _answers(alive):
                     return one
                 if one == device:
                     # None: Ray knows by itself that it is gone
@@ -238,22 +234,15 @@ class ResourcePool:
         devices = self._places[device].devices
         for node in await asyncio.to_thread(_nodes, self._on_gpus):
             has_room = node.free >= len(devices) and (device, node.id) not in self._avoided
-            if has_room and await self._answers(await asyncio.to_thread(described, node.id)):
+            if has_room and await _answers(await asyncio.to_thread(described, node.id)):
                 group = await _reserved([node.id], [len(devices)], self._on_gpus)
                 if group is not None:
-                    self._give_up(devices)  # before the new bundle is entered: it looks the old one up
+                    before = self._places[device].group
                     self._places |= dict.fromkeys(devices, _WorkerBundle(group, 0, node.id, devices))
+                    if all(place.group.id != before.id for place in self._places.values()):
+                        remove_placement_group(before)
                     return True
         return False
-
-    def _give_up(self, devices: Sequence[int]) -> None:
-        """Release the bundle of ``devices``, where it is in no group with others."""
-        group = self._places[devices[0]].group
-        if all(place.group.id != group.id for other, place in self._places.items() if other not in devices):
-            remove_placement_group(group)
-
-    async def _answers(self, node: dict[str, Any] | None) -> bool:
-        return node is not None and await answers(node["NodeManagerAddress"], node["NodeManagerPort"])
 
     def options(self, device: int, *, beside: bool = False) -> dict[str, Any]:
         """Return Ray's options that put a worker on the bundle of ``device``, or ``beside`` the one that has it."""
@@ -272,6 +261,10 @@ class ResourcePool:
             remove_placement_group(group)
 
 
+async def _answers(node: dict[str, Any] | None) -> bool:
+    return node is not None and await answers(node["NodeManagerAddress"], node["NodeManagerPort"])
+
+
 async def _reserved(nodes: Sequence[str], sizes: Sequence[int], on_gpus: bool) -> PlacementGroup | None:
     """Reserve a bundle on each of ``nodes``, of so many devices, all or none. Returns None where somebody else was
     faster.
@@ -285,10 +278,10 @@ async def _reserved(nodes: Sequence[str], sizes: Sequence[int], on_gpus: bool) -
     reserved = False
     try:
         reserved = await asyncio.to_thread(group.wait, RESERVE_S)
+        return group if reserved else None
     finally:
         if not reserved:
             remove_placement_group(group)  # otherwise it would take the devices as soon as they are free
-    return group if reserved else None
 
 
 def _nodes(on_gpus: bool) -> list[Node]:

@@ -3,10 +3,10 @@
 caller ─▶ worker: CALL, EACH (method and arguments) · LEAVE (a call)
 worker ─▶ caller: RESULT (of a call) · ITEM, END (of an iteration) · ERROR (of either)
 
-A caller first sends the worker's key, which it has from Ray; the worker reads nothing else before. Then it names its
-session, which outlives a TCP connection. When that breaks, the caller opens another one for `RECONNECT_S`. Each end
-tells how many frames it has received, and the other sends the rest again: each call is executed once, and each result
-arrives once. Only frames of the newest connection count.
+A caller first sends the worker's key, which it has from Ray, and the number of its session, which outlives a TCP
+connection; the worker reads nothing else before it has seen the key. When a connection breaks, the caller opens another
+one for `RECONNECT_S`. Each end tells how many frames it has received, and the other sends the rest again: each call is
+executed once, and each result arrives once. Only frames of the newest connection count.
 
 A caller that does not come back is not told from one that is late: the worker cancels its calls after `SESSION_S`. Each
 end keeps what it sent until the other has received it: a caller the arguments of its open calls, a worker their results
@@ -178,14 +178,11 @@ class CallServer:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(GREETING_S):
-                told = await _exactly(sock, KEY_BYTES)
+                # Nothing else is read before the key is known: frames are unpickled, which runs what they say.
+                key, session, connection, received = GREETING.unpack(await _exactly(sock, GREETING.size))
                 # In constant time: `==` would tell by its time how many bytes of a guess are right.
-                known = hmac.compare_digest(told, self.address.key)
-                if known:  # nothing else is read before: frames are unpickled, which runs what they say
-                    told += await _exactly(sock, GREETING.size - KEY_BYTES)
-                    _, session, connection, received = GREETING.unpack(told)
-                    caller = self._caller(session, connection)
-                if not known or caller is None:
+                known = hmac.compare_digest(key, self.address.key)
+                if not known or (caller := self._caller(session, connection)) is None:
                     await loop.sock_sendall(sock, Frame(CallFrameKind.REFUSED).packed())
                     sock.close()
                     return
