@@ -177,7 +177,9 @@ class AskedCore(EngineCore):
         for (client, number), (group, _) in self.asked.items():
             if group.request.number in numbers and group.request.priority is Priority.TRAINING:
                 wanted.setdefault(client, []).append(number)
-        return [group for client, calls in wanted.items() for group in self.groups(self.abort(client, calls))]
+        for client, calls in wanted.items():
+            self.abort(client, calls)
+        return self.groups(self.take_finished())
 
     def unfinished(self) -> list[int]:
         """Numbers of the groups that are not complete."""

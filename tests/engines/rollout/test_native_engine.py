@@ -184,7 +184,7 @@ async def test_an_engine_without_a_transport_says_so() -> None:
     async with serving() as engine:
         with pytest.raises(RunError, match="without a weight transport"):
             await engine.stage_weights(1)
-        with pytest.raises(UpdateFailed, match="nothing is staged"):
+        with pytest.raises(RunError, match="without a weight transport"):
             await engine.activate(1)
 
 

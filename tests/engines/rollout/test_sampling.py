@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_log_probs_are_those_after_bias_minimum_penalty_and_min_p(
     expected = filtered_distribution(logits, params, seen=(1, 3), written=written)
     seen = torch.zeros(1, len(logits), dtype=torch.bool)
     seen[0, [1, 3]] = True
-    sampling = BatchSampling.of([params], len(logits), CPU, np.array([written]), seen)
+    sampling = replace(BatchSampling.of([params], len(logits), CPU, np.array([written])), seen=seen)
     found = behaviour_logprobs(torch.tensor([logits]), sampling)[0].double().exp().numpy()
     if (found > 0).tolist() != (expected > 0).tolist():
         assert abs(int((found > 0).sum()) - int((expected > 0).sum())) <= 1
@@ -155,9 +156,9 @@ def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
         SamplingParams(2, min_tokens=1, stop_token_ids=(4,)),
     ]
     seen = torch.rand(len(rows), 30) < 0.3
-    together = behaviour_logprobs(logits, BatchSampling.of(rows, 30, CPU, seen=seen))
+    together = behaviour_logprobs(logits, replace(BatchSampling.of(rows, 30, CPU), seen=seen))
     for row, params in enumerate(rows):
-        alone_sampling = BatchSampling.of([params], 30, CPU, seen=seen[row : row + 1])
+        alone_sampling = replace(BatchSampling.of([params], 30, CPU), seen=seen[row : row + 1])
         alone = behaviour_logprobs(logits[row : row + 1], alone_sampling)
         torch.testing.assert_close(together[row], alone[0])
 

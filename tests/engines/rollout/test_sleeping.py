@@ -49,7 +49,7 @@ def device_bytes(core: EngineCore) -> int:
     for layer in forward._layers:
         tensors += [layer.input_norm, layer.mlp_norm]
         parts += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        tensors += [] if layer.head_norms is None else [layer.head_norms.query, layer.head_norms.key]
+        tensors += [] if layer.head_norms is None else [*layer.head_norms.weights]
     tensors += [tensor for part in parts for tensor in (part._weight, part._bias) if tensor is not None]
     storages = {id(tensor): tensor.untyped_storage() for tensor in tensors}.values()
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

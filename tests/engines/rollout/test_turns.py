@@ -427,8 +427,8 @@ def test_aborted_calls_leave_their_episode_as_it_was() -> None:
     blocks = len(core._batch.contexts.tree)
     core.submit("me", [episode.call() for episode in played])
     step(core)
-    ended = core.abort("me", [episode.k for episode in played])
-    assert {call.finish_reason for _, call in ended} == {FinishReason.ABORTED}
+    core.abort("me", [episode.k for episode in played])
+    assert {call.finish_reason for _, call in core.take_finished()} == {FinishReason.ABORTED}
     assert len(core._batch.contexts.tree) == blocks
     play(core, played)
     assert all(episode.calls[1].cached for episode in played)

@@ -76,7 +76,7 @@ async def test_an_engine_without_weights_of_its_own_to_come_cannot_update(served
     try:
         with pytest.raises(RunError, match="without a weight transport"):
             await served.engine.stage_weights(5)
-        with pytest.raises(RunError, match="nothing is staged"):
+        with pytest.raises(RunError, match="without a weight transport"):
             await served.engine.activate(5)
     finally:
         served.engine._updates = updates

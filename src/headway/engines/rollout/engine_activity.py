@@ -64,7 +64,6 @@ class NativeActivity(Counts):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
-        self._lost = 0
         self._start = 0.0
         """The time since which slots have not been counted."""
         self._open: Span | None = None
@@ -85,10 +84,6 @@ class NativeActivity(Counts):
         self._stats.cached_tokens += step.found
         self._stats.preempted += step.preempted
         self._count(active=step.active, prefilled=step.prefilled, seconds=end - before, cached=step.cached)
-
-    def lost(self, total: int) -> None:
-        """Note how often, since the beginning, an open episode has lost what was kept for it."""
-        self._stats.unpinned, self._lost = total - self._lost, total
 
     def stop(self) -> None:
         """End the busy span: the engine computes nothing until its next step."""

@@ -10,6 +10,7 @@ finished ◀── ClientInbox of each client ◀───────── del
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -25,7 +26,7 @@ from headway.data.interfaces.rollout import Capabilities, Completion, EngineStat
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.engines.weights.served_weights import WeightUpdates, outcome
-from headway.errors import ClientGone, HeadwayError, RunError, UpdateFailed, boundary
+from headway.errors import ClientGone, HeadwayError, RunError, StallError, UpdateFailed, boundary
 
 T = TypeVar("T")
 
@@ -71,9 +72,12 @@ class EngineBase(ABC):
 
     capabilities: Capabilities
 
-    def __init__(self, name: str, slots: int) -> None:
+    def __init__(self, name: str, slots: int, close_s: float) -> None:
+        """``close_s``: longest wait for the core's thread to end."""
         self.name = self.copy = name
         self.slots = slots
+        self._close_s = close_s
+        self._closing = False
         self._updates: WeightUpdates | None = None
         self._inboxes: dict[str, ClientInbox] = {}
         """Inboxes by client, from its first word until it leaves: of the clients' side."""
@@ -86,9 +90,16 @@ class EngineBase(ABC):
     def _run(self, work: Work) -> Future[Any]:
         """Have ``work`` run on the core's thread. Raises what the engine has ended with."""
 
-    @abstractmethod
     def _check_open(self) -> None:
         """Raise what the engine has ended with, if it has."""
+        if self._closing:
+            raise self._closed_error()
+
+    async def _join(self, thread: threading.Thread) -> None:
+        """Wait for the core's thread to end. Raises `StallError` after the time limit."""
+        await asyncio.to_thread(thread.join, self._close_s)
+        if thread.is_alive():
+            raise StallError(f"close() waited {self._close_s:.0f} s for rollout engine {self.name}'s thread to end")
 
     def _closed_error(self) -> RunError:
         return RunError(f"rollout engine {self.name} is closed")
@@ -168,8 +179,7 @@ class EngineBase(ABC):
         With a back buffer the engine decodes meanwhile; after an error it serves the old version with nothing staged.
         Without one it has to be paused or asleep; after an error half-way it serves nothing until a version has come.
         """
-        if (updates := self._updates) is None:
-            raise RunError(f"rollout engine {self.name} was made without a weight transport; it cannot stage weights")
+        updates = self._transport(f"stage version {version}")
         self._check_open()
         if self.capabilities.double_buffered:
             filling = updates.start(version)
@@ -184,12 +194,8 @@ class EngineBase(ABC):
 
         A version that is only loaded in part leaves nothing that is served, until another one is activated.
         """
-        if (updates := self._updates) is None:
-            raise UpdateFailed(
-                f"rollout engine {self.name} was told to activate version {version}, but nothing is staged: it was "
-                "made without a weight transport"
-            )
-        return await self._ask(lambda core: core.activate(version, partial(updates.load, version)))
+        load = partial(self._transport(f"activate version {version}").load, version)
+        return await self._ask(lambda core: core.activate(version, load))
 
     async def probe(self) -> NDArray[np.float32] | None:
         """The log-probs [8] of `headway.models.logprobs` by the paths that sampling takes.
@@ -214,6 +220,11 @@ class EngineBase(ABC):
     async def stats(self) -> EngineStats:
         """Activity since the last call."""
         return await self._ask(lambda core: core.stats())
+
+    def _transport(self, doing: str) -> WeightUpdates:
+        if self._updates is None:
+            raise RunError(f"rollout engine {self.name} was made without a weight transport; it cannot {doing}")
+        return self._updates
 
     # ------------------------------------------------------------------------------------- on the core's thread
 

@@ -12,10 +12,9 @@ fewer threads than there are replicas, and a transport waits for all of them.
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -32,7 +31,7 @@ from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served_weights import outcome
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import HeadwayError, NonFinite, StallError, WorkerDied
+from headway.errors import HeadwayError, NonFinite, WorkerDied
 
 Command = tuple[Work, "Future[Any]"]
 """Work for the decoding thread, and its answer."""
@@ -71,7 +70,8 @@ class NativeEngine(EngineBase):
     ) -> None:
         recorder = None if enforce_eager else kind_of(model.device).recorder(model.device)
         self._core = EngineCore(model, recorder=recorder, **core)
-        super().__init__(self._core.name, self._core.slots)
+        nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        super().__init__(self._core.name, self._core.slots, close_s(nbytes))
         self.capabilities = replace(
             NativeEngine.capabilities, double_buffered=dual_buffer, reproducible=self._core.reproducible
         )
@@ -88,9 +88,7 @@ class NativeEngine(EngineBase):
         self._over = threading.Lock()
         """Held to post a command, and to declare that none will be read any more."""
         self._ended: Callable[[], HeadwayError] | None = None
-        self._closing = False
         self._thread = threading.Thread(target=self._serve, name=f"headway-decode-{self.name}", daemon=True)
-        self._close_s = close_s(sum(parameter.nbytes for parameter in model.parameters()))
         self._thread.start()
 
     # ------------------------------------------------------------------------------------- the protocol
@@ -100,14 +98,6 @@ class NativeEngine(EngineBase):
         paused: Paused = await outcome(await self._ask(partial(self._pause, policy)))
         return paused
 
-    async def abort(self, client: str, numbers: Sequence[int]) -> None:
-        """End these calls of ``client`` as they are; unknown numbers are ignored."""
-        await self._ask(lambda core: self._collect(core.abort(client, numbers)))
-
-    async def abort_older_than(self, version: int) -> None:
-        """End the unfinished training calls with a token of an older version."""
-        await self._ask(lambda core: self._collect(core.abort_older_than(version)))
-
     async def close(self) -> None:
         """End the decoding thread; calls that are still waiting get a `RunError`. Closing twice is harmless."""
         with self._over:
@@ -116,9 +106,7 @@ class NativeEngine(EngineBase):
                 self._commands.put(None)  # behind all commands that were posted before
                 if self._updates is not None:
                     self._updates.close()
-        await asyncio.to_thread(self._thread.join, self._close_s)
-        if self._thread.is_alive():
-            raise StallError(f"close() waited {self._close_s:.0f} s for rollout engine {self.name} to end its step")
+        await self._join(self._thread)
 
     def _run(self, work: Work) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -130,8 +118,7 @@ class NativeEngine(EngineBase):
     def _check_open(self) -> None:
         if self._ended is not None:
             raise self._ended()
-        if self._closing:
-            raise self._closed_error()
+        super()._check_open()
 
     # ------------------------------------------------------------------------------------- decoding thread's side
 
@@ -140,9 +127,10 @@ class NativeEngine(EngineBase):
             # In this thread, since the mode is a thread's own: without it steps are recorded for a backward pass.
             with torch.inference_mode():
                 while self._obey():
+                    self._deliver_all(self._core.take_finished())  # what an abort ended, before its answer
                     _answer(self._unanswered)  # before the step, for which callers need not wait
                     if self._core.has_work:
-                        self._collect(self._core.step())
+                        self._deliver_all(self._core.step())
                     if not self._core.draining:
                         _answer(self._pausing)
         except BaseException as error:  # whatever ended the thread has to reach those who wait for it
@@ -176,7 +164,7 @@ class NativeEngine(EngineBase):
         self._pausing.append((answer, core.pause(policy)))
         return answer
 
-    def _collect(self, finished: list[Finished]) -> None:
+    def _deliver_all(self, finished: list[Finished]) -> None:
         batches: dict[str, list[Completion]] = {}
         for client, call in finished:
             batches.setdefault(client, []).append(call)

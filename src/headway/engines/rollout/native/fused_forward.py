@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -193,25 +193,16 @@ def _brief_logits(forward: PolicyForward, model: PreTrainedModel, windows: Windo
         return torch.cat([prefilled, decoded]).float()
 
 
-@dataclass(slots=True)
 class _HeadNorms:
     """The norms of queries and keys, by one product."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    heads: int
-    kv_heads: int
-    joint: torch.Tensor = field(init=False)
-    """[H + K, D], of the weights at the last `refresh`, always in the same memory: recorded steps read it there."""
-
-    def __post_init__(self) -> None:
-        self.joint = self._of_each_head()
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, heads: int, kv_heads: int) -> None:
+        self.weights = query.detach().expand(heads, -1), key.detach().expand(kv_heads, -1)
+        self.joint = torch.cat(self.weights)
+        """[H + K, D], of the weights at the last `refresh`."""
 
     def refresh(self) -> None:
-        self.joint.copy_(self._of_each_head())  # not another tensor: a recorded step reads the old one's memory
-
-    def _of_each_head(self) -> torch.Tensor:
-        return torch.cat([self.query.expand(self.heads, -1), self.key.expand(self.kv_heads, -1)]).detach()
+        torch.cat(self.weights, out=self.joint)  # not another tensor: a recorded step reads the old one's memory
 
 
 @dataclass(frozen=True, slots=True)

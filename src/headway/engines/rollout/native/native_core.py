@@ -27,7 +27,6 @@ from headway.engines.rollout.engine_activity import DecodeStep, NativeActivity
 from headway.engines.rollout.native.decode_batch import DecodeBatch
 from headway.engines.rollout.native.fused_forward import best_forward
 from headway.engines.rollout.native.model_runner import ModelRunner
-from headway.engines.rollout.native.step_admission import StepAdmission
 from headway.engines.rollout.native.supported_models import prepare_model
 from headway.engines.rollout.scheduler import Mode, RequestState, Scheduler
 from headway.engines.weights.served_weights import ServedWeights
@@ -81,9 +80,10 @@ class EngineCore:
         )
         self._scheduler = Scheduler(seed=seed, max_context=max_context, vocabulary=self._runner.vocabulary)
         self._batch = DecodeBatch(name, self._runner, max_batched_tokens, decode)
+        self._tree = self._batch.contexts.tree
         self.weights = ServedWeights.of(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._finished: list[Finished] = []
-        """Calls that have ended, until `step` returns them."""
+        """Calls that have ended, until `take_finished`."""
         self._activity = NativeActivity(clock)
         self._in_place = True
         """True where calls keep the keys and values of old weights under new ones: after a pause that keeps them."""
@@ -145,26 +145,26 @@ class EngineCore:
         self.version = version
         return self._clock() - start
 
-    def abort(self, client: str, numbers: Iterable[int]) -> list[Finished]:
+    def abort(self, client: str, numbers: Iterable[int]) -> None:
         """End these calls as they are."""
-        return self._end(self._scheduler.find(client, numbers))
+        self._end(self._scheduler.find(client, numbers))
 
-    def abort_older_than(self, version: int) -> list[Finished]:
+    def abort_older_than(self, version: int) -> None:
         """End the unfinished training calls with a token of an older version."""
         self._read(0)
         # After the reading: a call's oldest version is set when its first token is read.
-        return self._end(self._scheduler.older_than(version))
+        self._end(self._scheduler.older_than(version))
 
     def forget(self, client: str) -> None:
         """Stop and drop everything that ``client`` submitted, and what is kept for its episodes."""
         self._end(self._scheduler.of(client))
         self._finished = [finished for finished in self._finished if finished[0] != client]
         self._scheduler.forget(client)
-        self._batch.contexts.tree.leave(client)
+        self._tree.leave(client)
 
     def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         """Give up what is kept for further calls of these episodes."""
-        self._batch.contexts.tree.release(trajectories)
+        self._tree.release(trajectories)
 
     def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
@@ -201,8 +201,9 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """The engine's activity since the last call of this method."""
-        self._activity.lost(self._batch.contexts.tree.lost)
-        return self._activity.take(self._batch.active, self._scheduler.waiting, self.version)
+        stats, tree = self._activity.take(self._batch.active, self._scheduler.waiting, self.version), self._tree
+        stats.unpinned, tree.lost = tree.lost, 0
+        return stats
 
     # ------------------------------------------------------------------------------------- stepping
 
@@ -227,7 +228,9 @@ class EngineCore:
             self.weights.state.check("decode")
             self._activity.begin()
             record = DecodeStep()
-            admission = self._schedule(record)
+            record.preempted = self._preempt()
+            admission = self._batch.admission()
+            self._scheduler.take(self.slots - self._batch.active, admission)
             ahead = 0
             # Where all tokens were read, no row that is left is complete.
             if admission.shares or (self._batch.active and not (self._batch.unread and self._batch.rows.complete)):
@@ -235,15 +238,12 @@ class EngineCore:
                 ahead = self._runner.runs_ahead
             self._read(ahead)
             self._settle()
+        return self.take_finished()
+
+    def take_finished(self) -> list[Finished]:
+        """Remove and return the calls that have finished."""
         finished, self._finished = self._finished, []
         return finished
-
-    def _schedule(self, step: DecodeStep) -> StepAdmission:
-        """Make room for the rows that decode, then take waiting calls as far as slots, memory and the budget allow."""
-        step.preempted = self._preempt()
-        admission = self._batch.admission()
-        self._scheduler.take(self._batch.rows.slots - self._batch.active, admission)
-        return admission
 
     def _read(self, ahead: int) -> None:
         """Read the tokens of all steps but the last ``ahead``, and take out the rows that they end.
@@ -273,7 +273,7 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------- endings
 
-    def _end(self, runs: Collection[RequestState]) -> list[Finished]:
+    def _end(self, runs: Collection[RequestState]) -> None:
         """Abort calls, wherever they are; those that have ended meanwhile finish."""
         if runs:
             self._read(0)
@@ -286,9 +286,8 @@ class EngineCore:
         # The last row first: rows behind a removed one move up, and the others keep their numbers.
         ended = [self._batch.remove(row) for row in reversed(rows)] + waiting
         now = self._clock()
-        finished = [(run.client, self._scheduler.finish(run, FinishReason.ABORTED, now)) for run in ended]
+        self._finished += [(run.client, self._scheduler.finish(run, FinishReason.ABORTED, now)) for run in ended]
         self._settle()
-        return finished
 
     def _park(self) -> int:
         """Take every decoding call off its row, keeping its tokens, and drop all that was computed for those to come.

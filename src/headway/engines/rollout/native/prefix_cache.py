@@ -83,9 +83,6 @@ class Found:
     """Leading tokens whose bits all episodes share: no sampled token is among them."""
 
 
-NOTHING = Found()
-
-
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Tokens ``start`` to ``stop`` of a context, to be copied into ``block``, from its position ``offset`` on."""
@@ -111,7 +108,7 @@ class PrefixCache:
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
         self.lost = 0
-        """Times that an open episode lost its pins and had nothing in a row."""
+        """Times that an open episode lost its pins and had nothing in a row, since this was last set to 0."""
         self.clear()
 
     def clear(self) -> None:
@@ -137,8 +134,6 @@ class PrefixCache:
 
     def find(self, ids: Ids, trajectory: TrajectoryId) -> Found:
         """Find the longest part of the context ``ids`` [T] that is there for an episode, from its beginning on."""
-        if not self._nodes:
-            return NOTHING
         node, length, shared = self._root_of(trajectory), 0, 0
         way: list[_CacheNode] = []
         while length < len(ids):

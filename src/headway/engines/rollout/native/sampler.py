@@ -60,11 +60,10 @@ class BatchSampling:
         vocabulary: int,
         device: torch.device,
         written: NDArray[np.int64] | None = None,
-        seen: torch.Tensor | None = None,
     ) -> BatchSampling:
-        """Bring the `numbers` of a batch to its device. ``seen``: [A, V] bool, what each row has, for the penalty."""
+        """Bring the `numbers` of a batch to its device."""
         numbers = cls.numbers(rows, vocabulary, written)
-        return cls(**dict(zip(numbers, to_device([*numbers.values()], device), strict=True)), seen=seen)
+        return cls(**dict(zip(numbers, to_device([*numbers.values()], device), strict=True)))
 
     @staticmethod
     def numbers(
@@ -75,24 +74,21 @@ class BatchSampling:
         ``written``: [A] tokens that each row has, for ``min_tokens``. Default: none yet.
         """
         kinds = {id(params): params for params in rows}.values()  # a batch has few, and hashing them all is slow
-        sampled = [p for p in kinds if p.temperature > 0]
         numbers: dict[str, NDArray[Any]] = {}
 
-        def column(values: list[float] | list[int], dtype: type[np.generic] = np.float32) -> NDArray[Any]:
-            return np.array(values, dtype)[:, None]
+        def column(
+            name: str, value: Callable[[SamplingParams], float], off: float, dtype: type[np.generic] = np.float32
+        ) -> None:
+            if any(value(p) != off for p in kinds):
+                numbers[name] = np.array([value(p) for p in rows], dtype)[:, None]
 
-        if any(p.temperature != 1 for p in sampled):
-            numbers["temperature"] = column([p.temperature or 1.0 for p in rows])
-        if any(0 < p.top_k < vocabulary for p in sampled):
-            limits = [p.top_k if p.top_k and p.temperature else vocabulary for p in rows]
-            numbers["top_k"] = column(limits, np.int64)
-        if any(p.top_p < 1 for p in sampled):
-            numbers["top_p"] = column([p.top_p if p.temperature else 1.0 for p in rows])
-        if any(p.min_p > 0 for p in sampled):
-            numbers["min_p"] = column([p.min_p if p.temperature else 0.0 for p in rows])
-        if any(p.repetition_penalty != 1 for p in kinds):
-            numbers["penalty"] = column([p.repetition_penalty for p in rows])
-        if len(sampled) < len(kinds):
+        column("temperature", lambda p: p.temperature or 1.0, 1.0)
+        limit = vocabulary
+        column("top_k", lambda p: min(p.top_k, limit) if p.top_k and p.temperature else limit, limit, np.int64)
+        column("top_p", lambda p: p.top_p if p.temperature else 1.0, 1.0)
+        column("min_p", lambda p: p.min_p if p.temperature else 0.0, 0.0)
+        column("penalty", lambda p: p.repetition_penalty, 1.0)
+        if any(p.temperature == 0 for p in kinds):
             numbers["greedy"] = np.array([p.temperature == 0 for p in rows])
         if any(p.logit_bias or p.min_tokens for p in kinds):
             entries = _bias(rows, written)
@@ -195,16 +191,12 @@ def has_kernel(device: torch.device) -> bool:
         wrong = max(
             float((ours.cpu().float() - of.float()).abs().max()) for ours, of in zip(on_device, expected, strict=True)
         )
+        why = "" if wrong <= 1e-3 else f"what one kernel gives differs by {wrong:.2g}"  # also for NaN
     except Exception as cause:  # Triton's own errors are of no common kind, and it may be missing
-        logger.warning(
-            "tokens are sampled by many operations on %s: one kernel cannot be had (%s)", device, said_by(cause)
-        )
-        return False
-    if not wrong <= 1e-3:  # holds also for NaN
-        logger.warning(
-            "tokens are sampled by many operations on %s: what one kernel gives differs by %.2g", device, wrong
-        )
-    return wrong <= 1e-3
+        why = f"one kernel cannot be had ({said_by(cause)})"
+    if why:
+        logger.warning("tokens are sampled by many operations on %s: %s", device, why)
+    return not why
 
 
 def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:

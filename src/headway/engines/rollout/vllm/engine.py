@@ -37,7 +37,7 @@ from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.receiver_state import ReceiverState
 from headway.engines.weights.served_weights import WeightUpdates, outcome
 from headway.engines.weights.weight_layout import Manifest, check_layout
-from headway.errors import ConfigError, HeadwayError, RunError, StallError, WorkerDied
+from headway.errors import ConfigError, HeadwayError, RunError, WorkerDied
 from headway.models.model_folder import tensors_in_files
 
 PACKAGE = __name__.rpartition(".")[0]
@@ -218,8 +218,7 @@ class VllmEngine(EngineBase):
         **settings: Any,
     ) -> None:
         check_vllm_installed()
-        self._close_s = close_s(model_nbytes(str(model_path)))
-        super().__init__(name, slots)
+        super().__init__(name, slots, close_s(model_nbytes(str(model_path))))
         self._settings = VllmSettings(Path(model_path), slots, max_context, **settings)
         state = ReceiverState(f"rollout engine {name}")
         self._make_core = partial(
@@ -237,7 +236,6 @@ class VllmEngine(EngineBase):
         self._answering: set[asyncio.Task[Any]] = set()
         """Tasks of vLLM's loop that somebody waits for."""
         self._started: Future[None] = Future()
-        self._closed = False
         self._thread = threading.Thread(target=self._serve, name=f"headway-vllm-{name}", daemon=True)
 
     async def start(self) -> None:
@@ -257,7 +255,7 @@ class VllmEngine(EngineBase):
 
     async def close(self) -> None:
         """End vLLM's processes; calls that are still waiting get a `RunError`. Closing twice is harmless."""
-        self._closed = True
+        self._closing = True
         if self._updates is not None:
             self._updates.close()
         if self._thread.ident is None:
@@ -267,15 +265,9 @@ class VllmEngine(EngineBase):
         if self._loop is not None and self._stop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended already
                 self._loop.call_soon_threadsafe(self._stop.set)
-        await asyncio.to_thread(self._thread.join, self._close_s)
-        if self._thread.is_alive():
-            raise StallError(f"close() waited {self._close_s:.0f} s for vLLM's processes of {self.name} to end")
+        await self._join(self._thread)
 
     # ------------------------------------------------------------------------------------- vLLM's loop
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise self._closed_error()
 
     def _run(self, work: Work) -> Future[Any]:
         self._check_open()
