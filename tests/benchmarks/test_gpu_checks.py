@@ -140,9 +140,9 @@ def graphs_are_right_once(patch: pytest.MonkeyPatch) -> None:
 def contexts_that_come_back_are_damaged(patch: pytest.MonkeyPatch) -> None:
     right, filled = SlotCache.fill, WeakKeyDictionary[SlotCache, int]()
 
-    def wrong(self: SlotCache, rows: range, kv: torch.Tensor, start: int = 0) -> None:
+    def wrong(self: SlotCache, rows: range, kv: torch.Tensor) -> None:
         filled[self] = filled.get(self, 0) + 1
-        right(self, rows, kv if filled[self] <= 4 else 1.5 * kv, start)  # four prompts
+        right(self, rows, kv if filled[self] <= 4 else 1.5 * kv)  # four prompts
 
     patch.setattr(SlotCache, "fill", wrong)
 

@@ -63,7 +63,7 @@ class VllmReplica:
             "running": len(core._running),
             "waiting": core._scheduler.waiting,
             "calls": len(core._scheduler),
-            "clients": len(self.engine._inboxes) + len(self.engine._clients),
+            "clients": len(self.engine._inboxes),
         }
         return ", ".join(f"{count} {what}" for what, count in left.items() if count)
 

@@ -128,7 +128,7 @@ def test_training_gives_way_to_validation() -> None:
 
 def test_no_more_memory_is_taken_than_every_slot_can_use() -> None:
     core = long_core(1000 * LONG, slots=8)
-    assert core._runner.cache.tokens == (8 + core._runner.rows_of(1) - 1) * LONG
+    assert core._runner.cache.tokens == (8 + core._runner._least_rows - 1) * LONG
     assert core.reproducible == core._runner.invariant
     assert not long_core(7 * LONG, slots=8).reproducible
 

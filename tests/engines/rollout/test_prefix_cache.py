@@ -180,7 +180,7 @@ def test_the_least_recently_used_goes_first_from_the_end_of_its_context() -> Non
     for limit in range(5, -1, -1):
         memory.resize(limit)
         tree = [memory.cache._next(memory.cache._root, np.array(context(k, 1)), episode(9))[0] for k in range(3)]
-        lengths.append([0 if node is None else 1 + len(node.shared) for node in tree])
+        lengths.append([0 if node is None else 1 + len(node.children) for node in tree])
     assert lengths == [[2, 1, 2], [2, 0, 2], [2, 0, 1], [2, 0, 0], [1, 0, 0], [0, 0, 0]]
 
 

@@ -59,7 +59,7 @@ class Watching:
     def __init__(self, core: EngineCore, forward: PolicyForward) -> None:
         self._core = core
         self._forward = forward
-        self.shares = forward.shares
+        self.in_blocks = forward.in_blocks
         self.varlen = forward.varlen
         self.forwards = 0
 

@@ -398,7 +398,7 @@ def test_where_memory_is_short_contexts_are_prefilled_again_and_nothing_else_cha
 
 
 def core_least(model: PreTrainedModel) -> int:
-    return long_core(model, slots=1)._runner.rows_of(1) * LONG
+    return long_core(model, slots=1)._runner._least_rows * LONG
 
 
 def test_the_youngest_open_episode_loses_its_pins_first() -> None:

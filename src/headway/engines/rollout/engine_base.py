@@ -45,6 +45,9 @@ class ClientInbox:
     loop: asyncio.AbstractEventLoop
     batches: asyncio.Queue[Sequence[Completion] | HeadwayError] = field(default_factory=asyncio.Queue)
 
+    def __str__(self) -> str:
+        return self.client
+
     def put(self, batch: Sequence[Completion] | HeadwayError) -> None:
         """Add a batch. Does nothing if the client's loop is closed."""
         with suppress(RuntimeError):
@@ -67,6 +70,8 @@ class ClientInbox:
 class EngineBase(ABC):
     """Calls of `RolloutEngine`, as work for a core on its own thread. The core's methods have the calls' names.
 
+    The core knows a client by its inbox: one that comes again under its name is another.
+
     A version arrives by ``_updates``; an engine without a weight transport has none.
     """
 
@@ -80,9 +85,7 @@ class EngineBase(ABC):
         self._closing = False
         self._updates: WeightUpdates | None = None
         self._inboxes: dict[str, ClientInbox] = {}
-        """Inboxes by client, from its first word until it leaves: of the clients' side."""
-        self._clients: dict[str, ClientInbox] = {}
-        """Inboxes that the core's thread fills, by client."""
+        """Inboxes by client, from its first word until it leaves."""
         self._read: set[str] = set()
         self._dropped: set[str] = set()
 
@@ -117,13 +120,7 @@ class EngineBase(ABC):
         Raises `DataError` for a context that does not fit, parameters that make no sense, or a number that is in use.
         """
         inbox = self._inbox(client)
-
-        def take(core: Any) -> Any:
-            # On the core's thread, behind a leave of an earlier inbox of this name: that one must find its own.
-            self._clients[client] = inbox
-            return core.submit(client, calls)
-
-        await self._ask(take)
+        await self._ask(lambda core: core.submit(inbox, calls))
 
     async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         """Yield the finished calls of ``client``, in batches. Leaving it drops the client's other calls.
@@ -135,12 +132,12 @@ class EngineBase(ABC):
         inbox = self._inbox(client)
         self._read.add(client)
         try:
-            await self.submit(client, ())  # no calls: tells the core's thread of the inbox
+            await self.submit(client, ())  # no calls: raises what the engine has ended with
             while True:
                 yield await inbox.next()
         finally:
             with suppress(HeadwayError):  # an engine that has ended has nothing to drop
-                self._run(partial(self._leave, inbox))
+                self._run(lambda core: core.forget(inbox))
             self._read.discard(client)
             self._inboxes.pop(client, None)
 
@@ -149,11 +146,11 @@ class EngineBase(ABC):
         self._dropped.add(client)  # first: what it asks for meanwhile is refused
         if (inbox := self._inboxes.pop(client, None)) is not None:
             inbox.batches.put_nowait(ClientGone(f"rollout engine {self.name}: {client!r} is gone"))
-            await self._ask(partial(self._leave, inbox))
+            await self._ask(lambda core: core.forget(inbox))
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None:
         """End these calls of ``client`` as they are; unknown numbers are ignored."""
-        await self._ask(lambda core: core.abort(client, numbers))
+        await self._ask(lambda core: core.abort(self._inboxes.get(client), numbers))
 
     async def abort_older_than(self, version: int) -> None:
         """End the unfinished training calls with a token of an older version."""
@@ -228,25 +225,13 @@ class EngineBase(ABC):
 
     # ------------------------------------------------------------------------------------- on the core's thread
 
-    def _leave(self, inbox: ClientInbox, core: Any) -> Any:
-        # A client that was dropped leaves twice; between, another of its name may have come.
-        if self._clients.get(inbox.client) is not inbox:
-            return None
-        del self._clients[inbox.client]
-        return core.forget(inbox.client)
-
     def _start_writing(self, updates: WeightUpdates, version: int, core: Any) -> Future[ReceiveReport]:
         core.check_paused(f"receive version {version}")
         return updates.start(version)
 
-    def _deliver(self, client: str, batch: Sequence[Completion]) -> None:
-        """Put a batch into the inbox of ``client``, unless it has left."""
-        if (inbox := self._clients.get(client)) is not None:
-            inbox.put(batch)
-
     def _tell_clients(self, error: HeadwayError) -> None:
         """Tell all clients what the engine has ended with."""
-        for inbox in self._clients.values():
+        for inbox in list(self._inboxes.values()):  # a copy: clients come and leave on other threads
             inbox.put(error)
 
     def _inbox(self, client: str) -> ClientInbox:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -73,8 +73,8 @@ class RequestState:
     """State of one request in the engine, from submission to its end; it outlives pauses and updates."""
 
     request: GenerateRequest
-    client: str
-    """The name under which the call was submitted; results and commands go by it and the call's number."""
+    client: Hashable
+    """The client that submitted the call; results and commands go by it and the call's number."""
     serial: int
     """Place in the order of submission."""
     key: int
@@ -172,7 +172,7 @@ class Scheduler:
         self.mode = Mode.RUNNING
         self.vocabulary = vocabulary
         self._seed, self._max_context = seed, max_context
-        self._open: dict[str, dict[int, RequestState]] = {}
+        self._open: dict[Hashable, dict[int, RequestState]] = {}
         """Open calls by client, then by number: those that wait and those that decode."""
         self._serial = 0
         self._queues: dict[Priority, deque[RequestState]] = {Priority.VALIDATION: deque(), Priority.TRAINING: deque()}
@@ -183,7 +183,7 @@ class Scheduler:
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
 
-    def submit(self, client: str, calls: Sequence[GenerateRequest]) -> list[RequestState]:
+    def submit(self, client: Hashable, calls: Sequence[GenerateRequest]) -> list[RequestState]:
         """Queue all of ``calls`` in order, or none: `DataError` for one that cannot be served, or an open call's
         number."""
         opened = self._open.get(client, {})
@@ -224,13 +224,13 @@ class Scheduler:
             cached=run.cached,
         )
 
-    def find(self, client: str, numbers: Iterable[int]) -> list[RequestState]:
+    def find(self, client: Hashable, numbers: Iterable[int]) -> list[RequestState]:
         """Calls of ``client`` with one of ``numbers``; unknown numbers are ignored."""
         opened = self._open.get(client, {})
         # Each number once: a call that is named twice would be ended twice.
         return [opened[number] for number in dict.fromkeys(numbers) if number in opened]
 
-    def of(self, client: str) -> list[RequestState]:
+    def of(self, client: Hashable) -> list[RequestState]:
         """Calls of ``client``, in order of submission."""
         return list(self._open.get(client, {}).values())
 
@@ -239,7 +239,7 @@ class Scheduler:
         runs = [run for opened in self._open.values() for run in opened.values() if run.trains]
         return [run for run in runs if run.oldest_version is not None and run.oldest_version < version]
 
-    def forget(self, client: str) -> None:
+    def forget(self, client: Hashable) -> None:
         """Forget all calls of ``client``, which has left."""
         self._open.pop(client, None)
 

@@ -224,7 +224,7 @@ class DecodeBatch:
     ) -> None:
         """``name``: of the replica, for messages. The rest is `EngineCore`'s."""
         slots, max_context = runner.slots, runner.max_context
-        self.rows = DecodeRows(slots, max_context, ordered=runner.in_blocks)
+        self.rows = DecodeRows(slots, max_context, ordered=runner.device.type == "cpu")
         self.contexts = KeptContexts(runner.cache, max(max_context, runner.cache.tokens // KEPT_SHARE))
         self._prompts = SharedPrompts(slots)
         self._name, self._runner = name, runner
@@ -255,15 +255,11 @@ class DecodeBatch:
     @property
     def fits(self) -> bool:
         """There is memory for every row's next token."""
-        return self._runner.fits(self.active, self._longest + 1)
-
-    def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
-        """Make room for ``rows`` rows, the longest of ``positions``, where rows of ``lengths`` are."""
-        self.contexts.reserve(self._runner.rows_of(rows), positions, lengths)
+        return self._runner.cache.fits(self.active, self._longest + 1)
 
     def make_room(self) -> None:
         """Make room for every row's next token, which `fits`."""
-        self.reserve(self.active, self._longest + 1, self.rows.lengths[: self.active])
+        self.contexts.reserve(self.active, self._longest + 1, self.rows.lengths[: self.active])
 
     def renew(self, *, in_place: bool) -> None:
         """Clear caches, as new weights are served; ``in_place``: open episodes keep theirs."""
@@ -283,7 +279,7 @@ class DecodeBatch:
             rows=self.active,
             positions=self._longest + 1,
             budget=self._max_batched_tokens,
-            fits=self._runner.fits,
+            fits=self._runner.cache.fits,
             contexts=self.contexts,
         )
 
@@ -311,7 +307,7 @@ class DecodeBatch:
         logits = [decoded] if decoding else []
         if starting:
             # After the contexts were gathered: making room may take the blocks in which they were found.
-            self.reserve(self.active, admission.positions, self.rows.lengths[:decoding])
+            self.contexts.reserve(self.active, admission.positions, self.rows.lengths[:decoding])
             for share, result in zip(missing, prefilled, strict=True):
                 share.prefilled = result
             logits.append(self._start(admission, decoding, record))
@@ -401,7 +397,7 @@ class DecodeBatch:
         ids = self.rows.context(row)
         kv = self._runner.cache.read(row, len(ids))
         self._remove(row)
-        self.contexts.store(run, ids, kv, shared, self._runner.rows_of(self.active))
+        self.contexts.store(run, ids, kv, shared, self.active)
         return run
 
     def remove(self, row: int) -> RequestState:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from headway.config.sizing.timeouts import close_s
 from headway.data.interfaces.rollout import Capabilities, Completion, OnUpdate, Paused
 from headway.devices import kind_of
-from headway.engines.rollout.engine_base import EngineBase, Work
+from headway.engines.rollout.engine_base import ClientInbox, EngineBase, Work
 from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served_weights import outcome
@@ -165,11 +165,11 @@ class NativeEngine(EngineBase):
         return answer
 
     def _deliver_all(self, finished: list[Finished]) -> None:
-        batches: dict[str, list[Completion]] = {}
+        batches: dict[ClientInbox, list[Completion]] = {}
         for client, call in finished:
             batches.setdefault(client, []).append(call)
         for client, batch in batches.items():
-            self._deliver(client, batch)
+            client.put(batch)
 
     def _end(self, error: Callable[[], HeadwayError]) -> None:
         """Refuse further commands, and tell everyone who still waits."""

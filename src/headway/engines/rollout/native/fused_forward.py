@@ -234,8 +234,8 @@ class FusedForward:
             int(config.num_attention_heads), geometry.kv_heads, geometry.head_dim, windows, model.dtype
         )
         self._blocks = PrefillBlocks(windows, max_context, model.dtype, model.device)
-        no_window, on_cpu = windows.size is None, model.device.type == "cpu"
-        self.shares = no_window and on_cpu and places_do_not_matter(self.shape)
+        self.in_blocks = model.device.type == "cpu"
+        self.shares = windows.size is None and self.in_blocks and places_do_not_matter(self.shape)
         self.varlen = has_varlen(self.shape, model.device)
         self._norm = RmsNorm(float(config.rms_norm_eps), model.device, model.dtype)
         self._embedding = model.get_input_embeddings()

@@ -43,15 +43,19 @@ class SlotCache:
         device: torch.device,
         tokens: int | None = None,
         room_step: int = ROOM_STEP,
+        least_rows: int = 1,
     ) -> None:
-        """``slots``, ``context``: most rows, most positions of one; ``tokens``: of all. Default: `enough`."""
+        """``slots``, ``context``: most rows, most positions of one; ``tokens``: of all. Default: `enough`.
+
+        ``least_rows``: so many there are always.
+        """
         self.geometry = geometry
         self.slots = slots
         self.context = context
         self.tokens = enough(slots, context) if tokens is None else tokens
         self.lent = 0
         """Blocks that are in use, from the memory's end: `rows` do not reach them."""
-        self._room_step = room_step
+        self._room_step, self._least_rows = room_step, least_rows
         self._dtype, self._device = dtype, device
         self._heads = 2 * geometry.kv_heads
         self.allocate()
@@ -80,7 +84,7 @@ class SlotCache:
 
     def fits(self, rows: int, positions: int) -> bool:
         """Tell whether there is memory for so many rows, the longest of ``positions``."""
-        return rows * self._rounded(positions) <= self.tokens
+        return max(rows, self._least_rows) * self._rounded(positions) <= self.tokens
 
     @property
     def rows(self) -> int:
@@ -90,7 +94,7 @@ class SlotCache:
     def blocks_beside(self, rows: int, positions: int | None = None) -> int:
         """Blocks that there is memory for beside so many rows: as `reserve` will divide it for them, else as it is."""
         room = self.room if positions is None else self._room_for(rows, positions)
-        return max(0, (self.tokens - rows * room) // BLOCK)
+        return max(0, (self.tokens - max(rows, self._least_rows) * room) // BLOCK)
 
     def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
         """Divide the memory so that ``rows`` rows have room for ``positions``, which `fits`.
@@ -197,7 +201,7 @@ class SlotCache:
     def _room_for(self, rows: int, positions: int) -> int:
         """Positions of a row when ``rows`` are reserved with room for ``positions``: as now, unless that is unfit."""
         needed = self._rounded(positions)
-        fits = needed <= self.room < 2 * needed and rows * self.room <= self.tokens
+        fits = needed <= self.room < 2 * needed and max(rows, self._least_rows) * self.room <= self.tokens
         return self.room if fits else needed
 
     def _divide(self, room: int) -> None:

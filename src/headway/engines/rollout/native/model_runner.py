@@ -121,11 +121,11 @@ class ModelRunner:
         Raises `ConfigError` where ``kv_cache_bytes`` (None: enough for ``slots``) are too few for one context.
         """
         self._forward = forward
+        self.shares = forward.shares
+        """Rows can attend to their prompts apart (see `SharedPrompts`)."""
         self.device, self._dtype = model.device, model.dtype
         self.runs_ahead = kind_of(self.device).runs_ahead
         """Steps that are launched before the tokens of the one before are read."""
-        self.in_blocks = self.device.type == "cpu"
-        """Rows attend in blocks of neighbours. On a GPU the time of a step is the number of its kernels: one block."""
         self.slots, self.max_context = slots, max_context
         self._window = Windows.of(model.config, max_context).size
         self._least_rows = 1
@@ -150,20 +150,13 @@ class ModelRunner:
             device=model.device,
             tokens=self._enough() if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes),
             room_step=ROOM_STEP if recorder is None else RECORDED_SPAN_STEP,  # another room is another shape to record
+            least_rows=self._least_rows,  # fewer are filled up (see `least_invariant_rows`)
         )
         self.roomy = self.cache.tokens >= slots * max_context
         """There is memory for a whole context in every slot."""
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:
             self._graphs = DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
-
-    def rows_of(self, rows: int) -> int:
-        """Rows that a step of so many takes: fewer are filled up (see `least_invariant_rows`)."""
-        return max(rows, self._least_rows)
-
-    def fits(self, rows: int, positions: int) -> bool:
-        """Tell whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""
-        return self.cache.fits(self.rows_of(rows), positions)
 
     def _tokens_in(self, kv_cache_bytes: int) -> int:
         geometry = self._geometry
@@ -213,11 +206,6 @@ class ModelRunner:
             so = "an expert has as many as the router gives it, and the last bits of what is sampled depend on them"
         logger.warning("a row's logits depend on the number of rows beside it here: %s", so)
         return 1 if self._has_experts else slots
-
-    @property
-    def shares(self) -> bool:
-        """Rows can attend to their prompts apart (see `SharedPrompts`)."""
-        return self._forward.shares
 
     def step(
         self,
@@ -322,7 +310,7 @@ class ModelRunner:
     ) -> list[RowBlock]:
         """Partition the rows into neighbours that attend together, each over its own longest row."""
         block = partial(RowBlock.of, lengths=on_device, window=self._window, dtype=self._dtype)
-        if not self.in_blocks:
+        if not self._forward.in_blocks:
             return [block(range(len(lengths)), self._span(int(lengths.max()) + 1, room))]
         firsts = np.zeros(len(lengths), np.int64)
         for prompt in prompts:

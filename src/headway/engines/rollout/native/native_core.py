@@ -14,7 +14,8 @@ read all tokens that were launched, so that they find what they would find witho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ from headway.engines.weights.served_weights import ServedWeights
 from headway.errors import RunError, UpdateFailed
 from headway.models.logprobs import PROBE_PREFILL, probe_sequences
 
-Finished = tuple[str, Completion]
+Finished = tuple[Any, Completion]
 """A finished call and its client."""
 
 
@@ -97,7 +98,7 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------- commands
 
-    def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
+    def submit(self, client: Hashable, calls: Sequence[GenerateRequest]) -> None:
         """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
         self._batch.contexts.expect(self._scheduler.submit(client, calls))
 
@@ -145,7 +146,7 @@ class EngineCore:
         self.version = version
         return self._clock() - start
 
-    def abort(self, client: str, numbers: Iterable[int]) -> None:
+    def abort(self, client: Hashable, numbers: Iterable[int]) -> None:
         """End these calls as they are."""
         self._end(self._scheduler.find(client, numbers))
 
@@ -155,7 +156,7 @@ class EngineCore:
         # After the reading: a call's oldest version is set when its first token is read.
         self._end(self._scheduler.older_than(version))
 
-    def forget(self, client: str) -> None:
+    def forget(self, client: Hashable) -> None:
         """Stop and drop everything that ``client`` submitted, and what is kept for its episodes."""
         self._end(self._scheduler.of(client))
         self._finished = [finished for finished in self._finished if finished[0] != client]

@@ -40,6 +40,8 @@ class PolicyForward(Protocol):
     weights that it reads stay where they are."""
     shares: bool
     """Whether a shared prompt can have an attention call of its own (see `SharedPrompts`)."""
+    in_blocks: bool
+    """Neighbouring rows attend in blocks. On a GPU the time of a step is the number of its kernels: one block."""
     varlen: bool
     """Each row attends to its own length (see `VarlenDecode`): a step needs no blocks of rows with their masks."""
 
@@ -65,7 +67,7 @@ class PolicyForward(Protocol):
 class ModuleForward:
     """Runs the module itself, with a cache that writes into slots."""
 
-    recordable = shares = varlen = False
+    recordable = shares = in_blocks = varlen = False
 
     def __init__(self, model: PreTrainedModel, max_context: int, windows: Windows) -> None:
         self._model = model
@@ -134,15 +136,10 @@ class ModuleForward:
 
     def _decode(self, decoding: Decoding) -> torch.Tensor:
         tokens, lengths = decoding.tokens, decoding.lengths
-        span = max(block.span for block in decoding.blocks)
-        mask = torch.full((len(tokens), 1, 1, span), -torch.inf, dtype=self._model.dtype, device=tokens.device)
-        windowed = mask.clone()
-        for block in decoding.blocks:
-            mask[block.start : block.stop, :, :, : block.span] = block.mask
-            windowed[block.start : block.stop, :, :, : block.span] = block.windowed
-        store = _DecodeStore(decoding.cache, decoding.cache.addresses(lengths), span)
-        one = torch.zeros(1, dtype=torch.int64, device=tokens.device)
-        return self._run(tokens.unsqueeze(1), lengths.unsqueeze(1), (mask, windowed), store, one).squeeze(1)
+        (block,) = decoding.blocks
+        store = _DecodeStore(decoding.cache, decoding.cache.addresses(lengths), block.span)
+        one, masks = torch.zeros(1, dtype=torch.int64, device=tokens.device), (block.mask, block.windowed)
+        return self._run(tokens.unsqueeze(1), lengths.unsqueeze(1), masks, store, one).squeeze(1)
 
     def _run(
         self,

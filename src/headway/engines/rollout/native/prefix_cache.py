@@ -47,8 +47,13 @@ class _CacheNode:
     """Number of the block; -1 for a root."""
     pins: int = 0
     """Contexts of open episodes that begin with it."""
-    shared: dict[bytes, _CacheNode] = field(default_factory=dict)
-    own: dict[TrajectoryId, list[_CacheNode]] = field(default_factory=dict)
+    children: dict[Hashable, list[_CacheNode]] = field(default_factory=dict)
+    """Blocks that follow, by their `key`: one by its tokens, any number by an owner."""
+
+    @property
+    def key(self) -> Hashable:
+        """The place among the children of its parent."""
+        return _key(self.ids) if self.owner is None else self.owner
 
     def way(self) -> list[_CacheNode]:
         """The block and all before it, up to the root."""
@@ -166,9 +171,7 @@ class PrefixCache:
             chunk = ids[start : start + BLOCK]
             given = min(max(shared - start, 0), len(chunk))
             is_shared = given == BLOCK
-            child = node.shared.get(_key(chunk)) if is_shared else None
-            if child is None and not is_shared:
-                child = self._extended(node, chunk, start, trajectory, copies)
+            child = _shared(node, chunk) if is_shared else self._extended(node, chunk, start, trajectory, copies)
             if child is None:
                 if (block := self._take(episode)) is None:
                     self._unpin(node)
@@ -176,10 +179,7 @@ class PrefixCache:
                 # A copy: a view would keep the whole context of each block in memory.
                 child = _CacheNode(node, chunk.copy(), None if is_shared else trajectory, given, block)
                 self._nodes[block] = child
-                if is_shared:
-                    node.shared[_key(chunk)] = child
-                else:
-                    node.own.setdefault(trajectory, []).append(child)
+                node.children.setdefault(child.key, []).append(child)
                 copies.append(BlockCopy(block, 0, start, start + len(chunk)))
             child.pins += 1  # it has to stay while room is made for the rest
             self._unpinned.pop(child, None)
@@ -291,14 +291,14 @@ class PrefixCache:
         own, common = self._own(node, chunk, trajectory)
         if own is not None and (common > own.given or common == len(chunk)):
             return own, common
-        if len(chunk) == BLOCK and (shared := node.shared.get(_key(chunk))) is not None:
+        if len(chunk) == BLOCK and (shared := _shared(node, chunk)) is not None:
             return shared, BLOCK
         return own, common
 
     def _own(self, node: _CacheNode, chunk: Ids, trajectory: TrajectoryId) -> tuple[_CacheNode | None, int]:
         """The child of ``node`` that its episode alone finds with the most tokens of ``chunk``, and how many."""
         best, most = None, 0
-        for child in node.own.get(trajectory, ()):
+        for child in node.children.get(trajectory, ()):
             if (common := _common(child.ids, chunk)) > most:
                 best, most = child, common
         return best, most
@@ -322,25 +322,27 @@ class PrefixCache:
             node.pins -= 1
             if not node.pins:
                 self._unpinned[node] = None
-                if drop and node.owner is not None and not node.own and not node.shared:
+                if drop and node.owner is not None and not node.children:
                     self._remove(node)
 
     def _remove(self, node: _CacheNode) -> None:
         """Free the block of a node that nothing follows."""
         assert node.parent is not None
-        if node.owner is None:
-            del node.parent.shared[_key(node.ids)]
-        else:
-            siblings = node.parent.own[node.owner]
-            siblings.remove(node)
-            if not siblings:
-                del node.parent.own[node.owner]
+        siblings = node.parent.children[node.key]
+        siblings.remove(node)
+        if not siblings:
+            del node.parent.children[node.key]
         del self._nodes[node.block], self._unpinned[node]
         heapq.heappush(self._free, node.block)
 
 
 def _root() -> _CacheNode:
     return _CacheNode(None, np.empty(0, np.int32), None, 0, -1)
+
+
+def _shared(node: _CacheNode, chunk: Ids) -> _CacheNode | None:
+    """The child of ``node`` that holds ``chunk`` for all episodes."""
+    return next(iter(node.children.get(_key(chunk), ())), None)
 
 
 def _key(chunk: Ids) -> bytes:

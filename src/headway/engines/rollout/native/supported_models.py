@@ -15,26 +15,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headway.errors import ModelError, said_by
 
-ALIBI = "biases of its attention (ALiBi), which its code makes from a mask of whole rows"
-LATENT = "latent attention, whose keys and values have heads of other sizes than the config's head_dim"
-STATES = "a recurrent state in place of keys and values"
-
 
 def check_kind(config: PreTrainedConfig, max_context: int) -> None:
     """Raise `ModelError` for a model whose config says that the engine's cache or masks are not for it."""
-    text = config.get_text_config()
-    if text.model_type == "bloom" or (text.model_type == "falcon" and text.alibi):
-        raise not_served(config, f"it has {ALIBI}")
-    if text.model_type == "rwkv":
-        raise not_served(config, f"it has {STATES}")
-    if getattr(text, "kv_lora_rank", None):
-        raise not_served(config, f"it has {LATENT}")
-    if text.model_type == "gpt_neo" and set(text.attention_layers) != {"global"} and text.window_size < max_context:
-        raise not_served(
-            config,
-            f"its code makes windows of {text.window_size} tokens by itself, and prompt and response may take "
-            f"{max_context} together",
-        )
+    text, why = config.get_text_config(), ""
+    kind = text.model_type
+    if kind == "bloom" or (kind == "falcon" and text.alibi):
+        why = "it has biases of its attention (ALiBi), which its code makes from a mask of whole rows"
+    elif kind == "rwkv":
+        why = "it has a recurrent state in place of keys and values"
+    elif getattr(text, "kv_lora_rank", None):
+        why = "it has latent attention, whose keys and values have heads of other sizes than the config's head_dim"
+    elif kind == "gpt_neo" and set(text.attention_layers) != {"global"} and text.window_size < max_context:
+        own = f"its code makes windows of {text.window_size} tokens by itself"
+        why = f"{own}, and prompt and response may take {max_context} together"
+    if why:
+        raise not_served(config, why)
 
 
 def has_experts(config: PreTrainedConfig) -> bool:

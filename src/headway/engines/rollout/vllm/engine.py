@@ -30,7 +30,7 @@ from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.data.types import TrajectoryId
 from headway.devices import CPU, kind_here
 from headway.engines.rollout.engine_activity import VllmActivity
-from headway.engines.rollout.engine_base import EngineBase, Work
+from headway.engines.rollout.engine_base import ClientInbox, EngineBase, Work
 from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import IncomingWeights
@@ -285,8 +285,7 @@ class VllmEngine(EngineBase):
         assert task is not None
         self._answering.add(task)
         try:
-            working = work(core)
-            return working if working is None else await working
+            return await work(core)
         except asyncio.CancelledError:  # by the end of the loop: nobody else can
             raise self._closed_error() from None
         finally:
@@ -307,7 +306,7 @@ class VllmEngine(EngineBase):
             sleep = self._settings.sleep and kind_here() is not CPU
             roomy = is_roomy(llm, self.slots)
             self.capabilities = replace(VllmEngine.capabilities, sleep=sleep, reproducible=roomy)
-            core = self._make_core(llm, self._deliver, self._tell_clients, activity=activity, can_sleep=sleep)
+            core = self._make_core(llm, ClientInbox.put, self._tell_clients, activity=activity, can_sleep=sleep)
             await core.state.begin()
             if self._manifest is not None:
                 slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in self._manifest.slots]

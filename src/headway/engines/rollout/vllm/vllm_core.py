@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
 
@@ -109,7 +109,7 @@ def written_of(output: Any, replica: str) -> SampledTokens:
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 """vLLM's reasons for the end of an answer; it has others, which are failures."""
-Deliver = Callable[[str, Sequence[Completion]], None]
+Deliver = Callable[[Any, Sequence[Completion]], None]
 """Takes the calls of a client that one step has finished."""
 
 
@@ -140,7 +140,7 @@ class VllmCore:
         self._running: dict[str, RequestState] = {}
         """The calls that vLLM has, by request id."""
         self._following: dict[str, asyncio.Task[None]] = {}
-        self._done: dict[str, list[Completion]] = {}
+        self._done: dict[Any, list[Completion]] = {}
         """Calls that have just been finished, by client: what vLLM tells in one turn of the loop is one step's."""
         self._turn = asyncio.Lock()
         """Held while vLLM is told to pause, to load or to resume."""
@@ -149,7 +149,7 @@ class VllmCore:
 
     # ------------------------------------------------------------------------------------- commands
 
-    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
+    async def submit(self, client: Hashable, calls: Sequence[GenerateRequest]) -> None:
         """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
         self.state.check()
         self._scheduler.submit(client, calls)
@@ -204,7 +204,7 @@ class VllmCore:
                     await self.state.go_on()
             return self.activity.clock() - start
 
-    async def abort(self, client: str, numbers: Sequence[int]) -> None:
+    async def abort(self, client: Hashable, numbers: Sequence[int]) -> None:
         """End these calls of ``client`` as they are."""
         self.state.check()
         await self._abort(self._scheduler.find(client, numbers))
@@ -214,7 +214,7 @@ class VllmCore:
         self.state.check()
         await self._abort(self._scheduler.older_than(version))
 
-    async def forget(self, client: str) -> None:
+    async def forget(self, client: Hashable) -> None:
         """Stop and drop everything that ``client`` submitted."""
         if self.state.over is None:
             runs = self._scheduler.of(client)  # before they are forgotten: then they are not found
