@@ -13,7 +13,7 @@ import pytest
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
 from headway.agents.episodes.program_episode import Turn
-from headway.agents.interface.program_chat import Chat, Tally
+from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.data.interfaces.rollout import GenerateRequest, SamplingParams
 from headway.data.types import FinishReason
@@ -82,14 +82,13 @@ def test_an_episode_is_cut_off_where_its_last_answer_met_a_limit_of_the_run_and_
 
 def test_a_step_that_takes_too_long_leaves_the_rewards_that_turns_had():
     async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
-        tally = Tally()
-        chat = Chat(ask, start, tally, "program game.py:run")
+        chat = Chat(ask, start, "program game.py:run")
         for _ in range(2):
             await chat.turn(start.messages)
             chat.reward(0.5)
         await chat.turn(start.messages)
         await asyncio.sleep(60)
-        return EpisodeEnd(turn_rewards=tally.turn_rewards)
+        return EpisodeEnd()
 
     (episode,) = made(program, limits=EpisodeLimits(400, 5, step_timeout_s=5, train_on=("step",))).trajectories
     assert (episode.limit, episode.turn_rewards) == ("step", (0.5, 0.5))

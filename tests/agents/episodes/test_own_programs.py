@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from headway.agents.adapters.program_loader import LoadedProgram
 from headway.agents.adapters.user_programs import OwnProgram
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
@@ -34,7 +33,7 @@ from tests.agents.episodes.program_episodes import (
 
 def own(run: Callable[..., Awaitable[Any]]) -> Program:
     """The program of a user's own function, as a worker serves it."""
-    loaded = LoadedProgram(OwnProgram(run, "own.py:run", {}), "program own.py:run")
+    loaded = OwnProgram(run, "program own.py:run", {})
     return loaded.serve
 
 

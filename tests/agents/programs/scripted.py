@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
+from headway.agents.adapters.program_loader import ProgramSpec
+from headway.agents.interface.program_chat import Program
 from headway.agents.interface.program_messages import (
     CallProblem,
     EpisodeEnd,
@@ -69,7 +70,7 @@ def start(prompt: str | Sequence[Any] = "Play.", seed: int = 7, **row: Any) -> E
     return EpisodeStart("epoch 0, row 3, attempt 0, k 1", messages, {"answer": "42", **row}, seed)
 
 
-async def play(program: LoadedProgram | ProgramSpec, ask: Script, begin: EpisodeStart | None = None) -> EpisodeEnd:
+async def play(program: Program | ProgramSpec, ask: Script, begin: EpisodeStart | None = None) -> EpisodeEnd:
     """Make one episode; a synchronous program has no event loop, as in a worker, and awaits nothing but ``ask``."""
     loaded = program.load() if isinstance(program, ProgramSpec) else program
     if loaded.is_async:

@@ -15,6 +15,7 @@ import pytest
 
 from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.adapters.user_programs import tail_of
+from headway.agents.adapters.verl_forms import VerlLoop
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
 from headway.errors import ProgramFailed, UserCodeError
 
@@ -131,7 +132,7 @@ def test_an_agent_gets_what_it_has_parameters_for(
 ) -> None:
     spec = ProgramSpec(agent=f"{file}:{name}", params=params)
     described = spec.load().describe()
-    assert (described.form, described.is_async) == ("agent", is_async)
+    assert described.is_async == is_async
     end = end_of(spec)
     assert (end.reward, end.answer_rewards, end.turn_rewards) == (reward, answer_rewards, ())
 
@@ -146,7 +147,6 @@ def test_an_agent_gets_what_it_has_parameters_for(
         ),
         ("yields", "it yields, and so returns no reward"),
         ("Yields", "it yields, and so returns no reward"),
-        ("called", "it yields, and so returns no reward"),
     ],
 )
 def test_what_is_no_agent_is_refused_before_a_run(file: str, name: str, said: str) -> None:
@@ -311,7 +311,7 @@ async def continued(request: TurnRequest) -> TurnAnswer:
 def test_an_agent_loop_of_verls_form_runs_without_verl(tmp_path: Path) -> None:
     (tmp_path / "loops.py").write_text(LOOPS)
     program = ProgramSpec(program=f"{tmp_path}/loops.py:Loop", prompt_length=30).load()
-    assert program.describe().form == "verl's agent loop"
+    assert isinstance(program, VerlLoop)
     end = asyncio.run(program.serve(start(access=None), continued))
     assert (end.reward, dict(end.metrics)) == (0.25, {"tool_calls": 2.0})
 

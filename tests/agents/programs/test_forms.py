@@ -43,13 +43,13 @@ def a_class(*methods: str, bases: str = "", head: str = "") -> str:
     ],
 )
 def test_an_environment_is_recognised_by_its_methods(environment, methods, form):
-    program = environment(a_class(*methods)).load()._program
+    program = environment(a_class(*methods)).load()
     assert type(program).__name__ == {"TRL": "TrlProgram", "SkyRL-gym": "SkyrlProgram"}.get(form, "GymProgram")
 
 
 def test_a_class_of_gymnasiums_is_an_environment_of_its_form_whatever_else_it_has(environment):
     base = "Base = type('Env', (), {'__module__': 'gymnasium.core'})"
-    program = environment(a_class("seeded", "step", "get_reward", bases="Base", head=base)).load()._program
+    program = environment(a_class("seeded", "step", "get_reward", bases="Base", head=base)).load()
     assert type(program).__name__ == "GymProgram"
 
 

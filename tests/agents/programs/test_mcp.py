@@ -13,7 +13,7 @@ import pytest
 
 from headway.agents.adapters.environment_loop import ToolLoop
 from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec
-from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
+from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.interface.tool import Toolbox, make_tool
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.agents.programs.scripted import Script, calling, play, start
@@ -69,10 +69,10 @@ def digits() -> MCPServer:
     return server
 
 
-def program(*servers: McpServer) -> LoadedProgram:
+def program(*servers: McpServer) -> ToolLoop:
     for server in servers:
         server.load()
-    return LoadedProgram(ToolLoop(Toolbox(servers)), "tools")
+    return ToolLoop(Toolbox(servers), "tools")
 
 
 def in_memory(name: str = "digits", make: Callable[[], Any] = digits, **more: Any) -> McpServer:
@@ -86,7 +86,7 @@ def heard(ask: Script) -> list[str]:
 async def test_a_servers_tools_are_offered_with_its_own_schemas_and_called():
     loaded = program(in_memory())
     described = loaded.describe()
-    assert (described.form, described.is_async, described.gives_reward) == ("tools", True, False)
+    assert (described.is_async, described.gives_reward) == (True, False)
     schemas = {tool["function"]["name"]: tool["function"] for tool in described.tools}
     assert list(schemas) == ["add", "fail", "draw", "say"]
     theirs = (await digits().list_tools())[0]
@@ -429,7 +429,7 @@ async def test_tools_of_a_server_stand_beside_the_methods_of_an_environment(envi
     server = in_memory(tools=("add",))
     server.load()
     loaded = spec.load()
-    loaded._program._tools = Toolbox([server])
+    loaded._tools = Toolbox([server])
     ask = Script(calling(("look", {}), ("add", {"a": 1})), "done")
     end = await play(loaded, ask, start("Play."))
     assert (heard(ask), end.reward) == (["dark", "3"], 1.0)
@@ -445,6 +445,6 @@ def test_a_tool_of_a_server_and_a_method_of_an_environment_have_names_of_their_o
     loaded = environment("class Game:\n    def reset(self): ...\n    def look(self) -> str:\n        'Look.'").load()
     server = in_memory("two", make=lambda: named("look"))
     server.load()
-    loaded._program._tools = Toolbox([server])
+    loaded._tools = Toolbox([server])
     with pytest.raises(UserCodeError, match=r"game\.py:Game: .*tool 'look', .*agent\.mcp\.two"):
         loaded.describe()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from headway.agents.adapters.openenv import text_field, web_socket
-from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
+from headway.agents.adapters.program_loader import ProgramSpec
+from headway.agents.interface.program_chat import Program
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.agents.programs.scripted import Script, play, start
 
@@ -79,7 +80,7 @@ class Server:
             await runner.cleanup()
 
 
-async def load(address: str, scheme: str = "ws", **params: Any) -> LoadedProgram:
+async def load(address: str, scheme: str = "ws", **params: Any) -> Program:
     spec = ProgramSpec(environment=f"{scheme}://{address}", params={"timeout_s": 2.0, **params})
     return await asyncio.to_thread(spec.resolved().load)  # the server is of this loop
 
@@ -92,8 +93,8 @@ async def test_an_episode_is_a_connection_that_is_reset_stepped_and_closed():
         for scheme in ("ws", "http"):
             loaded = await load(address, scheme)
             described = loaded.describe()
-            assert (described.form, described.is_async, described.gives_reward) == ("OpenEnv", True, True)
-            assert loaded.shown == f"environment {scheme}://{address}"
+            assert (described.is_async, described.gives_reward) == (True, True)
+            assert loaded.who == f"environment {scheme}://{address}"
             begin = start("Play.", seed=7, level="easy")
             end = await play(loaded, ask := Script("3", "5"), begin)
             assert (end.turn_rewards, end.reward, end.metrics) == ((0.25, 1.0), None, {"bad_actions": 0})

@@ -335,7 +335,7 @@ async def test_a_turn_that_is_left_running_finds_the_episode_ended(program):
     """
     loaded = program(code).load()
     assert (await play(loaded, ask := Script("a", "b"))).reward == 1.0
-    [left] = loaded._program._run.of_an_episode().func.__globals__["LEFT"]
+    [left] = loaded._run.of_an_episode().func.__globals__["LEFT"]
     with pytest.raises(ProgramFailed, match=r"agent\.py:run .*after it had ended"):
         await left
     assert len(ask.requests) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from headway.agents.adapters.environment_forms import SkyrlProgram
 from headway.errors import ProgramFailed, UserCodeError
 from tests.agents.programs.scripted import Script, play, start
 
@@ -46,8 +47,9 @@ async def test_messages_of_steps_go_on_the_conversation_and_rewards_are_those_of
     assert end.metrics == {"steps": 2.0, "won": 1.0}
     assert ask.last == [("system", "calm 5"), ("user", "Play."), ("assistant", "1"), ("user", "no"), ("user", "again")]
     assert closed(spec) == 1
-    described = spec.load().describe()
-    assert (described.form, described.is_async, described.gives_reward) == ("SkyRL-gym", False, True)
+    loaded = spec.load()
+    described = loaded.describe()
+    assert (type(loaded), described.is_async, described.gives_reward) == (SkyrlProgram, False, True)
 
 
 async def test_a_limit_leaves_rewards_and_metrics_and_the_environment_is_closed(environment):

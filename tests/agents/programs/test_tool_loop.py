@@ -96,9 +96,9 @@ def test_one_synchronous_tool_makes_the_program_synchronous(tools):
     loaded = tools(TOOLS, "wait", "add").load()
     assert not loaded.is_async
     described = loaded.describe()
-    assert (described.form, described.is_async, described.gives_reward) == ("tools", False, False)
+    assert (described.is_async, described.gives_reward) == (False, False)
     assert [tool["function"]["name"] for tool in described.tools] == ["wait", "add"]
-    assert loaded.shown == "tools tools.py:wait, tools.py:add"
+    assert loaded.who == "tools tools.py:wait, tools.py:add"
     pickle.dumps(described)
 
 

@@ -70,12 +70,12 @@ async def test_an_environment_is_made_once_and_reset_for_each_episode(environmen
     spec = environment(COUNTER + "\n    def make():\n        return Game()\n", "make")
     loaded = spec.load()
     described = loaded.describe()
-    assert (described.form, described.gives_reward, described.columns) == ("TRL", True, ())
+    assert (described.gives_reward, described.columns) == (True, ())
     assert [tool["function"]["name"] for tool in described.tools] == ["increment", "look"]
     for goal in (1, 2):
         end = await play(loaded, Script(calling(("increment", {"step": goal})), "done"), start(goal=goal))
         assert end.reward == 1.0
-    make = loaded._program._instances._make.func
+    make = loaded._instances._make.func
     assert make.__globals__["Game"].MADE == 1
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec, load_tools
+from headway.agents.adapters.program_loader import ProgramSpec, load_tools
+from headway.agents.interface.program_chat import Program
 from headway.agents.interface.tool import Toolbox
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.agents.programs.scripted import Script, calling, play, start
@@ -101,12 +102,12 @@ def for_tool(name: str, **kwargs: Any) -> dict[str, Any]:
     return {"extra_info": {"index": 3, "tools_kwargs": {name: kwargs, "another": None}}}
 
 
-def load(*specs: str) -> LoadedProgram:
+def load(*specs: str) -> Program:
     return ProgramSpec(tools=specs).load()
 
 
-def log_of(loaded: LoadedProgram) -> list[str]:
-    [tool] = loaded._program._tools._given
+def log_of(loaded: Program) -> list[str]:
+    [tool] = loaded._tools._given
     return type(tool.object).execute.__globals__["LOG"]
 
 
@@ -193,7 +194,7 @@ async def test_verls_tool_config_is_read_with_its_schemas(file):
     config = file.with_name("tools.yaml")
     config.write_text(CONFIG)
     loaded = load(str(config))
-    assert loaded.shown == "tools tools.yaml"
+    assert loaded.who == "tools tools.yaml"
     schemas = [tool["function"] for tool in loaded.describe().tools]
     assert [schema["name"] for schema in schemas] == ["judge", "check"]
     assert schemas[0]["description"] == "Judge."

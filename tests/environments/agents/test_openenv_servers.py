@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
+from headway.agents.adapters.program_loader import ProgramSpec
+from headway.agents.interface.program_chat import Program
 from headway.errors import ProgramAway, ProgramFailed
 from tests.agents.programs.scripted import Script, play, start
 from tests.agents.programs.served import served
@@ -36,7 +37,7 @@ def guess() -> Iterator[str]:
         yield address
 
 
-def load(address: str, **params: Any) -> LoadedProgram:
+def load(address: str, **params: Any) -> Program:
     return ProgramSpec(environment=f"ws://{address}", params=params).load()
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
+from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.episodes.episode_limits import EpisodeLimits
+from headway.agents.interface.program_chat import Program
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
 from tests.agents.endpoint.served import Served, served
 from tests.agents.episodes.program_episodes import Policy, trained
@@ -37,7 +38,7 @@ async def nobody(request: TurnRequest) -> TurnAnswer:
     raise AssertionError("an agent asks over HTTP")
 
 
-async def ended(program: LoadedProgram, access: Access) -> EpisodeEnd:
+async def ended(program: Program, access: Access) -> EpisodeEnd:
     start = EpisodeStart("episode", [said("user", "What is 6*7?")], {"answer": "42"}, 3, access)
     if program.is_async:
         return await program.serve(start, nobody)

@@ -31,7 +31,7 @@ from headway.agents.interface.program_messages import (
     with_text,
 )
 from headway.agents.interface.tool import OpenToolbox, Tool, Toolbox, make_tool
-from headway.agents.interface.user_calls import are_coroutines, failing, number
+from headway.agents.interface.user_calls import are_coroutines, beforehand, failing, number
 from headway.errors import ProgramFailed, UserCodeError, shown
 from headway.runtime.user_code import Parameters
 
@@ -43,8 +43,6 @@ class GymProgram(EnvironmentProgram[Any]):
 
     The reward of a step is that of the turn before it.
     """
-
-    form = "Gymnasium and GEM"
 
     def __init__(self, instances: EnvironmentPool, who: str, kind: Any) -> None:
         """``kind``: a class or an environment.
@@ -62,9 +60,8 @@ class GymProgram(EnvironmentProgram[Any]):
         self.is_async = are_coroutines(kind.reset, kind.step)
 
     def describe(self) -> ProgramDescription:
-        with self._instances.one() as environment:
-            refuse_numbers(environment, self.who)
-        return super().describe()
+        with beforehand(), self._instances.one():  # made once, so that what cannot be made is refused
+            return super().describe()
 
     async def close(self) -> None:
         """Close the environments that no episode has."""
@@ -74,7 +71,6 @@ class GymProgram(EnvironmentProgram[Any]):
         return self._instances.lent()
 
     async def begin(self, environment: Any, start: EpisodeStart) -> Step:
-        refuse_numbers(environment, self.who)
         arguments: dict[str, Any] = {"seed": start.row_seed}
         if "options" in Parameters.of(environment.reset).named:
             arguments["options"] = dict(start.row)
@@ -106,30 +102,12 @@ class GymProgram(EnvironmentProgram[Any]):
         )
 
 
-def refuse_numbers(environment: Any, who: str) -> None:
-    """Refuse an environment whose observations or actions are numbers by its spaces.
-
-    Raises:
-        UserCodeError: names the space, and what to do.
-    """
-    for name, wrapper in (("action_space", "ActionWrapper"), ("observation_space", "ObservationWrapper")):
-        space = getattr(environment, name, None)
-        kinds = [kind for kind in type(space).__mro__ if kind.__name__ in ("Space", "Text")]
-        if kinds and not any(kind.__name__ == "Text" for kind in kinds):
-            raise UserCodeError(
-                f"{who}: its {name} is {shown(space)}, and the model reads and writes text; wrap the environment so "
-                f"that it is a gymnasium.spaces.Text (gymnasium.{wrapper})"
-            )
-
-
 class SkyrlProgram(EnvironmentProgram[Any]):
     """An environment in the form of SkyRL-gym. Each episode makes one, from the row's columns (``extras``).
 
     The reward of a step is that of the turn before it. Where a step gives a ``postprocessed_action`` the conversation
     goes on with that in place of what the model wrote, which is trained on as it was sampled.
     """
-
-    form = "SkyRL-gym"
 
     def __init__(self, make: Callable[..., Any], who: str, params: Mapping[str, Any], max_turns: int | None) -> None:
         self._make, self.who, self._params = make, who, params
@@ -224,11 +202,11 @@ class TrlProgram(EnvironmentProgram[_TrlEpisode]):
         self.is_async = are_coroutines(*own) and tools.is_async
 
     def describe(self) -> ProgramDescription:
-        with self._instances.one() as environment:
+        with beforehand(), self._instances.one() as environment:
             schemas = tuple(tool.schema for tool in self._all_tools(environment, self._tools.tools))
             needed = Parameters.of(environment.reset).lacking(["prompt"])
         gives_reward = True if hasattr(type(environment), "get_reward") else None
-        return ProgramDescription("TRL", self.is_async, schemas, gives_reward, columns=tuple(needed))
+        return ProgramDescription(self.is_async, schemas, gives_reward, columns=tuple(needed))
 
     @asynccontextmanager
     async def episode(self, start: EpisodeStart) -> AsyncIterator[_TrlEpisode]:

@@ -41,8 +41,6 @@ class EnvironmentProgram(Program, Generic[E]):
     """Program that plays episodes of an environment of the type ``E``; a form of environments is a subclass."""
 
     gives_reward = True
-    who = ""
-    """The environment in messages."""
 
     @abstractmethod
     def episode(self, start: EpisodeStart) -> AbstractAsyncContextManager[E]:
@@ -94,13 +92,13 @@ class ToolLoop(EnvironmentProgram[OpenToolbox]):
     It gives no reward but those that tools in verl's form give.
     """
 
-    def __init__(self, tools: Toolbox) -> None:
-        self._tools = tools
+    def __init__(self, tools: Toolbox, who: str) -> None:
+        self._tools, self.who = tools, who
         self.is_async = tools.is_async
 
     def describe(self) -> ProgramDescription:
         gives_reward = None if self._tools.gives_reward else False
-        return ProgramDescription("tools", self.is_async, tools=self._tools.schemas, gives_reward=gives_reward)
+        return ProgramDescription(self.is_async, self._tools.schemas, gives_reward)
 
     def episode(self, start: EpisodeStart) -> AbstractAsyncContextManager[OpenToolbox]:
         return self._tools.episode(start)

@@ -53,8 +53,6 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
     reward of a step is that of the turn before it.
     """
 
-    form = "OpenEnv"
-
     def __init__(self, url: str, who: str, params: Mapping[str, Any]) -> None:
         """
         Raises:

@@ -19,9 +19,7 @@ unless it has a parameter ``extras``, which makes it one of SkyRL-gym.
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,82 +31,14 @@ from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec
 from headway.agents.adapters.openenv import OpenEnvProgram
 from headway.agents.adapters.user_programs import EXPECTED, AgentProgram, CommandProgram, OwnProgram
 from headway.agents.adapters.verl_forms import VerlLoop, is_tool_object, is_verl_loop, load_tool_config, make_verl_tool
-from headway.agents.interface.program_chat import Ask, Chat, Program, Tally
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
+from headway.agents.interface.program_chat import Program
 from headway.agents.interface.tool import Tool, Toolbox, ToolSource, make_tool
-from headway.agents.interface.user_calls import AskedTooOften, failing, seed_generators
-from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, UserCodeError, cut, shown
+from headway.agents.interface.user_calls import beforehand
+from headway.errors import UserCodeError, cut, shown
 from headway.runtime.sandbox.python_tool import PYTHON, python_tool
 from headway.runtime.sandbox.sandbox import Sandbox
 from headway.runtime.sandbox.sandbox_call import SandboxSpec
 from headway.runtime.user_code import Parameters, check_call, load_object, names_a_server, resolve_spec
-
-
-class LoadedProgram:
-    """A program in the process that runs it: its episodes, each with one end or one error."""
-
-    def __init__(self, program: Program, shown: str) -> None:
-        self._program, self.shown = program, shown
-        self.is_async = program.is_async
-        """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
-
-    def describe(self) -> ProgramDescription:
-        """Return what is known before the first episode. May make an environment for that.
-
-        Raises:
-            UserCodeError: the user's code cannot be used; says why.
-            ProgramAway: what it needs is away for a time.
-        """
-        with beforehand():
-            return self._program.describe()
-
-    async def serve(self, start: EpisodeStart, ask: Ask) -> EpisodeEnd:
-        """Make the episode ``start``, asking the policy for turns by ``ask``.
-
-        Before a program that is alone in its process begins, the global generators are seeded with the episode's seed.
-        Where a limit ends the episode, its end has the rewards that were given before.
-
-        Raises:
-            ProgramAway: something that the program needs is away for a time; it may be run again.
-            ProgramFailed: the program failed; the message names the user's code, and standard error has the traceback.
-        """
-        tally = Tally()
-        if not self._program.is_async:  # where episodes share a process, each would reset the generators of the others
-            seed_generators(start.seed)
-        try:
-            with failing(self.shown):
-                end = await self._program.run(start, Chat(ask, start, tally, self.shown))
-                if end.turn_rewards:
-                    tally.give(end.turn_rewards, self.shown)
-        except EpisodeOver:
-            end = EpisodeEnd()
-        except AskedTooOften as insisted:
-            print(f"{start.name}: {insisted}; it was left there", file=sys.stderr)
-            end = EpisodeEnd()
-        except ProgramFailed:  # a `HeadwayError`, too, which is raised as it is
-            raise
-        except HeadwayError as cause:
-            raise ProgramFailed(str(cause)) from cause
-        finally:
-            # Also after an error: a task that the program left behind must not ask for turns any more.
-            tally.closed = True
-        return replace(end, turn_rewards=tally.turn_rewards, tool_errors=tally.tool_errors)
-
-    async def close(self) -> None:
-        """Close what is kept from one episode to the next."""
-        await self._program.close()
-
-
-@contextmanager
-def beforehand() -> Iterator[None]:
-    """Turn failures of user code before the first episode into what they are there: something wrong that was given."""
-    try:
-        yield
-    except ProgramAway:
-        raise
-    except ProgramFailed as cause:
-        raise UserCodeError(str(cause)) from cause
-
 
 _GYMS = ("gymnasium", "gem", "gym")
 
@@ -166,23 +96,18 @@ class ProgramSpec:
             directory=str(Path.cwd()) if self.command else None,
         )
 
-    def load(self) -> LoadedProgram:
+    def load(self) -> Program:
         """Import the user's code and recognise its form.
 
         Raises:
-            UserCodeError: the code does not import, or has none of the forms; says what each of them lacks.
+            UserCodeError: the code does not import, has none of the forms, or does not go with what else there is.
             ProgramAway: a function that makes the environment met something that is away for a time.
         """
         with beforehand():
-            return LoadedProgram(load_program(self), self.shown)
+            return _load(self)
 
 
-def load_program(spec: ProgramSpec) -> Program:
-    """Import the code that ``spec`` names, and return the program that it is.
-
-    Raises:
-        UserCodeError: the code does not import, has none of the forms, or does not go with what else the spec has.
-    """
+def _load(spec: ProgramSpec) -> Program:
     if spec.environment is not None and names_a_server(spec.environment):
         _refuse_tools(spec)
         return OpenEnvProgram(spec.environment, spec.shown, spec.params)
@@ -200,7 +125,7 @@ def load_program(spec: ProgramSpec) -> Program:
         return AgentProgram(load_object(spec.agent), spec.shown, spec.params)
     if spec.command:
         return CommandProgram(spec.command, spec.shown, spec.directory)
-    return ToolLoop(load_toolbox(spec))
+    return ToolLoop(load_toolbox(spec), spec.shown)
 
 
 def load_toolbox(spec: ProgramSpec) -> Toolbox:

@@ -64,10 +64,9 @@ class UsersRun:
         """Arguments that it is called with in every episode."""
         self.parameters = Parameters.of(run)
         self.name = str(getattr(run, "__qualname__", type(run).__name__))
-        inner = _innermost(run)
-        if inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner):
+        if inspect.isasyncgenfunction(run) or inspect.isgeneratorfunction(run):
             raise UserCodeError(f"{who}: it yields, and so returns no reward; return the episode's reward instead")
-        self.is_async = are_coroutines(inner)
+        self.is_async = are_coroutines(run)
         """It blocks no event loop."""
 
     def check(self, *positional: str, names: Sequence[str] = ()) -> None:
@@ -92,10 +91,8 @@ class UsersRun:
 class OwnProgram(Program):
     """A program of the user's own, `UsersRun`."""
 
-    form = "program"
-
     def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
-        self._who, self._run = who, UsersRun(found, who, params, EXPECTED)
+        self.who, self._run = who, UsersRun(found, who, params, EXPECTED)
         if not self._run.is_async:
             raise UserCodeError(
                 f"{who}: {self._run.name} is a plain function, and would hold all other episodes while it waits for "
@@ -104,7 +101,7 @@ class OwnProgram(Program):
         self._run.check("row", "chat")
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
-        return end_of(await self._run.of_an_episode()(start.with_prompt(), chat), self._who)
+        return end_of(await self._run.of_an_episode()(start.with_prompt(), chat), self.who)
 
 
 def end_of(value: Any, who: str, expected: str = RETURNS) -> EpisodeEnd:
@@ -128,12 +125,6 @@ def end_of(value: Any, who: str, expected: str = RETURNS) -> EpisodeEnd:
     )
 
 
-def _innermost(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
-
-
 def _kind(found: Any) -> str:
     return f"a class {found.__name__}" if inspect.isclass(found) else f"an object of {type(found).__name__}"
 
@@ -151,10 +142,8 @@ class AgentProgram(Program):
     What it returns is the episode's reward, as of programs, or rewards by the ids of answers.
     """
 
-    form = "agent"
-
     def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
-        self._who, self._run = who, UsersRun(found, who, params, AGENT_EXPECTED)
+        self.who, self._run = who, UsersRun(found, who, params, AGENT_EXPECTED)
         self.is_async = self._run.is_async
         self._tls: ssl.SSLContext | None = None
         takes = self._run.parameters
@@ -178,7 +167,7 @@ class AgentProgram(Program):
         async with self._http_client() as given["http_client"]:
             arguments = {name: given[name] for name in self._names}
             value = await called(self._run.of_an_episode(), start.with_prompt(), **arguments)
-        return _end(value, self._who, access.tag)
+        return _end(value, self.who, access.tag)
 
     @asynccontextmanager
     async def _http_client(self) -> AsyncIterator[Any]:
@@ -238,11 +227,9 @@ EXPECTED_LINE = 'expected a number, or an object with one, such as {"reward": 1.
 class CommandProgram(Program):
     """A command, which is run for each episode."""
 
-    form = "command"
-
     def __init__(self, command: Sequence[str], who: str, directory: str | None) -> None:
         """``directory``: where the command is run, if it is there."""
-        self._command, self._who = list(command), who
+        self._command, self.who = list(command), who
         self._directory = directory if directory is not None and Path(directory).is_dir() else None
         program = self._command[0]
         found = shutil.which(program, path=path_of_commands())
@@ -290,7 +277,7 @@ class CommandProgram(Program):
             await process.wait()
         if status != 0:
             said = " ".join(errors.decode(errors="replace").split()) or "it printed no error"
-            raise ProgramFailed(f"{self._who} ended with status {status}: {said}")
+            raise ProgramFailed(f"{self.who} ended with status {status}: {said}")
         line = output.rstrip().rpartition(b"\n")[2].decode(errors="replace")
         return EpisodeEnd(reward=self._reward(line) if line else None)
 
@@ -298,10 +285,10 @@ class CommandProgram(Program):
         try:
             value: Any = json.loads(line)
         except ValueError:
-            raise ProgramFailed(f"{self._who}: it printed {shown(line)} as its last line; {EXPECTED_LINE}") from None
+            raise ProgramFailed(f"{self.who}: it printed {shown(line)} as its last line; {EXPECTED_LINE}") from None
         if isinstance(value, dict):
             value = value.get("reward")
-        return None if value is None else number(value, f"{self._who}: the reward in its last line")
+        return None if value is None else number(value, f"{self.who}: the reward in its last line")
 
 
 class _CommandCleanup(asyncio.subprocess.SubprocessStreamProtocol):

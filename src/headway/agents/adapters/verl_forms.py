@@ -107,8 +107,6 @@ class ServerManager:
 class VerlLoop(Program):
     """An agent loop in verl's form. Each episode has a new object of the class, or a deep copy of the object."""
 
-    form = "verl's agent loop"
-
     def __init__(
         self, found: Any, who: str, params: Mapping[str, Any], model_path: str | None, prompt_length: int
     ) -> None:
@@ -118,7 +116,7 @@ class VerlLoop(Program):
             model_path: folder of the policy's tokenizer; None where the model is not there yet.
             prompt_length: most tokens of a prompt.
         """
-        self._found, self._who, self._params, self._prompt_length = found, who, dict(params), prompt_length
+        self._found, self.who, self._params, self._prompt_length = found, who, dict(params), prompt_length
         run = found.run
         if not inspect.iscoroutinefunction(run):
             raise UserCodeError(
@@ -135,12 +133,12 @@ class VerlLoop(Program):
         output = await self._made(manager, start).run(dict(start.sampling), **{"raw_prompt": messages, **start.row})
         outputs = output if isinstance(output, list | tuple) else [output]
         if not outputs:
-            raise ProgramFailed(f"{self._who}: run() returned {shown(output)}, {EXPECTED}")
+            raise ProgramFailed(f"{self.who}: run() returned {shown(output)}, {EXPECTED}")
         for one in outputs:
             self._check(one, manager.sampled)
         scores = [score for one in outputs if (score := _field(one, "reward_score")) is not None]
         return EpisodeEnd(
-            reward=number(scores[-1], f"{self._who}: reward_score") if scores else None,
+            reward=number(scores[-1], f"{self.who}: reward_score") if scores else None,
             metrics={name: value for one in outputs for name, value in _numbers(_field(one, "metrics"))},
         )
 
@@ -169,12 +167,12 @@ class VerlLoop(Program):
         """Check that ``output`` has verl's fields, and that the tokens of its mask were sampled, in this order."""
         ids, mask = _field(output, "response_ids"), _field(output, "response_mask")
         if ids is None or mask is None or len(ids) != len(mask):
-            raise ProgramFailed(f"{self._who}: run() returned {shown(output)}, {EXPECTED}")
+            raise ProgramFailed(f"{self.who}: run() returned {shown(output)}, {EXPECTED}")
         left = iter(sampled)
         for at, (id, is_sampled) in enumerate(zip(ids, mask, strict=True)):
             if is_sampled and int(id) not in left:  # takes what comes before from `left`, too
                 raise ProgramFailed(
-                    f"{self._who}: response_mask is 1 at token {at} of response_ids ({int(id)}), which was not "
+                    f"{self.who}: response_mask is 1 at token {at} of response_ids ({int(id)}), which was not "
                     "sampled there; give the ids that server_manager.generate() returned, and mask 0 for all others"
                 )
 

@@ -15,12 +15,10 @@ import json
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any
 
 import xxhash
 from aiohttp import web
@@ -49,8 +47,8 @@ BODY_TIMEOUT_S = 60.0
 """Seconds for a request's body to come, of `MOST_BYTES` at most."""
 CLOSE_TIMEOUT_S = 2.0
 """Seconds for which requests under way are waited for when the endpoint closes: their episodes are over by then."""
-MOST_FORGOTTEN = 10_000
-"""Most keys of past episodes that are kept, to tell them from keys that never existed."""
+KEY = "hw-"
+"""Beginning of all keys, by which those of past episodes are told from others."""
 MOST_TOLD = 20
 """Most different refusals of requests without a valid key that are written to the log."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -66,9 +64,6 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answering = Callable[[Dialect, web.Request, AgentSession], Awaitable[web.StreamResponse]]
-ErrorForm = Callable[[int, str, str], dict[str, Any]]
-_FORMS: web.AppKey[dict[str, ErrorForm]] = web.AppKey("forms")
-"""Function that makes an error's body, by path."""
 
 
 @dataclass(eq=False, repr=False)
@@ -100,21 +95,18 @@ class Endpoint:
         reached = node if (":" in node) == (":" in host) else ANY_ADDRESS.get(host, host)
         self._reached = reached if host in ANY_ADDRESS else host
         self._sessions: dict[str, AgentSession] = {}
-        self._forgotten: OrderedDict[str, None] = OrderedDict()
-        """Keys of episodes that are over, the oldest first."""
         self._told: set[str] = set()
         self._runner: web.AppRunner | None = None
-        self._app = web.Application(client_max_size=MOST_BYTES, middlewares=[_told_as_json])
-        self._app[_FORMS] = forms = {}
+        self._app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._told_as_json])
+        self._by_path: dict[str, Dialect] = {}
         for dialect in self.dialects:
             for prefix in ("", "/v1"):  # clients add their own path to base_url with or without /v1
                 for path, answer in ((dialect.path, self._answer), (dialect.counts, self._count)):
                     if path is not None:
                         self._app.router.add_post(prefix + path, partial(self._handle, dialect, answer))
-                        forms[prefix + path] = dialect.error
+                        self._by_path[prefix + path] = dialect
         self._app.router.add_get("/v1/models", self._list_models)
         self._app.router.add_get("/v1/models/{name:.+}", self._show_model)
-        self._app.router.add_get("/health", self._health)
 
     # ------------------------------------------------------------------------------------- for the episode worker
 
@@ -149,16 +141,13 @@ class Endpoint:
     @contextmanager
     def open(self, turns: Turns) -> Iterator[Access]:
         """Answer requests with a key of their own by ``turns``, for as long as the context lasts."""
-        key = f"hw-{secrets.token_urlsafe(24)}"
+        key = f"{KEY}{secrets.token_urlsafe(24)}"
         access = Access(self.base_url, key, self.models[0], self.tokenizer)
         session = self._sessions[key] = AgentSession(turns, access.tag)
         try:
             yield access
         finally:
             del self._sessions[key]
-            self._forgotten[key] = None
-            if len(self._forgotten) > MOST_FORGOTTEN:
-                self._forgotten.popitem(last=False)
             session.close()
 
     async def close(self) -> None:
@@ -169,12 +158,24 @@ class Endpoint:
 
     # ------------------------------------------------------------------------------------- for agents
 
-    async def _handle(self, dialect: Dialect, answer: Answering, request: web.Request) -> web.StreamResponse:
+    @web.middleware
+    async def _told_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Tell of refused requests, wrong paths and methods in the clients' own form."""
         try:
-            session = self._session(request)
-        except RequestRefused as refused:
-            self._tell(request, refused)
-            raise
+            return await handler(request)
+        except RequestRefused as error:
+            refused = error
+        except web.HTTPException as error:
+            why = f"{error.reason}; the endpoint has POST /v1/chat/completions and others"
+            refused = RequestRefused(error.status, "not_found", f"{request.method} {request.path}: {why}")
+        except ConnectionError:  # the client hung up while it was answered: this status goes nowhere
+            return web.Response(status=499)
+        dialect = self._by_path.get(request.path)
+        form = openai_error if dialect is None else dialect.error
+        return _json(form(refused.status, refused.code, writable(str(refused))), refused.status)
+
+    async def _handle(self, dialect: Dialect, answer: Answering, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
         try:
             return await answer(dialect, request, session)
         except HeadwayError as error:
@@ -209,25 +210,25 @@ class Endpoint:
         return _json({"object": "response.input_tokens", "input_tokens": await session.turns.count(wanted.request)})
 
     def _session(self, request: web.Request) -> AgentSession:
-        """The session of the request's key. Raises `RequestRefused` where there is none."""
+        """The session of the request's key.
+
+        Raises:
+            RequestRefused: there is none. The episode worker's log has it, the first times: it belongs to no episode.
+        """
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer.strip() if kind.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
         for key in given:  # clients of Anthropic's may send both, one of which is made up
             if (session := self._sessions.get(key)) is not None:
                 return session
-        if any(key in self._forgotten for key in given):
-            raise RequestRefused(401, "episode_over", f"{OVER}; a key is good while its episode is made")
         what = "with a key that is none of this endpoint's" if any(given) else "without a key"
-        raise RequestRefused(
-            401, "invalid_api_key", f"a request {what}; give the api_key of the episode: Authorization: Bearer KEY"
-        )
-
-    def _tell(self, request: web.Request, refused: RequestRefused) -> None:
-        """Write in the episode worker's log what belongs to no episode, the first times."""
-        said = f"{request.method} {request.path} was refused: {refused}"
+        code, why = "invalid_api_key", f"a request {what}; give the api_key of the episode: Authorization: Bearer KEY"
+        if any(key.startswith(KEY) for key in given):
+            code, why = "episode_over", f"{OVER}; a key is good while its episode is made"
+        said = f"{request.method} {request.path} was refused: {why}"
         if said not in self._told and len(self._told) < MOST_TOLD:
             self._told.add(said)
             logger.warning("%s", said)
+        raise RequestRefused(401, code, why)
 
     def _check(self, wanted: ParsedRequest, turns: Turns) -> None:
         """Check the model and the sampling that are asked for."""
@@ -270,9 +271,6 @@ class Endpoint:
             "display_name": name,
             "max_model_len": self.max_length,
         }
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return _json({"status": "ok"})
 
 
 def _is_own(record: logging.LogRecord) -> bool:
@@ -330,23 +328,6 @@ async def check_address(host: str, port: int) -> None:
     await server.wait_closed()
 
 
-@web.middleware
-async def _told_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell of refused requests, wrong paths and methods in the clients' own form."""
-    form = request.app[_FORMS].get(request.path, openai_error)
-    try:
-        return await handler(request)
-    except RequestRefused as refused:
-        return _error(form, refused)
-    except web.HTTPException as error:
-        message = (
-            f"{request.method} {request.path}: {error.reason}; the endpoint has POST /v1/chat/completions and others"
-        )
-        return _error(form, RequestRefused(error.status, "not_found", message))
-    except ConnectionError:  # the client hung up while it was answered: this status goes nowhere
-        return web.Response(status=499)
-
-
 def _refusal(error: HeadwayError) -> RequestRefused:
     """The answer to a request that failed. Clients know a context that is too long by words of its message."""
     match error:
@@ -360,10 +341,6 @@ def _refusal(error: HeadwayError) -> RequestRefused:
         case UserError():
             return RequestRefused(400, "invalid_request", str(error))
     return RequestRefused(503, "unavailable", str(error))
-
-
-def _error(form: ErrorForm, refused: RequestRefused) -> web.Response:
-    return _json(form(refused.status, refused.code, writable(str(refused))), refused.status)
 
 
 def _json(body: dict[str, object], status: int = 200) -> web.Response:

@@ -12,9 +12,10 @@ async def run(row, chat):
 from __future__ import annotations
 
 import asyncio
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.agents.interface.program_messages import (
@@ -30,8 +31,15 @@ from headway.agents.interface.program_messages import (
     too_much_ends,
 )
 from headway.agents.interface.tool import Tool, ToolResult, make_tool
-from headway.agents.interface.user_calls import AskedTooOften, awaited, is_in_a_loop, number
-from headway.errors import EpisodeOver, ProgramFailed, shown
+from headway.agents.interface.user_calls import (
+    AskedTooOften,
+    awaited,
+    failing,
+    is_in_a_loop,
+    number,
+    seed_generators,
+)
+from headway.errors import EpisodeOver, HeadwayError, ProgramFailed, shown
 from headway.runtime.task_groups import concurrently
 
 Ask = Callable[[TurnRequest], Awaitable[TurnAnswer]]
@@ -49,53 +57,13 @@ class _PendingTurn:
     tools: Mapping[str, Tool]
 
 
-@dataclass(slots=True)
-class Tally:
-    """The record of one episode that its chat keeps: turns, their rewards, what went wrong."""
-
-    asked: int = 0
-    turns: list[_PendingTurn] = field(default_factory=list)
-    rewards: dict[int, float] = field(default_factory=dict)
-    tool_errors: int = 0
-    over: EpisodeOver | None = None
-    refusals: int = 0
-    closed: bool = False
-
-    def reward(self, turn: _PendingTurn, value: float) -> None:
-        """Add to a turn's reward."""
-        self.rewards[turn.number] = self.rewards.get(turn.number, 0.0) + value
-
-    def give(self, values: Sequence[float], who: str) -> None:
-        """Give each turn its reward, in the order in which turns were asked for.
-
-        Raises:
-            ProgramFailed: there are more or fewer rewards than turns, or turns were given some already.
-        """
-        if self.rewards:
-            raise ProgramFailed(
-                f"{who} gave rewards of turns by chat.reward() and returned a list, too; do one of both"
-            )
-        if len(values) != len(self.turns):
-            raise ProgramFailed(
-                f"{who} returned a list of {len(values)} rewards for {len(self.turns)} turns; return one for each turn"
-            )
-        turns = sorted(self.turns, key=lambda turn: turn.number)
-        self.rewards = {turn.number: value for turn, value in zip(turns, values, strict=True)}
-
-    @property
-    def turn_rewards(self) -> tuple[float, ...]:
-        """Rewards by the number of the turn; empty where no turn was given one."""
-        turns = max((turn.number for turn in self.turns), default=-1) + 1
-        return tuple(self.rewards.get(n, 0.0) for n in range(turns)) if self.rewards else ()
-
-
 class Program(ABC):
-    """One form of user code."""
+    """One form of user code, in the process that runs it: its episodes, each with one end or one error."""
 
+    who = ""
+    """The program in messages: ``environment game.py:Game``."""
     is_async: bool = True
     """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
-    form = ""
-    """Name of the form by which the user's code was recognised."""
     gives_reward: bool | None = None
     """The program gives rewards; None where only its episodes tell."""
 
@@ -104,8 +72,9 @@ class Program(ABC):
 
         Raises:
             UserCodeError: the user's code cannot be used; says why.
+            ProgramAway: what it needs is away for a time.
         """
-        return ProgramDescription(self.form, self.is_async, gives_reward=self.gives_reward)
+        return ProgramDescription(self.is_async, gives_reward=self.gives_reward)
 
     @abstractmethod
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
@@ -118,6 +87,38 @@ class Program(ABC):
             ProgramFailed: the user's code raised, or returned what it must not.
         """
 
+    async def serve(self, start: EpisodeStart, ask: Ask) -> EpisodeEnd:
+        """Make the episode ``start``, asking the policy for turns by ``ask``.
+
+        Before a program that is alone in its process begins, the global generators are seeded with the episode's seed.
+        Where a limit ends the episode, its end has the rewards that were given before.
+
+        Raises:
+            ProgramAway: something that the program needs is away for a time; it may be run again.
+            ProgramFailed: the program failed; the message names the user's code, and standard error has the traceback.
+        """
+        chat = Chat(ask, start, self.who)
+        if not self.is_async:  # where episodes share a process, each would reset the generators of the others
+            seed_generators(start.seed)
+        try:
+            with failing(self.who):
+                end = await self.run(start, chat)
+                if end.turn_rewards:
+                    chat._give(end.turn_rewards)
+        except EpisodeOver:
+            end = EpisodeEnd()
+        except AskedTooOften as insisted:
+            print(f"{start.name}: {insisted}; it was left there", file=sys.stderr)
+            end = EpisodeEnd()
+        except ProgramFailed:  # a `HeadwayError`, too, which is raised as it is
+            raise
+        except HeadwayError as cause:
+            raise ProgramFailed(str(cause)) from cause
+        finally:
+            # Also after an error: a task that the program left behind must not ask for turns any more.
+            chat._closed = True
+        return replace(end, turn_rewards=chat._turn_rewards, tool_errors=chat._tool_errors)
+
     async def close(self) -> None:  # noqa: B027 - most programs keep nothing
         """Close what is kept from one episode to the next."""
 
@@ -129,16 +130,21 @@ class Chat:
     messages alone. Where they extend an earlier conversation, its tokens are kept as they were sampled.
     """
 
-    def __init__(self, ask: Ask, start: EpisodeStart, tally: Tally, who: str) -> None:
-        self._ask, self._tally, self._who = ask, tally, who
+    def __init__(self, ask: Ask, start: EpisodeStart, who: str) -> None:
+        self._ask, self._who = ask, who
         self._made: dict[Any, Tool] = {}
+        self._asked = self._refusals = self._tool_errors = 0
+        self._turns: list[_PendingTurn] = []
+        self._rewards: dict[int, float] = {}
+        self._over: EpisodeOver | None = None
+        self._closed = False
         self.seed = start.seed
         """Seed of the episode, below 2^32: the same where it is run again. Seed your own generators with it."""
 
     @property
     def turns(self) -> int:
         """Number of turns that the policy has made in this episode."""
-        return len(self._tally.turns)
+        return len(self._turns)
 
     async def turn(
         self,
@@ -172,21 +178,19 @@ class Chat:
         return await self._answer(request, by_name)
 
     async def _answer(self, request: TurnRequest, tools: Mapping[str, Tool]) -> TurnAnswer:
-        tally = self._tally
-        if tally.closed:
+        if self._closed:
             raise ProgramFailed(f"{self._who} asked for a turn after it had ended; await every turn before you return")
-        if tally.over is not None:
-            await self._refuse(tally.over)
+        if self._over is not None:
+            await self._refuse(self._over)
         # Numbered before the wait: rewards go by the order in which turns were asked for, not in which they ended.
-        place = tally.asked
-        tally.asked += 1
+        place, self._asked = self._asked, self._asked + 1
         try:
             # Rewards so far travel with each request: where the process dies, they are not lost with it.
-            answer = await self._ask(replace(request, rewards=tally.turn_rewards))
+            answer = await self._ask(replace(request, rewards=self._turn_rewards))
         except EpisodeOver as over:
-            tally.over = over  # later turns are refused at once, without asking
+            self._over = over  # later turns are refused at once, without asking
             raise
-        tally.turns.append(_PendingTurn(place, answer, tools))
+        self._turns.append(_PendingTurn(place, answer, tools))
         return answer
 
     async def continued(
@@ -227,7 +231,7 @@ class Chat:
         Raises:
             ProgramFailed: the value is no finite number, or there was no such turn.
         """
-        self._tally.reward(self._turn(answer, "reward"), number(value, f"{self._who}: the reward of a turn"))
+        self._add(self._turn(answer, "reward"), number(value, f"{self._who}: the reward of a turn"))
 
     async def call_tools(self, answer: TurnAnswer) -> list[Message]:
         """Call the tools that ``answer`` calls, and return the messages that tell the model what came of it.
@@ -252,28 +256,55 @@ class Chat:
             results = await awaited(concurrently([self._result(call, tools) for call in answer.calls]))
         else:
             results = [await self._result(call, tools) for call in answer.calls]
-        self._tally.tool_errors += sum(result.failed for result in results)
+        self._tool_errors += sum(result.failed for result in results)
         for result in results:
             if result.reward is not None:
-                self._tally.reward(turn, result.reward)
+                self._add(turn, result.reward)
         return answer.results([result.text for result in results])
 
     async def _result(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
         return ToolResult(call.error) if call.problem is not None else await tools[call.name].call(call.arguments)
 
+    def _add(self, turn: _PendingTurn, reward: float) -> None:
+        self._rewards[turn.number] = self._rewards.get(turn.number, 0.0) + reward
+
+    def _give(self, values: Sequence[float]) -> None:
+        """Give each turn its reward, in the order in which turns were asked for.
+
+        Raises:
+            ProgramFailed: there are more or fewer rewards than turns, or turns were given some already.
+        """
+        if self._rewards:
+            raise ProgramFailed(
+                f"{self._who} gave rewards of turns by chat.reward() and returned a list, too; do one of both"
+            )
+        if len(values) != len(self._turns):
+            raise ProgramFailed(
+                f"{self._who} returned a list of {len(values)} rewards for {len(self._turns)} turns; return one for "
+                "each turn"
+            )
+        numbers = sorted(turn.number for turn in self._turns)
+        self._rewards = dict(zip(numbers, values, strict=True))
+
+    @property
+    def _turn_rewards(self) -> tuple[float, ...]:
+        """Rewards by the number of the turn; empty where no turn was given one."""
+        turns = max((turn.number for turn in self._turns), default=-1) + 1
+        return tuple(self._rewards.get(n, 0.0) for n in range(turns)) if self._rewards else ()
+
     async def _refuse(self, over: EpisodeOver) -> None:
-        self._tally.refusals += 1
-        if self._tally.refusals > MOST_REFUSALS:
+        self._refusals += 1
+        if self._refusals > MOST_REFUSALS:
             raise AskedTooOften(f"{self._who} asked for {MOST_REFUSALS} turns after its episode was over")
         if is_in_a_loop():
             await asyncio.sleep(0)  # a program that asks again at once leaves others of its loop their turn
         raise EpisodeOver(over.limit)
 
     def _turn(self, answer: TurnAnswer | None, method: str) -> _PendingTurn:
-        for turn in reversed(self._tally.turns):
+        for turn in reversed(self._turns):
             if answer is None or turn.answer is answer:
                 return turn
-        what = f"{shown(answer)} is no answer of this chat" if self._tally.turns else "there was no turn yet"
+        what = f"{shown(answer)} is no answer of this chat" if self._turns else "there was no turn yet"
         raise ProgramFailed(f"{self._who}: chat.{method}(): {what}; give it what chat.turn() returned")
 
     def _plain(self, messages: Any) -> list[Message]:

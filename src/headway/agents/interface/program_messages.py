@@ -293,8 +293,6 @@ def finite(value: Any) -> Any:
 class ProgramDescription:
     """The facts of a program that are known before its first episode."""
 
-    form: str
-    """Name of the form by which the user's code was recognised."""
     is_async: bool
     """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
     tools: tuple[ToolSchema, ...] = ()

@@ -198,7 +198,6 @@ class Toolbox:
         """The tools as they are known before the first episode."""
         found: dict[str, Tool] = {}
         for tool in self.tools:
-            _check_types(tool)
             if tool.name in found:
                 raise UserCodeError(
                     f"{tool.origin}: there is a tool named {tool.name!r} already, of {found[tool.name].origin}; the "
@@ -238,18 +237,3 @@ class Toolbox:
                     sources.append(await stack.enter_async_context(one.episode(start)))
                     tools += sources[-1].tools
             yield OpenToolbox(tools, *(source.end for source in sources))
-
-
-def _check_types(tool: Tool) -> None:
-    """Refuse a schema with a type that JSON Schema lacks: arguments of it could not be checked."""
-    from jsonschema.validators import Draft202012Validator, validator_for
-
-    parameters = tool.schema["function"].get("parameters") or {}
-    meta = validator_for(parameters, default=Draft202012Validator)
-    for error in meta(meta.META_SCHEMA).iter_errors(parameters):
-        if error.path and error.path[-1] == "type":
-            where = ".".join(map(str, error.path))
-            raise UserCodeError(
-                f"{tool.origin}: the parameters of the tool {tool.name!r} have {where}={shown(error.instance)}; "
-                "expected array, boolean, integer, null, number, object, string, or a list of these"
-            )

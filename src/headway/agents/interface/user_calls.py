@@ -19,7 +19,16 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, Unavailable, raised_by, shown
+from headway.errors import (
+    EpisodeOver,
+    HeadwayError,
+    ProgramAway,
+    ProgramFailed,
+    Unavailable,
+    UserCodeError,
+    raised_by,
+    shown,
+)
 
 T = TypeVar("T")
 CLOSE_S = 20.0
@@ -54,7 +63,10 @@ async def close_quietly(close: Callable[[], Any]) -> None:
 
 def are_coroutines(*functions: Any) -> bool:
     """Tell whether all ``functions`` are coroutine functions, and so do not block the event loop."""
-    return all(inspect.iscoroutinefunction(function) for function in functions)
+    return all(  # an object may have a ``__call__`` that is one
+        inspect.iscoroutinefunction(one) or inspect.iscoroutinefunction(getattr(one, "__call__", None))  # noqa: B004
+        for one in functions
+    )
 
 
 def is_in_a_loop() -> bool:
@@ -105,6 +117,17 @@ def failing(doing: str) -> Iterator[None]:
         traceback.print_exception(cause, file=sys.stderr)
         error = ProgramAway if is_away(cause) else ProgramFailed
         raise error(f"{doing} raised {raised_by(cause)}") from cause
+
+
+@contextmanager
+def beforehand() -> Iterator[None]:
+    """Turn failures of user code before the first episode into what they are there: something wrong that was given."""
+    try:
+        yield
+    except ProgramAway:
+        raise
+    except ProgramFailed as cause:
+        raise UserCodeError(str(cause)) from cause
 
 
 def is_away(cause: BaseException) -> bool:

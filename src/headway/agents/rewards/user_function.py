@@ -26,14 +26,13 @@ there are, a function gets the ones that it names, and with ``**kwargs`` all of 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import fmean
 from typing import Any
 
-from headway.agents.interface.user_calls import finite_number
+from headway.agents.interface.user_calls import are_coroutines, finite_number
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError, raised_by
 from headway.runtime.user_code import Parameters
@@ -137,8 +136,7 @@ class UserFunction:
             )
         self.dialect = _dialect_of(takes, spec)
         self._check_params()
-        own_call = getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is asynchronous
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(own_call)
+        self.is_async = are_coroutines(function)
 
     @property
     def may_not_apply(self) -> bool:
