@@ -16,7 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
-from headway.agents.chat.conversations import ChatPrompt, Conversations, PromptKind
+from headway.agents.chat.conversations import ChatPrompt, Conversations
 from headway.agents.interface.program_messages import Access, TurnNote
 from tests.agents.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.agents.episodes.conftest import renderer_of
@@ -256,7 +256,7 @@ async def test_an_answer_is_known_again_in_whatever_form_its_thinking_comes_back
     opened = template == "deepseek_r1"  # by the prompt
     says = [f"{'' if opened else '<think>'}\n{thought}\n</think>\n\n{call}" for thought in ("I add", "hm", "ah")]
     told: Any = [{"type": "function", "function": {**ADD, "parameters": ADD_PARAMETERS}}] if tools else openai.omit
-    kinds = []
+    known = []
 
     async def agent(access: Access) -> float:
         messages: list[Any] = [{"role": "user", "content": FIRST}]
@@ -274,15 +274,15 @@ async def test_an_answer_is_known_again_in_whatever_form_its_thinking_comes_back
 
     def noted(self: Any, *given: Any) -> ChatPrompt:
         prompt = prompted(self, *given)
-        kinds.append(prompt.kind)
+        known.append(len(prompt.answers))
         return prompt
 
     prompted = Conversations.prompt
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Conversations, "prompt", noted)
         episode = await made(agent, says, template=template)
-    assert kinds[0] is PromptKind.NEW
-    assert PromptKind.NEW not in kinds[1:]
+    assert known[0] == 0
+    assert 0 not in known[1:]
     episode.check(rows=1 if template == "qwen2_5" or tools else None)
 
 

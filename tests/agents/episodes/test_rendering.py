@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from headway.agents.chat.chat_template import ChatRenderer, answer_decoder, probe_tool
-from headway.agents.chat.conversations import Conversations, PromptKind
+from headway.agents.chat.conversations import Conversations
 from headway.agents.episodes.episode_tokens import TokenRows
 from headway.agents.interface.program_messages import calls_made, said, tool_result
 from headway.data.types import SampledTokens
@@ -38,6 +38,11 @@ def two_turns(renderer, sampled, answer, *follow, tools=None, start=(USER,)):
     return first, chats.prompt([*start, answer, *follow], tools)
 
 
+def rewritten(prompt):
+    """Its messages go on with an answer, before which the template writes something else now."""
+    return not prompt.extends and len(prompt.answers) > 0
+
+
 def grows(first, second, sampled):
     return second.ids[: len(first.ids) + len(sampled)].tolist() == [*first.ids, *sampled]
 
@@ -50,8 +55,8 @@ def test_the_next_prompt_is_what_was_there_and_the_rendered_tail(template, cut_o
     answer = said("assistant", renderer.text(sampled))
     assert answer["content"] == "the answer is 12"
     first, second = two_turns(renderer, sampled, answer, said("user", "too low"))
-    assert first.kind is PromptKind.NEW
-    assert second.kind is PromptKind.EXTENDED
+    assert not first.extends and not first.answers
+    assert second.extends
     assert grows(first, second, sampled)
     assert len(second.parts[-1]) == len(second.ids) - len(first.ids) - len(sampled)
     # With the end of the turn that was sampled, or was missing, the text is what the template makes of the messages.
@@ -77,7 +82,7 @@ def test_results_of_tools_are_a_tail_after_the_call_as_it_was_sampled(template, 
     call = calls_made("", [("call00000", "add", {"a": 1, "b": 2})])
     answer = said("assistant", renderer.text(sampled)) if as_text else call
     first, second = two_turns(renderer, sampled, answer, tool_result("call00000", "add", "3"), tools=TOOLS)
-    assert second.kind is PromptKind.EXTENDED
+    assert second.extends
     assert grows(first, second, sampled)
     tail = renderer.tokenizer.decode(second.parts[-1])
     assert "3" in tail
@@ -91,7 +96,7 @@ def test_several_calls_and_text_beside_them_are_one_answer():
     answer = calls_made("I add.", [("call00000", "add", {"a": 1}), ("call00001", "add", {"a": "<|im_end|>"})])
     results = [tool_result("call00000", "add", "1"), tool_result("call00001", "add", "2")]
     first, second = two_turns(renderer, sampled, answer, *results, tools=TOOLS)
-    assert second.kind is PromptKind.EXTENDED
+    assert second.extends
     assert renderer.tokenizer.decode(second.ids[len(first.ids) + len(sampled) :]) == (
         "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -108,12 +113,12 @@ def test_qwen3_keeps_thinking_before_results_of_tools_and_cuts_it_before_a_users
     chats.answered(first, call, asked)
     chat = [USER, asked, tool_result("call00000", "add", "3")]
     second = chats.prompt(chat, TOOLS)
-    assert second.kind is PromptKind.EXTENDED
+    assert second.extends
     sampled = ended(renderer, "<think>\nah\n</think>\n\nthe answer")
     chats.answered(second, sampled)
     chat += [said("assistant", renderer.text(sampled)), said("user", "and now?")]
     third = chats.prompt(chat, TOOLS)
-    assert third.kind is PromptKind.REWRITTEN
+    assert rewritten(third)
     assert third.ids.tolist() == renderer.encode(renderer.render(chat, TOOLS)).tolist()
     assert "think" not in renderer.tokenizer.decode(third.ids)
     sampled = ended(renderer, "12")
@@ -126,7 +131,7 @@ def test_qwen3_without_thinking_loses_the_empty_thinking_of_its_generation_promp
     renderer = renderer_of("qwen3", enable_thinking=False)
     assert renderer.generation_prompt == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     _, second = two_turns(renderer, ended(renderer, "12"), said("assistant", "12"), said("user", "no"))
-    assert second.kind is PromptKind.REWRITTEN
+    assert rewritten(second)
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "llama3"])
@@ -135,7 +140,7 @@ def test_many_turns_are_one_row(template):
     chats, transcript, chat = Conversations(renderer), TokenRows(), [USER]
     for turn in range(5):
         prompt = chats.prompt(chat, TOOLS)
-        assert prompt.kind is (PromptKind.EXTENDED if turn else PromptKind.NEW)
+        assert prompt.extends is (turn > 0)
         sampled = np.array(ended(renderer, f"the answer is {turn}\n"), np.int32)
         tokens = SampledTokens(sampled, np.zeros(len(sampled), np.float32), np.zeros(len(sampled), np.int32))
         assert transcript.add(prompt.ids, tokens) is (turn > 0)
@@ -150,18 +155,20 @@ def test_an_answer_whose_own_thinking_is_cut_is_rendered_whole():
     renderer = renderer_of("qwen3")
     sampled = ended(renderer, "<think>\nhm\n</think>\n\n12")
     first, second = two_turns(renderer, sampled, said("assistant", renderer.text(sampled)), said("user", "no"))
-    assert second.kind is PromptKind.REWRITTEN
+    assert rewritten(second)
     assert not grows(first, second, sampled)
 
 
 def test_thinking_apart_from_the_text_counts_as_part_of_the_answer():
-    kinds = []
+    extending = []
     for template in ("qwen3", "llama3"):
         renderer = renderer_of(template)
         call = calls_made("", [("call00000", "add", {"a": 1})]) | {"reasoning_content": "hm"}
         sampled = ended(renderer, "<think>hm</think>")
-        kinds.append(two_turns(renderer, sampled, call, tool_result("call00000", "add", "3"), tools=TOOLS)[1].kind)
-    assert kinds == [PromptKind.EXTENDED, PromptKind.REWRITTEN]
+        extending.append(
+            two_turns(renderer, sampled, call, tool_result("call00000", "add", "3"), tools=TOOLS)[1].extends
+        )
+    assert extending == [True, False]
 
 
 def test_a_template_that_adds_to_an_answer_renders_whole():
@@ -172,26 +179,28 @@ def test_a_template_that_adds_to_an_answer_renders_whole():
     )
     renderer = ChatRenderer(plain_tokenizer(template))
     no = said("user", "no")
-    kinds = [two_turns(renderer, renderer.encode("12"), said("assistant", "12"), *[no] * n)[1].kind for n in (1, 2)]
-    assert kinds == [PromptKind.EXTENDED, PromptKind.REWRITTEN]
+    extending = [
+        two_turns(renderer, renderer.encode("12"), said("assistant", "12"), *[no] * n)[1].extends for n in (1, 2)
+    ]
+    assert extending == [True, False]
 
 
 def test_a_template_that_always_cuts_thinking_renders_whole():
     renderer = renderer_of("deepseek_r1")
     sampled = ended(renderer, "hm\n</think>\n\n12")
     first, second = two_turns(renderer, sampled, said("assistant", renderer.text(sampled)), said("user", "no"))
-    assert second.kind is PromptKind.REWRITTEN
+    assert rewritten(second)
     assert not grows(first, second, sampled)
 
 
 def test_mistral_moves_tools_and_the_system_prompt_to_the_last_message_of_the_users():
     renderer = renderer_of("mistral")
     answer, sampled = said("assistant", "12"), ended(renderer, "12")
-    kinds = [
-        two_turns(renderer, sampled, answer, said("user", "no"), tools=tools, start=start)[1].kind
+    extending = [
+        two_turns(renderer, sampled, answer, said("user", "no"), tools=tools, start=start)[1].extends
         for tools, start in [(None, [USER]), (TOOLS, [USER]), (None, [said("system", "be brief"), USER])]
     ]
-    assert kinds == [PromptKind.EXTENDED, PromptKind.REWRITTEN, PromptKind.REWRITTEN]
+    assert extending == [True, False, False]
 
 
 def test_an_edited_answer_or_other_tools_are_another_chat():
@@ -200,9 +209,9 @@ def test_an_edited_answer_or_other_tools_are_another_chat():
     sampled = ended(renderer, "12")
     chats.answered(chats.prompt([USER], TOOLS), sampled)
     edited = chats.prompt([USER, said("assistant", "13"), said("user", "no")], TOOLS)
-    assert edited.kind is PromptKind.NEW
-    assert chats.prompt([USER, said("assistant", "12"), said("user", "no")]).kind is PromptKind.NEW
-    assert chats.prompt([USER, said("assistant", "12"), said("user", "no")], TOOLS).kind is PromptKind.EXTENDED
+    assert not edited.extends and not edited.answers
+    assert not chats.prompt([USER, said("assistant", "12"), said("user", "no")]).extends
+    assert chats.prompt([USER, said("assistant", "12"), said("user", "no")], TOOLS).extends
 
 
 def test_an_edit_after_an_answer_goes_on_with_that_answer():
@@ -218,7 +227,7 @@ def test_an_edit_after_an_answer_goes_on_with_that_answer():
             first, first_sampled = prompt, sampled
     chat[3] = said("assistant", "8")
     again = chats.prompt(chat)
-    assert again.kind is PromptKind.EXTENDED
+    assert again.extends
     assert grows(first, again, first_sampled)
     assert "8" in renderer.tokenizer.decode(again.parts[-1])
 
@@ -250,7 +259,7 @@ def test_messages_as_openais_clients_write_them_go_on_all_the_same():
         "tool_calls": [{"id": "another id", "type": "function", "function": function}],
     }
     second = chats.prompt([said("user", "add"), answer, tool_result("another id", "add", "3")], TOOLS)
-    assert second.kind is PromptKind.EXTENDED
+    assert second.extends
     assert answer["content"] is None
     assert function["arguments"] == '{"a": 1}'
 
@@ -308,7 +317,7 @@ def test_text_that_has_marks_in_it_is_rendered_whole():
     _, second = two_turns(
         renderer, ended(renderer, "12"), said("assistant", "12"), said("user", "hWqXanswerZ1n0z hWqXanswerZ")
     )
-    assert second.kind is PromptKind.REWRITTEN
+    assert rewritten(second)
     assert "hWqXanswerZ1n0z" in renderer.tokenizer.decode(second.ids)
 
 
@@ -372,14 +381,14 @@ def test_whatever_was_sampled_is_trained_unchanged_after_the_context_that_the_en
     tools = TOOLS if with_tools and template in WITH_TOOLS else None
     [end] = renderer.end_ids
     chats, transcript = Conversations(renderer), TokenRows()
-    chat, calls, kinds = [USER], [], []
+    chat, calls, extending = [USER], [], []
     for numbers, ends, follow, text in turns:
         ids = [n % len(renderer.tokenizer) for n in numbers]
         assume(end not in ids)
         sampled = [*ids, end] if ends else ids
         prompt = chats.prompt(chat, tools)
-        kinds.append(prompt.kind)
-        if prompt.kind is PromptKind.EXTENDED:
+        extending.append(prompt.extends)
+        if prompt.extends:
             assert any(prompt.ids[: len(c) + len(s)].tolist() == c + s for c, s in calls)
         else:
             assert prompt.ids.tolist() == renderer.encode(renderer.render(chat, tools)).tolist()
@@ -389,7 +398,7 @@ def test_whatever_was_sampled_is_trained_unchanged_after_the_context_that_the_en
         )
         continues = transcript.add(prompt.ids, tokens)
         edited = any(turn[2] == "edit" for turn in turns)
-        assert continues or edited or prompt.kind is not PromptKind.EXTENDED
+        assert continues or edited or not prompt.extends
         answer = said("assistant", renderer.text(sampled))
         if "tool" in follow and tools:
             call = calls_made("", [("call00000", "add", {"a": text})])
@@ -413,5 +422,5 @@ def test_whatever_was_sampled_is_trained_unchanged_after_the_context_that_the_en
         trained += len(sampled)
     assert sum(int(row.loss_mask.sum()) for row in transcript.rows()) == trained
     if template in ("qwen2_5", "llama3") and not edited:
-        assert kinds[1:] == [PromptKind.EXTENDED] * (len(turns) - 1)
+        assert all(extending[1:])
         assert transcript.forks == 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from headway.agents.chat.chat_template import ChatRenderer
-from headway.agents.chat.conversations import Conversations, PromptKind
+from headway.agents.chat.conversations import Conversations
 from headway.agents.chat.tool_call_formats import FORMATS
 from headway.agents.chat.tool_calls import ToolParser, choose_parser
 from headway.agents.interface.program_messages import CallProblem, said, tool_result
@@ -303,7 +303,7 @@ def test_a_call_that_a_template_wrote_is_read_and_written_again_as_it_was(form):
     chats = Conversations(renderer)
     chats.answered(chats.prompt([said("user", "add")], TOOLS), sampled, answer.message)
     chat = [said("user", "add"), answer.message, *answer.results(["3"])]
-    assert chats.prompt(chat, TOOLS).kind is PromptKind.EXTENDED
+    assert chats.prompt(chat, TOOLS).extends
     assert written in renderer.render(chat, TOOLS)
 
 
@@ -378,7 +378,7 @@ def test_an_answer_that_a_response_template_took_apart_goes_on(with_response_tem
     answer = choose_parser(renderer).parse(renderer.text(sampled), TOOLS)
     chats.answered(first, sampled, answer.message)
     second = chats.prompt([said("user", "add"), answer.message, *answer.results(["3"])], TOOLS)
-    assert second.kind is PromptKind.EXTENDED
+    assert second.extends
 
 
 @pytest.mark.parametrize(

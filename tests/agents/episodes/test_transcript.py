@@ -1,7 +1,6 @@
 """A transcript keeps what was sampled, in order, and trains each of it once."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,12 +104,6 @@ def test_a_turn_in_which_nothing_was_sampled_makes_no_row_and_can_be_made_again(
     assert transcript.rows() == []
     assert transcript.add([1, 2], sampled([3]))
     assert [trained(row) for row in transcript.rows()] == [[3]]
-
-
-def test_arrays_of_different_lengths_are_refused():
-    tokens = SampledTokens(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(2, np.int32))
-    with pytest.raises(ValueError, match="2 sampled ids, 1 log-probs and 2 versions"):
-        TokenRows().add([1], tokens)
 
 
 def keys_of(context, number):

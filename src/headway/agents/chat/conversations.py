@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
@@ -45,22 +44,10 @@ from headway.data.thoughts import opened_thought
 from headway.errors import DataError
 
 
-class PromptKind(StrEnum):
-    """The way in which a prompt's ids were made."""
-
-    NEW = "new"
-    """Rendered whole: the messages go on with no answer of this episode, or with an edited one."""
-    EXTENDED = "extended"
-    """The ids of an earlier prompt, those sampled after it, and the rendered tail."""
-    REWRITTEN = "rewritten"
-    """Rendered whole: the messages go on with an answer, but the template writes what came before differently."""
-
-
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """The prompt of one turn."""
 
-    kind: PromptKind
     digest: bytes = field(repr=False)
     """Digest of the messages and the tools."""
     parts: tuple[NDArray[np.int32], ...] = field(repr=False)
@@ -72,6 +59,15 @@ class ChatPrompt:
     """Length and digest of the rendered chat, with marks in ``answers``."""
     opened: str = ""
     """Tag of a thought at the prompt's end; empty for none."""
+
+    @property
+    def extends(self) -> bool:
+        """The ids of an earlier prompt, those sampled after it, and the rendered tail are its ids.
+
+        Else it was rendered whole: its messages go on with no answer of this episode, or the template writes what came
+        before differently.
+        """
+        return len(self.parts) > 1
 
     @property
     def ids(self) -> NDArray[np.int32]:
@@ -119,18 +115,18 @@ class Conversations:
         # From behind: of several answers in the chat the last one has the longest known beginning.
         last = next((i for i in reversed(range(len(chat))) if digests[i + 1] in answered), None)
         if last is None:
-            return self._whole(PromptKind.NEW, chat, tools, digests[-1])
+            return self._whole(chat, tools, digests[-1])
         stored = answered[digests[last + 1]]
         # The answer as the client has it; then as it was made, since a template may show it in one of its forms alone.
         tail, text, answers = self._behind(stored, chat, tools, last, chat[last])
         if tail is None and chat[last] != stored.message:
             tail, text, answers = self._behind(stored, chat, tools, last, stored.message)
         if tail is None:
-            return self._whole(PromptKind.REWRITTEN, chat, tools, digests[-1], text, answers)
+            return self._whole(chat, tools, digests[-1], text, answers)
 
         behind = self._renderer.behind(self._renderer.encode(tail), stored.sampled)
         parts = (*stored.prompt.parts, stored.sampled, behind)
-        return ChatPrompt(PromptKind.EXTENDED, digests[-1], parts, answers, _extent(text), opened_thought(tail))
+        return ChatPrompt(digests[-1], parts, answers, _extent(text), opened_thought(tail))
 
     def answered(
         self, prompt: ChatPrompt, sampled: Sequence[int] | NDArray[np.int32], *messages: Mapping[str, Any]
@@ -169,7 +165,6 @@ class Conversations:
 
     def _whole(
         self,
-        kind: PromptKind,
         chat: Sequence[Message],
         tools: Sequence[ToolSchema] | None,
         digest: bytes,
@@ -178,7 +173,7 @@ class Conversations:
     ) -> ChatPrompt:
         whole = self._renderer.render(chat, tools)
         extent = _extent(whole if text is None else text)
-        return ChatPrompt(kind, digest, (self._renderer.encode(whole),), answers, extent, opened_thought(whole))
+        return ChatPrompt(digest, (self._renderer.encode(whole),), answers, extent, opened_thought(whole))
 
 
 def _extent(text: str) -> tuple[int, bytes]:
@@ -227,6 +222,6 @@ def _extends(
     chats = Conversations(renderer)
     try:
         chats.answered(chats.prompt(start, tools), renderer.encode("ok"), answer)
-        return chats.prompt([*start, answer, follow], tools).kind is PromptKind.EXTENDED
+        return chats.prompt([*start, answer, follow], tools).extends
     except DataError:
         return True  # a chat that the template refuses has no turns

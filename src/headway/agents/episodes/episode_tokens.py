@@ -266,15 +266,7 @@ class TokenRows:
         Args:
             number: the turn's number in its episode; None for that of turns added so far.
             state: the state that it was taken in (`state_key`); None for one of what ``context`` has beyond the row.
-
-        Raises:
-            ValueError: arrays of ``tokens`` differ in length.
         """
-        if not len(tokens.ids) == len(tokens.logprobs) == len(tokens.versions):
-            raise ValueError(
-                f"a turn has {len(tokens.ids)} sampled ids, {len(tokens.logprobs)} log-probs and "
-                f"{len(tokens.versions)} versions; give one of each for each token"
-            )
         ids = np.asarray(context, np.int32)
         begun = [row for row in self._rows if np.array_equal(row.ids, ids[: len(row.ids)])]
         # Of rows that begin each other the longest: it leaves the fewest ids as context of this turn alone.
