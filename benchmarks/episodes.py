@@ -45,7 +45,7 @@ from benchmarks.table import report
 from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.endpoint.dialect import TextCodec
-from headway.agents.endpoint.endpoint_server import DIALECTS, Endpoint
+from headway.agents.endpoint.endpoint_server import Endpoint
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import local_episode_worker
@@ -282,7 +282,7 @@ async def served(load: Load) -> dict[str, Any]:
     renderer = made.renderer
     texts = TextCodec(lambda text: renderer.encode(text).tolist(), lambda ids: str(renderer.tokenizer.decode(ids)))
     limits = EpisodeLimits(max_length=10**9, max_turns=10**9, step_timeout_s=3600, episode_timeout_s=3600)
-    stop_ids, endpoint = tuple(renderer.end_ids), Endpoint(DIALECTS, texts)
+    stop_ids, endpoint = tuple(renderer.end_ids), Endpoint(texts)
     hosting = Hosting(agents, made.record, limits, stop_ids=stop_ids, endpoint=endpoint)
     await hosting.start()
     async with local_episode_worker(SleepingEngine(lambda call: 0.0, answer), hosting=hosting) as worker:

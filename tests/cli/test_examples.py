@@ -11,6 +11,7 @@ import pytest
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.scorers import RewardPart, RewardSpec, Scorer
 from headway.data.files import Columns, read_records
+from tests.agents.rewards.parts import part_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -20,7 +21,7 @@ def test_the_examples_reward_scores_the_examples_data(tmp_path: Path) -> None:
     subprocess.run([sys.executable, EXAMPLES / "make_data.py", path, "--rows", "20"], check=True, timeout=60)
     records = read_records(str(path), Columns("prompt", "answer"))
     assert len(records) == 20
-    scorer = Scorer(RewardSpec((RewardPart.of(f"{EXAMPLES / 'reward.py'}:score"),), timeout_s=10))
+    scorer = Scorer(RewardSpec((part_of(f"{EXAMPLES / 'reward.py'}:score"),), timeout_s=10))
     for record in records:
         a, b = map(int, record.prompt.removesuffix("=").split("+"))
         right, wrong = str(a + b), str(a + b + 1)
@@ -38,7 +39,7 @@ def test_the_examples_prompts_may_be_worded_otherwise(tmp_path: Path) -> None:
 def test_the_rewards_for_trl_score_text_and_chats_and_leave_out_what_they_do_not_judge() -> None:
     path = EXAMPLES / "reward_trl.py"
     parts = (
-        RewardPart.of(f"{path}:accuracy"),
+        part_of(f"{path}:accuracy"),
         RewardPart(f"{path}:brevity", "brevity", 0.1, {"limit": 5}),
     )
     scorer = Scorer(RewardSpec(parts, timeout_s=10))
@@ -50,7 +51,7 @@ def test_the_rewards_for_trl_score_text_and_chats_and_leave_out_what_they_do_not
 
 
 def test_the_reward_for_verl_returns_its_score() -> None:
-    part = RewardPart.of(f"{EXAMPLES / 'reward_verl.py'}:compute_score", hint=0.25)
+    part = part_of(f"{EXAMPLES / 'reward_verl.py'}:compute_score", hint=0.25)
     request = ScoreRequest("?", ["#### 1,072", "#### 7", "1072"], "1072", "openai/gsm8k", {"extra_info": {"index": 0}})
     scorer = Scorer(RewardSpec((part,), timeout_s=10))
     assert asyncio.run(scorer.serve(request)).rewards.tolist() == [1.0, 0.25, 0.0]

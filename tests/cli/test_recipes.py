@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from headway.agents.rewards.score_request import ScoreRequest
-from headway.agents.rewards.scorers import RewardPart, RewardSpec, Scorer
+from headway.agents.rewards.scorers import RewardSpec, Scorer
 from headway.config.loading import load
 from headway.config.sections.model_section import MakeModelConfig
 from headway.config.sizing.placement import resolve_placement
@@ -25,6 +25,7 @@ from headway.data.files import Columns, read_records
 from headway.data.tasks import make_task, split_task
 from headway.models.made_model import make_model
 from headway.models.tokenizer import load_tokenizer
+from tests.agents.rewards.parts import part_of
 from tests.cli.test_commands import run
 from tests.tiers import mostly_slow
 
@@ -194,7 +195,7 @@ def test_small_files_have_the_columns_of_the_public_ones(
 @pytest.mark.parametrize(("kind", "say"), [("gsm8k", "#### {}"), ("dapo-math", "Answer: {}")])
 def test_math_verify_reads_answers_in_the_form_that_the_prompts_ask_for(kind: str, say: str, tmp_path: Path) -> None:
     path = make_data(tmp_path / "train.jsonl", kind, "--rows", "8")
-    score = Scorer(RewardSpec((RewardPart.of("math_verify"),), timeout_s=10)).serve
+    score = Scorer(RewardSpec((part_of("math_verify"),), timeout_s=10)).serve
     for record in read_records(str(path), Columns()):
         right = int(record.answer)
         responses = [f"First 1, then 2.\n{say.format(right)}", f"It was {right}.\n{say.format(right + 1)}"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.agents.chat.chat_template import ChatRenderer
-from headway.agents.endpoint.endpoint_server import DIALECTS, Endpoint
+from headway.agents.endpoint.endpoint_server import Endpoint
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
@@ -25,7 +25,7 @@ Agent = Callable[[Access], Awaitable[Any]]
 
 
 def endpoint(renderer: ChatRenderer = RENDERER, **settings: Any) -> Endpoint:
-    return Endpoint(DIALECTS, texts_of(renderer), **settings)
+    return Endpoint(texts_of(renderer), **settings)
 
 
 @dataclass

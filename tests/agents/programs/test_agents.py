@@ -282,19 +282,16 @@ class Nothing(Loop):
     async def run(self, sampling_params, **row):
         return None
 
-class Remembers:
+class Stands:
     def __init__(self):
-        self.told = []
+        pass
 
     async def run(self, sampling_params, **row):
-        self.told.append(row["raw_prompt"])
         said = await self.server_manager.generate("id", prompt_ids=[1], sampling_params={})
-        return Output(prompt_ids=[1], response_ids=said.token_ids, response_mask=[1, 1], reward_score=len(self.told),
+        return Output(prompt_ids=[1], response_ids=said.token_ids, response_mask=[1, 1], reward_score=1,
                       metrics={"told": 1, "mean": float("nan"), "most": float("inf")})
 
-remembers = Remembers()
-locked = Remembers()
-locked.lock = threading.Lock()
+stands = Stands()
 
 class Plain(Loop):
     def run(self, sampling_params, **row):
@@ -340,11 +337,10 @@ def test_an_agent_loop_that_blocks_is_refused(tmp_path: Path) -> None:
         ProgramSpec(program=f"{tmp_path}/loops.py:Plain").load()
 
 
-def test_an_agent_loop_that_is_an_object_remembers_nothing_of_another_episode(tmp_path: Path) -> None:
+def test_a_class_that_stands_alone_is_an_agent_loop_and_an_object_is_none(tmp_path: Path) -> None:
     (tmp_path / "loops.py").write_text(LOOPS)
-    program = ProgramSpec(program=f"{tmp_path}/loops.py:remembers").load()
-    for _ in range(2):
-        end = asyncio.run(program.serve(start(access=None), continued))
-        assert (end.reward, dict(end.metrics)) == (1.0, {"told": 1.0})  # no mean that is none
-    with pytest.raises(UserCodeError, match=r"copy of it.* its class"):
-        ProgramSpec(program=f"{tmp_path}/loops.py:locked").load()
+    program = ProgramSpec(program=f"{tmp_path}/loops.py:Stands").load()
+    end = asyncio.run(program.serve(start(access=None), continued))
+    assert (end.reward, dict(end.metrics)) == (1.0, {"told": 1.0})  # no mean that is none
+    with pytest.raises(UserCodeError, match=r"loops\.py:stands: it is an object.* its class"):
+        ProgramSpec(program=f"{tmp_path}/loops.py:stands").load()

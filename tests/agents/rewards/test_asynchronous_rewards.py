@@ -9,8 +9,9 @@ import pytest
 
 from headway.agents.rewards import reward_workers
 from headway.agents.rewards.reward_workers import RewardWorkers
-from headway.agents.rewards.scorers import RewardPart, RewardSpec
+from headway.agents.rewards.scorers import RewardSpec
 from headway.data.interfaces.episode_groups import Scores
+from tests.agents.rewards.parts import part_of
 from tests.agents.rewards.test_reward_workers import prompt, reward_of
 
 USER_FILE = '''
@@ -96,7 +97,7 @@ async def test_asynchronous_calls_that_compute_do_not_use_up_the_time_of_other_g
 @pytest.mark.slow
 async def test_loading_an_asynchronous_reward_to_check_it_starts_one_process(user_file: Path, tmp_path: Path) -> None:
     log = tmp_path / "reward.log"
-    spec = RewardSpec((RewardPart.of(f"{user_file}:awaited"),), 10.0)
+    spec = RewardSpec((part_of(f"{user_file}:awaited"),), 10.0)
     reward = RewardWorkers(spec, workers=1, retries=0, log_path=log)
     try:
         await reward.load()

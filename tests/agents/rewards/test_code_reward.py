@@ -23,10 +23,11 @@ from headway.agents.rewards.code_driver import ANSWER, JOB
 from headway.agents.rewards.code_reward import code_of, same_text, same_value
 from headway.agents.rewards.code_tests import AssertTest, CallTest, StdinTest, unit_tests_of
 from headway.agents.rewards.score_request import ScoreRequest
-from headway.agents.rewards.scorers import RewardPart, RewardSpec, Scorer
+from headway.agents.rewards.scorers import RewardSpec, Scorer
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.sandbox_call import ENDS_S, SandboxLimits, SandboxResult, SandboxSpec
+from tests.agents.rewards.parts import part_of
 from tests.tiers import mostly_slow, searched
 
 SPEC = SandboxSpec("bubblewrap", SandboxLimits(memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
@@ -355,7 +356,7 @@ def test_an_answer_that_does_not_end_gets_nothing_within_its_time() -> None:
 
 @needs_bwrap
 def test_the_scorer_hands_sandbox_and_time_to_the_reward() -> None:
-    spec = RewardSpec((RewardPart.of("code", partial=True),), timeout_s=60.0, sandbox=SPEC)
+    spec = RewardSpec((part_of("code", partial=True),), timeout_s=60.0, sandbox=SPEC)
     responses = [fenced("print(int(input()) * 2)"), fenced("print(2)"), "no code at all"]
     scores = asyncio.run(Scorer(spec).serve(ScoreRequest("?", responses, DOUBLE, "test", {})))
     assert scores.rewards.tolist() == [1.0, 0.5, 0.0]
@@ -403,7 +404,7 @@ def test_code_that_uses_up_its_time_is_scored_however_long_its_sandbox_takes_to_
 
     monkeypatch.setattr(door.Sandbox, "probe", lambda _: None)
     monkeypatch.setattr(door.Sandbox, "run_blocking", run)
-    part = RewardPart.of("code", timeout_s=20)
+    part = part_of("code", timeout_s=20)
     scorer = Scorer(RewardSpec((part,), timeout_s=0.5, sandbox=SandboxSpec("process_limits")))
     scores = asyncio.run(scorer.serve(ScoreRequest("?", [""], DOUBLE, "test", {})))
     assert scores.rewards.tolist() == [0.0]
@@ -428,7 +429,7 @@ def test_as_many_responses_of_a_group_run_side_by_side_as_the_worker_has_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     monkeypatch.setattr(door.Sandbox, "probe", lambda _: None)
     monkeypatch.setattr(door.Sandbox, "run_blocking", run)
-    spec = RewardSpec((RewardPart.of("code"),), 60.0, sandbox=SandboxSpec("process_limits"), workers=workers)
+    spec = RewardSpec((part_of("code"),), 60.0, sandbox=SandboxSpec("process_limits"), workers=workers)
     request = ScoreRequest("?", ["2", "3", "2", "2", "3", "2", "3", "3"], {"inputs": ["1"], "outputs": ["2"]}, "", {})
     scores = asyncio.run(Scorer(spec).serve(request))
     assert scores.rewards.tolist() == [1, 0, 1, 1, 0, 1, 0, 0]

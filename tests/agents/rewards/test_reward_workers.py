@@ -25,6 +25,7 @@ from headway.data.interfaces.episode_groups import Scores
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.errors import ScoringFailed
+from tests.agents.rewards.parts import part_of
 from tests.tiers import mostly_slow
 
 USER_FILE = '''
@@ -184,9 +185,7 @@ async def reward_of(
     params: Any = None,
     on_timeout: Any = None,
 ) -> AsyncIterator[RewardWorkers]:
-    spec = RewardSpec(
-        (RewardPart.of(function, **(params or {})),), timeout_s, *((task.name, task.params) if task else ())
-    )
+    spec = RewardSpec((part_of(function, **(params or {})),), timeout_s, *((task.name, task.params) if task else ()))
     reward = RewardWorkers(spec, workers=workers, retries=retries, log_path=log_path, on_timeout=on_timeout)
     try:
         await reward.start()
@@ -227,9 +226,9 @@ async def test_a_reward_that_compares_two_texts_starts_no_process(
 
 @pytest.mark.parametrize("function", ["regex", "format", "math_verify", "code", "mine.py:score"])
 def test_a_reward_that_may_take_long_or_is_foreign_needs_a_process(function: str) -> None:
-    parts = RewardPart.of("exact_match"), RewardPart.of(function)
+    parts = part_of("exact_match"), part_of(function)
     assert RewardSpec(parts, 10.0).needs_process
-    assert RewardSpec((RewardPart.of("task"),), 10.0, "reasoning_gym/countdown").needs_process
+    assert RewardSpec((part_of("task"),), 10.0, "reasoning_gym/countdown").needs_process
 
 
 @pytest.mark.slow
@@ -370,9 +369,9 @@ async def test_functions_for_trl_and_verl_score_in_a_process(user_file: Path) ->
 
 
 async def test_the_parts_of_a_sum_come_with_it_from_a_worker_that_stays_light(user_file: Path) -> None:
-    parts = (RewardPart.of(f"{user_file}:right"), RewardPart("exact_match", "exact", 0.5), RewardPart.of("task"))
+    parts = (part_of(f"{user_file}:right"), RewardPart("exact_match", "exact", 0.5), part_of("task"))
     task = TaskConfig(name="sort", size=10, val_size=1)
-    spec = RewardSpec((*parts, RewardPart.of(f"{user_file}:light")), 10.0, task.name, task.params)
+    spec = RewardSpec((*parts, part_of(f"{user_file}:light")), 10.0, task.name, task.params)
     reward = RewardWorkers(spec, workers=1, retries=0, log_path=None)
     try:
         scores = await reward.score(prompt(), ["yes", " yes"])
@@ -408,7 +407,7 @@ async def test_what_workers_print_goes_to_the_log_only(user_file: Path, tmp_path
 @pytest.mark.slow
 async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_file: Path) -> None:
     reward = RewardWorkers(
-        RewardSpec((RewardPart.of(f"{user_file}:moody"),), timeout_s=60), workers=2, retries=3, log_path=None
+        RewardSpec((part_of(f"{user_file}:moody"),), timeout_s=60), workers=2, retries=3, log_path=None
     )
     await reward.start()
     endless = [asyncio.create_task(reward.score(prompt(), ["loop"])) for _ in range(3)]
@@ -471,7 +470,7 @@ from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardPart, RewardSpec
 
 async def main():
-    spec = RewardSpec((RewardPart.of(sys.argv[1]),), timeout_s=600)
+    spec = RewardSpec((part_of(sys.argv[1]),), timeout_s=600)
     reward = RewardWorkers(spec, workers=1, retries=0, log_path=None)
     await reward.start()
     print(reward._pool._workers[0].process.pid, flush=True)

@@ -19,6 +19,7 @@ from headway.config.loading import dump, load
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Scores, means_of_parts
 from headway.errors import ConfigError, ScoringFailed, UserCodeError
+from tests.agents.rewards.parts import part_of
 from tests.tiers import searched
 
 REQUEST = ScoreRequest("2+2=", ["4", "<think></think><answer>4</answer>", "five"], "4", "sums", {"kind": "math"})
@@ -244,10 +245,10 @@ def test_functions_that_contradict_each_other_are_told(overrides: tuple[str, ...
 
 
 def test_further_numbers_that_functions_return_or_log_stand_beside_the_parts(mine: str) -> None:
-    scores = scorer(RewardPart.of(f"{mine}:numbers"))(REQUEST)
+    scores = scorer(part_of(f"{mine}:numbers"))(REQUEST)
     assert scores.rewards.tolist() == [1, 1, 0]
     assert scores.parts == {"numbers": [1, 1, 0], "acc": [1, 1, 0], "words": [None, None, 1]}
-    scores = scorer(*(RewardPart.of(f"{mine}:{name}") for name in ["rewards", "logs"]))(REQUEST)
+    scores = scorer(*(part_of(f"{mine}:{name}") for name in ["rewards", "logs"]))(REQUEST)
     assert scores.rewards.tolist() == [2, 2, 2]
     assert scores.parts["rewards/length"] == [len(text) for text in REQUEST.responses]
     assert scores.parts["logs/share"] == [0.5] * 3
@@ -260,7 +261,7 @@ def test_asynchronous_functions_of_a_sum_keep_their_loop_from_group_to_group(min
 
 
 def test_a_function_with_ever_new_names_makes_no_more_metrics_than_some(mine: str) -> None:
-    assert len(scorer(RewardPart.of(f"{mine}:many"))(REQUEST).parts) == MOST_NAMES + 1
+    assert len(scorer(part_of(f"{mine}:many"))(REQUEST).parts) == MOST_NAMES + 1
 
 
 def test_means_are_over_the_answers_that_a_part_applies_to() -> None:

@@ -31,14 +31,13 @@ from headway.agents.interface.program_messages import EpisodeStart
 from headway.agents.interface.tool import OpenToolbox, Tool, ToolResult
 from headway.agents.interface.user_calls import close_quietly, is_away, path_of_commands
 from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError, cut, said_by
+from headway.runtime.task_groups import failure_ignored
 
 if TYPE_CHECKING:
     from mcp import Client
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds for a connection to end; the SDK gives a server's process six of them."""
-MOST_PAGES = 100
-"""Most pages of a server's list of tools."""
 MISSING = (
     "agent.mcp needs the package mcp, 2 or later, which is not installed here; install it with: "
     "pip install 'headway[mcp]'"
@@ -187,7 +186,7 @@ class _McpLink:
         """Ask for the name, description and parameters of each tool. Raises as `call` does."""
         found: list[dict[str, Any]] = []
         cursor: str | None = None
-        for _ in range(MOST_PAGES):  # a server may give further cursors for ever
+        while True:
             try:
                 page = await self._answer(lambda client, at=cursor: client.list_tools(cursor=at), "its list of tools")
             except _CallRefused as refused:
@@ -199,7 +198,6 @@ class _McpLink:
             cursor = page.next_cursor
             if cursor is None:
                 return found
-        raise ProgramFailed(f"{self._spec.who}: its list of tools has no end: {MOST_PAGES} pages were read")
 
     async def close(self) -> None:
         """End the connection, if there is one."""
@@ -267,8 +265,9 @@ class _McpConnection:
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any]) -> None:
         self._spec, self._target = spec, target
         loop = asyncio.get_running_loop()
-        self._ending, self._ready = asyncio.Event(), loop.create_future()
-        self._cause: BaseException = ConnectionError("the connection ended")
+        self._ending = asyncio.Event()
+        self._ready: asyncio.Future[None] = failure_ignored(loop.create_future())
+        """Done with the connection, or with why there is none."""
         self.answered = 0
         """Number of answers so far."""
         # It belongs to no episode: not its context, by which workers tell whose code holds their loop.
@@ -286,26 +285,23 @@ class _McpConnection:
     async def open(self) -> None:
         """Connect. Raises `Unavailable` for a server that is away, `ProgramFailed` for what is none."""
         spec = self._spec
-        try:
-            await asyncio.wait({self._ready, self.holder}, timeout=spec.timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            # Now: once it is cancelled and done, a late connection would pass for one that has failed.
-            late = not self.holder.done()
-            if not self._ready.done():
-                self.holder.cancel()
-        if self._ready.done() and late:
-            return
-        await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
         where = spec.url or " ".join(spec.command) or "it"
-        if late:
+        try:
+            answered, _ = await asyncio.wait({self._ready}, timeout=spec.timeout_s)
+        except asyncio.CancelledError:
+            self.holder.cancel()
+            raise
+        if not answered:
+            self.holder.cancel()
+            await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
             raise Unavailable(
                 f"{spec.who}: {where} was waited for {spec.timeout_s:g} s, and did not answer ({spec.who}.timeout_s)"
             )
-        if isinstance(self._cause, UserCodeError):
-            raise self._cause
-        away = is_away(self._cause) or _is_lost(_root(self._cause), str(_root(self._cause)))
+        if (cause := self._ready.exception()) is None or isinstance(cause, UserCodeError):
+            return self._ready.result()
+        away = is_away(cause) or _is_lost(_root(cause), str(_root(cause)))
         kind = Unavailable if away else ProgramFailed
-        raise kind(f"{spec.who}: cannot connect to {where}: {_in_words(self._cause)}") from self._cause
+        raise kind(f"{spec.who}: cannot connect to {where}: {_in_words(cause)}") from cause
 
     async def close(self) -> None:
         """End it, and wait for that: for a server's process, too."""
@@ -324,7 +320,8 @@ class _McpConnection:
                     self._ready.set_result(None)
                 await self._ending.wait()
         except (Exception, asyncio.CancelledError) as cause:
-            self._cause = cause  # `open` tells of it: an exception of this task would reach no caller
+            if not self._ready.done():  # `open` tells of it: an exception of this task would reach no caller
+                self._ready.set_exception(cause)
 
 
 class _CallRefused(Exception):

@@ -34,7 +34,6 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,12 +104,12 @@ class ServerManager:
 
 
 class VerlLoop(Program):
-    """An agent loop in verl's form. Each episode has a new object of the class, or a deep copy of the object."""
+    """An agent loop in verl's form. Each episode has a new object of the class."""
 
     def __init__(
         self, found: Any, who: str, params: Mapping[str, Any], model_path: str | None, prompt_length: int
     ) -> None:
-        """Make the program of the loop ``found``.
+        """Make the program of the loop ``found``, a class.
 
         Args:
             model_path: folder of the policy's tokenizer; None where the model is not there yet.
@@ -123,8 +122,7 @@ class VerlLoop(Program):
                 f"{who}: its run() is a plain function; write async def run(self, sampling_params, **row)"
             )
         if not inspect.isclass(found):
-            with boundary(f"{who}: each episode has a copy of it, and none can be made; give its class", UserCodeError):
-                deepcopy(found)  # tried now: an episode would fail by it much later
+            raise UserCodeError(f"{who}: it is an object, which episodes cannot share; name its class")
         self._tokenizer = None if model_path is None else _tokenizer(model_path)
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
@@ -143,10 +141,6 @@ class VerlLoop(Program):
         )
 
     def _made(self, manager: ServerManager, start: EpisodeStart) -> Any:
-        if not inspect.isclass(self._found):
-            loop = deepcopy(self._found)  # episodes go on side by side, each with what it remembers
-            loop.server_manager, loop.tokenizer = manager, self._tokenizer
-            return loop
         config = _config(self._prompt_length, start.most_tokens, start.template_kwargs)
         given = {
             "trainer_config": SimpleNamespace(config=config),

@@ -60,6 +60,7 @@ SETTINGS = {
     "step": "agent.step_timeout_s",
 }
 """The setting of each limit of an episode."""
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages(), TokenGenerate())
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -70,8 +71,6 @@ Answering = Callable[[Dialect, web.Request, AgentSession], Awaitable[web.StreamR
 class Endpoint:
     """The HTTP server at which agents ask for turns, on the running event loop."""
 
-    dialects: Sequence[Dialect]
-    """Forms of requests that are understood."""
     texts: TextCodec
     """The policy's tokenizer."""
     _: KW_ONLY
@@ -99,7 +98,7 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._told_as_json])
         self._by_path: dict[str, Dialect] = {}
-        for dialect in self.dialects:
+        for dialect in DIALECTS:
             for prefix in ("", "/v1"):  # clients add their own path to base_url with or without /v1
                 for path, answer in ((dialect.path, self._answer), (dialect.counts, self._count)):
                     if path is not None:
@@ -345,6 +344,3 @@ def _refusal(error: HeadwayError) -> RequestRefused:
 
 def _json(body: dict[str, object], status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
-
-
-DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages(), TokenGenerate())

@@ -168,14 +168,10 @@ def chat_hosting(
 
 def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Endpoint:
     """The endpoint of the agents of ``config``."""
-    from headway.agents.endpoint.endpoint_server import (
-        DIALECTS,  # here: the HTTP server takes a third of a second to import
-        Endpoint,
-    )
+    from headway.agents.endpoint.endpoint_server import Endpoint  # here: it takes a third of a second to import
 
     agent = config.agent
     return Endpoint(
-        DIALECTS,
         texts_of(renderer),
         models=agent.models,
         tokenizer=renderer.tokenizer.name_or_path,

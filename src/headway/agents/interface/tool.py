@@ -64,10 +64,9 @@ class Tool:
             UserCodeError: the name is none that APIs take.
         """
         if not isinstance(self.name, str) or NAME.fullmatch(self.name) is None:
-            left_out = f", or leave it out ({self.origin}.tools)" if self.origin.startswith("agent.mcp.") else ""
             raise UserCodeError(
                 f"{self.origin}: a tool has the name {shown(self.name)}; expected 1 to 128 of a-z, A-Z, 0-9, _, . and -"
-                f", as APIs take them; rename it{left_out}"
+                ", as APIs take them; rename it, or leave it out (agent.mcp.NAME.tools)"
             )
 
     @property

@@ -66,11 +66,6 @@ class RewardPart:
     weight: float = 1.0
     params: Mapping[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, function: str, **params: Any) -> RewardPart:
-        """Make a part of weight 1 under the function's own name."""
-        return cls(function, function.rpartition(":")[2], params=params)
-
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:

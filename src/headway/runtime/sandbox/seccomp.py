@@ -90,8 +90,8 @@ SO_SNDBUF = 7
 """The option by which a socket may hold more than is counted for it."""
 NEW_NAMESPACES = 0x7E020000
 """Flags of clone that make a namespace of any kind."""
-FAMILIES = (1,)
-"""Kinds of sockets that may be made: unix. Those of IPv4 and IPv6, loopback included, have buffers: memory that
+UNIX = 1
+"""The kind of sockets that may be made. Those of IPv4 and IPv6, loopback included, have buffers: memory that
 belongs to no process."""
 SET_PDEATHSIG = 1
 """The prctl by which a process would outlive its parent again."""
@@ -146,8 +146,7 @@ def _steps(machine: str) -> Iterator[Step]:
     yield from _on_argument(SETSOCKOPT[which], 2, [(_EQUAL, 0, 1, SO_SNDBUF), _refusal(errno.EPERM)])
     for request in TERMINAL_INPUT:
         yield from _on_argument(IOCTL[which], 1, [(_EQUAL, 0, 1, request), _refusal(errno.EPERM)])
-    known = [(_EQUAL, len(FAMILIES) - place, 0, family) for place, family in enumerate(FAMILIES)]
-    yield from _on_argument(SOCKET[which], 0, [*known, _refusal(errno.EAFNOSUPPORT)])
+    yield from _on_argument(SOCKET[which], 0, [(_EQUAL, 1, 0, UNIX), _refusal(errno.EAFNOSUPPORT)])
     yield (_RETURN, 0, 0, _ALLOW)
 
 
