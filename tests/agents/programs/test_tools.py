@@ -88,7 +88,7 @@ async def test_tools_are_loaded_with_their_schemas_and_called_by_name(file):
 @pytest.mark.parametrize(
     ("name", "said_so"),
     [
-        ("untyped", r"untyped\(a, b: int\): .*no type on a\b"),
+        ("untyped", r"untyped\(a, b: int\): .*Argument a is missing a type hint"),
         ("undocumented", r"undocumented\(a: int\): .*no docstring"),
         ("half_documented", "docstring .*'a'"),
         ("of_a_class", "Couldn't convert the type hint"),

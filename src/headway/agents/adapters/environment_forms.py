@@ -152,23 +152,14 @@ class SkyrlProgram(EnvironmentProgram[Any]):
         if value["done"]:
             return Step(done=True, reward=reward)
         instead = value.get("postprocessed_action")
-        if instead is not None and not isinstance(instead, str):
-            raise ProgramFailed(
-                f"{self.who}: step() returned postprocessed_action={shown(instead)}, expected text or None"
-            )
         answered = None if instead in (None, answer.text) else said("assistant", instead)
         return Step(self._messages(value["observations"], "step"), reward=reward, answered=answered)
 
     async def end(self, environment: Any) -> EpisodeEnd:
         if getattr(environment, "get_metrics", None) is None:
             return EpisodeEnd()
-        metrics = await self.call(environment, "get_metrics")
-        if not isinstance(metrics, Mapping):
-            raise ProgramFailed(
-                f"{self.who}: get_metrics() returned {shown(metrics)}, expected a dict of numbers by name"
-            )
         found: dict[str, float] = {}
-        for name, value in metrics.items():
+        for name, value in (await self.call(environment, "get_metrics")).items():
             with suppress(ProgramFailed):  # SkyRL's own aggregation leaves out what is no number, too
                 found[str(name)] = number(value, str(name))
         return EpisodeEnd(metrics=found)
@@ -220,11 +211,6 @@ class TrlProgram(EnvironmentProgram[_TrlEpisode]):
     async def begin(self, environment: _TrlEpisode, start: EpisodeStart) -> Step:
         row: dict[str, Any] = {"prompt": start.with_prompt()["prompt"], **start.row}
         takes = Parameters.of(environment.environment.reset)
-        if lacking := takes.lacking(row):
-            raise ProgramFailed(
-                f"{self.who}: reset() needs {', '.join(map(repr, lacking))}, and the row has {', '.join(sorted(row))}"
-                "; give the parameter a default, or the row that column"
-            )
         value = await self.call(environment.environment, "reset", **takes.given(row))
         if value is None:
             return Step(start.messages)

@@ -160,19 +160,16 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
                 received = await socket.receive()
         if received.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
             raise ProgramAway(f"{doing}: the server closed the connection ({socket.close_code})")
+        answer = received.data
+        with suppress(TypeError, ValueError):
+            answer = json.loads(answer)
+        match answer:
+            case {"type": "observation", "data": {"observation": dict()} as body}:
+                return body
+            case {"type": "error", "data": dict() as body}:
+                raise self._error(doing, body)
         expected = 'expected {"type": "observation", "data": {"observation": {…}, "reward": …, "done": …}}'
-        try:
-            answer = json.loads(received.data)
-        except (TypeError, ValueError):
-            raise ProgramFailed(f"{doing}: the server answered {shown(received.data)}, {expected}") from None
-        body = answer.get("data") if isinstance(answer, dict) else None
-        if not isinstance(body, dict):
-            raise ProgramFailed(f"{doing}: the server answered {shown(answer)}, {expected}")
-        if answer.get("type") == "error":
-            raise self._error(doing, body)
-        if answer.get("type") != "observation" or not isinstance(body.get("observation"), dict):
-            raise ProgramFailed(f"{doing}: the server answered {shown(answer)}, {expected}")
-        return body
+        raise ProgramFailed(f"{doing}: the server answered {shown(answer)}, {expected}")
 
     def _error(self, doing: str, body: Mapping[str, Any]) -> Exception:
         text = cut(" ".join(str(body.get("message", body)).split()), 300)

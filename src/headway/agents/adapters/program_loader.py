@@ -116,8 +116,6 @@ def _load(spec: ProgramSpec) -> Program:
     if spec.program is not None:
         _refuse_tools(spec)
         found = load_object(spec.program)
-        if inspect.isclass(found) and not hasattr(found, "run") and hasattr(found, "step"):
-            raise UserCodeError(f"{spec.shown}: it has step(), as environments have; name it in agent.environment")
         if is_verl_loop(found):
             return VerlLoop(found, spec.shown, spec.params, spec.model_path, spec.prompt_length)
         return OwnProgram(found, spec.shown, spec.params)
@@ -204,8 +202,6 @@ def _is_skyrl(found: Callable[..., Any]) -> bool:
 
 def _lacking(who: str, kind: type, environment: Any) -> str:
     """The message for an environment of no known form."""
-    if callable(getattr(environment, "run", None)):
-        return f"{who}: it has run(), as programs have; name it in agent.program"
     own = [f"{name}()" for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
     return (
         f"{who}: {kind.__name__} has none of the forms of an environment: TRL's, reset(**row) and get_reward() or "

@@ -222,7 +222,7 @@ def token_logprobs(wanted: ParsedRequest, turn: MadeTurn) -> list[dict[str, Any]
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of messages, and what templates call them."""
-_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text") | {"refusal": "refusal"}
 """Types of parts that are text, and the field that has it."""
 
 

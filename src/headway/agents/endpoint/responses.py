@@ -92,7 +92,8 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
                 messages.append(said(role, text))
             begun = role == "assistant"
         elif kind == "reasoning":
-            messages.append({**said("assistant", ""), "reasoning_content": _thoughts(item, where)})
+            thoughts = text_of(item.get("content"), f"{where}.content")
+            messages.append({**said("assistant", ""), "reasoning_content": thoughts})
             begun = True
         elif kind == "function_call":
             if not begun:
@@ -110,15 +111,6 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
                 f"{where}.type", kind, "message, function_call, function_call_output or reasoning: no others are read"
             )
     return messages
-
-
-def _thoughts(item: dict[str, Any], where: str) -> str:
-    parts = item.get("content") or []
-    if not isinstance(parts, list) or not all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
-    ):
-        raise wrong(f"{where}.content", parts, 'a list of {"type": "reasoning_text", "text": …}')
-    return "".join(part["text"] for part in parts)
 
 
 # ------------------------------------------------------------------------------------------------- answers

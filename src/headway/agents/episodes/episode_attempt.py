@@ -24,7 +24,7 @@ from headway.agents.episodes.episode_tokens import EpisodeTokens, TurnContext
 from headway.agents.episodes.request_dispatcher import Affinity, PendingRequest, RequestDispatcher
 from headway.agents.interface.program_messages import EpisodeEnd, MadeTurn, Message, TurnNote, TurnRequest
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
-from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, SampledTokens, TrajectoryId
+from headway.data.types import Conversation, FinishReason, SampledTokens, TrajectoryId
 from headway.errors import EpisodeOver, HeadwayError, ProgramFailed, UserCodeError, WorkerDied, boundary
 from headway.runtime.task_groups import failure_ignored
 
@@ -263,20 +263,9 @@ class EpisodeAttempt:
         given = tuple(rewards.get(number, 0.0) for number in range(max(rewards, default=-1) + 1))
         return replace(end, turn_rewards=given)
 
-    def rows(
-        self, turn_rewards: tuple[float, ...], *, failed: bool
-    ) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
-        """The rows to train on, none where the episode ``failed``, and the rewards of turns, by numbers that count
-        answered turns alone."""
-        numbers = sorted(self.numbers)  # a turn that was given up has no tokens, and no number
-        order = {number: new for new, number in enumerate(numbers)}
-        rows = [
-            replace(row, turns=tuple(span._replace(number=order[span.number]) for span in row.turns))
-            if isinstance(row, RowTokens) and len(order) < self.asked
-            else row
-            for row in (() if failed else self.record.rows())
-        ]
-        return rows, tuple(turn_rewards[number] for number in numbers if number < len(turn_rewards))
+    def rewards_of_answers(self, turn_rewards: tuple[float, ...]) -> tuple[float, ...]:
+        """Rewards of turns, by numbers that count answered turns alone."""
+        return tuple(turn_rewards[number] for number in sorted(self.numbers) if number < len(turn_rewards))
 
     # ------------------------------------------------------------------------------------- turns
 

@@ -285,20 +285,23 @@ class TokenRows:
     def rows(self) -> list[RowTokens]:
         """The rows to train on, cut before their first trained token: what comes before is their prompt.
 
-        A row in which no token was sampled is left out.
+        Turns are numbered anew, without gaps. A row in which no token was sampled is left out.
         """
-        return [_row(row) for row in self._rows if any(len(tokens.ids) for _, tokens in row.turns)]
+        numbers = sorted(turn.number for row in self._rows for turn, _ in row.turns)
+        places = {number: place for place, number in enumerate(numbers)}
+        return [_row(row, places) for row in self._rows if any(len(tokens.ids) for _, tokens in row.turns)]
 
 
-def _row(row: _GrowingRow) -> RowTokens:
+def _row(row: _GrowingRow, places: Mapping[int, int]) -> RowTokens:
     first = row.turns[0][0].start
     n = len(row.ids) - first
     mask, logprobs, versions = np.zeros(n, np.bool_), np.zeros(n, np.float32), np.full(n, NO_VERSION, np.int32)
-    turns = [(turn._replace(start=turn.start - first, stop=turn.stop - first), tokens) for turn, tokens in row.turns]
-    for turn, tokens in turns:
-        here = slice(turn.start, turn.stop)
+    turns = []
+    for turn, tokens in row.turns:
+        turns.append(turn._replace(number=places[turn.number], start=turn.start - first, stop=turn.stop - first))
+        here = slice(turn.start - first, turn.stop - first)
         mask[here], logprobs[here], versions[here] = True, tokens.logprobs, tokens.versions
-    return RowTokens(row.ids[:first], row.ids[first:], logprobs, versions, mask, tuple(turn for turn, _ in turns))
+    return RowTokens(row.ids[:first], row.ids[first:], logprobs, versions, mask, tuple(turns))
 
 
 def call_key(

@@ -285,7 +285,7 @@ class ProgramEpisode:
     # ------------------------------------------------------------------------------------- the end
 
     def _made(self, one: EpisodeAttempt, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
-        rows, turn_rewards = one.rows(end.turn_rewards, failed=failure is not None)
+        rows = one.record.rows() if failure is None else []
         places = tuple(
             row if isinstance(row, RowAt) else RowAt(index, len(row.prompt_ids), len(row.ids))
             for index, row in enumerate(rows)
@@ -300,7 +300,7 @@ class ProgramEpisode:
             rows=places,
             conversation=one.conversation,
             reward=end.reward,
-            turn_rewards=turn_rewards,
+            turn_rewards=one.rewards_of_answers(end.turn_rewards),
             failure=failure,
             again=self._again,
             limit=one.limit,

@@ -151,11 +151,6 @@ def make_tool(function: Callable[..., Any], spec: str) -> Tool:
     for parameter in signature.parameters.values():
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD, Parameter.POSITIONAL_ONLY):
             raise UserCodeError(f"{refused}: {str(parameter)!r} cannot be given by name, as arguments of calls are")
-    untyped = [name for name, parameter in signature.parameters.items() if parameter.annotation is Parameter.empty]
-    if untyped:
-        raise UserCodeError(f"{refused}: there is no type on {', '.join(untyped)}; {EXPECTED}")
-    if not inspect.getdoc(function):
-        raise UserCodeError(f"{refused}: it has no docstring; {EXPECTED}")
     from transformers.utils import get_json_schema
 
     try:
