@@ -165,7 +165,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
             answer = json.loads(answer)
         match answer:
             case {"type": "observation", "data": {"observation": dict()} as body}:
-                return body
+                return body  # type: ignore[no-any-return]  # a dict, as it was matched
             case {"type": "error", "data": dict() as body}:
                 raise self._error(doing, body)
         expected = 'expected {"type": "observation", "data": {"observation": {…}, "reward": …, "done": …}}'
