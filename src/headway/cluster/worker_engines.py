@@ -86,7 +86,9 @@ class LogpReceiver:
         return await self._paths.stage(self.name, version)
 
     async def activate(self, version: int) -> float:
-        seconds: list[float] = await concurrently(worker.call("activate", version) for worker in self._ranks.workers)
+        seconds: list[float] = await concurrently(
+            worker.call("copy.activate", version) for worker in self._ranks.workers
+        )
         return max(seconds)
 
     async def probe(self) -> NDArray[np.float32] | None:
@@ -94,7 +96,7 @@ class LogpReceiver:
             return None
         served: NDArray[np.float32]
         # On all ranks, though one answer is enough: the forward pass is collective.
-        served, *_ = await concurrently(worker.call("probe") for worker in self._ranks.workers)
+        served, *_ = await concurrently(worker.call("copy.probe") for worker in self._ranks.workers)
         return served
 
 

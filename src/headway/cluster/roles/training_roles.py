@@ -7,7 +7,6 @@ compute are collective over the ranks of a role.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -254,8 +253,9 @@ class RefRole(ColumnRole):
 
 
 class LogpRole(Role):
-    """Role of one rank that recomputes log-probs. Methods that compute are collective over these ranks; each takes its
-    part of new weights from its machine's copy.
+    """Role of one rank that recomputes log-probs, by its ``copy`` of the policy, whose methods callers name
+    (``copy.activate``). Methods that compute are collective over these ranks; each takes its part of new weights from
+    its machine's copy.
     """
 
     def __init__(self, **common: Any) -> None:
@@ -272,7 +272,7 @@ class LogpRole(Role):
         """Open the model, for updates in the layout ``manifest``."""
         from headway.engines.train.fsdp.column_engines import LogProbCopy
 
-        self._copy: LogProbCopy = LogProbCopy(
+        self.copy: LogProbCopy = LogProbCopy(
             model_path=self._model_path,
             config=self._config,
             mesh=self._mesh,
@@ -283,24 +283,15 @@ class LogpRole(Role):
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[NDArray[np.float32]]:
-        return self._copy.proximal_logprobs(self.batch.rows(samples), version)
+        return self.copy.proximal_logprobs(self.batch.rows(samples), version)
 
     async def stage_weights(self, version: int, left: Left) -> ReceiveReport:
         """Stage ``version``. ``left``: what senders left, or where another process has the version."""
         with self.inbox.holding(version, left):
-            return await self._copy.stage_weights(version)
-
-    def activate(self, version: int) -> float:
-        """Serve the staged ``version``. Returns the seconds it took."""
-        started = time.perf_counter()
-        self._copy.activate(version)
-        return time.perf_counter() - started
-
-    def probe(self) -> NDArray[np.float32]:
-        return self._copy.probe()
+            return await self.copy.stage_weights(version)
 
     def close(self) -> None:
         """Close the receiver's end of the link to the trainer."""
         self.inbox.close()  # first: a thread may be waiting for a bucket
-        if hasattr(self, "_copy"):
-            self._copy.close()
+        if hasattr(self, "copy"):
+            self.copy.close()

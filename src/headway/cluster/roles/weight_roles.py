@@ -218,7 +218,6 @@ class WeightSendRole:
                 share = route.manifest
             if share is None:
                 return None
-            self._check_connected(version, send)
             if route.staged is not None:
                 gathered = route.staged.gather(version, windows)
                 sent = self._send(version, send, route.staged.outgoing(version, to=send.base), share)
@@ -234,19 +233,19 @@ class WeightSendRole:
 
     def gather(self, version: int, gather: Gather) -> GatherReport:
         """Gather this rank's share of the weights into its copies."""
-        total = GatherReport(0.0, 0)
+        reports = [GatherReport(0.0, 0)]
         for route in self._routes.values():
             windows = gather(route.manifest, self._bucket_bytes)
-            if route.staged is None:  # a rank without a share draws its windows, too: that is collective
-                deque(windows, maxlen=0)
-                continue
             try:
-                gathered = route.staged.gather(version, windows)
-            finally:
+                if route.staged is not None:
+                    reports.append(route.staged.gather(version, windows))
+            finally:  # a rank without a share, or one that fails, draws its windows, too: that is collective
                 deque(windows, maxlen=0)
-            gather_s, nbytes = total.gather_s + gathered.gather_s, total.nbytes + gathered.nbytes
-            total = GatherReport(gather_s, nbytes, gathered.changed)
-        return total
+        return GatherReport(
+            gather_s=sum(report.gather_s for report in reports),
+            nbytes=sum(report.nbytes for report in reports),
+            changed=reports[-1].changed,
+        )
 
     async def send_gathered(self, version: int, send: Send) -> Sent:
         """Send the copy of this rank's share on another thread, so that the rank can train meanwhile."""
@@ -263,22 +262,13 @@ class WeightSendRole:
         route = self._routes[send.dtype]
         if route.staged is None or route.share is None:
             raise UpdateFailed(f"version {version} was to be sent from a copy, and none is made with these settings")
-        self._check_connected(version, send)
         return self._send(version, send, route.staged.outgoing(version, to=send.base), route.share)
 
-    def _check_connected(self, version: int, send: Send) -> None:
-        if send.key not in self._senders:
-            raise UpdateFailed(f"version {version}: the trainer is not connected to {send.key}; reach it first")
-
     def _send(self, version: int, send: Send, weights: OutgoingWeights, share: Manifest) -> Sent:
+        if (sender := self._senders.get(send.key)) is None:
+            raise UpdateFailed(f"version {version}: the trainer is not connected to {send.key}; reach it first")
         started = time.perf_counter()
-        stored = self._senders[send.key].send(version, weights)
-        seconds = time.perf_counter() - started
-        report = SendReport(
-            gather_s=0.0,
-            send_s=seconds,
-            nbytes=weights.nbytes,
-            checksum=combined(weights.digests),
-            full_nbytes=share.nbytes,
-        )
-        return Sent(report, tuple(weights.digests), (stored,))
+        stored = sender.send(version, weights)
+        seconds, digests = time.perf_counter() - started, weights.digests
+        report = SendReport(0.0, seconds, weights.nbytes, combined(digests), full_nbytes=share.nbytes)
+        return Sent(report, digests, (stored,))

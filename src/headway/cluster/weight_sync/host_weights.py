@@ -51,13 +51,13 @@ class HostWeights:
         """True while a stored version may be used for this copy as for others."""
         self._stored_versions: asyncio.Future[tuple[StoredVersion | None, ...]] | None = None
         """Stored versions of the transfer that is under way."""
-        self._arrival: tuple[int, asyncio.Task[ReceiveReport]] | None = None
-        """Version that the owner was last told to receive, and its report."""
+        self._arrival: asyncio.Task[ReceiveReport] | None = None
+        """Report of the version that the owner was last told to receive."""
 
     def begin(self, workers: Sequence[Worker]) -> None:
         """Prepare for a version that ``workers`` load, one of which takes over if the owner is not among them."""
         if self._arrival is not None:
-            self._arrival[1].cancel()  # of the version before, if it has not ended
+            self._arrival.cancel()  # of the version before, if it has not ended
         self._stored_versions, self._arrival = asyncio.get_running_loop().create_future(), None
         if self.owner not in workers:
             self.owner = workers[0]
@@ -84,11 +84,11 @@ class HostWeights:
     async def stage(self, worker: Worker, version: int) -> ReceiveReport:
         """Have the owner receive, or another worker map what the owner has received."""
         assert self.owner is not None and self._stored_versions is not None, "staging comes after `begin`"
-        if self._arrival is None:
-            self._arrival = version, asyncio.create_task(self._receive(self.owner, self._stored_versions, version))
-        arrived_version, arrival = self._arrival
-        assert arrived_version == version, "each transfer is of one version"
-        return await (arrival if worker is self.owner else self._map(worker, self.owner, version, arrival))
+        if self._arrival is None:  # each transfer is of one version
+            self._arrival = asyncio.create_task(self._receive(self.owner, self._stored_versions, version))
+        if worker is self.owner:
+            return await self._arrival
+        return await self._map(worker, self.owner, version, self._arrival)
 
     async def _receive(
         self, owner: Worker, stored_versions: asyncio.Future[tuple[StoredVersion | None, ...]], version: int
@@ -128,7 +128,7 @@ NO_COPY = "within a process weights are handed over while training stands still,
 
 
 class WithinProcesses:
-    """Implementation of `WeightPaths` where each receiver gets weights from the training rank in its process."""
+    """Transfers to receivers that each share a process with a training rank, from which they get the weights."""
 
     def __init__(self, actor: WorkerGroup, timeouts: Timeouts, *, verify: bool) -> None:
         self._actor = actor

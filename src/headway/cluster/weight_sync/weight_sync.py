@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from headway.cluster.roles.weight_roles import Send, Sent, transport_in
-from headway.cluster.weight_sync.host_weights import HostWeights
+from headway.cluster.weight_sync.host_weights import HostWeights, WithinProcesses
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.placement import LOGP
@@ -32,50 +31,12 @@ from headway.errors import UpdateFailed, WorkerDied
 from headway.runtime.task_groups import both, concurrently, failure_ignored
 
 
-class WeightPaths(Protocol):
-    """Transfer of weights from the trainer's ranks to receivers."""
-
-    async def add(self, name: str, workers: Sequence[Worker], dtype: str) -> None:
-        """Add a receiver that may be reached from now on, with weights in ``dtype``: one worker, or several that hold a
-        copy of the policy together. A replacement takes the place of the receiver before it.
-        """
-
-    def trainer_restarted(self, address: Address | None) -> None:
-        """Meet other ranks from now on, whose store is at ``address``. They know nothing of what was sent before."""
-
-    async def reach(self, names: Sequence[str]) -> None:
-        """Connect to the receivers, as `TrainEngine.reach` does."""
-
-    async def send(self, version: int, names: Sequence[str]) -> SendReport:
-        """Gather and send a version, as `TrainEngine.send_weights` does."""
-
-    async def gather(self, version: int) -> GatherReport:
-        """Gather a version into a copy, as `TrainEngine.gather_weights` does."""
-
-    async def send_gathered(self, version: int, names: Sequence[str]) -> SendReport:
-        """Send the ranks' copies, as `TrainEngine.send_gathered` does."""
-
-    def copy_of(self, name: str) -> str:
-        """Return what `PolicyReceiver.copy` of a receiver is."""
-
-    async def stage(self, name: str, version: int) -> ReceiveReport:
-        """Let a receiver stage a version, as `PolicyReceiver.stage_weights` does."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Receiver:
-    dtype: str
-    members: list[tuple[Worker, HostWeights]]
-    """Its workers, each with the copy that it loads from: several hold the policy together."""
-
-
 @dataclass(slots=True)
 class _TransportConnection:
     links: list[Link]
     """Link of each rank that sends."""
-    owners: list[Worker]
-    broken: bool = True
-    """True until all have met, and when one has failed since."""
+    owners: Sequence[Worker] = ()
+    """Receiving ends; none until all have met, and when one has failed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +87,8 @@ class WeightSync:
         """True where each receiver gets weights by itself, from a copy."""
         self._device = device if through_devices(config, device) else CPU.name
         """Device between which buckets go; then a replica of the native engine has them there for itself."""
-        self._receivers: dict[str, _Receiver] = {}
+        self._receivers: dict[str, list[tuple[Worker, HostWeights]]] = {}
+        """Workers of each receiver, each with the copy that it loads from: several hold the policy together."""
         self._copies: dict[str, HostWeights] = {}
         self._connections: dict[str, _TransportConnection] = {}
         self._published: dict[str, _PublishedCopy] = {}
@@ -136,11 +98,12 @@ class WeightSync:
         self._generation = 0
 
     async def add(self, name: str, workers: Sequence[Worker], dtype: str) -> None:
-        """Add a receiver as `WeightPaths.add` does."""
-        keys = [f"{dtype}/{copy}" for copy in await concurrently(self._copy_name(name, worker) for worker in workers)]
-        self._receivers[name] = _Receiver(
-            dtype, [(worker, self._copy(key, dtype)) for worker, key in zip(workers, keys, strict=True)]
-        )
+        """Add a receiver that may be reached from now on, with weights in ``dtype``: one worker, or several that hold a
+        copy of the policy together. A replacement takes the place of the receiver before it.
+        """
+        names = await concurrently(self._copy_name(name, worker) for worker in workers)
+        copies = [self._copy(f"{dtype}/{copy}", dtype) for copy in names]
+        self._receivers[name] = list(zip(workers, copies, strict=True))
 
     async def _copy_name(self, receiver: str, worker: Worker) -> str:
         """Return the name of the copy of the weights that ``worker`` loads from: one for its machine, or its own."""
@@ -153,15 +116,14 @@ class WeightSync:
 
     def _copy(self, key: str, dtype: str) -> HostWeights:
         if key not in self._copies:
-            mapping_s = self._timeouts.mapping_s
             self._copies[key] = HostWeights(
-                key, dtype, streamed=self._streamed, mapping_s=mapping_s, on_failure=self._broke
+                key, dtype, streamed=self._streamed, mapping_s=self._timeouts.mapping_s, on_failure=self._broke
             )
         return self._copies[key]
 
     def copy_of(self, name: str) -> str:
         """Return what `PolicyReceiver.copy` of a receiver is."""
-        return ", ".join(dict.fromkeys(copy.key for _, copy in self._receivers[name].members))
+        return ", ".join(dict.fromkeys(copy.key for _, copy in self._receivers[name]))
 
     def trainer_restarted(self, address: Address | None) -> None:
         """Meet other ranks from now on, whose store is at ``address``. They know nothing of what was sent before."""
@@ -179,14 +141,14 @@ class WeightSync:
         """Connect to the receivers, as `TrainEngine.reach` does."""
         there: dict[str, list[Worker]] = defaultdict(list)
         for name in names:
-            for worker, copy in self._receivers[name].members:
+            for worker, copy in self._receivers[name]:
                 there[copy.key].append(worker)
         for key, workers in there.items():
             self._copies[key].begin(workers)  # before any link: who receives for a machine may be another one now
         await concurrently(self._connect(key, members) for key, members in self._by_link(names).items())
 
     def _copies_of(self, names: Sequence[str]) -> list[HostWeights]:
-        return list({copy.key: copy for name in names for _, copy in self._receivers[name].members}.values())
+        return list({copy.key: copy for name in names for _, copy in self._receivers[name]}.values())
 
     def _by_link(self, names: Sequence[str]) -> dict[str, list[HostWeights]]:
         """Return the copies by key of their link: one per copy with a stream to itself, else one for all of a dtype."""
@@ -199,7 +161,7 @@ class WeightSync:
         async with self._turns[key]:
             connection = self._connections.get(key)
             owners = [copy.owner for copy in copies if copy.owner is not None]
-            if connection is None or (self._streamed and (connection.broken or connection.owners != owners)):
+            if connection is None or (self._streamed and connection.owners != owners):
                 await self._meet(key, copies, owners)
             elif not self._streamed:  # a stored version's place does not depend on who receives
                 await self._open_owners(key, connection.links, [copy for copy in copies if copy.link != key])
@@ -207,13 +169,13 @@ class WeightSync:
     async def _meet(self, key: str, copies: Sequence[HostWeights], owners: Sequence[Worker]) -> None:
         """Open all ends of new links side by side, as those of some transports wait for each other."""
         links = self._links(copies[0].dtype, owners)
-        connection = self._connections[key] = _TransportConnection(links, list(owners))
+        connection = self._connections[key] = _TransportConnection(links)
         senders = zip(self._actor.workers, links, strict=False)
         await both(
             concurrently(rank.call("outbox.connect", key, link) for rank, link in senders),
             self._open_owners(key, links, copies),
         )
-        connection.broken = False  # after both: a rendezvous that failed half-way is held again
+        connection.owners = owners  # after both: a rendezvous that failed half-way is held again
 
     async def _open_owners(self, key: str, links: Sequence[Link], copies: Sequence[HostWeights]) -> None:
         await concurrently(self._open_owner(copy.owner, links) for copy in copies if copy.owner is not None)
@@ -256,7 +218,7 @@ class WeightSync:
                 sent: Sent = await self._actor.send_weights(version, send, False, verify)
                 reports[dtype] = sent.report
                 _tell(copies, sent)
-        checksums = {name: reports[self._receivers[name].dtype].checksum for name in names}
+        checksums = {name: reports[self._receivers[name][0][1].dtype].checksum for name in names}
         return _together(list(reports.values()), checksums)
 
     async def gather(self, version: int) -> GatherReport:
@@ -333,8 +295,7 @@ class WeightSync:
 
     async def stage(self, name: str, version: int) -> ReceiveReport:
         """Let a receiver stage a version, as `PolicyReceiver.stage_weights` does."""
-        members = self._receivers[name].members
-        reports = await concurrently(copy.stage(worker, version) for worker, copy in members)
+        reports = await concurrently(copy.stage(worker, version) for worker, copy in self._receivers[name])
         if len({report.checksum for report in reports}) > 1:
             raise UpdateFailed("ranks that hold a copy of the policy together have received different weights")
         return max(reports, key=lambda report: report.recv_s)
@@ -343,7 +304,8 @@ class WeightSync:
         """Have links at which ``owner`` failed made anew, where the ends depend on each other."""
         if self._streamed:
             for connection in self._connections.values():
-                connection.broken |= owner in connection.owners
+                if owner in connection.owners:
+                    connection.owners = ()
 
 
 def _tell(copies: Sequence[HostWeights], sent: Sent) -> None:
@@ -363,3 +325,7 @@ def _together(reports: Sequence[SendReport], checksums: Mapping[str, int]) -> Se
         changed=reports[0].changed,
         probe=reports[0].probe,
     )
+
+
+WeightPaths = WeightSync | WithinProcesses
+"""Transfer of weights from the trainer's ranks to receivers."""

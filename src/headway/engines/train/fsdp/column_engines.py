@@ -7,6 +7,7 @@ FsdpCritic        the initial model's decoder with a scalar head and its own opt
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,8 +64,8 @@ class ProximalWeights:
         """Track the weights of ``module``. Without ``keeps_copy`` a version's start is lost at its first step."""
         self._module = module
         self._keeps_copy = keeps_copy
-        self._known: int | None = None
-        """The version whose start is known: as the present policy, or as the copy."""
+        self._copied: int | None = None
+        """The version whose start is the copy."""
         self._stepped: int | None = None
         """The version that the last optimizer step belongs to."""
         self._copy: list[torch.Tensor] = []
@@ -77,12 +78,11 @@ class ProximalWeights:
     def restored(self, version: int) -> Iterator[None]:
         """Context in which the module holds the policy at the start of ``version``. Raises `RunError` if unknown."""
         if self._stepped is None or version > self._stepped:  # no step of it was made: the policy is where it starts
-            if self._known != version and self._keeps_copy:
-                self._copy = self._snapshot()
-            self._known = version
+            if self._keeps_copy and self._copied != version:
+                self._copied, self._copy = version, self._snapshot()
             yield
             return
-        if self._known != version or not self._keeps_copy:
+        if self._copied != version:
             raise RunError(
                 f"log-probs under the policy at the start of version {version} were asked for after its first "
                 "optimizer step, and nobody had asked before it; ask at the version's first batch"
@@ -164,9 +164,13 @@ class LogProbCopy:
         """Receive the weights of ``version``, to be served after `activate`. Raises `UpdateFailed`."""
         return await outcome(self._updates.start(version))
 
-    def activate(self, version: int) -> None:
-        """Serve the staged ``version``. Raises `UpdateFailed` unless it is the version received last."""
+    def activate(self, version: int) -> float:
+        """Serve the staged ``version``, and return the seconds it took. Raises `UpdateFailed` unless it is the version
+        received last.
+        """
+        started = time.perf_counter()
         self._updates.load(version)
+        return time.perf_counter() - started
 
     def close(self) -> None:
         """Stop receiving updates; one that is under way ends by itself."""

@@ -59,27 +59,25 @@ class SampledRows:
             id(row): place for place, row in enumerate(rows) if row.episode is not None and row.episode[:3] in groups
         }
         """Identity of a row, as an object → its place among the step's rows."""
-        self._seen: list[tuple[Sequence[CollatedRow], Tensor, Tensor]] = []
-        """The micro-batches with some of them. Read at the end: reading would wait for the device."""
+        self._seen: dict[int, tuple[CollatedRow, Tensor, Tensor]] = {}
+        """Rows that were seen, by place. Read at the end: reading would wait for the device."""
 
     def look(self, rows: Sequence[CollatedRow], logprobs: Float[Tensor, " M"], entropy: Float[Tensor, " M"]) -> None:
         """Take what is shown of one micro-batch: its rows, and what the forward pass says of their tokens."""
-        if any(id(row) in self._wanted for row in rows):
-            self._seen.append((rows, logprobs.detach(), entropy.detach()))  # detached: the graph would stay in memory
+        lengths = [len(row.loss_mask) for row in rows]
+        # Detached: the graph would stay in memory.
+        parts = (values.detach().split(lengths) for values in (logprobs, entropy))
+        for row, *computed in zip(rows, *parts, strict=True):
+            if (place := self._wanted.get(id(row))) is not None:
+                self._seen[place] = (row, *computed)
 
     def rows(self) -> tuple[TrainedRow, ...]:
         """Return what was seen, in the order of the step's rows."""
-        found: dict[int, TrainedRow] = {}
-        for rows, *computed in self._seen:
-            ends = np.cumsum([len(row.loss_mask) for row in rows])[:-1]
-            parts = (np.split(values.float().cpu().numpy(), ends) for values in computed)
-            for row, logprobs_T, entropy_T in zip(rows, *parts, strict=True):
-                if (place := self._wanted.get(id(row))) is not None:
-                    found[place] = _trained(row, logprobs_T, entropy_T)
-        return tuple(row for _, row in sorted(found.items()))
+        return tuple(_trained(*seen) for _, seen in sorted(self._seen.items()))
 
 
-def _trained(row: CollatedRow, logprobs_T: NDArray[np.float32], entropy_T: NDArray[np.float32]) -> TrainedRow:
+def _trained(row: CollatedRow, *computed: Tensor) -> TrainedRow:
+    logprobs_T, entropy_T = (values.float().cpu().numpy() for values in computed)
     length = len(row.loss_mask)
     kept = np.arange(length)
     if length > LONGEST:
