@@ -21,8 +21,6 @@ class Held(StrEnum):
     """It is written over the served weights."""
     LOADED = "loaded"
     """It is what is served."""
-    GIVEN_UP = "given up"
-    """A part of it was written over the served weights, and the rest did not come, or was not what was sent."""
 
 
 class ReceiverState:
@@ -31,7 +29,6 @@ class ReceiverState:
         LOADED ─begin─▶ ARRIVING ─complete─▶ COMPLETE ─begin_load─▶ LOADING ─loaded─▶ LOADED ─begin─▶ …
                            │                    ▲                      │
                            └─fail─▶ ABSENT      └──────fail_load───────┘
-                                    GIVEN_UP, where a part was written over the served weights
 
     One version at a time: while one arrives, or is loaded, a call that begins another is refused.
 
@@ -89,13 +86,11 @@ class ReceiverState:
     def fail(self, *, torn: bool = False) -> None:
         """Note that the version will not come. ``torn``: a part of it was written over the served weights."""
         with self._lock:
+            self.held = Held.ABSENT
             if torn:
                 self.tear()
-                self.held = Held.GIVEN_UP
             elif self.in_place:  # nothing was written: all is as it was
                 self.held, self.version, self.served, self.problem = self._before
-            else:
-                self.held = Held.ABSENT
 
     def begin_load(self, version: int, staged: int | None) -> None:
         """Note that ``version`` is loaded from now on.
@@ -104,14 +99,11 @@ class ReceiverState:
         """
         with self._lock:
             self._check_idle(f"loading version {version}")
-            if self.held is Held.GIVEN_UP:
-                raise UpdateFailed(f"{self.name} cannot activate version {version}: {self.problem}")
             if staged != version:
-                raise UpdateFailed(
-                    f"{self.name} was told to activate version {version}, but "
-                    f"{'nothing' if staged is None else f'version {staged}'} is staged; "
-                    f"call stage_weights({version}) first"
-                )
+                why = f"{'nothing' if staged is None else f'version {staged}'} is staged; stage that version first"
+                if staged is None and self.problem is not None:
+                    why = self.problem
+                raise UpdateFailed(f"{self.name} cannot activate version {version}: {why}")
             self.held = Held.LOADING
 
     def tear(self) -> None:
