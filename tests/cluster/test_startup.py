@@ -83,8 +83,6 @@ class PlannedCluster:
             raise failure
         answers = {
             "layout": Manifest(slots=()),
-            "served_dtype": "float32",
-            "compute_dtype": "float32",
             "monotonic": asyncio.get_running_loop().time(),
             "serve": Capabilities(on_update=self.on_update, reproducible=True),
         }

@@ -59,6 +59,7 @@ from headway.devices import kind_of
 from headway.engines.weights.protocols import Address
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, RunError, StallError, UserError
+from headway.models.dtypes import compute_dtype, served_dtype
 from headway.models.model_folder import hidden_size, text_config
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.recovery.rank_restarts import RestartableRanks
@@ -180,8 +181,7 @@ class Startup:
         hardware = await concurrently(
             self._wait(f"{name} to describe its machine", self._workers[name].call("hardware")) for name in computing
         )
-        dtype = await self._wait("rollout-0 to say its dtype", replicas[0].served_dtype())
-        computed = await self._wait("actor-0 to say its dtype", actor.compute_dtype())
+        dtype, computed = served_dtype(config, self._device), compute_dtype(config, self._device)
         self._dtypes = {ROLLOUT: dtype, LOGP: computed}
         holders = {group.name: (group.workers, dtype) for group in replicas}
         if logp is not None:
@@ -342,7 +342,7 @@ class Startup:
             await self._files.check_later(worker, receives=True)
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
-        await self._paths.add(worker.name, [worker], await group.served_dtype())
+        await self._paths.add(worker.name, [worker], self._dtypes[ROLLOUT])
         return await self._serve(group)
 
     async def _replace_hosted(self) -> None:

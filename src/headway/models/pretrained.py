@@ -20,8 +20,6 @@ from transformers.distributed import DistributedConfig, DistributedMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from headway.config.schema import Config
-from headway.devices import kind_of
 from headway.errors import ModelError, boundary
 from headway.models.model_folder import needs_own_code
 from headway.models.tokenizer import check_folder, expanded
@@ -31,20 +29,6 @@ DECODERS_ALWAYS = ("gpt_neox", "gpt_neox_japanese")
 """Model types that are decoders although their config's ``is_decoder`` is false."""
 LOADING = threading.Lock()
 """Lock held while a model is loaded: roles of one process load theirs one after the other."""
-
-
-def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Dtype of the trainer's matrix products: ``model.dtype``; ``auto`` is bfloat16 on GPUs, float32 on CPUs."""
-    return _dtype(config.model.dtype, getattr(torch, kind_of(device).dtype))
-
-
-def served_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Dtype of the weights that rollouts are served from: ``rollout.dtype``; ``auto`` is the trainer's."""
-    return _dtype(config.rollout.dtype, compute_dtype(config, device))
-
-
-def _dtype(name: str, auto: torch.dtype) -> torch.dtype:
-    return {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def load_model(

@@ -15,6 +15,7 @@ from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, resolve_pl
 from headway.config.sizing.run_memory import replica_room
 from headway.devices import memory_listed_here
 from headway.errors import ConfigError, ModelError, boundary
+from headway.models.dtypes import served_dtype
 from headway.models.model_folder import compare, find_folder, of_common_kinds, tensors_in_files, text_config
 
 
@@ -124,10 +125,9 @@ def check_kv_cache(config: Config, model_config: Any, device: str) -> None:
     import torch
 
     from headway.engines.rollout.native.supported_models import KvGeometry
-    from headway.models.pretrained import served_dtype
 
     geometry = KvGeometry.of(model_config.get_text_config())
-    itemsize = served_dtype(config, torch.device(device)).itemsize
+    itemsize = getattr(torch, served_dtype(config, device)).itemsize
     context = data.max_prompt_length + data.max_response_length
     needed = geometry.layers * 2 * geometry.kv_heads * geometry.head_dim * itemsize * context / 2**30
     if gib < needed:

@@ -31,6 +31,7 @@ from headway.data.interfaces.rollout import Priority, RolloutEngine
 from headway.data.tokenize import Counts
 from headway.data.types import FinishReason, Prompt, Trajectory
 from headway.errors import DataError, ScoringFailed
+from headway.models.dtypes import served_dtype
 from headway.pipeline.admission.ledger import EPISODE_FAILED
 from headway.pipeline.stages.prompt_loader import training_sampling
 from headway.pipeline.stages.reward import scores_of
@@ -153,11 +154,8 @@ async def solve(
 
 async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """Start the engine of ``rollout.name`` as a replica does, except for updates: no weights ever come."""
-    import torch
-
     from headway.cluster.inline_cluster import InlineCluster
     from headway.cluster.roles.rollout_role import ReplicaSpec, start_engine
-    from headway.models.pretrained import served_dtype
     from headway.models.tokenizer import text_of
 
     device = await InlineCluster(config).connect()
@@ -167,7 +165,7 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
         name="eval",
         device=device,
         decode=text_of(tokenizer),
-        dtype=str(served_dtype(config, torch.device(device))).removeprefix("torch."),
+        dtype=served_dtype(config, device),
         receive=None,
         manifest=None,
         clock=time.monotonic,

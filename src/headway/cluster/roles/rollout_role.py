@@ -32,6 +32,7 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.devices import CPU, kind_of
 from headway.engines.weights.protocols import Address, IncomingWeights, TransportAddress, make_link
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
+from headway.models.dtypes import served_dtype
 from headway.models.tokenizer import text_of
 
 Receive = Callable[[int, IncomingWeights], None]
@@ -171,17 +172,10 @@ class RolloutRole(Role):
         """Load the tokenizer. A replica is one rank, and does not connect to ``store``."""
         import torch
 
-        from headway.models.pretrained import served_dtype
         from headway.models.tokenizer import load_tokenizer
 
         torch.set_num_threads(self._threads)
-        self._dtype = str(served_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
         self._tokenizer = load_tokenizer(self._model_path, trust_remote_code=self._config.model.trust_remote_code)
-
-    @register(Dispatch.RANK_ZERO)
-    def served_dtype(self) -> str:
-        """Dtype in which the replica receives weights, as torch spells it without the prefix."""
-        return self._dtype
 
     @register(Dispatch.RANK_ZERO)
     async def serve(self, manifest: Manifest, clock_offset: float) -> Capabilities:
@@ -196,7 +190,7 @@ class RolloutRole(Role):
             name=self.name,
             device=self._device,
             decode=text_of(self._tokenizer),
-            dtype=self._dtype,
+            dtype=served_dtype(self._config, self._device),
             receive=self.inbox.receive,
             manifest=manifest,
             clock=self.clock,

@@ -209,15 +209,6 @@ class ActorRole(ColumnRole):
         """Return why the model's rows are padded and not packed; None where they are packed."""
         return self._engine.padded
 
-    @register(Dispatch.RANK_ZERO)
-    def compute_dtype(self) -> str:
-        """Dtype of the model's matrix products, as torch spells it without the prefix."""
-        import torch
-
-        from headway.models.pretrained import compute_dtype
-
-        return str(compute_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
-
     @register(Dispatch.ONE_TO_ALL)
     def copy_state(self) -> None:
         self._engine.learner.copy_state()

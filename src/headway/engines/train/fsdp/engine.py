@@ -38,7 +38,8 @@ from headway.engines.train.fsdp.shards import gather, given_parts
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.transports.disk import write_files
 from headway.engines.weights.weight_layout import Manifest, build_manifest
-from headway.models.pretrained import compute_dtype, replaced_when_complete
+from headway.models.dtypes import compute_dtype
+from headway.models.pretrained import replaced_when_complete
 from headway.models.tokenizer import load_tokenizer
 from headway.models.weight_files import file_tensors, persistent_buffers
 from headway.runtime.progress import progress_here
@@ -217,7 +218,7 @@ class FsdpEngine:
 
         The files are shards of at most 5 GB, each with whole tensors; rank zero writes them as they are gathered.
         """
-        dtype, lm = compute_dtype(self._config, self._device), self._policy.lm
+        dtype, lm = getattr(torch, compute_dtype(self._config, self._device)), self._policy.lm
         buffers, files = persistent_buffers(lm), file_tensors(lm, buffers=True)
         # Buffers, such as biases of routers, keep their own dtype.
         of = {file.name: buffers[file.parameter].dtype for file in files if file.parameter in buffers}

@@ -51,10 +51,11 @@ from headway.engines.train.fsdp.micro_batches import MicroBatch, collate, micro_
 from headway.errors import ModelError
 from headway.models.attention.packable import undivided, use_packed_attention
 from headway.models.cpu_linear import use_quickest
+from headway.models.dtypes import compute_dtype
 from headway.models.logits import logit_rule
 from headway.models.logprobs import VocabularyPart, chunked_logprobs, default_chunk_tokens
 from headway.models.output_layer import check_output_layer
-from headway.models.pretrained import compute_dtype, load_model
+from headway.models.pretrained import load_model
 from headway.runtime.progress import Progress, advance, progress_here
 
 WRAPPING = GradientCheckpointingLayer.__module__
@@ -286,7 +287,7 @@ def frozen_policy(model_path: str, config: Config, mesh: TrainMesh) -> PolicyMod
     """Open the policy at ``model_path`` as `sharded_policy` does, in the dtype that it computes in, without gradients:
     the reference, or a copy that gets the weights of others. Collective.
     """
-    policy = sharded_policy(model_path, config, mesh, compute_dtype(config, mesh.device))
+    policy = sharded_policy(model_path, config, mesh, getattr(torch, compute_dtype(config, mesh.device)))
     return policy.requires_grad_(False)
 
 
@@ -393,7 +394,8 @@ def _offloads(config: Config, mesh: TrainMesh) -> bool:
 
 def _shard(module: ShardedModule, experts: list[nn.Module], config: Config, mesh: TrainMesh) -> None:
     fsdp_config = config.actor.fsdp_config
-    mixed = MixedPrecisionPolicy(param_dtype=compute_dtype(config, mesh.device), reduce_dtype=torch.float32)
+    dtype = getattr(torch, compute_dtype(config, mesh.device))
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy() if _offloads(config, mesh) else OffloadPolicy()
     # Innermost first: FSDP2 gives a module the parameters that no module inside it has been given yet.
     for parts, over, free in (
