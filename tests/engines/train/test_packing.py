@@ -260,7 +260,7 @@ def test_all_layers_attend_by_the_same_parts(
     engine, rows = built(model_path(), configured("shared")), fetch(3)
     made.clear()  # opening the model tries its attention
     engine.forward_logprobs(rows)
-    assert len(made) == len(engine._policy.packing(rows)) < len(engine._policy.decoder_layers())
+    assert len(made) == len(engine._policy.packing(rows)) < len(engine._policy.decoder_layers)
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_with_one_batch_per_version_no_copy_is_kept(one_rank: None, model_path: 
     trainer, rows = engine(model_path(), fetches=1), random_rows(3)
     for version in range(3):
         assert same(trainer.proximal_logprobs(rows, version), trainer.forward_logprobs(rows))
-        assert trainer._at_version._copy == []
+        assert trainer._at_version._start.views() == []
         trainer.train_step(sampled_by(rows, version), StepContext(version=version))
         with pytest.raises(RunError, match=f"start of version {version}"):
             trainer.proximal_logprobs(rows, version)
@@ -152,7 +152,8 @@ def copied_elements(path: str) -> tuple[int, int]:
     trainer.proximal_logprobs(rows, 0)
     trainer.train_step(rows, StepContext())
     trainer.proximal_logprobs(rows, 0)
-    return sum(t.numel() for t in trainer._at_version._copy), sum(p.numel() for p in trainer._policy.parameters())
+    copied = sum(len(view) for view in trainer._at_version._start.views()) // 4
+    return copied, sum(p.numel() for p in trainer._policy.parameters())
 
 
 def test_a_forward_pass_that_fails_leaves_the_policy_where_it_was(one_rank: None, model_path: ModelPath) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,6 @@ from headway.data.types import ColumnName, Outcomes, TrainSample
 from headway.devices import kind_of
 from headway.engines.weights.protocols import Address, through_devices
 from headway.engines.weights.weight_layout import Manifest
-
-if TYPE_CHECKING:
-    from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy
-    from headway.engines.train.fsdp.engine import FsdpEngine
 
 
 class ColumnRole(Role):
@@ -60,12 +56,7 @@ class ColumnRole(Role):
         if self._with_reference:
             self._reference = frozen_policy(self._model_path, self._config, self._mesh)
         if self._total_critic_steps is not None:
-            self._critic: FsdpCritic = FsdpCritic(
-                model_path=self._model_path,
-                config=self._config,
-                total_optimizer_steps=self._total_critic_steps,
-                mesh=self._mesh,
-            )
+            self._critic = FsdpCritic(self._model_path, self._config, self._total_critic_steps, self._mesh)
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
@@ -112,12 +103,7 @@ class ActorRole(ColumnRole):
         from headway.engines.train.batch_advantages import BatchAdvantages
         from headway.engines.train.fsdp.engine import FsdpEngine
 
-        self._engine: FsdpEngine = FsdpEngine(
-            model_path=self._model_path,
-            config=self._config,
-            total_optimizer_steps=self._total_optimizer_steps,
-            mesh=self._mesh,
-        )
+        self._engine = FsdpEngine(self._model_path, self._config, self._total_optimizer_steps, self._mesh)
         super()._load_models()
         self.snapshot.learners = [self._engine.learner]
         if self._total_critic_steps is not None:
@@ -263,14 +249,8 @@ class LogpRole(Role):
         """Open the model, for updates in the layout ``manifest``."""
         from headway.engines.train.fsdp.column_engines import LogProbCopy
 
-        self.copy: LogProbCopy = LogProbCopy(
-            model_path=self._model_path,
-            config=self._config,
-            mesh=self._mesh,
-            name=self.name,
-            manifest=manifest,
-            receive=self.inbox.receive,
-        )
+        receive = self.inbox.receive
+        self.copy = LogProbCopy(self._model_path, self._config, self._mesh, self.name, manifest, receive)
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[NDArray[np.float32]]:

@@ -48,7 +48,7 @@ BEGUN = ".begun"
 
 
 class HostState:
-    """Copy of a checkpoint's tensors in host memory, for which the same memory is used each time."""
+    """Copy of tensors, such as a checkpoint's, in host memory, for which the same memory is used each time."""
 
     def __init__(self, *, pinned: bool, whole: bool = False) -> None:
         """``pinned``: the memory is page-locked, for copies from a GPU. ``whole``: all that this rank holds is copied,

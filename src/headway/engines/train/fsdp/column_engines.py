@@ -24,6 +24,7 @@ from headway.data.interfaces.training import StepReport
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.packing import CollatedRow, Tree
 from headway.data.types import ColumnName
+from headway.engines.train.fsdp.checkpoint import HostState
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
 from headway.engines.train.fsdp.micro_batches import collate, on_device
@@ -68,7 +69,7 @@ class ProximalWeights:
         """The version whose start is the copy."""
         self._stepped: int | None = None
         """The version that the last optimizer step belongs to."""
-        self._copy: list[torch.Tensor] = []
+        self._start = HostState(pinned=False)
 
     def stepping(self, version: int) -> None:
         """Note that an optimizer step of ``version`` follows."""
@@ -79,7 +80,8 @@ class ProximalWeights:
         """Context in which the module holds the policy at the start of ``version``. Raises `RunError` if unknown."""
         if self._stepped is None or version > self._stepped:  # no step of it was made: the policy is where it starts
             if self._keeps_copy and self._copied != version:
-                self._copied, self._copy = version, self._snapshot()
+                self._copied = version
+                self._start.copy(self._shards())
             yield
             return
         if self._copied != version:
@@ -87,25 +89,16 @@ class ProximalWeights:
                 f"log-probs under the policy at the start of version {version} were asked for after its first "
                 "optimizer step, and nobody had asked before it; ask at the version's first batch"
             )
-        now = self._snapshot()  # before the write: the present weights are nowhere else
-        self._write(self._copy)
+        now = HostState(pinned=False)
+        now.copy(self._shards())  # before the write: the present weights are nowhere else
+        self._start.restore(self._shards())
         try:
             yield
         finally:
-            self._write(now)  # also after an error: the next step would train the old weights
+            now.restore(self._shards())  # also after an error: the next step would train the old weights
 
-    @torch.no_grad()
-    def _snapshot(self) -> list[torch.Tensor]:
-        # With `copy`: on a CPU `to` would return the shard itself, which the next step changes.
-        return [shard.to("cpu", copy=True) for shard in self._shards()]
-
-    @torch.no_grad()
-    def _write(self, values: list[torch.Tensor]) -> None:
-        for shard, value in zip(self._shards(), values, strict=True):
-            shard.copy_(value)
-
-    def _shards(self) -> list[torch.Tensor]:
-        return [local(parameter) for parameter in self._module.parameters()]
+    def _shards(self) -> dict[str, torch.Tensor]:
+        return {name: local(parameter) for name, parameter in self._module.named_parameters()}
 
 
 class LogProbCopy:
@@ -118,7 +111,6 @@ class LogProbCopy:
 
     def __init__(
         self,
-        *,
         model_path: str,
         config: Config,
         mesh: TrainMesh,
@@ -192,7 +184,7 @@ class FsdpCritic:
     checkpoints.
     """
 
-    def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, mesh: TrainMesh) -> None:
+    def __init__(self, model_path: str, config: Config, total_optimizer_steps: int, mesh: TrainMesh) -> None:
         """Load and shard the model at ``model_path``. Raises `ModelError` on every rank when it cannot be used."""
         self._cliprange = config.critic.cliprange_value
         self._device = mesh.device

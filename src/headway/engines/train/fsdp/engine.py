@@ -106,7 +106,7 @@ EXPORT_BUCKET = 256 * 2**20
 class FsdpEngine:
     """One rank of the trainer, with its shards of the policy and the optimizer. Its `learner` has the checkpoints."""
 
-    def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, mesh: TrainMesh) -> None:
+    def __init__(self, model_path: str, config: Config, total_optimizer_steps: int, mesh: TrainMesh) -> None:
         """Load, shard and set up the optimizer.
 
         Args:

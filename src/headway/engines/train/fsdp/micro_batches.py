@@ -139,7 +139,7 @@ def _padded(rows: Sequence[CollatedRow]) -> Arrays:
     for i, row in enumerate(rows):
         ids[i, : len(row.input_ids)] = row.input_ids
         first = i * longest + row.prompt_length - 1
-        predictors.append(np.arange(first, first + _response_length(row)))
+        predictors.append(np.arange(first, first + len(row.loss_mask)))
     targets = [row.input_ids[row.prompt_length :].astype(np.int64) for row in rows]
     return {"input_ids": ids, "predictors": np.concatenate(predictors), "targets": np.concatenate(targets)}
 
@@ -174,7 +174,3 @@ def filler_row() -> CollatedRow:
         loss_mask=np.zeros(1, dtype=np.bool_),
         columns=dict.fromkeys(ColumnName, nothing),
     )
-
-
-def _response_length(row: CollatedRow) -> int:
-    return len(row.input_ids) - row.prompt_length

@@ -110,12 +110,7 @@ def response_aligned(
     rows: Sequence[CollatedRow], get: Callable[[CollatedRow], NDArray[np.generic]], dtype: type[np.generic]
 ) -> Shaped[Tensor, "M 1"]:
     """Join ``get(row)``, one value per response token, of all rows, without padding, in host memory."""
-    joined = np.empty(sum(len(row.loss_mask) for row in rows), dtype=dtype)
-    end = 0
-    for row in rows:
-        start, end = end, end + len(row.loss_mask)
-        joined[start:end] = get(row)
-    return torch.from_numpy(joined)[:, None]
+    return torch.from_numpy(np.concatenate([get(row) for row in rows]).astype(dtype, copy=False))[:, None]
 
 
 def required_column(row: CollatedRow, name: str) -> NDArray[np.float32]:

@@ -74,15 +74,15 @@ class ShardedModule(nn.Module):
         self.mesh = mesh
         self.ranks = None if mesh is None else mesh.sequence
         """Ranks that divide lines of tokens."""
-        self._layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
-        self._kind = type(decoder).__name__
+        self.decoder_layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        """The layers that are sharded, and recomputed, one by one: those that transformers marks."""
         self.packing: Packing
         """How rows are put together for this model; `sharded` sets it."""
         self.padded: str | None = None
         """Reason why the model's rows have to be padded; None where they can be packed. Set before the first pass."""
         self.compiled = False
         """True where layers are compiled, and log-probs."""
-        _count_layers(self._layers, progress_here())
+        _count_layers(self.decoder_layers, progress_here())
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Compute one number per response token: what a forward pass without gradient is run for."""
@@ -115,23 +115,13 @@ class ShardedModule(nn.Module):
             values = self.ranks.joined(values, batch.places, len(batch.targets))
         return batch.spread(values)
 
-    def decoder_layers(self) -> list[nn.Module]:
-        """The layers that are sharded, and recomputed, one by one.
-
-        Raises:
-            ModelError: transformers does not mark any module as a decoder layer.
-        """
-        if not self._layers:
-            raise ModelError(f"{self._kind} has no decoder layers that transformers marks as such")
-        return list(self._layers)
-
     def recompute_activations(self) -> None:
         """Keep only each layer's input in the forward pass, and run the layer again in the backward pass.
 
         Wraps ``forward`` and not the call, so that FSDP's hooks stay outside and gather once. The model stays in
         evaluation mode (transformers' own switch needs training mode): dropout would make the ratio π_θ/π_behav noise.
         """
-        for layer in self.decoder_layers():
+        for layer in self.decoder_layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     def compile_parts(self) -> None:
@@ -141,7 +131,7 @@ class ShardedModule(nn.Module):
         Like `recompute_activations`, which comes after it, inside FSDP's hooks.
         """
         self.compiled = True
-        for layer in self.decoder_layers():
+        for layer in self.decoder_layers:
             # Without the functions that transformers wraps it in, one for each class: FSDP's is one more.
             own = unwrap(type(layer).forward, stop=lambda f: f.__globals__["__name__"] != WRAPPING)
             layer.forward = torch.compile(MethodType(own, layer), dynamic=True)
@@ -308,6 +298,8 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
         experts = _divide(lm, model_path, mesh)
         lm.tie_weights()  # here, so that FSDP sees a tied weight as one
         module = wrap(lm)
+        if not module.decoder_layers:
+            raise ModelError(f"{model_path}: {type(lm).__name__} has no layers that transformers marks as a decoder's")
         _shard(module, experts, config, mesh)
         opened.append((lm, module))
 
@@ -400,7 +392,7 @@ def _shard(module: ShardedModule, experts: list[nn.Module], config: Config, mesh
     # Innermost first: FSDP2 gives a module the parameters that no module inside it has been given yet.
     for parts, over, free in (
         (experts, mesh.sharding(experts=bool(experts)), fsdp_config.reshard_after_forward),
-        (module.decoder_layers(), mesh.sharding(), fsdp_config.reshard_after_forward),
+        (module.decoder_layers, mesh.sharding(), fsdp_config.reshard_after_forward),
         # Embedding, final norm and head are the root's own group: a tied weight is one parameter there, gathered once.
         # The backward pass starts with them, so they stay gathered in between.
         ([module], mesh.sharding(), False),
