@@ -136,12 +136,14 @@ def decoding(setting: Setting) -> Findings:
     recorded = tokens_of(finish(core, asked))
     graphs = core._runner._graphs
     require(
-        graphs is not None and graphs.works and len(graphs) > 0,
+        graphs is not None and graphs.works and bool(graphs.recorded),
         "decoding steps were not recorded: the engine gave CUDA graphs up (its log says why)",
     )
     assert graphs is not None
     same(eager, recorded, "with CUDA graphs (rollout.enforce_eager=false)", "without")
-    yield Finding("CUDA graphs", f"{sum(map(len, eager.values()))} tokens the same, {len(graphs)} shapes recorded")
+    yield Finding(
+        "CUDA graphs", f"{sum(map(len, eager.values()))} tokens the same, {len(graphs.recorded)} shapes recorded"
+    )
     for way, recorder in (("recorded", recorder_of(setting)), ("not recorded", None)):
         again = tokens_of(finish(core_of(setting, model, recorder), asked, interrupt_after=7))
         same(eager, again, f"with contexts prefilled again after an interrupt, {way}", "decoded in one go")

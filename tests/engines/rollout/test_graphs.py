@@ -137,7 +137,7 @@ def test_no_more_shapes_are_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch)
     core.ask([make_request(0, n=3, length=5, max_tokens=LONG - 5, stop_token_ids=())], "test")
     assert_logprobs(finish(core), {0: model})
     assert replays.recorded > 2
-    assert len(core._runner._graphs or ()) == 2
+    assert core._runner._graphs is not None and len(core._runner._graphs.recorded) == 2
 
 
 def test_what_is_recorded_decodes_with_the_weights_that_were_written_last() -> None:

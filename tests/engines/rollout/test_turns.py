@@ -354,7 +354,7 @@ def test_an_interrupt_and_sleep_drop_what_is_there() -> None:
     assert len(core._batch.contexts.tree) > 0
     core.pause(OnUpdate.KEEP)
     core.sleep()
-    assert len(core._batch.contexts.tree) == 0 and core._runner.cache.lent == 0
+    assert len(core._batch.contexts.tree) == 0 and core._runner.cache.tree.top == 0
     core.wake()
     core.resume()
     again = Episode(0, played[0].contexts[1], 1)

@@ -225,7 +225,7 @@ class DecodeBatch:
         """``name``: of the replica, for messages. The rest is `EngineCore`'s."""
         slots, max_context = runner.slots, runner.max_context
         self.rows = DecodeRows(slots, max_context, ordered=runner.device.type == "cpu")
-        self.contexts = KeptContexts(runner.cache, max(max_context, runner.cache.tokens // KEPT_SHARE))
+        self.contexts = KeptContexts(runner.cache.tree, max(max_context, runner.cache.tokens // KEPT_SHARE))
         self._prompts = SharedPrompts(slots)
         self._name, self._runner = name, runner
         self._max_batched_tokens = max_batched_tokens
@@ -259,7 +259,7 @@ class DecodeBatch:
 
     def make_room(self) -> None:
         """Make room for every row's next token, which `fits`."""
-        self.contexts.reserve(self.active, self._longest + 1, self.rows.lengths[: self.active])
+        self._runner.cache.reserve(self.active, self._longest + 1, self.rows.lengths[: self.active])
 
     def renew(self, *, in_place: bool) -> None:
         """Clear caches, as new weights are served; ``in_place``: open episodes keep theirs."""
@@ -294,7 +294,7 @@ class DecodeBatch:
             self.rows.add(run)
         ids = self._bring(decoding, [share.ids[share.found.length :] for share in missing])
         contexts = [
-            PrefillContext(of, self.contexts.gather(share.found)) for of, share in zip(ids, missing, strict=True)
+            PrefillContext(of, self._runner.cache.gather(share.found)) for of, share in zip(ids, missing, strict=True)
         ]
         tokens, positions, lengths = self._tokens, self._lengths, self.rows.lengths[:decoding]
         if starting:
@@ -307,7 +307,7 @@ class DecodeBatch:
         logits = [decoded] if decoding else []
         if starting:
             # After the contexts were gathered: making room may take the blocks in which they were found.
-            self.contexts.reserve(self.active, admission.positions, self.rows.lengths[:decoding])
+            self._runner.cache.reserve(self.active, admission.positions, self.rows.lengths[:decoding])
             for share, result in zip(missing, prefilled, strict=True):
                 share.prefilled = result
             logits.append(self._start(admission, decoding, record))
@@ -397,7 +397,7 @@ class DecodeBatch:
         ids = self.rows.context(row)
         kv = self._runner.cache.read(row, len(ids))
         self._remove(row)
-        self.contexts.store(run, ids, kv, shared, self.active)
+        self._runner.cache.store(ids, run.request.trajectory, shared, kv, self.active)
         return run
 
     def remove(self, row: int) -> RequestState:

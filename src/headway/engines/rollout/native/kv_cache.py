@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headway.data.types import TrajectoryId
 from headway.engines.host_copies import to_device
-from headway.engines.rollout.native.prefix_cache import BLOCK, BlockCopy
+from headway.engines.rollout.native.prefix_cache import BLOCK, Found, Ids, PrefixCache
 from headway.engines.rollout.native.supported_models import KvGeometry
 
 ROOM_STEP = 64
@@ -53,8 +54,8 @@ class SlotCache:
         self.slots = slots
         self.context = context
         self.tokens = enough(slots, context) if tokens is None else tokens
-        self.lent = 0
-        """Blocks that are in use, from the memory's end: `rows` do not reach them."""
+        self.tree = PrefixCache()
+        """Which blocks at the memory's end hold what; `rows` do not reach them."""
         self._room_step, self._least_rows = room_step, least_rows
         self._dtype, self._device = dtype, device
         self._heads = 2 * geometry.kv_heads
@@ -74,7 +75,6 @@ class SlotCache:
         blocks = self.tokens // BLOCK
         of_blocks = self._kv[:, (self.tokens - blocks * BLOCK) * self._heads * g.head_dim :]
         self._blocks = of_blocks.unflatten(1, (blocks, self._heads, BLOCK, g.head_dim))
-        self.lent = 0
         self._divide(self._rounded(1))
 
     def release(self) -> None:
@@ -89,20 +89,16 @@ class SlotCache:
     @property
     def rows(self) -> int:
         """Rows that there are, as the memory is divided."""
-        return min(self.slots, (self.tokens - self.lent * BLOCK) // self.room)
-
-    def blocks_beside(self, rows: int, positions: int | None = None) -> int:
-        """Blocks that there is memory for beside so many rows: as `reserve` will divide it for them, else as it is."""
-        room = self.room if positions is None else self._room_for(rows, positions)
-        return max(0, (self.tokens - max(rows, self._least_rows) * room) // BLOCK)
+        return min(self.slots, (self.tokens - self.tree.top * BLOCK) // self.room)
 
     def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
         """Divide the memory so that ``rows`` rows have room for ``positions``, which `fits`.
 
-        The rows that are in use keep what they hold, ``lengths`` [A] positions each. No more blocks may be lent than
-        `blocks_beside` them.
+        The rows that are in use keep what they hold, ``lengths`` [A] positions each. Blocks give way to them.
         """
         needed = self._room_for(rows, positions)
+        if len(self.tree):
+            self._limit_blocks(rows, needed)
         if needed == self.room:
             return
         before, room = self._rows, self.room
@@ -165,13 +161,21 @@ class SlotCache:
         copy: torch.Tensor = self._rows[:, row, :, :length].clone()
         return copy
 
-    def gather(self, blocks: Sequence[int], length: int) -> torch.Tensor:
-        """A copy of the first ``length`` tokens in ``blocks``: [layers, 2·kv_heads, length, head_dim]."""
-        parts: torch.Tensor = self._blocks.transpose(1, 2).index_select(2, self._at(blocks))
-        return parts.flatten(2, 3)[:, :, :length]
+    def gather(self, found: Found) -> torch.Tensor | None:
+        """A copy of the keys and values that were found: [layers, 2·kv_heads, P, head_dim]."""
+        if not found.length:
+            return None
+        parts: torch.Tensor = self._blocks.transpose(1, 2).index_select(2, self._at(found.blocks))
+        return parts.flatten(2, 3)[:, :, : found.length]
 
-    def store(self, copies: Sequence[BlockCopy], kv: torch.Tensor) -> None:
-        """Copy parts of a context's keys and values [layers, 2·kv_heads, T, head_dim] into blocks."""
+    def store(self, ids: Ids, trajectory: TrajectoryId, shared: int, kv: torch.Tensor, rows: int) -> None:
+        """Keep a context's keys and values [layers, 2·kv_heads, T, head_dim] in blocks, beside ``rows`` rows.
+
+        The rest as for `PrefixCache.store`.
+        """
+        # First give up the blocks that rows have grown into: new ones must not be taken from there.
+        self._limit_blocks(rows, self.room)
+        copies = self.tree.store(ids, trajectory, shared)
         whole = [copy for copy in copies if copy.stop - copy.start == BLOCK]
         if whole:  # neighbours: behind a block that is new, all are
             parts = kv[:, :, whole[0].start : whole[-1].stop].unflatten(2, (len(whole), BLOCK))
@@ -182,9 +186,10 @@ class SlotCache:
                 target = self._blocks[:, self._last - copy.block, :, copy.offset : copy.offset + count]
                 target.copy_(kv[:, :, copy.start : copy.stop])
 
-    def shift(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks to other places: (from, to), no place twice."""
-        if moves:
+    def _limit_blocks(self, rows: int, room: int) -> None:
+        """Keep to the blocks that there is memory for beside so many rows; done before those take it."""
+        limit = max(0, (self.tokens - max(rows, self._least_rows) * room) // BLOCK)
+        if moves := self.tree.resize(limit):
             sources, targets = zip(*moves, strict=True)
             # Indexing by a tensor copies: a target may be a source, too.
             self._blocks[:, self._at(targets)] = self._blocks[:, self._at(sources)]

@@ -93,22 +93,19 @@ class ModuleForward:
         """Do nothing: no memory is held beside the module's own."""
 
     def _prefill(self, contexts: Sequence[PrefillContext], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        logits: dict[int, torch.Tensor] = {}
-        kv: dict[int, torch.Tensor] = {}
+        results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for indices in self._blocks.alike(contexts):
-            together = [contexts[index] for index in indices]
-            ends, stored = self._run_blocks(together, least_rows)
-            logits.update(zip(indices, ends, strict=True))
-            for index, one, of in zip(indices, together, stored, strict=False):
-                kv[index] = of[:, :, : one.start + len(one.tokens)]
-        return torch.stack([logits[i] for i in range(len(contexts))]), [kv[i] for i in range(len(contexts))]
+            of_indices = self._run_blocks([contexts[index] for index in indices], least_rows)
+            results.update(zip(indices, of_indices, strict=True))
+        logits, kv = zip(*(results[index] for index in range(len(contexts))), strict=True)
+        return torch.stack(logits), list(kv)
 
     def _run_blocks(
         self, contexts: Sequence[PrefillContext], least_rows: int
-    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
-        """Run contexts that are `alike`, block after block.
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run contexts that are alike (see `PrefillBlocks`), block after block.
 
-        Returns the logits [V] at each one's last token, and keys and values [layers, 2·kv_heads, ≥ P + T, head_dim].
+        Returns the logits [V] at each one's last token, and keys and values [layers, 2·kv_heads, P + T, head_dim].
         """
         start, device = contexts[0].start, contexts[0].tokens.device
         lasts = [start + len(context.tokens) - 1 for context in contexts]
@@ -131,8 +128,8 @@ class ModuleForward:
             known, kept = max(start - block.start, 0), torch.tensor(wanted, device=device)
             logits = self._run(ids, positions.expand_as(ids), self._blocks.masks(block), store.at(known), kept)
         # Not strict: contexts that only fill the call up have rows, too.
-        ends = [row[wanted.index(last - blocks[-1].start)] for row, last in zip(logits, lasts, strict=False)]
-        return ends, torch.stack(store.stored).unbind(1)
+        results = zip(lasts, logits, torch.stack(store.stored).unbind(1), strict=False)
+        return [(row[wanted.index(last - blocks[-1].start)], kv[:, :, : last + 1]) for last, row, kv in results]
 
     def _decode(self, decoding: Decoding) -> torch.Tensor:
         tokens, lengths = decoding.tokens, decoding.lengths
@@ -246,16 +243,12 @@ class DecodeGraphs:
         """``window``: of the model's sliding attention, if it has any."""
         self._forward, self._cache, self._recorder = forward, cache, recorder
         self._window, self._dtype = window, dtype
-        self._recorded: OrderedDict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, Compute]] = OrderedDict()
+        self.recorded: OrderedDict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, Compute]] = OrderedDict()
         """By rows, span and room: the tensors that a graph reads tokens and lengths from, and its replay."""
         self._logits: torch.Tensor | None = None
         """[slots, V] which every recorded step writes."""
         self.works = True
         """True as long as no recording has failed."""
-
-    def __len__(self) -> int:
-        """Shapes that are recorded."""
-        return len(self._recorded)
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor, positions: int, least_rows: int) -> torch.Tensor | None:
         """One token for each row: ``tokens`` [A] at ``lengths`` [A], all below ``positions``; logits [A, V].
@@ -272,11 +265,11 @@ class DecodeGraphs:
         shape = (rows, span, self._cache.room)
         # Copies: a graph reads what it was recorded with at each replay, and the caller changes its own in place.
         tokens, lengths = _filled(tokens, rows), _filled(lengths, rows)
-        if shape not in self._recorded:
+        if shape not in self.recorded:
             return self._record(shape, tokens, lengths)[:wanted]
-        self._recorded.move_to_end(shape)
+        self.recorded.move_to_end(shape)
         # Into the tensors that the graph has recorded: it reads their addresses, whatever Python calls them.
-        its_tokens, its_lengths, replay = self._recorded[shape]
+        its_tokens, its_lengths, replay = self.recorded[shape]
         its_tokens[:] = tokens
         its_lengths[:] = lengths
         replay()
@@ -287,7 +280,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """The cache's memory or the weights' is about to be another: forget what was recorded."""
         # Before the memory goes: a graph that is replayed later uses its addresses, whoever has them by then.
-        self._recorded.clear()
+        self.recorded.clear()
         self._logits = None
         self._recorder.reset()
 
@@ -319,9 +312,9 @@ class DecodeGraphs:
         if not difference <= REPLAY_TOLERANCE:  # holds also for NaN
             self._give_up(f"a replayed step of {rows} rows differs from the step by {difference:.2g}, relative")
             return expected
-        self._recorded[shape] = tokens, lengths, replay
-        if len(self._recorded) > MOST_RECORDED:
-            self._recorded.popitem(last=False)
+        self.recorded[shape] = tokens, lengths, replay
+        if len(self.recorded) > MOST_RECORDED:
+            self.recorded.popitem(last=False)
         return expected
 
     def _give_up(self, why: str) -> None:

@@ -15,10 +15,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.model_runner import Prefilled
 from headway.engines.rollout.native.prefix_cache import Found, PrefixCache
 from headway.engines.rollout.scheduler import RequestState
@@ -61,11 +59,10 @@ class KeptContexts:
     episode.
     """
 
-    def __init__(self, cache: SlotCache, most: int) -> None:
+    def __init__(self, tree: PrefixCache, most: int) -> None:
         """``most``: tokens of prefills to keep, unless one context alone is longer."""
-        self.tree = PrefixCache()
+        self.tree = tree
         """The contexts between two calls, and their episodes."""
-        self._cache = cache
         self._most = most
         self._waiting = Counter[bytes]()
         """Calls that have not started, by context."""
@@ -95,10 +92,6 @@ class KeptContexts:
         kept = run.started is None and found.shared == found.length
         return Share(ids, found, self._prefills.get(context_key(run)) if kept else None)
 
-    def gather(self, found: Found) -> torch.Tensor | None:
-        """A copy of the keys and values that were found: [layers, 2·kv_heads, P, head_dim]."""
-        return self._cache.gather(found.blocks, found.length) if found.length else None
-
     def start(self, share: Share) -> None:
         """Note that the calls of ``share`` have rows, and start from its prefill; others may wait for a copy of it."""
         assert share.prefilled is not None
@@ -127,24 +120,6 @@ class KeptContexts:
         self.tree.end(run.request.trajectory)
         return self._running.pop(run)
 
-    # ------------------------------------------------------------------------------------- memory
-
-    def store(self, run: RequestState, ids: NDArray[np.int64], kv: torch.Tensor, shared: int, rows: int) -> None:
-        """Keep the context ``ids`` [T] of a call that has ended, beside ``rows`` rows.
-
-        ``kv``: [layers, 2·kv_heads, T, head_dim]. All episodes share the first ``shared`` tokens.
-        """
-        # First give up the blocks that rows have grown into: new ones must not be taken from there.
-        self._limit(self._cache.blocks_beside(rows))
-        self._cache.store(self.tree.store(ids, run.request.trajectory, shared), kv)
-        self._cache.lent = self.tree.top
-
-    def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
-        """Make room for rows, as `SlotCache.reserve` does."""
-        if len(self.tree):
-            self._limit(self._cache.blocks_beside(rows, positions))
-        self._cache.reserve(rows, positions, lengths)
-
     def clear(self, *, in_place: bool = False) -> None:
         """Drop everything; ``in_place``: open episodes keep their contexts, though the weights are new."""
         self._prefills.clear()
@@ -152,11 +127,6 @@ class KeptContexts:
             self.tree.renew()
         else:
             self.tree.clear()
-            self._cache.lent = 0
-
-    def _limit(self, blocks: int) -> None:
-        self._cache.shift(self.tree.resize(blocks))  # before rows take the memory that blocks leave
-        self._cache.lent = self.tree.top
 
 
 @dataclass(slots=True, kw_only=True)
