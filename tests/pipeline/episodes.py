@@ -16,8 +16,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from headway.agents.episodes.episode_tokens import TokenRows, TurnContext, call_key
-from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import limits_of
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.config.schema import Config
 from headway.data.interfaces.rollout import Completion, GenerateRequest
@@ -143,7 +144,7 @@ class WatchedPrograms(TroubledPrograms):
         self.lost += victims
         return victims
 
-    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+    async def run(self, job: EpisodeStart, on_ask: Ask, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         one = Try()
 
         async def ask(request: TurnRequest) -> TurnAnswer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -194,9 +193,6 @@ def test_a_reward_reads_the_conversations_of_programs_in_training_and_in_validat
             read.setdefault(prompt.epoch, set()).update(lengths)
             return await super().score(prompt, responses)
 
-    def keeping(config: Config) -> Hosting:
-        return replace(two_turns(config), keeps_conversations=True)
-
-    run = Scenario("on_policy", problems=2, total=4, sections=PROGRAM, hosting=keeping, reward=Reader()).run()
+    run = Scenario("on_policy", problems=2, total=4, sections=PROGRAM, hosting=two_turns, reward=Reader()).run()
     run.assert_completed()
     assert read == {-1: {(1, 3)}, 0: {(1, 3)}}

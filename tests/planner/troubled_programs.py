@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, RunnerLost
 from headway.planner.profiles.job_profile import NumberProfile, ProgramProfile
@@ -52,7 +52,7 @@ class TroubledPrograms(SimulatedPrograms):
         self._killed: dict[asyncio.Task[object], bool] = {}
         """Programs whose worker was ended, and whether it was their doing."""
 
-    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+    async def run(self, job: EpisodeStart, on_ask: Ask, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         async with self._room:
             return await self._on_a_worker(job, on_ask, on_begin)
 
@@ -65,7 +65,7 @@ class TroubledPrograms(SimulatedPrograms):
                 task.cancel()
         return len(victims)
 
-    async def _on_a_worker(self, job: EpisodeStart, on_ask: Turn, on_begin: Callable[[], object] | None) -> EpisodeEnd:
+    async def _on_a_worker(self, job: EpisodeStart, on_ask: Ask, on_begin: Callable[[], object] | None) -> EpisodeEnd:
         task = asyncio.current_task()
         assert task is not None
         self._open[task] = job.seed % self._workers
@@ -108,7 +108,7 @@ class _AttemptScript:
         if self._trouble is not None:
             self._ends_at = int(self._uniform("ends at", attempt) * (self._turns + 1))
 
-    async def play(self, ask: Turn) -> EpisodeEnd:
+    async def play(self, ask: Ask) -> EpisodeEnd:
         """Ask for all turns, each followed by a step. Raises the trouble of this try."""
         messages: list[Message] = list(self._job.messages)
         turn = 0
@@ -128,7 +128,7 @@ class _AttemptScript:
             raise self._trouble
         return EpisodeEnd()
 
-    async def _both(self, ask: Turn, messages: list[Message], turn: int) -> TurnAnswer:
+    async def _both(self, ask: Ask, messages: list[Message], turn: int) -> TurnAnswer:
         """Ask for two turns at once; the episode continues from the first."""
 
         async def asked(messages: list[Message]) -> TurnAnswer:

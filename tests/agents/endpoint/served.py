@@ -12,8 +12,9 @@ from headway.agents.endpoint.endpoint_server import Endpoint
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
-from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import texts_of
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
@@ -68,7 +69,7 @@ async def served(
     policies = policies or [Policy(seconds=0.01)]
     returned = []
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         assert start.access is not None
         returned.append(await agent(start.access))
         return returned[-1] if isinstance(returned[-1], EpisodeEnd) else EpisodeEnd(1.0)

@@ -17,7 +17,8 @@ from headway.agents.endpoint.endpoint_server import DIALECTS
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import local_episode_worker
-from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.episodes.program_episode import Hosting
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import GenerateRequest
@@ -54,7 +55,7 @@ class Open:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     answered: int = 0
 
-    async def program(self, start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(self, start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         assert start.access is not None
         self.accesses.append(start.access)
         if len(self.accesses) == len(MARKS):

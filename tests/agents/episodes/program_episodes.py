@@ -11,7 +11,8 @@ import numpy as np
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
-from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.episodes.program_episode import Hosting
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, GenerateRequest, SamplingParams
@@ -22,7 +23,7 @@ from tests.agents.episodes.conftest import renderer_of
 
 RENDERER = renderer_of("qwen2_5")
 LIMITS = EpisodeLimits(max_length=400, max_turns=5, step_timeout_s=10, episode_timeout_s=100)
-Program = Callable[[EpisodeStart, Turn], Awaitable[EpisodeEnd]]
+Program = Callable[[EpisodeStart, Ask], Awaitable[EpisodeEnd]]
 
 
 class Policy:
@@ -97,7 +98,7 @@ class Here:
         self.lost: dict[int, tuple[int, bool | None]] = {}
         """Number of the try → turns after which its worker dies, and whether it was this program's doing."""
 
-    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+    async def run(self, job: EpisodeStart, on_ask: Ask, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         self.starts.append(job)
         turns, culprit = self.lost.get(len(self.starts), (10**9, None))
         asked = 0
@@ -116,7 +117,7 @@ class Here:
     async def close(self) -> None: ...
 
 
-async def talk(start: EpisodeStart, ask: Turn, turns: int = 3) -> EpisodeEnd:
+async def talk(start: EpisodeStart, ask: Ask, turns: int = 3) -> EpisodeEnd:
     """Go on for ``turns`` turns, or until a limit; the reward is the number of answers."""
     chat: list[Message] = list(start.messages)
     answers = 0
@@ -130,7 +131,7 @@ async def talk(start: EpisodeStart, ask: Turn, turns: int = 3) -> EpisodeEnd:
     return EpisodeEnd(reward=float(answers))
 
 
-async def slow(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+async def slow(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
     """A step of 8 seconds between two turns."""
     answer = await ask(TurnRequest(start.messages))
     await asyncio.sleep(8)
@@ -145,7 +146,7 @@ def request(n: int = 1, number: int = 0) -> Group:
 
 def hosting(programs: Here, limits: EpisodeLimits = LIMITS) -> Hosting:
     stop_ids = tuple(RENDERER.end_ids)
-    return Hosting(programs, Chats(RENDERER).record, limits, stop_ids=stop_ids, keeps_conversations=True)
+    return Hosting(programs, Chats(RENDERER).record, limits, stop_ids=stop_ids)
 
 
 def made(

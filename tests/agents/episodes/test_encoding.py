@@ -16,8 +16,9 @@ from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import local_episode_worker
-from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import chats_of
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.config.schema import Config
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -70,7 +71,7 @@ async def a_long_one_and_another(renderer: Held, in_parts: bool) -> list[tuple[i
     """
     started = 0
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         nonlocal started
         started += 1
         long_and_short = started == 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
-from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority
 from headway.data.types import FinishReason, SampledTokens
@@ -125,7 +125,7 @@ def test_held_groups_wait_while_those_that_were_started_finish():
 def test_held_out_episodes_wait_for_room_and_their_time_with_them():
     open_now, most = 0, [0, 0]
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         nonlocal open_now
         open_now += 1
         most[0] = max(most[0], open_now)

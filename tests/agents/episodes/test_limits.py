@@ -12,8 +12,7 @@ import pytest
 
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
-from headway.agents.episodes.program_episode import Turn
-from headway.agents.interface.program_chat import Chat
+from headway.agents.interface.program_chat import Ask, Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.data.interfaces.rollout import GenerateRequest, SamplingParams
 from headway.data.types import FinishReason
@@ -33,7 +32,7 @@ def test_a_limit_ends_an_episode_which_is_trained_with_the_reward_that_it_has(li
 
 
 def test_a_limit_that_is_not_trained_on_fails_the_episode_and_no_other():
-    def program(start: EpisodeStart, ask: Turn) -> Awaitable[EpisodeEnd]:
+    def program(start: EpisodeStart, ask: Ask) -> Awaitable[EpisodeEnd]:
         return talk(start, ask, 2 if start.seed % 2 else 9)
 
     group = made(program, limits=EpisodeLimits(400, max_turns=4, train_on=()), n=8)
@@ -47,7 +46,7 @@ def test_a_limit_that_is_not_trained_on_fails_the_episode_and_no_other():
 def test_a_turn_is_cut_at_its_limit_and_says_so():
     reasons = []
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         reasons.append((await ask(TurnRequest(start.messages, max_tokens=2))).finish_reason)
         reasons.append((await ask(TurnRequest([*start.messages, said("user", "more")]))).finish_reason)
         return EpisodeEnd(0.0)
@@ -71,7 +70,7 @@ def test_a_turn_is_cut_at_its_limit_and_says_so():
 def test_an_episode_is_cut_off_where_its_last_answer_met_a_limit_of_the_run_and_not_of_its_turn(
     limits, max_tokens, cut_off
 ):
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         answer = await ask(TurnRequest(start.messages, max_tokens=max_tokens))
         assert answer.finish_reason == "length"
         return EpisodeEnd(1.0)
@@ -81,7 +80,7 @@ def test_an_episode_is_cut_off_where_its_last_answer_met_a_limit_of_the_run_and_
 
 
 def test_a_step_that_takes_too_long_leaves_the_rewards_that_turns_had():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         chat = Chat(ask, start, "program game.py:run")
         for _ in range(2):
             await chat.turn(start.messages)
@@ -95,7 +94,7 @@ def test_a_step_that_takes_too_long_leaves_the_rewards_that_turns_had():
 
 
 def test_an_episode_whose_first_context_is_too_long_has_failed():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         with suppress(EpisodeOver):
             await ask(TurnRequest([said("user", "word " * 500)]))
         return EpisodeEnd(reward=1.0)
@@ -105,7 +104,7 @@ def test_an_episode_whose_first_context_is_too_long_has_failed():
 
 
 def test_a_short_turn_asks_for_no_more_tokens_than_it_may_have():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         await ask(TurnRequest(start.messages, max_tokens=1))
         return EpisodeEnd(1.0)
 
@@ -128,7 +127,7 @@ def test_a_turn_in_flight_is_waited_for_after_another_one_met_a_limit():
                 seconds = 30.0 if len(self.calls) == 1 else 1.0
                 asyncio.get_running_loop().call_later(seconds, self._answer, call)
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         long = asyncio.ensure_future(ask(TurnRequest([said("user", "the long one")])))
         await asyncio.sleep(0.01)
         await talk(start, ask, 9)
@@ -153,7 +152,7 @@ def test_an_episode_that_takes_too_long_is_refused_its_next_turn():
     assert (episode.failure, episode.limit, episode.turns) == (None, "time", 2)
 
 
-async def talk_slowly(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+async def talk_slowly(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
     async def ask_later(request: TurnRequest) -> Any:
         await asyncio.sleep(2.5)
         return await ask(request)
@@ -168,7 +167,7 @@ def test_clocks_stand_still_while_the_policy_is_halted():
         await asyncio.sleep(50)
         await worker.route(["a"])
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         answer = await ask(TurnRequest(start.messages))
         await asyncio.sleep(51)
         await ask(TurnRequest([*start.messages, answer.message, said("user", "go on")]))
@@ -181,7 +180,7 @@ def test_clocks_stand_still_while_the_policy_is_halted():
 
 @pytest.mark.parametrize("catches", [False, True])
 def test_a_program_that_asks_for_ever_ends_in_bounded_time(catches):
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         while True:
             try:
                 await ask(TurnRequest(start.messages))
@@ -197,7 +196,7 @@ def test_a_program_that_asks_for_ever_ends_in_bounded_time(catches):
 
 
 def test_a_program_that_never_returns_is_ended_by_its_step():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         await ask(TurnRequest(start.messages))
         await asyncio.sleep(10**6)
         return EpisodeEnd()
@@ -207,7 +206,7 @@ def test_a_program_that_never_returns_is_ended_by_its_step():
 
 
 def test_a_reward_that_hangs_after_a_limit_fails_the_episode():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         await talk(start, ask, 9)
         await asyncio.Event().wait()
         return EpisodeEnd()

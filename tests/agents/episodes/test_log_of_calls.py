@@ -9,7 +9,7 @@ import pytest
 
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_worker import EpisodeWorker
-from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.data.types import FinishReason
 from headway.errors import EpisodeOver, ProgramAway, RunnerLost
@@ -19,7 +19,7 @@ from tests.agents.episodes.program_episodes import LIMITS, Here, Policy, made, t
 def test_what_is_away_for_a_time_is_tried_again_after_a_pause_and_its_turns_are_not_asked_twice():
     tries: list[float] = []
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         end = await talk(start, ask, 2)
         tries.append(asyncio.get_running_loop().time())
         if len(tries) < 3:
@@ -37,7 +37,7 @@ def test_what_is_away_for_a_time_is_tried_again_after_a_pause_and_its_turns_are_
 
 
 def test_what_is_never_there_again_is_tried_as_often_as_is_asked_for():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         raise ProgramAway("ConnectionError: no route to host")
 
     (episode,) = made(program, limits=EpisodeLimits(400, 5, retries=1100)).trajectories
@@ -58,7 +58,7 @@ def test_a_lost_worker_has_its_program_run_again_with_the_calls_that_the_log_kno
 def test_what_a_program_does_not_ask_again_is_not_trained():
     tries = 0
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         nonlocal tries
         tries += 1
         await ask(TurnRequest(start.messages))
@@ -79,7 +79,7 @@ def test_what_only_a_lost_try_had_asked_for_makes_no_episode_old():
     """The second turn of the first try is not asked again: its version is that of nothing that is trained."""
     tries, policy = 0, Policy()
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         nonlocal tries
         tries += 1
         await ask(TurnRequest([said("user", f"one of try {tries}")]))
@@ -108,7 +108,7 @@ def test_a_program_that_loses_its_own_workers_is_given_up():
 
 
 def test_a_limit_that_ends_a_program_which_was_run_again_says_why_it_was():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         for seconds in (0, 60, 0):
             await ask(TurnRequest(start.messages))
             await asyncio.sleep(seconds)
@@ -121,14 +121,14 @@ def test_a_limit_that_ends_a_program_which_was_run_again_says_why_it_was():
     assert episode.failure.endswith("; before, its program was run again: its worker was killed by SIGKILL")
 
 
-async def given_up(ask: Turn, text: str) -> None:
+async def given_up(ask: Ask, text: str) -> None:
     """Ask for a turn, and wait for it too short a time."""
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(ask(TurnRequest([said("user", text)])), 0.1)
 
 
 def test_turns_that_nobody_waits_for_count_as_turns_and_are_not_trained():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         for n in range(3):
             await given_up(ask, str(n))
         await ask(TurnRequest([said("user", "0")]))  # it is asked for again, and a further one is too many
@@ -146,7 +146,7 @@ def test_turns_that_nobody_waits_for_count_as_turns_and_are_not_trained():
 
 @pytest.mark.parametrize("other", [{"max_tokens": 2}, {"stop": ("turn",)}, {"stop_token_ids": (5,)}])
 def test_what_is_asked_again_with_another_end_is_another_call(other: Any):
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         await given_up(ask, "same")
         for more in (other, other, {}):
             await ask(TurnRequest([said("user", "same")], **more))
@@ -163,7 +163,7 @@ def test_what_is_asked_again_with_another_end_is_another_call(other: Any):
 def test_a_program_that_is_run_again_has_its_calls_whether_it_gives_turns_up_or_not():
     tries = 0
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         nonlocal tries
         tries += 1
         if tries == 1:
@@ -190,7 +190,7 @@ def test_a_program_that_is_run_again_has_its_calls_whether_it_gives_turns_up_or_
     ],
 )
 def test_rewards_are_those_of_the_answers_that_an_agent_has_got(rewards: Any, turn_rewards: Any, failure: str | None):
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         await ask(TurnRequest(start.messages))
         await given_up(ask, "left")
         await ask(TurnRequest([said("user", "third")]))

@@ -13,7 +13,7 @@ from headway.agents.adapters.user_programs import OwnProgram
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import local_episode_worker
-from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.data.interfaces.episode_groups import Group
 from headway.errors import ProgramFailed
@@ -87,7 +87,7 @@ def test_the_chat_template_gets_the_variables_of_the_run_and_of_the_row():
         chats = Chats(ChatRenderer(tokenizer, {"style": "A", "mood": "B"}))
         starts = []
 
-        async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
             starts.append(start.template_kwargs)
             return await own(run)(start, ask)
 
@@ -117,7 +117,7 @@ def test_a_turn_that_was_given_up_has_no_number():
 
 
 def test_a_prefix_is_released_also_where_its_call_was_given_up():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         asking = asyncio.ensure_future(ask(TurnRequest(start.messages)))
         await asyncio.sleep(0.5)
         asking.cancel()
@@ -129,7 +129,7 @@ def test_a_prefix_is_released_also_where_its_call_was_given_up():
 
 
 def test_a_program_that_has_to_give_a_reward_and_gives_none_has_failed_alone():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         await ask(TurnRequest(start.messages))
         return EpisodeEnd(None if start.seed % 2 else 1.0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headway.agents.episodes.episode_limits import MOST_STEPS, EpisodeClock, EpisodeTime
-from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.errors import ProgramFailed
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -63,7 +63,7 @@ def test_a_conversation_tells_whether_the_template_opened_a_thought_for_its_last
 
 
 def test_of_several_conversations_the_last_one_is_told():
-    async def two(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def two(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         await talk(start, ask)
         other = [said("user", "judge")]
         other.append((await ask(TurnRequest(other))).message)  # the list is the program's own, which it goes on with
@@ -87,7 +87,7 @@ def test_the_program_gets_its_prompt_its_row_and_a_seed_of_its_own():
 
 
 def test_a_context_that_does_not_go_on_begins_a_row_of_its_own():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         for text in ("one", "two"):
             await ask(TurnRequest([said("user", text)]))
         return EpisodeEnd(1.0)
@@ -99,7 +99,7 @@ def test_a_context_that_does_not_go_on_begins_a_row_of_its_own():
 
 
 def test_turns_that_are_asked_at_once_are_both_trained():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         await asyncio.gather(*(ask(TurnRequest([said("user", text)])) for text in ("one", "two")))
         return EpisodeEnd(1.0)
 
@@ -108,7 +108,7 @@ def test_turns_that_are_asked_at_once_are_both_trained():
 
 
 def test_a_program_that_fails_fails_its_episode_alone():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         if start.seed % 2:
             raise ProgramFailed("guess.py:Guess: step() returned None")
         return await talk(start, ask)
@@ -119,7 +119,7 @@ def test_a_program_that_fails_fails_its_episode_alone():
 
 
 def test_a_program_that_raises_cancelled_error_fails_its_episode_alone():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         if start.seed % 2:
             raise asyncio.CancelledError
         return await talk(start, ask)
@@ -129,7 +129,7 @@ def test_a_program_that_raises_cancelled_error_fails_its_episode_alone():
 
 
 def test_a_program_without_a_turn_has_failed():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         return EpisodeEnd(1.0)
 
     (episode,) = made(program).trajectories
@@ -138,7 +138,7 @@ def test_a_program_without_a_turn_has_failed():
 
 @pytest.mark.parametrize("odd", [{(1, 2): "x"}, {1: "a", "b": 2}])
 def test_messages_that_cannot_be_compared_fail_their_episode_alone(odd):
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         await ask(TurnRequest([{"role": "user", "content": "hi", "meta": odd}]))
         return EpisodeEnd(reward=1.0)
 
@@ -150,11 +150,11 @@ def test_an_episode_tells_when_its_program_worked_and_when_it_waited_to_begin():
     class Slow(Here):
         """Keeps its first program waiting for 3 s."""
 
-        async def run(self, job: EpisodeStart, on_ask: Turn, **begin: Any) -> EpisodeEnd:
+        async def run(self, job: EpisodeStart, on_ask: Ask, **begin: Any) -> EpisodeEnd:
             await asyncio.sleep(3)
             return await super().run(job, on_ask, **begin)
 
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         for seconds in (2, 4):
             await ask(TurnRequest(start.messages))
             await asyncio.sleep(seconds)

@@ -11,8 +11,8 @@ import pytest
 
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_worker import EpisodeWorker
-from headway.agents.episodes.program_episode import Turn
 from headway.agents.episodes.program_workers import ProgramWorkers
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group
@@ -36,7 +36,7 @@ class Shop:
     def __init__(self) -> None:
         self.paid: list[str] = []
 
-    async def __call__(self, start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def __call__(self, start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         chat = [*start.messages]
         for _ in range(3):
             answer = await ask(TurnRequest(list(chat), [PAY]))
@@ -142,7 +142,7 @@ def test_a_program_whose_contexts_do_not_come_again_is_told_with_what_is_lost(tm
     """It puts something into its prompt that is another one each time."""
     times = count()
 
-    async def clock(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def clock(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         now = next(times)
         for turn in range(3):
             await ask(TurnRequest([said("user", f"It is {now}. {turn}")]))

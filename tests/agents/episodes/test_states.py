@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headway.agents.episodes.episode_tokens import Chats, TokenRows, state_key
-from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said, tool_result
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion
@@ -28,7 +28,7 @@ def states(group: Group) -> list[dict[int, int]]:
     ]
 
 
-async def two_ways(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+async def two_ways(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
     """Every second episode takes a step more before it is in the kitchen."""
     chat: list[Message] = list(start.messages)
     for room in ("hall", "kitchen") if start.seed % 2 else ("kitchen",):
@@ -53,7 +53,7 @@ def test_equal_observations_are_one_state_in_all_episodes_whatever_came_before()
 
 
 def test_a_program_names_states_and_turns_of_several_conversations_share_them():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         for n, state in enumerate(("a", "b", "a", None)):
             await ask(TurnRequest([said("user", f"conversation {n}")], state=state))
         return EpisodeEnd(1.0)
@@ -66,7 +66,7 @@ def test_a_program_names_states_and_turns_of_several_conversations_share_them():
 
 
 def test_a_turn_that_is_renumbered_or_asked_again_keeps_its_state():
-    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+    async def program(start: EpisodeStart, ask: Ask) -> EpisodeEnd:
         with suppress(TimeoutError):  # an answer takes 1 s
             await asyncio.wait_for(ask(TurnRequest([said("user", "given up")], state="given up")), 0.5)
         for n in range(3):

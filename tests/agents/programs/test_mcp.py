@@ -440,5 +440,5 @@ def test_a_tool_of_a_server_and_a_method_of_an_environment_have_names_of_their_o
     server = in_memory("two", make=lambda: named("look"))
     server.load()
     loaded._tools = Toolbox([server])
-    with pytest.raises(UserCodeError, match=r"game\.py:Game: .*tool 'look', .*agent\.mcp\.two"):
+    with pytest.raises(UserCodeError, match=r"game\.py:Game: .*tool named 'look' already, of agent\.mcp\.two"):
         loaded.describe()

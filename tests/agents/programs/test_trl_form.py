@@ -204,7 +204,7 @@ async def test_tools_beside_an_environment_are_offered_with_its_own(environment,
 def test_a_tool_of_a_name_that_the_environment_has_is_refused(environment, tools):
     more = tools('def look() -> int:\n    """Look."""\n    return 1', "look")
     both = ProgramSpec(environment=environment(COUNTER).environment, tools=more.tools)
-    with pytest.raises(UserCodeError, match=r"has a tool 'look', .*tools\.py:look"):
+    with pytest.raises(UserCodeError, match=r"tool named 'look' already, of .*tools\.py:look"):
         both.load().describe()
 
 

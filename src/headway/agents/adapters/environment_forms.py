@@ -234,12 +234,8 @@ class TrlProgram(EnvironmentProgram[_TrlEpisode]):
         return await environment.beside.end(EpisodeEnd(reward=number(value, f"{self.who}: {what}")))
 
     def _all_tools(self, environment: Any, others: Sequence[Tool]) -> list[Tool]:
-        tools = list(others)
-        for name in tool_names(type(environment)):
-            if of := [tool.origin for tool in others if tool.name == name]:
-                raise UserCodeError(f"{self.who}: it has a tool {name!r}, and so has {of[0]}; rename one")
-            tools.append(self._tool(name, getattr(environment, name)))
-        return tools
+        own = [self._tool(name, getattr(environment, name)) for name in tool_names(type(environment))]
+        return Toolbox([*others, *own]).tools
 
     def _tool(self, name: str, method: Callable[..., Any]) -> Tool:
         if name not in self._schemas:
@@ -247,7 +243,7 @@ class TrlProgram(EnvironmentProgram[_TrlEpisode]):
                 self._schemas[name] = make_tool(method, f"{self.who}.{name}").schema
             except UserCodeError as cause:
                 raise UserCodeError(f"{cause}; a method that is no tool has a name that begins with _") from cause
-        return Tool(name, self._schemas[name], method, show=_as_trl_shows)
+        return Tool(name, self._schemas[name], method, show=_as_trl_shows, origin=self.who)
 
 
 def tool_names(kind: type) -> list[str]:

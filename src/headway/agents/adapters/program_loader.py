@@ -162,30 +162,23 @@ def _environment(spec: ProgramSpec, found: Any) -> Program:
 
 def _recognised(spec: ProgramSpec, instances: EnvironmentPool, kind: type, environment: Any) -> Program:
     """The program of an environment's class; ``environment`` is one of it, or the class again."""
-    match _form_of(kind, environment, bool(_given_tools(spec))):
-        case "TRL":
-            return TrlProgram(instances, spec.shown, kind, load_toolbox(spec))
-        case "gym":
-            _refuse_tools(spec)
-            return GymProgram(instances, spec.shown, environment)
-        case _:
-            raise UserCodeError(_lacking(spec.shown, kind, environment))
 
-
-def _form_of(kind: type, environment: Any, has_tools: bool) -> str | None:
     def has(name: str) -> bool:
         return callable(getattr(environment, name, None))
 
-    if not has("reset"):
-        return None
-    # Before the others: a subclass of theirs is meant as one, though it may have get_reward() as well.
-    if any(base.__module__.partition(".")[0] in _GYMS for base in kind.__mro__) and has("step"):
-        return "gym"
-    if has("get_reward") or (has("step") and _step_is_a_tool(environment)):
-        return "TRL"
-    if has("step"):
-        return "gym"
-    return "TRL" if tool_names(kind) or has_tools else None
+    # A subclass of theirs is meant as one, though it may have get_reward() as well.
+    theirs = any(base.__module__.partition(".")[0] in _GYMS for base in kind.__mro__)
+    if has("reset") and has("step") and (theirs or not (has("get_reward") or _step_is_a_tool(environment))):
+        _refuse_tools(spec)
+        return GymProgram(instances, spec.shown, environment)
+    if has("reset") and (has("get_reward") or has("step") or tool_names(kind) or _given_tools(spec)):
+        return TrlProgram(instances, spec.shown, kind, load_toolbox(spec))
+    own = [f"{name}()" for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+    raise UserCodeError(
+        f"{spec.shown}: {kind.__name__} has none of the forms of an environment: TRL's, reset(**row) and get_reward() "
+        "or methods that are tools; Gymnasium's and GEM's, reset(seed) and step(action); SkyRL-gym's, init(prompt) and "
+        f"step(action). It has {', '.join(own) or 'no public methods'}"
+    )
 
 
 def _step_is_a_tool(environment: Any) -> bool:
@@ -198,16 +191,6 @@ def _is_skyrl(found: Callable[..., Any]) -> bool:
     if inspect.isclass(found):
         return callable(getattr(found, "init", None)) and callable(getattr(found, "step", None))
     return "extras" in Parameters.of(found).named
-
-
-def _lacking(who: str, kind: type, environment: Any) -> str:
-    """The message for an environment of no known form."""
-    own = [f"{name}()" for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
-    return (
-        f"{who}: {kind.__name__} has none of the forms of an environment: TRL's, reset(**row) and get_reward() or "
-        "methods that are tools; Gymnasium's and GEM's, reset(seed) and step(action); SkyRL-gym's, init(prompt) and "
-        f"step(action). It has {', '.join(own) or 'no public methods'}"
-    )
 
 
 def _refuse_tools(spec: ProgramSpec) -> None:

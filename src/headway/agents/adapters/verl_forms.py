@@ -245,14 +245,9 @@ class VerlTool:
         schema = _schema_of(of, who)
         self.name: str = schema["function"]["name"]
         # All four: one that blocks holds the event loop, whichever it is.
-        methods = [self.method(name) for name in ("create", "execute", "calc_reward", "release")]
+        methods = [getattr(of, name, None) for name in ("create", "execute", "calc_reward", "release")]
         blocks = not are_coroutines(*[method for method in methods if method is not None])
         self.tools: Sequence[Tool] = (Tool(self.name, schema, of.execute, blocks=blocks, origin=who),)
-
-    def method(self, name: str) -> Any:
-        """A method of the object; None where it has none of that name."""
-        found = getattr(self.object, name, None)
-        return found if callable(found) else None
 
     @asynccontextmanager
     async def episode(self, start: EpisodeStart) -> AsyncIterator[OpenToolbox]:
@@ -290,7 +285,7 @@ class _Instance:
         return ToolResult(_text_of(response, who), reward=step)
 
     async def _create(self) -> str:
-        id, create = uuid.uuid4().hex, self._tool.method("create")
+        id, create = uuid.uuid4().hex, getattr(self._tool.object, "create", None)
         if create is None:
             return id
         kwargs = self._given("create_kwargs")
@@ -304,7 +299,7 @@ class _Instance:
         return given if isinstance(given, str) and given else id
 
     async def end(self) -> EpisodeEnd:
-        calc_reward = self._tool.method("calc_reward")
+        calc_reward = getattr(self._tool.object, "calc_reward", None)
         if self._id is None:  # never called: worth 0, and no reason to call its methods
             return EpisodeEnd(reward=0.0)
         if calc_reward is None:
@@ -316,7 +311,7 @@ class _Instance:
         return EpisodeEnd(number(value, f"{self._tool.who}: what calc_reward() returned"), metrics=self._metrics)
 
     async def close(self) -> None:
-        release = self._tool.method("release")
+        release = getattr(self._tool.object, "release", None)
         if self._id is not None and release is not None:
             await called(release, self._id, **self._given("release_kwargs"))
 

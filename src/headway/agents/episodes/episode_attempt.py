@@ -111,11 +111,6 @@ class CallLog:
         # Other keys sample other answers. With the old ones the same tools would be called a second time.
         self._salt = xxhash.xxh3_64_intdigest(self._salt.to_bytes(8, "little"))
 
-    @property
-    def unused(self) -> int:
-        """Number of finished calls in the journal that the program has not asked for."""
-        return self.calls.unused(self.group, self.id)
-
     def close(self) -> None:
         """End what is under way: the episode is over."""
         self._drop()

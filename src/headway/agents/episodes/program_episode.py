@@ -11,7 +11,7 @@ otherwise than before is sampled anew, and what is not asked again is not traine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +21,7 @@ import numpy as np
 from headway.agents.episodes.episode_attempt import CallLog, EpisodeAttempt
 from headway.agents.episodes.episode_limits import EpisodeClock, EpisodeLimits, EpisodeTime
 from headway.agents.episodes.episode_tokens import EpisodeTokens, spans_of
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Completion, Priority, SamplingParams
@@ -30,8 +31,6 @@ from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed
 
 if TYPE_CHECKING:
     from headway.agents.endpoint.endpoint_server import Endpoint  # the HTTP server takes a third of a second to import
-
-Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
 
 AWAY_S, LOST_S = (0.5, 30.0), (0.05, 1.0)
 """Seconds before a program is run again, the first time and at most: what it needs was away, or its worker was lost."""
@@ -47,7 +46,7 @@ class Programs(Protocol):
     async def start(self) -> Any:
         """Start the processes of user code, if there are any. Raises as `Hosting.start` says."""
 
-    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+    async def run(self, job: EpisodeStart, on_ask: Ask, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """Run a program to its end; its turns are ``on_ask``'s. ``on_begin`` is called when it begins.
 
         Raises:
@@ -72,9 +71,7 @@ class Hosting:
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a turn, beside those of the sampling."""
     gives_reward: bool = False
-    """Programs have to give rewards: no reward function does."""
-    keeps_conversations: bool = False
-    """Episodes come with their last conversation, for a reward function."""
+    """Programs have to give rewards: no reward function does, which would get an episode's last conversation."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables that the run gives to the chat template."""
     held_out_at_once: int | None = None
@@ -161,7 +158,7 @@ class ProgramEpisode:
         finally:
             self._time.close()
             self._log.close()
-        if failure is None and not self._begun_anew and (unused := self._log.unused):
+        if failure is None and not self._begun_anew and (unused := self._log.calls.unused(self._log.group, self.id)):
             self._again = f"the program asks otherwise than before: {unused} finished answers are not used"
         return self._made(self._one, end, failure or self._failure_of(self._one, end))
 
@@ -204,7 +201,7 @@ class ProgramEpisode:
             self._limits,
             self._time,
             trains=self._request.priority is Priority.TRAINING,
-            keeps_conversation=self._hosting.keeps_conversations or self._request.shown,
+            keeps_conversation=not self._hosting.gives_reward or self._request.shown,
         )
 
     async def _run(self, one: EpisodeAttempt) -> EpisodeEnd | None:

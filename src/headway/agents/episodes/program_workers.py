@@ -14,7 +14,8 @@ from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.endpoint.dialect import TextCodec
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.program_episode import Hosting, Programs, Turn
+from headway.agents.episodes.program_episode import Hosting, Programs
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
 from headway.config.schema import Config
 from headway.config.sizing.placement import concurrent, resolve_placement
@@ -96,7 +97,7 @@ class ProgramWorkers:
             **settings,
         )
 
-    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+    async def run(self, job: EpisodeStart, on_ask: Ask, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """See `headway.agents.episodes.program_episode.Programs.run`."""
         if self._pool is None:
             raise RunError(f"{self._name}: the workers were not started")
@@ -159,7 +160,6 @@ def chat_hosting(
         seed=config.run.seed,
         stop_ids=tuple(sorted(chats.renderer.end_ids)),
         gives_reward=config.reward.by_program,
-        keeps_conversations=not config.reward.by_program,
         template_kwargs=config.data.chat_template_kwargs,
         held_out_at_once=held_out_at_once(config),
         endpoint=None if config.agent.client is None else _endpoint(config, chats.renderer, node),

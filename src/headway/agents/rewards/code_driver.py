@@ -22,20 +22,18 @@ USUAL = "\n".join(
 )
 """Imports that data sets take for granted."""
 PREPARE = """
-import inspect, math, sys, types
+import contextlib, inspect, math, re, sys, types
 pytest = types.ModuleType("pytest")
-class raises:
-    def __init__(self, expected, match=None):
-        self.expected, self.match, self.value = expected, match, None
-    def __enter__(self):
-        return self
-    def __exit__(self, kind, value, _):
-        assert kind is not None, "nothing was raised"
-        self.value = value
-        if self.match is not None and issubclass(kind, self.expected):
-            import re
-            assert re.search(self.match, str(value))
-        return issubclass(kind, self.expected)
+@contextlib.contextmanager
+def raises(expected, match=None):
+    info = types.SimpleNamespace(value=None)
+    try:
+        yield info
+    except expected as error:
+        info.value = error
+        assert match is None or re.search(match, str(error))
+    else:
+        raise AssertionError("nothing was raised")
 class approx:
     def __init__(self, expected, rel=None, abs=None):
         self.expected, self.rel, self.abs = expected, rel, abs

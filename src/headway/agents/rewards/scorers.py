@@ -204,8 +204,6 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
                 # `os.cpu_count` counts cores that this process may not use, too.
                 cores = len(os.sched_getaffinity(0)) // spec.workers
                 return _side_by_side(rule, spec.limit_s(part), max(1, min(cores, MOST_CALLS)))
-            limit_s = None if spec.compares(part) else spec.limit_s(part)
-            return _one_by_one(rule, limit_s)
         case "task":
             if spec.task_name is None:
                 raise ConfigError("reward.function=task needs data.task; for files: exact_match or file.py:function")
@@ -213,10 +211,9 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
                 raise ConfigError("reward.params: task takes none; the task's own are data.task.params")
             task = make_task(spec.task_name, spec.task_params, seed=spec.seed)
 
-            def verify(request: ScoreRequest, response: Response) -> float:
+            def rule(request: ScoreRequest, response: Response) -> float:
                 return 0.0 if response.begin is None else task.score(response.answer, request.answer, request.extra)
 
-            return _one_by_one(verify, None if spec.compares(part) else spec.timeout_s)
         case name if names_user_code(name):
             function = UserFunction(load_function(name), name, part.params, spec.answer_keys)
             if spec.columns is not None:
@@ -227,6 +224,7 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
                 f"reward.function: unknown reward {name!r}; "
                 f"known: {', '.join(sorted([*BUILT_IN, 'task']))}, or file.py:function for your own"
             )
+    return _one_by_one(rule, None if spec.compares(part) else spec.limit_s(part))
 
 
 def _one_by_one(rule: Rule, timeout_s: float | None) -> PartScorer:

@@ -27,7 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from headway.agents.episodes.episode_tokens import TurnContext
-from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_chat import Ask
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.data.interfaces.episode_groups import Scores
 from headway.data.interfaces.rollout import Completion
@@ -218,7 +218,7 @@ class SimulatedPrograms:
     async def start(self) -> None:
         """Start nothing: there is no user code."""
 
-    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+    async def run(self, job: EpisodeStart, on_ask: Ask, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """See `headway.agents.episodes.program_episode.Programs.run`."""
         async with self._room:
             if on_begin is not None:
@@ -230,7 +230,7 @@ class SimulatedPrograms:
     async def close(self) -> None:
         """Do nothing: programs are their callers' tasks."""
 
-    async def _play(self, job: EpisodeStart, ask: Turn) -> None:
+    async def _play(self, job: EpisodeStart, ask: Ask) -> None:
         """Ask for all turns, each followed by a step."""
 
         def uniform(what: str, *key: int) -> float:
