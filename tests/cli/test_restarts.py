@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -133,6 +135,42 @@ def test_workers_that_a_killed_driver_left_are_ended_before_it_is_resumed(tmp_pa
     assert (tmp_path / "alive").read_text() == "False"
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_restart_is_by_the_process_that_waited_or_by_a_new_one_where_that_was_killed(
+    tmp_path: Path, killed: bool
+) -> None:
+    ends = (
+        "import os, pathlib, signal, time\n"
+        "run = pathlib.Path(sys.argv[-1]); told = run / 'told'\n"
+        "told.open('a').write(f'{os.getpid()}\\n')\n"
+        "(run / 'checkpoints' / 'version_1').mkdir(parents=True, exist_ok=True)\n"
+        "while not (run / 'go').exists(): time.sleep(0.02)\n"
+        "sys.exit(0) if len(told.read_text().split()) == 3 else os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    attending, told = attend(tmp_path, 3, ends), tmp_path / "told"
+    process, until = psutil.Process(attending.pid), time.monotonic() + 60
+    try:
+        while not told.exists() or len(process.children()) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        (waits,) = {child.pid for child in process.children()} - {int(told.read_text())}
+        if killed:
+            os.kill(waits, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        assert attending.wait(60) == 0
+    finally:
+        attending.kill()
+        attending.communicate()
+    ran = [int(pid) for pid in told.read_text().split()]
+    assert len(set(ran)) == 3
+    assert (waits == ran[1]) != killed
+
+
+@pytest.mark.parametrize("name", restarts.IMPORTED)
+def test_what_the_process_that_waits_imports_is_there(name: str) -> None:
+    assert find_spec(name) is not None
+
+
 def test_a_signal_is_passed_on_and_the_run_that_it_ends_is_not_resumed(tmp_path: Path) -> None:
     """Whatever the run's process says at its end."""
     asks = (
@@ -170,7 +208,7 @@ def test_the_option_for_tracebacks_and_a_directory_of_any_name_are_passed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[list[str]] = []
-    monkeypatch.setattr(restarts._Attended, "finish", lambda self, arguments: given.append(arguments) or 0)
+    monkeypatch.setattr(restarts._Attended, "finish", lambda self, arguments, again: given.append(arguments) or 0)
     monkeypatch.setattr(restarts, "adopt_orphans", lambda: None)
     asked = ["train", "demo", "--restarts", "1", "--debug", f"run.dir='{tmp_path}/a: b'"]
     assert CliRunner().invoke(cli, asked).exit_code == 0
