@@ -158,8 +158,13 @@ class SkyrlProgram(EnvironmentProgram[Any]):
     async def end(self, environment: Any) -> EpisodeEnd:
         if getattr(environment, "get_metrics", None) is None:
             return EpisodeEnd()
+        metrics = await self.call(environment, "get_metrics")
+        if not isinstance(metrics, Mapping):
+            raise ProgramFailed(
+                f"{self.who}: get_metrics() returned {shown(metrics)}, expected a dict of numbers by name"
+            )
         found: dict[str, float] = {}
-        for name, value in (await self.call(environment, "get_metrics")).items():
+        for name, value in metrics.items():
             with suppress(ProgramFailed):  # SkyRL's own aggregation leaves out what is no number, too
                 found[str(name)] = number(value, str(name))
         return EpisodeEnd(metrics=found)
