@@ -122,7 +122,6 @@ def trace(events: int) -> bytes:
 
 @pytest.mark.parametrize("chunk", [100, 4096])
 def test_times_are_moved_to_the_origin_however_the_file_is_cut(monkeypatch: pytest.MonkeyPatch, chunk: int):
-    monkeypatch.setattr(profiled_processes, "HEAD_BYTES", 64)
     monkeypatch.setattr(profiled_processes, "CHUNK_BYTES", chunk)
     events = opened(compressed(io.BytesIO(trace(100)), 999_999_999.0, "actor-0", {}))
     assert [event["ts"] for event in events] == [1e6 + n + 0.25 for n in range(100)] + [1e6 + 7.5]

@@ -121,7 +121,7 @@ async def test_workers_land_on_the_nodes_that_the_placement_gives_them_and_come_
 
 
 async def node_of(worker: RayWorker) -> str:
-    _, node, _ = await worker._actor.process.remote()
+    _, node = await worker._actor.process.remote()
     return str(node)
 
 

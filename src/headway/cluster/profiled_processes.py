@@ -9,8 +9,9 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,8 +22,7 @@ from headway.errors import RunError, boundary
 COMPRESSION = 3
 """Level of gzip: a trace becomes a fifteenth of its size, in a third of the time of the best one."""
 CHUNK_BYTES = 4 * 2**20
-HEAD_BYTES = 2**16
-"""Bytes of a trace in which its base is found, before the first event."""
+"""Bytes of a trace that are handled at once, of whole lines. Its base is among the first ones."""
 BASE = re.compile(rb'"baseTimeNanoseconds": (\d+)')
 TIMES = re.compile(rb'("ts": )(\d+(?:\.\d+)?)')
 """Times in a Chrome trace as Kineto writes it, in microseconds since its base, which is in Unix time."""
@@ -106,8 +106,9 @@ class ProcessProfile:
                 path = Path(folder) / "trace.json"
                 profiler.export_chrome_trace(str(path))
                 del profiler  # frees the recorded events before the trace is read
+                threads = {thread.native_id: thread.name for thread in threading.enumerate()}
                 with path.open("rb") as trace:
-                    return compressed(trace, origin, name, _thread_names())
+                    return compressed(trace, origin, name, threads)
 
     @contextmanager
     def _alone(self, doing: str) -> Iterator[None]:
@@ -121,7 +122,7 @@ class ProcessProfile:
             self._turn.release()
 
 
-def compressed(trace: BinaryIO, origin: float, name: str, threads: dict[int, str]) -> bytes:
+def compressed(trace: BinaryIO, origin: float, name: str, threads: Mapping[int | None, str]) -> bytes:
     """Return a trace as Kineto writes it in gzip, with times since ``origin``, which is in Unix seconds.
 
     ``name`` is what the process is called in it, ``threads`` what threads are called, by the system's ids. The trace is
@@ -129,44 +130,30 @@ def compressed(trace: BinaryIO, origin: float, name: str, threads: dict[int, str
 
     Raises `RunError` where the trace is cut off: a disk that is full does not fail to be written by Kineto.
     """
-    head = trace.read(HEAD_BYTES)
+    pieces = iter(lambda: b"".join(trace.readlines(CHUNK_BYTES)), b"")
+    head = next(pieces, b"")
     if (base := BASE.search(head)) is None:
         raise RunError(f"the trace of {name} is none that Kineto wrote: it does not say what its times refer to")
     shift = (int(base[1]) - round(origin * 1e9)) / 1e3
     process = name.encode()
     packed, end = io.BytesIO(), b""
     with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=COMPRESSION, mtime=0) as out:
-        for piece in _pieces(head.replace(base[0], b'"baseTimeNanoseconds": 0'), trace):
+        for piece in chain([head.replace(base[0], b'"baseTimeNanoseconds": 0')], pieces):
             placed = TIMES.sub(lambda found: b"%s%.3f" % (found[1], float(found[2]) + shift), piece)
             if b'_name"' in placed:
                 placed = PROCESS_NAMES.sub(lambda found: found[1] + process + found[2], placed)
                 placed = THREAD_NAMES.sub(lambda found: _named(found, threads), placed)
             out.write(placed)
-            end = placed.rstrip()[-1:] or end  # the last piece may be empty
+            end = placed.rstrip()[-1:] or end
     if end != b"}":
         raise RunError(f"the trace of {name} is cut off: the disk of {tempfile.gettempdir()} has no room for it")
     return packed.getvalue()
 
 
-def _pieces(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
-    """Yield ``head`` and the rest of a file in pieces of whole lines; the last one may be cut off, or empty."""
-    while more := rest.read(CHUNK_BYTES):
-        head += more
-        end = head.rfind(b"\n") + 1
-        yield head[:end]
-        head = head[end:]
-    yield head
-
-
-def _named(found: re.Match[bytes], threads: dict[int, str]) -> bytes:
+def _named(found: re.Match[bytes], threads: Mapping[int | None, str]) -> bytes:
     """Return a thread's name in a trace: Python's, where it has one, and the system's id."""
     name = threads.get(int(found[2]))
     return found[0] if name is None else found[1] + f"{name} ({found[2].decode()})".encode() + found[3]
-
-
-def _thread_names() -> dict[int, str]:
-    """Return what Python calls the threads of this process, by the system's ids."""
-    return {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
 
 
 class ProfiledProcess:

@@ -58,9 +58,8 @@ class SharedFilesystem:
         sender = plan.ranks[ACTOR][0].worker
         self._sender = {sender: everybody[sender]}
         # Those of the reference and `logp` read tokens there whose machine was lost.
-        ranks = plan.workers_of(ACTOR, CRITIC, REF, LOGP)
-        receivers = plan.workers_of(ROLLOUT, LOGP)
-        await self._check_run_directory({name: everybody[name] for name in everybody if name in ranks})
+        ranks = plan.workers_of(ACTOR, REF, LOGP, CRITIC)
+        await self._check_run_directory({name: everybody[name] for name in ranks})
         if self._storage is not None:  # any machine may have to bring the run back
             blind, _ = await _blind(self._driver, self._storage, everybody, make_directory=True)
             if blind:
@@ -70,7 +69,7 @@ class SharedFilesystem:
                     "s3://bucket/run"
                 )
         await self._check_model(everybody)
-        await self._check_directory({name: everybody[name] for name in everybody if name in receivers})
+        await self._check_directory({name: everybody[name] for name in plan.workers_of(ROLLOUT, LOGP)})
 
     async def check_later(self, worker: Worker, *, receives: bool) -> None:
         """Check that a ``worker`` started later sees the model and, where it ``receives`` weights, their directory.

@@ -82,9 +82,9 @@ class ClusterPlan:
     shares: tuple[NodeShare, ...]
     """What has to be on one machine, of the devices that have a worker."""
 
-    def workers_of(self, *roles: str) -> set[str]:
+    def workers_of(self, *roles: str) -> list[str]:
         """Return the names of the workers that have ranks of these roles."""
-        return {rank.worker for role in roles for rank in self.ranks.get(role, ())}
+        return [rank.worker for role in roles for rank in self.ranks.get(role, ())]
 
 
 def plan_cluster(

@@ -45,7 +45,7 @@ async def test_a_file_whose_import_never_ends_is_found_at_the_start(
 ) -> None:
     monkeypatch.setattr(reward_workers, "START_TIMEOUT_S", start_s)
     (tmp_path / "mine.py").write_text("import time; time.sleep(600)")
-    with pytest.raises(WorkerDied, match=r"within 0\.5 s: .*loading .*mine\.py:score"):
+    with pytest.raises(WorkerDied, match=r"within 0\.5 s .*loaded .*mine\.py:score"):
         async with reward_of(f"{tmp_path}/mine.py:score", timeout_s=call_s):
             pass
 

@@ -336,7 +336,7 @@ async def test_code_that_does_not_load_is_told_at_the_start(kind: str, case: tup
 @mostly_slow("kind", ["spawned", "forked"], quick=["forked"])
 async def test_code_that_never_loads_is_told_at_the_start(kind: str) -> None:
     async with workers_of(kind, loading="hangs", start_timeout_s=0.5) as workers:
-        with pytest.raises(WorkerDied, match=r"within 0\.5 s: .*loading code\.py:Code"):
+        with pytest.raises(WorkerDied, match=r"within 0\.5 s .*loaded code\.py:Code"):
             await workers.start()
 
 

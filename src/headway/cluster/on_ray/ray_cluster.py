@@ -92,7 +92,11 @@ class RayCluster:
                 await asyncio.shield(asyncio.wrap_future(self._up))
             finally:
                 restore_sigterm()
-        self._device = self._choose_device()
+        self._device = chosen(
+            self._config.cluster.device,
+            lambda kind: kind.ray_resource is None or _resource(kind.ray_resource) > 0,
+            "Ray sees no {}",
+        )
         return self._device
 
     def _begin(self) -> None:
@@ -221,13 +225,6 @@ class RayCluster:
                 f"has {there / 2**30:.1f} GiB on this machine; ask for fewer (trainer.n_gpus_per_node, "
                 "rollout.n_gpus_per_node), or join a cluster (cluster.address)"
             )
-
-    def _choose_device(self) -> str:
-        return chosen(
-            self._config.cluster.device,
-            lambda kind: kind.ray_resource is None or _resource(kind.ray_resource) > 0,
-            "Ray sees no {}",
-        )
 
 
 def _resource(name: str) -> float:

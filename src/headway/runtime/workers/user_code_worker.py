@@ -61,7 +61,8 @@ class WorkerProcess:
         self.loaded: asyncio.Future[Any] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._ending: asyncio.Task[None] | None = None
-        self.channel = FrameChannel(sock, self._receive, self._on_cut)
+        # A process without a connection has a moment to end by itself, which tells more.
+        self.channel = FrameChannel(sock, self._receive, lambda: loop.call_later(CUT_S, self.kill))
         self._pidfd = os.pidfd_open(self.pid)
         self._ends_by = signal.SIGTERM if self.guarded else signal.SIGKILL
         loop.add_reader(self._pidfd, self._on_gone)
@@ -112,10 +113,6 @@ class WorkerProcess:
             case _:
                 self.on_frame(frame)
 
-    def _on_cut(self) -> None:
-        """Give a process without a connection a moment to end by itself, which tells more."""
-        asyncio.get_running_loop().call_later(CUT_S, self.kill)
-
     def _on_gone(self) -> None:
         # Before it is closed: the loop would go on to watch whatever gets its number next.
         asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -148,8 +145,8 @@ def spawn(
     here, there = socket.socketpair()
     # Closed here once the process has it: while this side holds it, the connection has no end.
     with there:
-        passed = [there.fileno(), *([note.descriptor] if note is not None else [])]
-        command = python_command(BOOT, name, *map(str, [*passed, *([] if note is not None else [-1])]))
+        passed = [there.fileno()] if note is None else [there.fileno(), note.descriptor]
+        command = python_command(BOOT, name, *map(str, passed))
         # The process never hears of a terminal, not even before it leaves its session. SIGTERM is not held back, so
         # that one to the host's group ends what is just starting.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
@@ -417,10 +414,9 @@ class UserCodeWorker:
                 pass
 
     def _end(self, job: WorkerJob, frame: Frame) -> None:
-        if frame.kind == FrameKind.ERROR:
-            job.end(error=raised(frame.payload))
-            return
         try:
+            if frame.kind == FrameKind.ERROR:
+                raise raised(frame.payload)
             job.end(unpickled(frame.payload, "the result"))
         except HeadwayError as error:
             job.end(error=error)

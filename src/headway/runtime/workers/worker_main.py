@@ -74,10 +74,10 @@ class WorkerStart:
     """Tracebacks of failures to load are printed."""
 
 
-def main(descriptor: int, note: int) -> None:
+def main(descriptor: int, note: int = -1) -> None:
     """Run a worker process on the connection ``descriptor`` to its host.
 
-    ``note`` is the descriptor of the file in which an event loop notes whose step it makes, or -1.
+    ``note`` is the descriptor of the file in which an event loop, where there is one, notes whose step it makes.
     """
     _leave_signals_to_the_host()
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -109,12 +109,8 @@ class WorkerPool:
                 for launch in more:
                     launch.result()
         except RunnerLost as cause:
-            if cause.timed_out:
-                raise WorkerDied(
-                    f"no {self.name} was ready within {self.start_timeout_s:g} s: it was loading {self.spec.shown}"
-                    f"{self._see_log()}"
-                ) from cause
-            raise WorkerDied(f"a {self.name} ended while it loaded {self.spec.shown}{self._see_log()}") from cause
+            end = f"was not ready within {self.start_timeout_s:g} s" if cause.timed_out else "ended"
+            raise WorkerDied(f"a {self.name} {end} while it loaded {self.spec.shown}{self._see_log()}") from cause
         return described
 
     async def run(
