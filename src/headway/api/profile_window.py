@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from itertools import chain, count
+from itertools import chain, compress, count
 from math import ceil
 from pathlib import Path
 from types import TracebackType
@@ -103,10 +103,8 @@ class ProfileWindow:
         """
         self._processes = processes
         self._request, self._folder, self._lock = directory.profile_request, directory.profiles, directory.lock
-        self._emit = emit
-        self._since_first = since_first
-        self._version = version
-        self._remark = remark
+        self._emit, self._since_first = emit, since_first
+        self._version, self._remark = version, remark
         self._last: int | None = None
         """Last version that the run trains; None where that is not known."""
         self._over = False
@@ -247,21 +245,19 @@ class ProfileWindow:
     ) -> list[Profiled]:
         """Do something with all processes side by side. Returns those with which it went well, and warns of others."""
 
-        async def attempt(process: Profiled) -> str | None:
+        async def attempt(process: Profiled) -> bool:
             try:
                 async with asyncio.timeout(limit_s):
                     await act(process)
-            except TimeoutError:
-                return f"it did not {doing} within {limit_s:g} s"
             except Exception as failure:
-                return _reason(failure)
-            return None
+                late = isinstance(failure, TimeoutError)
+                why = f"it did not {doing} within {limit_s:g} s" if late else _reason(failure)
+                self._note(f"there is no profile of {process.name}: {why}", "warning")
+                return False
+            return True
 
-        failures = await concurrently(attempt(process) for process in processes)
-        for process, failure in zip(processes, failures, strict=True):
-            if failure is not None:
-                self._note(f"there is no profile of {process.name}: {failure}", "warning")
-        return [process for process, failure in zip(processes, failures, strict=True) if failure is None]
+        went_well = await concurrently(attempt(process) for process in processes)
+        return list(compress(processes, went_well))
 
     def _note(self, text: str, level: str = "info") -> None:
         self._emit(Note(time=now(), level=level, text=text))

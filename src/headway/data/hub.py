@@ -72,12 +72,15 @@ def _load(dataset: str, source: SourceConfig, default_split: str) -> tuple[list[
     folder, split = Path(dataset).expanduser(), source.split or default_split
     given = {"subset": source.subset, "revision": source.revision}
     try:
+        check_library(dataset)
+        import datasets
+
         if is_saved(folder):
             if useless := [key for key, value in given.items() if value is not None]:
                 raise DataError(f"dataset {dataset}: a saved folder has no {' or '.join(useless)}; drop that key")
-            table = _library(dataset).load_from_disk(str(_place_of(dataset, folder, source.split, default_split)))
+            table = datasets.load_from_disk(str(_place_of(dataset, folder, source.split, default_split)))
         else:
-            table = _library(dataset).load_dataset(
+            table = datasets.load_dataset(
                 str(folder) if folder.is_dir() else dataset, source.subset, split=split, revision=source.revision
             )
         return table.column_names, len(table), table.with_format(None)  # a saved format would give arrays
@@ -116,13 +119,6 @@ def check_library(dataset: str) -> None:
             f"dataset {dataset}: Hugging Face datasets are read with the library datasets, which is not installed; "
             "pip install 'headway[datasets]', or give a .jsonl, .csv or .parquet file"
         )
-
-
-def _library(dataset: str) -> Any:
-    check_library(dataset)
-    import datasets
-
-    return datasets
 
 
 def _said(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from headway.cluster.machine.worker_setup import available_cores, math_environme
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Priority, RolloutEngine
 from headway.data.tokenize import Counts
-from headway.data.types import FinishReason, Prompt, Trajectory
+from headway.data.types import FinishReason, Prompt
 from headway.errors import DataError, ScoringFailed
 from headway.models.dtypes import served_dtype
 from headway.pipeline.admission.ledger import EPISODE_FAILED
@@ -188,23 +188,13 @@ async def _scored(reward: RewardWorkers | None, finished: Group) -> Solved:
     except ScoringFailed as failed:
         failure = str(failed)
     # Scores are of the episodes that did not fail, so that k is not their place.
-    place = {t.id: i for i, t in enumerate(made)}
-
-    def answer(k: int, t: Trajectory) -> ScoredAnswer:
-        at = place.get(t.id)
-        return ScoredAnswer(
-            k=k,
-            text=t.text,
-            tokens=t.length,
-            cut_off=t.finish_reason is FinishReason.LENGTH,
-            finish_reason=str(t.finish_reason),
-            reward=0.0 if at is None else rewards[at],
-            parts={} if at is None else {name: values[at] for name, values in parts.items()},
-            failure=t.failure,
-        )
-
-    answers = tuple(answer(k, t) for k, t in enumerate(trajectories))
-    return Solved(prompt.row, prompt.source, prompt.text, prompt.answer, answers, prompt.question, failure)
+    scored = {t.id: (rewards[i], {name: values[i] for name, values in parts.items()}) for i, t in enumerate(made)}
+    answers = []
+    for k, t in enumerate(trajectories):
+        reward_of, parts_of = scored.get(t.id, (0.0, {}))
+        cut_off, reason = t.finish_reason is FinishReason.LENGTH, str(t.finish_reason)
+        answers.append(ScoredAnswer(k, t.text, t.length, cut_off, reason, reward_of, parts_of, t.failure))
+    return Solved(prompt.row, prompt.source, prompt.text, prompt.answer, tuple(answers), prompt.question, failure)
 
 
 def carry_out(

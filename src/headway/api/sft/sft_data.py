@@ -143,7 +143,7 @@ class SftExamples:
             try:
                 self._rows.append(_conversation(where, row, data.prompt_key, completions, data.chat_template))
             except DataError as cause:
-                self._leave_out(Reason.CONVERSATION, where, f"{where}: {cause}")
+                self._leave_out(LeftOut(Reason.CONVERSATION, self._source, f"{where}: {cause}"), where)
         self.left_out.check(self._read, self._max_bad_rows)
         if not self._rows:
             raise DataError(f"{self._source}: there are no rows to learn from")
@@ -168,37 +168,41 @@ class SftExamples:
 
     def _example(self, conversation: SftConversation) -> Example | None:
         where = conversation.where
-        if conversation.text is not None:
-            prompt, completion = conversation.text
-            [rendered] = self._prompts([Record(prompt, None, self._source, where=where)])
-            if isinstance(rendered, LeftOut):
-                self._leave_out(rendered.reason, where, rendered.why)
-                return None
-            try:
-                with boundary(f"{where}: the model's tokenizer cannot read {shown(completion)}", DataError):
-                    example: Example = (_answered(self._tokenizer, rendered[1], completion),)
-            except DataError as cause:
-                self._leave_out(Reason.TOKENIZER, where, str(cause))
-                return None
-        elif self._chats is None:
-            raise DataError(f"{where}: chat messages need a chat template, and the model's tokenizer has none")
-        else:
-            try:
-                chats = self._chats.with_options(conversation.template_kwargs)
-                example = tuple(demonstrated(chats, conversation.messages, conversation.tools))
-            except (DataError, UserCodeError) as cause:
-                reason = Reason.TEMPLATE if isinstance(cause, DataError) else Reason.CONVERSATION
-                self._leave_out(reason, where, f"{where}: {cause}")
-                return None
-        if any(len(row.prompt_ids) + len(row.ids) > self._longest for row in example):
-            self._leave_out(Reason.TOO_LONG, where, "")
-            return None
-        return example
+        found = (
+            self._of_messages(conversation) if conversation.text is None else self._of_text(where, *conversation.text)
+        )
+        if not isinstance(found, LeftOut):
+            if all(len(row.prompt_ids) + len(row.ids) <= self._longest for row in found):
+                return found
+            found = LeftOut(Reason.TOO_LONG, self._source)
+        self._leave_out(found, where)
+        return None
 
-    def _leave_out(self, reason: Reason, where: str, why: str) -> None:
+    def _of_text(self, where: str, prompt: str, completion: str) -> Example | LeftOut:
+        [rendered] = self._prompts([Record(prompt, None, self._source, where=where)])
+        if isinstance(rendered, LeftOut):
+            return rendered
+        try:
+            with boundary(f"{where}: the model's tokenizer cannot read {shown(completion)}", DataError):
+                return (_answered(self._tokenizer, rendered[1], completion),)
+        except DataError as cause:
+            return LeftOut(Reason.TOKENIZER, self._source, str(cause))
+
+    def _of_messages(self, conversation: SftConversation) -> Example | LeftOut:
+        where = conversation.where
+        if self._chats is None:
+            raise DataError(f"{where}: chat messages need a chat template, and the model's tokenizer has none")
+        try:
+            chats = self._chats.with_options(conversation.template_kwargs)
+            return tuple(demonstrated(chats, conversation.messages, conversation.tools))
+        except (DataError, UserCodeError) as cause:
+            reason = Reason.TEMPLATE if isinstance(cause, DataError) else Reason.CONVERSATION
+            return LeftOut(reason, self._source, f"{where}: {cause}")
+
+    def _leave_out(self, row: LeftOut, where: str) -> None:
         if where not in self._met:  # each epoch reads the row again; it counts once
             self._met.add(where)
-            self.left_out.add(LeftOut(reason, self._source, why))
+            self.left_out.add(row)
 
 
 def _conversation(
