@@ -262,6 +262,22 @@ def test_one_source_of_nothing_but_too_long_prompts_is_an_error_that_names_it() 
         source_of(parts_of((3, None), (2, None)), too_long=frozenset({3, 4}))
 
 
+def test_one_source_of_nothing_but_bad_prompts_is_an_error_that_says_what_is_wrong_with_them() -> None:
+    """It said that they were too long."""
+
+    class Refusing(CharacterTokenizer):
+        def __call__(self, records: Sequence[Record]) -> list:
+            return [
+                LeftOut(Reason.EMPTY, r.source, "no tokens") if r.source == "part 1" else one
+                for r, one in zip(records, super().__call__(records), strict=True)
+            ]
+
+    parts = parts_of((3, None), (2, None))
+    records = [Record("ok", n, part.name) for part in parts for n in range(part.rows)]
+    with pytest.raises(DataError, match=r"all 2 rows of part 1 cannot be used \(empty 2\): no tokens"):
+        row_source(records, Refusing(), parts=parts)
+
+
 def test_the_only_prompt_that_fits_is_found_however_small_its_sources_share() -> None:
     """Of part 1 one row in 40 fits; an epoch draws 2 of its rows."""
     parts = parts_of((2, 20), (40, 1))

@@ -20,7 +20,7 @@ import xxhash
 
 from headway.data.files import Record
 from headway.data.mixing import Mixture
-from headway.data.rows import Rows, read_rows
+from headway.data.rows import Rows, by_source, read_rows
 from headway.data.tokenize import (
     FIRST_ROWS,
     TEMPLATE_KWARGS,
@@ -107,7 +107,7 @@ class RowSource:
             self._check_parts()
         self._refill()
         if not self._ready:  # found now, so that it ends the run before it starts
-            raise self._none_usable(self.rows, "")
+            raise self._none_usable(self._left_out, self.rows, "")
 
     @property
     def rows(self) -> int:
@@ -218,18 +218,22 @@ class RowSource:
 
     def _check_parts(self) -> None:
         """Check that every part has a prompt that fits. Most often the first chunk of each shows one."""
-        start = 0
-        for part in self._mixture.parts:
-            end = start + part.rows
-            chunks = (range(i, min(i + self._chunk, end)) for i in range(start, end, self._chunk))
-            if all(isinstance(one, LeftOut) for chunk in chunks for one in self._tokenised(chunk)):
-                raise self._none_usable(part.rows, f" of {part.name}")
-            start = end
+        for name, places in by_source(self._mixture.parts):
+            left_out = LeftOutRows()
+            for start in range(0, len(places), self._chunk):
+                found = self._tokenised(places[start : start + self._chunk])
+                bad = [one for one in found if isinstance(one, LeftOut)]
+                for one in bad:
+                    left_out.add(one)
+                if len(bad) < len(found):
+                    break
+            else:
+                raise self._none_usable(left_out, len(places), f" of {name}")
 
-    def _none_usable(self, rows: int, of: str) -> DataError:
+    def _none_usable(self, left_out: LeftOutRows, rows: int, of: str) -> DataError:
         """The error over rows of which none can be used."""
-        if bad_rows(self._left_out.counts):
-            return self._left_out.error(f"all {rows} rows{of}")
+        if bad_rows(left_out.counts):
+            return left_out.error(f"all {rows} rows{of}")
         return DataError(
             f"all {rows} prompts{of} have more than data.max_prompt_length={self._tokenizer.max_length} tokens; "
             "raise it"

@@ -12,12 +12,13 @@ examples ─▶ samples with advantage 1 ─▶ train_step with the loss −A·l
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from shutil import copytree, rmtree
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -108,25 +109,21 @@ async def trainer_of(
 
 def _supervised(config: Config, optim: OptimConfig) -> Config:
     """Return ``config`` with the loss and optimizer of supervised steps. The mesh, devices and packing stay."""
-    actor = config.actor.model_copy(
-        update={
-            "optim": optim,
-            "ppo_epochs": 1,
-            "loss_agg_mode": "token-mean",
-            "entropy_coeff": 0.0,
-            "use_kl_loss": False,
-        }
+    loss = {"ppo_epochs": 1, "loss_agg_mode": "token-mean", "entropy_coeff": 0.0, "use_kl_loss": False}
+    changed = _changed(
+        config,
+        actor={"optim": optim, **loss},
+        rollout={"temperature": 1.0},
+        async_training={"use_rollout_log_probs": True, "trigger_parameter_sync_step": 1},
+        cluster={"placement": "split"},
     )
-    on_policy = {"use_rollout_log_probs": True, "trigger_parameter_sync_step": 1}
-    return config.model_copy(
-        update={
-            "actor": actor,
-            "algorithm": AlgorithmConfig(policy_loss=Gpg()),
-            "rollout": config.rollout.model_copy(update={"temperature": 1.0}),
-            "async_training": config.async_training.model_copy(update=on_policy),
-            "cluster": config.cluster.model_copy(update={"placement": "split"}),
-        }
-    )
+    return changed.model_copy(update={"algorithm": AlgorithmConfig(policy_loss=Gpg())})
+
+
+def _changed(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """Return ``config`` with other values in some sections, unchecked."""
+    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=update)
 
 
 EVALUATION_SLOTS = 128
@@ -211,14 +208,12 @@ async def warm_up(
 def _trainer(path: Path, config: Config, lr: float, steps: int) -> AbstractAsyncContextManager[SftSteps]:
     """The trainer in this process, whose learning rate falls to zero behind ``steps`` steps."""
     device = config.cluster.device if config.cluster.backend == "inline" else "cpu"  # the devices are the workers'
-    trainer = config.trainer.model_copy(update={"nnodes": 1, "n_gpus_per_node": 1, "use_nodes_ratios": None})
-    alone = config.model_copy(
-        update={
-            "trainer": trainer,
-            "actor": config.actor.model_copy(update={"parallel": ParallelConfig(), "grad_clip": 1.0}),
-            "cluster": config.cluster.model_copy(update={"backend": "inline", "device": device, "address": None}),
-            "model": config.model.model_copy(update={"dtype": "float32"}),
-        }
+    alone = _changed(
+        config,
+        trainer={"nnodes": 1, "n_gpus_per_node": 1, "use_nodes_ratios": None},
+        actor={"parallel": ParallelConfig(), "grad_clip": 1.0},
+        cluster={"backend": "inline", "device": device, "address": None},
+        model={"dtype": "float32"},
     )
     optim = OptimConfig(lr=lr, lr_scheduler_type="linear", betas=(0.9, 0.99))
     # One step more than are made: the rate of the last one would be zero
