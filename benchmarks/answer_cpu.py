@@ -6,7 +6,6 @@ time has everything that is in its process; `runners` are those of the reward. L
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -36,9 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     answers = (versions - 1) * config.groups_per_version * config.rollout.n
     spent = {role: (last[role] - first[role]) / answers * 1e6 for role in sorted(last)}
     beside = sum(spent.get(role, 0.0) for role in ("driver", "episode-worker-0", "runners"))
-    notes = [
-        f"Driver, episode worker and runners together: {beside:.0f} µs. Load at the end: {os.getloadavg()[0]:.1f}."
-    ]
+    notes = [f"Driver, episode worker and runners together: {beside:.0f} µs."]
     rows = [{"process": role, "µs an answer": microseconds} for role, microseconds in spent.items()]
     report("answer_cpu", {f"CPU of an answer on the demo: {answers} answers": rows}, notes)
 

@@ -138,11 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         only={"choices": ("asleep", "endpoint"), "help": "one part; default: both"},
         quick={"action": "store_true", "help": "200 episodes of 4 turns, in half a minute"},
     ).parse_args(arguments)
-    load = f"load of the machine before: {os.getloadavg()[0]:.1f}"
     if chosen.only in (None, "asleep"):
         workload = Workload(chains=200, episodes=1, turns=4) if chosen.quick else Workload()
         notes = [
-            f"{workload.chains} at once, {workload.episodes} behind each other, {workload.turns} turns each; {load}",
+            f"{workload.chains} at once, {workload.episodes} behind each other, {workload.turns} turns each",
             "CPU of a turn: episode worker, driver and the sleeping engine share a process; aim beside rendering: 1 ms",
         ]
         report("episodes-asleep", {"Episodes whose engine and steps sleep": [asyncio.run(asleep(workload))]}, notes)
@@ -150,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asked = Load(seconds=10.0) if chosen.quick else Load()
         found = {"a server that only answers": asyncio.run(bare(asked)), "the endpoint": asyncio.run(served(asked))}
         notes = [
-            f"{asked.episodes} episodes open, {asked.calls_per_s:g} calls/s, an engine that takes no time; {load}",
+            f"{asked.episodes} episodes open, {asked.calls_per_s:g} calls/s, an engine that takes no time",
             "from when a call's time had come until its answer was read; aims: 3 ms added at the median, 20 ms at 99%",
         ]
         rows = [{"run": name, **figures} for name, figures in found.items()]

@@ -7,7 +7,6 @@ job of each kind that holds the lock, in turns. Those of the worker that is held
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -31,9 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             jobs = asyncio.run(lateness(options.shared, options.forked, options.turns, held=held))
             late[contender].append(quantiles(jobs, n=100)[-1] * 1e3)
     rows = [{"job that holds the lock": contender, "p99 ms": median(p99)} for contender, p99 in late.items()]
-    notes = [f"Medians of {options.rounds} rounds. Load at the end: {os.getloadavg()[0]:.1f}."]
     title = f"Lateness of a turn, {options.shared} jobs that share workers and {options.forked} in processes"
-    report("held_lock", {title: rows}, notes)
+    report("held_lock", {title: rows}, [f"Medians of {options.rounds} rounds."])
 
 
 async def lateness(shared: int, forked: int, times: int, *, held: bool) -> list[float]:

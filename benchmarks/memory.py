@@ -57,7 +57,7 @@ def main() -> None:
         assert shape is not None
         rows = table(on_ranks(folder, chosen.tokens), expected(shape, chosen.tokens))
     title = f"{shape.parameters / 1e6:,.0f} M parameters, {RANKS} ranks, {chosen.tokens} tokens in a micro-batch"
-    report("memory", {title: rows}, [f"load of the machine: {os.getloadavg()[0]:.1f}"])
+    report("memory", {title: rows})
 
 
 def expected(shape: ModelShape, tokens: int) -> Measured:

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.rollout_engines import ENGINES, KINDS, REQUESTS, TOKENS, UPDATE, VLLM_ENVIRONMENT, Cell, Update
 from benchmarks.runner import Failed, Worker, numbers, parser, say, turns, words
 from benchmarks.shapes import SIZES
-from benchmarks.table import OUT, Ratio, Rows, medians, report
+from benchmarks.table import OUT, Ratio, Rows, by_model, medians, report
 from headway.cluster.machine.worker_setup import math_environment
 
 MODELS = ("1m", "3m", "100m")
@@ -105,16 +105,14 @@ class Measured:
     """One cell."""
 
     cell: Cell
-    rates: dict[str, list[float]] = field(default_factory=dict)
-    """Tokens per second, by engine, round by round."""
-    busy: dict[str, list[float]] = field(default_factory=dict)
-    """Cores that computed for it, likewise."""
+    rates: dict[str, list[float]]
+    """Tokens per second of each engine, round by round."""
     failures: dict[str, str] = field(default_factory=dict)
     """Why an engine has no further rounds."""
 
     def rate(self, engine: str) -> float | None:
         """Median; None where there is no whole measurement."""
-        return median(self.rates[engine]) if engine in self.rates and engine not in self.failures else None
+        return median(self.rates[engine]) if self.rates[engine] and engine not in self.failures else None
 
     @property
     def ratio(self) -> Ratio | None:
@@ -129,10 +127,10 @@ class Measured:
         aims = {"prefill": None, "uniform": Ratio(1.4 if small else 1.2)}
         return aims.get(self.cell.kind, Ratio(3.0 if small else 2.0))
 
-    def row(self, engines: Sequence[str]) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         cell, failed = self.cell, {e: why if why.startswith("over ") else "failed" for e, why in self.failures.items()}
         what = {"requests": cell.kind, "threads": cell.threads, "concurrent": cell.concurrent, "tokens": cell.tokens}
-        rates = {engine: failed.get(engine) or self.rate(engine) for engine in engines}
+        rates = {engine: failed.get(engine) or self.rate(engine) for engine in self.rates}
         rounds = max(map(len, self.rates.values()), default=0)
         return {**what, **rates, "ratio": self.ratio, "aim": self.aim, "rounds": rounds}
 
@@ -160,12 +158,12 @@ def run(wanted: Sequence[Cell], pythons: Mapping[str, Path], notes: Sequence[str
                     found.append(measured := measure(cell, workers, rounds))
                     said = f"ratio {measured.ratio}{measured.failures or ''}"
                     say(f"[{len(found)} of {len(wanted)}, {time.monotonic() - began:.0f} s] {cell.name}: {said}")
-                    told(found, list(pythons), parameters, notes, show=len(found) == len(wanted))
+                    told(found, parameters, notes, show=len(found) == len(wanted))
 
 
 def measure(cell: Cell, workers: Mapping[str, Worker], rounds: int, cell_s: float = CELL_S) -> Measured:
     """Rounds of one cell: at least one, and no further one that would take longer than is left."""
-    measured = Measured(cell)
+    measured = Measured(cell, {engine: [] for engine in workers})
     for engine, one in turns(workers, rounds, cell_s):
         if engine not in measured.failures:
             try:
@@ -173,8 +171,7 @@ def measure(cell: Cell, workers: Mapping[str, Worker], rounds: int, cell_s: floa
             except Failed as error:
                 measured.failures[engine] = str(error)
             else:
-                measured.rates.setdefault(engine, []).append(took["tokens"] / took["seconds"])
-                measured.busy.setdefault(engine, []).append(took["cpu_seconds"] / took["seconds"])
+                measured.rates[engine].append(took["tokens"] / took["seconds"])
     return measured
 
 
@@ -205,25 +202,12 @@ def stall(updates: Sequence[Update]) -> dict[str, float]:
     return {f"{name} ms": 1e3 * seconds for name, seconds in medians(stalls).items()}
 
 
-def told(
-    found: Sequence[Measured],
-    engines: Sequence[str],
-    parameters: Mapping[str, int],
-    notes: Sequence[str],
-    *,
-    show: bool,
-) -> str:
+def told(found: Sequence[Measured], parameters: Mapping[str, int], notes: Sequence[str], *, show: bool) -> str:
     """Write all tables; print them where they are to be shown."""
-    tables = {
-        f"{size}: {parameters.get(size, 0):,} parameters": [one.row(engines) for one in same]
-        for size, same in groupby(found, lambda one: one.cell.size)
-    }
     failures = [f"{engine}, {m.cell.name}: {why}" for m in found for engine, why in m.failures.items()]
-    alone = [share for one in found if one.cell.threads == 1 for share in one.busy.get(NATIVE, ())]
-    had = f"With one thread the native engine had a core for {median(alone or [0]):.0%} of its time (median of rounds)"
     raw = [{**asdict(one), "ratio": one.ratio, "aim": one.aim} for one in found]
-    said = [EXPLAINED, *([f"{had}; far below 100% the machine had other things to do."] if alone else [])]
-    return report("rollout", {**tables, "Aims": _aims(found)}, [*said, *notes, *failures], show=show, cells=raw)
+    tables = {**by_model(found, parameters), "Aims": _aims(found)}
+    return report("rollout", tables, [EXPLAINED, *notes, *failures], show=show, cells=raw)
 
 
 def _aims(found: Sequence[Measured]) -> Rows:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         for name, ms in took.items()
     ]
-    notes = [f"As {'root' if os.geteuid() == 0 else 'an ordinary user'}. Load at the end: {os.getloadavg()[0]:.1f}."]
+    notes = [f"As {'root' if os.geteuid() == 0 else 'an ordinary user'}."]
     report("sandbox", {f"A call in the sandbox, {number} of each kind, one at a time": rows}, notes)
 
 

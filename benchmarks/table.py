@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,6 +36,14 @@ def medians(rounds: Rows) -> dict[str, Any]:
     return {name: median(one[name] for one in rounds) for name in rounds[0]}
 
 
+def by_model(found: Iterable[Any], parameters: Mapping[str, int]) -> dict[str, Rows]:
+    """Return a table for each model: the rows of what was measured of its cells, which are one behind the other."""
+    return {
+        f"{size}: {parameters.get(size, 0):,} parameters": [one.row() for one in same]
+        for size, same in groupby(found, lambda one: one.cell.size)
+    }
+
+
 def _cell(value: object) -> str:
     if value is None:
         return "—"
@@ -55,7 +65,7 @@ def markdown(rows: Rows) -> str:
 
 def report(name: str, tables: Mapping[str, Rows], notes: Sequence[str] = (), *, show: bool = True, **more: Any) -> str:
     """Write ``tables``, ``notes`` and, to the JSON alone, ``more``; print them where they are to be shown."""
-    parts = [f"{available_cores()} cores of {cpu_model()}.\n"]
+    parts = [f"{available_cores()} cores of {cpu_model()}; load of the machine at the end: {os.getloadavg()[0]:.1f}.\n"]
     parts += [f"### {title}\n\n{markdown(rows)}" for title, rows in tables.items() if rows]
     text = "\n".join([*parts, *(f"- {note}" for note in notes)]) + "\n"
     path = write(name, {"tables": tables, "notes": list(notes), **more})

@@ -17,14 +17,15 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.runner import numbers, parser, say, turns, words
+from benchmarks.runner import numbers, parser, say, timed, turns, words
 from benchmarks.shapes import SIZES, group_rows, long_tailed, work
-from benchmarks.table import Ratio, Rows, Share, report
+from benchmarks.table import Ratio, Share, by_model, report
 from headway.cluster.machine.worker_setup import available_cores, math_environment
 from headway.data.packing import CollatedRow
 
@@ -126,10 +127,7 @@ def run(wanted: Sequence[Cell], threads: int, rounds: int, cell_s: float) -> Non
                 check(cell, {name: side.gradient(rows) for name, side in sides.items()})
                 measured.bytes |= {name: peak_bytes(side, rows) for name, side in sides.items()}
                 for side_name, side in turns(sides, rounds, cell_s):
-                    started, computed = time.perf_counter(), time.process_time()
-                    side.step(rows)
-                    measured.seconds[side_name].append(time.perf_counter() - started)
-                    measured.cpu_seconds += time.process_time() - computed
+                    measured.seconds[side_name].append(timed(partial(side.step, rows)))
                 say(f"[{len(found)} of {len(wanted)}, {time.monotonic() - began:.0f} s] {cell.name}")
                 told(found, parameters, threads, show=len(found) == len(wanted))
             del sides, side
@@ -154,8 +152,6 @@ class Measured:
     rows: Sequence[CollatedRow]
     seconds: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
     """Seconds of a step by side, round by round."""
-    cpu_seconds: float = 0.0
-    """Seconds that cores computed for all of them."""
     bytes: dict[str, int] = field(default_factory=dict)
     """Most bytes that a step holds beyond what was there before."""
 
@@ -187,15 +183,8 @@ class Measured:
 
 def told(found: Sequence[Measured], parameters: Mapping[str, int], threads: int, *, show: bool) -> str:
     """Write all tables; print them where they are to be shown."""
-    tables: dict[str, Rows] = {
-        f"{size}: {parameters[size]:,} parameters": [one.row() for one in same]
-        for size, same in groupby(found, lambda one: one.cell.size)
-    }
-    # Medians in rounds with less than all cores are not to be relied on.
-    cores = [one.cpu_seconds / sum(map(sum, one.seconds.values())) for one in found]
-    busy = f"cores that computed, mean over a cell: {min(cores):.2f} to {max(cores):.2f} of {threads}"
     raw = [{"cell": asdict(one.cell), "seconds": one.seconds} for one in found]
-    return report("train", tables, [EXPLAINED, busy], show=show, threads=threads, rounds=raw)
+    return report("train", by_model(found, parameters), [EXPLAINED], show=show, threads=threads, rounds=raw)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -327,7 +328,7 @@ def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mappin
     prompt, answers_within, longest_rows = "prompt", False, []
     if "data.task.name" in settings:
         records = read_rows(_config(settings)).train
-        sample = records[:MOST_MADE]
+        sample = list(islice(records, MOST_MADE))
         kind: Kind = "text" if data in TASKS.names() else "own"
         chosen = chosen or RewardChoice("task", "the task's own verifier", kind)
     else:
