@@ -328,7 +328,7 @@ def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mappin
     prompt, answers_within, longest_rows = "prompt", False, []
     if "data.task.name" in settings:
         records = read_rows(_config(settings)).train
-        sample = list(islice(records, MOST_MADE))
+        sample: Sequence[Record] = list(islice(records, MOST_MADE))
         kind: Kind = "text" if data in TASKS.names() else "own"
         chosen = chosen or RewardChoice("task", "the task's own verifier", kind)
     else:
