@@ -77,7 +77,7 @@ class Looks:
     def on_event(self, event: Event) -> None:
         if isinstance(event, VersionReached) and event.version >= 8 and event.version % 2 == 0:
             self.found.append(sizes(*self.roots))
-            metrics = next(root for root in self.roots if isinstance(root, Reports))._metrics
+            metrics = next(root for root in self.roots if isinstance(root, Reports)).metrics
             metrics.warnings.append("one more")
 
     def close(self) -> None: ...

@@ -39,20 +39,25 @@ def episode(k: int, reward: float | None = None, of_turns: tuple[float, ...] = (
     )
 
 
-async def passed(*episodes: Trajectory, n: int = 2, turn_discount: float = 1.0, filters: bool = False) -> list[Group]:
-    """The group, or nothing where it was filtered."""
+async def passed(
+    *episodes: Trajectory, n: int = 2, turn_discount: float = 1.0, filters: bool = False, buffer: int | None = None
+) -> list[Group]:
+    """The group, or nothing where it was filtered. ``buffer``: tokens before the limit of four that cost reward."""
     recorder = Recorder()
     state = run_state(recorder)
     number = state.admit(PROMPT)
     channel: Channel[Group] = Channel("groups")
 
     algorithm = {"turn_discount": turn_discount, "filter_groups": {"enable": filters}}
-    config = Config.model_validate({"mode": "on_policy", "algorithm": algorithm})
+    values = {"mode": "on_policy", "algorithm": algorithm, "data": {"max_response_length": 4}}
+    if buffer is not None:
+        values["reward"] = {"overlong_buffer": {"enable": True, "len": buffer}}
+    config = Config.model_validate(values)
     stage = Reward(recorder.on_event, channel, Channel("rewarded"), config, state, Scoring(None))
     made = Group(number, PROMPT, n, SamplingParams(1), trajectories=episodes)
     groups = [group async for group in stage.process_data(made)]
     (told,) = [event.rewards for event in recorder.events if isinstance(event, GroupRewarded)]
-    assert len(told) == sum(t.id.k < n for t in episodes)
+    assert told == [(t.reward or 0.0) + sum(t.turn_rewards) for t in episodes if t.id.k < n]
     return groups
 
 
@@ -73,6 +78,12 @@ async def test_groups_are_compared_by_discounted_scores():
 
     assert not await passed(*episodes(), filters=True)
     assert await passed(*episodes(), filters=True, turn_discount=0.5)
+
+
+async def test_an_answer_near_the_limit_loses_reward_that_is_trained_on_and_not_the_one_that_is_reported():
+    (group,) = await passed(episode(0, 1.0), replace(episode(1, 1.0), length=4), filters=False, buffer=4)
+    assert group.rewards is not None and group.rewards.tolist() == [0.5, 0.0]
+    assert not await passed(episode(0, 1.0), replace(episode(1, 1.0), length=4), filters=True, buffer=4), "as scored"
 
 
 async def test_the_baseline_is_found_where_other_episodes_failed():
