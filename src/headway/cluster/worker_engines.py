@@ -53,9 +53,6 @@ class TrainGroup:
             return {ColumnName.ADVANTAGES: await self._ranks.advantages(samples, outcomes)}
         return {ColumnName.ADVANTAGES: numbers[outcomes.episode_of].tolist()}
 
-    async def close(self) -> None:
-        """Do nothing: the starter of the workers closes them."""
-
 
 def reference_of(ranks: WorkerGroup) -> LogProbEngine:
     """Return the reference policy on ranks of `RefRole`, or on the trainer's own: both register the method."""

@@ -221,8 +221,6 @@ class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
     async def export(self, path: Path) -> None:
         """Write a Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
 
-    async def close(self) -> None: ...
-
 
 OverlappingTrainEngine = TrainEngine
 """Earlier name of a trainer that sends weights while it trains on, as each does now."""

@@ -260,15 +260,12 @@ class RunState:
         """Give up the version after a stop, when no further group will be scored: nothing more is trained on, unless
         the groups scored so far are enough.
         """
-        scored = len(self.ledger.open) - self.unrewarded - self.in_training
-        missing = (self.staleness.total or 0) - self.taken
-        if missing > scored:
-            self.give_up()
+        self._give_up_unless(len(self.ledger.open) - self.unrewarded - self.in_training)
 
     def admit_no_more(self) -> None:
         """Admit no further group, and give the version that was begun up where those on their way are not enough."""
         self.admits = False
-        self._give_up_if_short()
+        self._give_up_unless(len(self.ledger.open) - self.in_training)
 
     def give_up(self) -> None:
         """Train on nothing more."""
@@ -276,9 +273,9 @@ class RunState:
         self.queue.abandon()
         self._wake()
 
-    def _give_up_if_short(self) -> None:
-        on_their_way = len(self.ledger.open) - self.in_training
-        if not self.admits and (self.staleness.total or 0) - self.taken > on_their_way:
+    def _give_up_unless(self, groups: int) -> None:
+        """Train on nothing more, unless so many ``groups`` are enough for the rest of the run."""
+        if (self.staleness.total or 0) - self.taken > groups:
             self.give_up()
 
     def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
@@ -345,7 +342,8 @@ class RunState:
         self._unrewarded.discard(number)
         self.queue.discard(number)
         self.staleness.discard()
-        self._give_up_if_short()
+        if not self.admits:
+            self._give_up_unless(len(self.ledger.open) - self.in_training)
         self._wake()
 
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:

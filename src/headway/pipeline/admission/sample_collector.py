@@ -67,16 +67,12 @@ class DrawnGroup:
     rows: list[TrainedRow] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
 class Samples:
     """Keeps what drawn groups say, and hands on one record for each when its fate is settled."""
 
-    outlet: SampleOutlet
-    seed: int
-    share: float
-    """Share of groups to draw, in [0, 1]."""
-    problems: int
-    """Number of held-out problems to show at each validation."""
+    def __init__(self, outlet: SampleOutlet, *, seed: int, share: float, problems: int) -> None:
+        """Keep a ``share`` of the groups, in [0, 1], and so many held-out ``problems`` of each validation."""
+        self.outlet, self.seed, self.share, self.problems = outlet, seed, share, problems
 
     def draws(self, number: int) -> bool:
         """Tell whether group ``number`` leaves a sample."""

@@ -46,15 +46,13 @@ class PendingUpdate:
 
     version: int
     released_at: float | None = None
-    _released: asyncio.Event = field(default_factory=asyncio.Event)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    """Event that is set when the trainer may change its weights again."""
 
     def release(self) -> None:
         """Let the trainer change its weights again: every replica serves the version, or a copy was made."""
         self.released_at = now()
-        self._released.set()
-
-    async def until_released(self) -> None:
-        await self._released.wait()
+        self.released.set()
 
 
 class TrainerLease:
@@ -190,7 +188,7 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
 
     async def send_output_data(self, update: PendingUpdate) -> None:
         await super().send_output_data(update)
-        await update.until_released()
+        await update.released.wait()
 
     def close_output(self) -> None:
         super().close_output()

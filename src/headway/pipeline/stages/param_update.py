@@ -176,8 +176,8 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
             await self._pool.abort_older_than(oldest)
         started = now()
         delivered, pauses = await self._schedule.publish(update, lambda: self._pool.receivers)
-        released = update.released_at if update.released_at is not None else now()
-        stall_s = released - started - delivered.gather_s
+        assert update.released_at is not None, "a schedule releases what it has published"
+        stall_s = update.released_at - started - delivered.gather_s
         self.emit(
             UpdateFinished(
                 time=now(),

@@ -199,8 +199,6 @@ class SimulatedTrainer:
     async def export(self, path: Path) -> None:
         """Write nothing: a simulated trainer has no weights."""
 
-    async def close(self) -> None: ...
-
     async def heartbeat(self) -> Heartbeat:
         """The trainer's heartbeat: work that takes time moves all the while, as a simulated clock passes."""
         return Heartbeat(self._doing or "", 0.0 if self._computes else math.inf)
