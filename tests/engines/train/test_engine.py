@@ -27,11 +27,11 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.sharded_module import forward_sharded, frozen_policy
-from headway.engines.weights.buckets import view
 from headway.errors import ModelError, RunError
 from headway.models.pretrained import load_model
 from headway.runtime.progress import Progress, count_for
 from tests.engines.train.rows import plain_loss, random_rows, response_logprobs, with_columns, without_column
+from tests.engines.weights.versions import view
 from tests.tiers import crossed, mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from headway.engines.weights.buckets import Part, Tensors, pack, view, whole
+from headway.engines.weights.buckets import Part, Tensors, pack, whole
 from headway.engines.weights.digests import digest
 from headway.engines.weights.incoming_version import BackBuffer, InPlace
 from headway.engines.weights.outgoing_version import Staged, Stream
@@ -20,7 +20,16 @@ from headway.engines.weights.weight_layout import (
     build_manifest,
     combined,
 )
-from tests.engines.weights.versions import assert_same, contents, hand_over, manifest_of, same_bits, weights, windows
+from tests.engines.weights.versions import (
+    assert_same,
+    contents,
+    hand_over,
+    manifest_of,
+    same_bits,
+    view,
+    weights,
+    windows,
+)
 from tests.tiers import searched
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]

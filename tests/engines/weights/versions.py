@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headway.engines.weights.buckets import pack, view, whole
+from headway.engines.weights.buckets import pack, slot_dtype, whole
 from headway.engines.weights.incoming_version import BackBuffer, Receive
 from headway.engines.weights.outgoing_version import Stream, Window
 from headway.engines.weights.protocols import Chunk, HostCopy, IncomingWeights, OutgoingWeights, WeightSink
-from headway.engines.weights.weight_layout import Manifest, buckets, build_manifest
+from headway.engines.weights.weight_layout import Manifest, TensorSlot, buckets, build_manifest
 
 BUCKET = 512
 """Bytes of the sender's buckets: each of the larger tensors of `weights` needs several."""
@@ -35,6 +35,11 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     for tensor in tensors.values():
         tensor.view(-1)[:1] += version
     return tensors
+
+
+def view(slot: TensorSlot, flat: torch.Tensor) -> torch.Tensor:
+    """The slot's tensor as a view into ``flat`` ([all bytes] uint8)."""
+    return flat[slot.offset : slot.end].view(slot_dtype(slot)).view(slot.shape)
 
 
 def manifest_of(tensors: Weights) -> Manifest:

@@ -44,11 +44,6 @@ def slot_dtype(slot: TensorSlot) -> torch.dtype:
     return dtype
 
 
-def view(slot: TensorSlot, flat: torch.Tensor) -> torch.Tensor:
-    """The slot's tensor as a view into ``flat`` ([all bytes] uint8, any device)."""
-    return flat[slot.offset : slot.end].view(slot_dtype(slot)).view(slot.shape)
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """Elements of a tensor that are neighbours in all of its dimensions: a box, all of it or what a rank holds."""

@@ -124,22 +124,18 @@ def write_files(folder: Path, manifest: Manifest, windows: Iterable[Window], mos
     names = [f"model-{k:05d}-of-{len(shards):05d}.safetensors" for k in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [SINGLE]
-    files = iter([*zip(names, shards, strict=True)])
-    # After an error it stays as it is: the caller's folder is removed as a whole.
-    file: SafetensorsFile | None = None
-    end = 0
-    for start, window in windows:
-        at, data = start, window.cpu().numpy().data
-        while data:
-            if file is None or at == end:
-                if file is not None:
-                    file.finish()
-                name, slots = next(files)
-                file, end = SafetensorsFile(folder / name, slots, {}), slots[-1].end
-            size = min(len(data), end - at)
-            file.write(data[:size])
-            at, data = at + size, data[size:]
-    if file is not None:
+    drawn = iter(windows)
+    at, data = manifest.start, memoryview(b"")
+    for name, slots in zip(names, shards, strict=True):
+        # After an error it stays as it is: the caller's folder is removed as a whole.
+        file = SafetensorsFile(folder / name, slots, {})
+        while at < slots[-1].end:
+            if not data:
+                at, window = next(drawn)
+                data = window.cpu().numpy().data
+            part = data[: slots[-1].end - at]
+            file.write(part)
+            at, data = at + len(part), data[len(part) :]
         file.finish()
     if len(shards) > 1:
         places = {slot.name: name for name, slots in zip(names, shards, strict=True) for slot in slots}
