@@ -37,10 +37,8 @@ from headway.engines.weights.protocols import (
     Link,
     OutgoingWeights,
     StoredVersion,
-    TransportAddress,
     WeightReceiver,
     WeightSender,
-    make_link,
     open_receiver,
     open_sender,
 )
@@ -171,7 +169,7 @@ def different(source: PreTrainedModel, served: PreTrainedModel) -> str:
 def group_of_one(setting: Setting) -> None:
     """A group made from a store, of one rank: what NCCL asks for where there is one GPU only."""
     store, port = open_store(HOST, TIMEOUT_S)
-    alone = TransportAddress(_flat_manifest(0), (), TIMEOUT_S, address=(HOST, port), device=setting.device)
+    alone = Link("broadcast", _flat_manifest(0), (), TIMEOUT_S, address=(HOST, port), device=setting.device)
     group = StoreGroup(alone, 0, HOST)
     sent = torch.arange(1024, device=setting.device)
     group.broadcast(sent)
@@ -194,7 +192,7 @@ def meeting(name: str, setting: Setting, manifest: Manifest, limit_s: float = TI
         return len(objects) - 1
 
     here = EndContext(HOST, put, lambda handles: [objects[handle] for handle in handles])
-    link = make_link(name, TransportAddress(manifest, (RECEIVER,), limit_s, address=(HOST, port), directory=directory))
+    link = Link(name, manifest, (RECEIVER,), limit_s, address=(HOST, port), directory=directory)
     with ThreadPoolExecutor(2) as pool:
         opening = pool.submit(open_receiver, link, RECEIVER, here)
         sender = open_sender(link, here)
@@ -216,10 +214,8 @@ def broadcast(setting: Setting) -> Findings:
         raise Skipped(f"NCCL has a GPU for each process, and there is {count} here; two are needed")
     nbytes = 2**26 if setting.small else 2**30
     store, port = open_store(HOST, PEER_LOADS_S)
-    rendezvous = TransportAddress(
-        _flat_manifest(nbytes), ("peer",), PEER_LOADS_S, address=(HOST, port), device=setting.device
-    )
-    link = Link("broadcast", rendezvous)
+    address = (HOST, port)
+    link = Link("broadcast", _flat_manifest(nbytes), ("peer",), PEER_LOADS_S, address=address, device=setting.device)
     with ProcessPoolExecutor(1, get_context("spawn")) as peers:
         receiving = peers.submit(_peer, link, nbytes)
         sender = BroadcastSender(link, EndContext(HOST))
@@ -261,10 +257,10 @@ def _send(sender: BroadcastSender, version: int, nbytes: int, setting: Setting) 
 
 def _peer(link: Link, nbytes: int) -> str:
     """Receive in another process; returns what came."""
-    kind = kind_of(link.rendezvous.device)
-    kind.make_current(torch.device(link.rendezvous.device, 1))
+    kind = kind_of(link.device)
+    kind.make_current(torch.device(link.device, 1))
     receiver = BroadcastReceiver(link, "peer", EndContext(HOST))
-    buffer = BackBuffer(_flat_manifest(nbytes), pin=kind.pin, device=torch.device(link.rendezvous.device, 1))
+    buffer = BackBuffer(_flat_manifest(nbytes), pin=kind.pin, device=torch.device(link.device, 1))
     answer = "the same bits"
 
     def receive(version: int, incoming: IncomingWeights) -> None:
@@ -279,7 +275,7 @@ def _peer(link: Link, nbytes: int) -> str:
             answer = f"other bytes than were sent as version {version}"
         buffer.loaded()
     for _ in VERSIONS:
-        _collectives(receiver, nbytes, link.rendezvous.device)
+        _collectives(receiver, nbytes, link.device)
     receiver.close()
     return answer
 

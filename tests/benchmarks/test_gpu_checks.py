@@ -222,7 +222,7 @@ def off_by_a_hundredth(method: str) -> Plant:
     """Layers are not what they were once ``method`` of the module has wrapped them."""
 
     def wrong(self: ShardedModule) -> None:
-        for layer in self.decoder_layers():
+        for layer in self.decoder_layers:
             layer.forward = lambda *given, right=layer.forward, **more: 1.01 * right(*given, **more)
 
     def plant(patch: pytest.MonkeyPatch) -> None:

@@ -183,9 +183,9 @@ async def test_a_link_serves_as_long_as_its_members_are_the_same_and_nothing_fai
     assert len(trainer.links) == len(a.links) == len(b.links) == 1
     await together(between, 3, ["a"])
     assert (len(trainer.links), len(a.links), len(b.links)) == (2, 2, 1)
-    generations = [link.rendezvous.generation for _, link in trainer.links]
+    generations = [link.generation for _, link in trainer.links]
     assert len(set(generations)) == 2, "no two groups meet under the same keys"
-    assert trainer.links[-1][1].rendezvous.receivers == ("a",)
+    assert trainer.links[-1][1].receivers == ("a",)
 
 
 async def test_a_receiver_that_dies_at_a_meeting_fails_the_meeting_and_not_the_run() -> None:
@@ -233,7 +233,7 @@ async def test_apart_a_stream_has_a_group_for_each_receiver() -> None:
     between, trainer, _ = await exchange({**SETTINGS, **APART}, TWO)
     await asyncio.gather(apart(between, 1, "a"), apart(between, 1, "b"))
     await apart(between, 2, "a")
-    assert {key: link.rendezvous.receivers for key, link in trainer.links} == {"float32/a": ("a",), "float32/b": ("b",)}
+    assert {key: link.receivers for key, link in trainer.links} == {"float32/a": ("a",), "float32/b": ("b",)}
     assert [send.base for _, send in trainer.sends] == [None, None, 1]
 
 
@@ -318,7 +318,7 @@ async def test_of_a_machine_one_worker_receives_and_the_others_map_its_copy(sett
         report = await together(between, version, ["a", "b", "c"])
         assert set(report.checksums or {}) == {"a", "b", "c"} and report.nbytes == 8
     assert [send.base for _, send in trainer.sends] == [None, 1]
-    assert trainer.links[0][1].rendezvous.receivers == ("a",) if settings is SETTINGS else True
+    assert trainer.links[0][1].receivers == ("a",) if settings is SETTINGS else True
     assert (len(a.links), len(b.links), len(c.links)) == (1, 0, 0)
     assert a.lefts == ([(), ()] if settings is SETTINGS else [(STORED_VERSION,), (replace(STORED_VERSION, version=2),)])
     assert b.staged == c.staged == [found(1, a), found(2, a)]
@@ -331,7 +331,7 @@ async def test_workers_of_one_receiver_on_two_machines_have_a_copy_on_each() -> 
     ranks = [NotedReceiver(f"logp-{number}", machine) for number, machine in enumerate(["here", "here", "there"])]
     await between.add("logp", cast(Any, ranks), "float32")
     await together(between, 1, ["logp"])
-    assert trainer.links[0][1].rendezvous.receivers == ("logp-0", "logp-2")
+    assert trainer.links[0][1].receivers == ("logp-0", "logp-2")
     assert [rank.staged for rank in ranks] == [[(1, ())], [found(1, ranks[0])], [(1, ())]]
     assert between.copy_of("logp") == "float32/here/logp, float32/there/logp"
 
@@ -340,7 +340,7 @@ async def test_who_shares_with_nobody_receives_by_itself() -> None:
     """Such as those that receive in place."""
     between, trainer, receivers = await exchange(SETTINGS, THREE)
     await together(between, 1, ["a", "b", "c"])
-    assert trainer.links[0][1].rendezvous.receivers == ("a", "b", "c")
+    assert trainer.links[0][1].receivers == ("a", "b", "c")
     assert all(receiver.staged == [(1, ())] for receiver in receivers)
 
 
@@ -357,7 +357,7 @@ async def test_when_the_owner_dies_the_others_say_so_and_the_next_one_to_receive
         assert isinstance(failure, UpdateFailed)
         assert str(failure) == f"{name} was to map the copy of version 2 that a has: its process ended"
     await together(between, 2, ["b", "c"])
-    assert trainer.links[-1][1].rendezvous.receivers == ("b",) and trainer.sends[-1][1].base is None
+    assert trainer.links[-1][1].receivers == ("b",) and trainer.sends[-1][1].base is None
     assert b.lefts[-1] == () and c.staged[-1] == found(2, b)
     await together(between, 3, ["b", "c"])
     assert trainer.sends[-1][1].base == 2
@@ -370,7 +370,7 @@ async def test_a_failure_of_the_owner_is_its_own_and_the_others_miss_the_version
     answers = await asyncio.gather(*(between.stage(name, 1) for name in "abc"), return_exceptions=True)
     assert [type(answer) for answer in answers] == [UpdateFailed, UpdateMissed, UpdateMissed]
     await together(between, 1, ["b", "c"])
-    assert trainer.links[-1][1].rendezvous.receivers == ("b",) and c.staged == [found(1, b)]
+    assert trainer.links[-1][1].receivers == ("b",) and c.staged == [found(1, b)]
 
 
 async def test_one_that_cannot_map_the_copy_leaves_it_as_it_is() -> None:
@@ -398,7 +398,7 @@ async def test_while_the_owner_is_silent_the_others_answer_before_the_attempt_is
     silent.cancel()
     await asyncio.wait([silent])
     await together(between, 1, ["b", "c"])
-    assert trainer.links[-1][1].rendezvous.receivers == ("b",) and c.staged == [found(1, b)]
+    assert trainer.links[-1][1].receivers == ("b",) and c.staged == [found(1, b)]
     await together(between, 2, ["b", "c"])
     assert trainer.sends[-1][1].base == 1, "what becomes of the first owner is no fault of the second"
 
@@ -437,7 +437,7 @@ async def test_apart_a_machine_is_sent_a_version_once(settings: dict[str, str]) 
     assert here.nbytes + there.nbytes == 8 * len(trainer.sends)
     assert b.staged == [found(1, a)] and len(a.staged) == len(c.staged) == 1
     if settings is SETTINGS:
-        assert {key: link.rendezvous.receivers for key, link in trainer.links} == {
+        assert {key: link.receivers for key, link in trainer.links} == {
             "float32/here": ("a",),
             "float32/there": ("c",),
         }
@@ -479,7 +479,7 @@ async def test_each_rank_that_sends_has_a_link_of_its_own_and_their_results_are_
         stored_versions = tuple(StoredVersion(1, (), (), (f"actor-{number}",)) for number in range(senders))
         assert a.staged == [(1, () if settings is SETTINGS else stored_versions)]
         if settings is SETTINGS:
-            assert len({link.rendezvous.generation for link in a.links[0]}) == senders
+            assert len({link.generation for link in a.links[0]}) == senders
     assert checksums[0] == checksums[1] == combined([digest_of(slot.name) for slot in LAYOUT.slots])
 
 

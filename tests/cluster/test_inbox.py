@@ -15,12 +15,12 @@ from headway.cluster.roles import weight_roles
 from headway.cluster.roles.weight_roles import WeightInbox
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.outgoing_version import Stream
-from headway.engines.weights.protocols import EndContext, HostCopy, Link, StoredVersion, TransportAddress, WeightSink
+from headway.engines.weights.protocols import EndContext, HostCopy, Link, StoredVersion, WeightSink
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import UpdateFailed
 from tests.engines.weights.versions import MANIFEST, assert_same, contents, hand_over, put, weights, windows
 
-MEETING = TransportAddress(MANIFEST, ("rollout-0",), 1.0)
+MEETING = Link("first", MANIFEST, ("rollout-0",), 1.0)
 
 
 class End:
@@ -47,9 +47,9 @@ async def test_a_meeting_that_hangs_holds_no_later_one_up_and_takes_no_place_whe
 
     monkeypatch.setattr(weight_roles, "open_receiver", open_receiver)
     box = WeightInbox("rollout-0", EndContext())
-    first = asyncio.create_task(box.connect([Link("first", MEETING)]))
+    first = asyncio.create_task(box.connect([MEETING]))
     assert await asyncio.to_thread(began.wait, 10)
-    await asyncio.wait_for(box.connect([Link("second", MEETING)]), 60)
+    await asyncio.wait_for(box.connect([replace(MEETING, transport="second")]), 60)
     goes_on.set()
     await first
     assert ends["first"].closed and not ends["second"].closed
@@ -97,7 +97,7 @@ async def opened(
 
     monkeypatch.setattr(weight_roles, "open_receiver", open_receiver)
     box = WeightInbox("rollout-0", EndContext())
-    await box.connect([Link(str(number), replace(MEETING, manifest=share)) for number, share in enumerate(shares)])
+    await box.connect([replace(MEETING, transport=str(number), manifest=share) for number, share in enumerate(shares)])
     return box, ends
 
 
@@ -154,5 +154,7 @@ async def test_of_links_one_of_which_cannot_be_opened_none_stays_open(monkeypatc
 
     monkeypatch.setattr(weight_roles, "open_receiver", open_receiver)
     with pytest.raises(UpdateFailed, match="nobody came"):
-        await WeightInbox("rollout-0", EndContext()).connect([Link(str(number), MEETING) for number in range(3)])
+        await WeightInbox("rollout-0", EndContext()).connect(
+            [replace(MEETING, transport=str(number)) for number in range(3)]
+        )
     assert [end.closed for end in ends] == [True, True]

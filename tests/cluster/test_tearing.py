@@ -23,9 +23,8 @@ from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.protocols import (
     EndContext,
     IncomingWeights,
-    TransportAddress,
+    Link,
     WeightReceiver,
-    make_link,
     open_receiver,
 )
 from headway.engines.weights.transports.process_group import open_store
@@ -75,8 +74,8 @@ class Trainer:
         )
         self._outbox.open_route("float32", manifest, pinned=False)
         self._store, port = open_store("127.0.0.1", WAIT_S)
-        rendezvous = TransportAddress(manifest, ("replica",), WAIT_S, address=("127.0.0.1", port), directory=directory)
-        link = make_link(transport, rendezvous)
+        address = ("127.0.0.1", port)
+        link = Link(transport, manifest, ("replica",), WAIT_S, address=address, directory=directory)
         here = EndContext("127.0.0.1", fetch=list)
         with ThreadPoolExecutor(1) as pool:
             opening = pool.submit(open_receiver, link, "replica", here)

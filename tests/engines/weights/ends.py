@@ -20,10 +20,8 @@ from headway.engines.weights.protocols import (
     Link,
     OutgoingWeights,
     StoredVersion,
-    TransportAddress,
     WeightReceiver,
     WeightSender,
-    make_link,
     open_receiver,
     open_sender,
 )
@@ -137,10 +135,15 @@ class Site:
         """To a new rendezvous: the next generation, or the ``same`` one."""
         self._generation += not same
         address = (HOST, self._addresses[1]) if transport == "broadcast" else None
-        rendezvous = TransportAddress(
-            manifest, names, timeout_s, address=address, generation=self._generation, directory=self.directory
+        return Link(
+            transport,
+            manifest,
+            names,
+            timeout_s,
+            address=address,
+            generation=self._generation,
+            directory=self.directory,
         )
-        return make_link(transport, rendezvous)
 
     def meet(
         self,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.outgoing_version import Staged, Stream, Window
-from headway.engines.weights.protocols import EndContext, Link, TransportAddress
+from headway.engines.weights.protocols import EndContext, Link
 from headway.engines.weights.transports.disk import DiskSender
 from headway.engines.weights.weight_layout import Manifest, build_manifest
 from headway.errors import UpdateFailed
@@ -112,8 +112,7 @@ def test_a_sender_that_was_given_up_in_the_middle_of_a_version_spoils_nothing_of
     directory = folder(site)
 
     def sender(name: str) -> DiskSender:
-        rendezvous = TransportAddress(MANIFEST, ("a",), 1.0, sender=name, directory=directory.parent)
-        return DiskSender(Link("disk", rendezvous), EndContext())
+        return DiskSender(Link("disk", MANIFEST, ("a",), 1.0, sender=name, directory=directory.parent), EndContext())
 
     def meanwhile() -> Iterator[Window]:
         first, *others = windows(weights(9))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from headway.engines.weights.buckets import Parts, Tensors, pack, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace
 from headway.engines.weights.outgoing_version import Staged, Stream, Window
-from headway.engines.weights.protocols import EndContext, TransportAddress, make_link, open_receiver, open_sender
+from headway.engines.weights.protocols import EndContext, Link, open_receiver, open_sender
 from headway.engines.weights.weight_layout import buckets, build_manifest
 from tests.engines.weights.ends import arrival
 from tests.engines.weights.versions import hand_over
@@ -183,7 +183,7 @@ def test_stored_transports_keep_one_copy_outside_the_process_and_receivers_none(
         return len(kept) - 1
 
     here = EndContext(put=put, fetch=lambda handles: [kept[handle] for handle in handles])
-    link = make_link(transport, TransportAddress(MANIFEST, ("a",), 10, directory=tmp_path))
+    link = Link(transport, MANIFEST, ("a",), 10, directory=tmp_path)
     sending, receiving = open_sender(link, here), open_receiver(link, "a", here)
     outgoing = _staged()
     with measured() as extra:

@@ -19,7 +19,6 @@ from headway.engines.weights.protocols import (
     IncomingWeights,
     Link,
     OutgoingWeights,
-    TransportAddress,
 )
 from headway.engines.weights.served_weights import ServedWeights
 from headway.engines.weights.transports import broadcast
@@ -41,7 +40,7 @@ class Group:
 
     sent: list[Tensor]
 
-    def __init__(self, rendezvous: TransportAddress, rank: int, host: str | None) -> None:
+    def __init__(self, link: Link, rank: int, host: str | None) -> None:
         self._rank = rank
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -81,8 +80,7 @@ class Noted:
 
 def by_broadcast(weights: OutgoingWeights, incoming: IncomingWeights) -> None:
     Group.sent, outgoing, (sink,) = [], Noted(weights), incoming.expect([incoming.manifest])
-    rendezvous = TransportAddress(MANIFEST, ("replica",), 1.0, address=("nowhere", 1), device="cuda:0")
-    link = Link("broadcast", rendezvous)
+    link = Link("broadcast", MANIFEST, ("replica",), 1.0, address=("nowhere", 1), device="cuda:0")
     BroadcastSender(link, EndContext()).send(1, outgoing)
     due = iter([*outgoing.headers, outgoing.digests])
 

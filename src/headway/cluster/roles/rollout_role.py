@@ -30,7 +30,7 @@ from headway.config.transport_facts import WITHIN_PROCESS
 from headway.data.interfaces.rollout import Capabilities, RolloutEngine
 from headway.data.interfaces.weights import ReceiveReport
 from headway.devices import CPU, kind_of
-from headway.engines.weights.protocols import Address, IncomingWeights, TransportAddress, make_link
+from headway.engines.weights.protocols import Address, IncomingWeights, Link
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
 from headway.models.dtypes import served_dtype
 from headway.models.tokenizer import text_of
@@ -255,7 +255,7 @@ class FusedRole:
     def connect_within(self, dtype: str, timeout_s: float) -> None:
         """Connect the replica to this process's training rank, so that it gets the weights that the rank gathers."""
         receiver = self.rollout.name
-        link = make_link(WITHIN_PROCESS, TransportAddress(self.actor.layout(dtype), (receiver,), timeout_s))
+        link = Link(WITHIN_PROCESS, self.actor.layout(dtype), (receiver,), timeout_s)
         self.actor.outbox.open_link(WITHIN, link)
         self.rollout.inbox.open([link])
 

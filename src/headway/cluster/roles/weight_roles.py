@@ -72,7 +72,7 @@ class WeightInbox:
                 opened.callback(receivers[-1].close)
             if opening == self._openings:  # else all met anew, while this one waited for somebody who never came
                 opened.pop_all()
-                self._receivers, self._shares = receivers, [link.rendezvous.manifest for link in links]
+                self._receivers, self._shares = receivers, [link.manifest for link in links]
 
     async def connect(self, links: Sequence[Link]) -> None:
         """Open links as `open` does, on a new thread: one that never comes about must not hold up the next one."""

@@ -25,7 +25,7 @@ from headway.config.sizing.timeouts import Timeouts
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.devices import CPU
-from headway.engines.weights.protocols import Address, Link, TransportAddress, make_link, through_devices
+from headway.engines.weights.protocols import Address, Link, through_devices
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import UpdateFailed, WorkerDied
 from headway.runtime.task_groups import both, concurrently, failure_ignored
@@ -193,8 +193,9 @@ class WeightSync:
         links = []
         for rank, share in zip(self._actor.workers, self._manifests[dtype].shares(), strict=False):
             self._generation += 1  # each rendezvous has a number: one that was given up would else meet the next
-            rendezvous = TransportAddress(
-                manifest=share,
+            link = Link(
+                self._transport,
+                share,
                 receivers=tuple(worker.name for worker in owners),
                 timeout_s=self._timeouts.transport_s,
                 sender=rank.name,
@@ -203,7 +204,7 @@ class WeightSync:
                 device=self._device,
                 directory=self._directory,
             )
-            links.append(make_link(self._transport, rendezvous))
+            links.append(link)
         return links
 
     # ------------------------------------------------------------------------------------------ sending

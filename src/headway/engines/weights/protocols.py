@@ -8,7 +8,7 @@ read it, until the sender sends the next version.
 
 The ends find each other by a link:
 
-    driver: make_link(name, TransportAddress) ─▶ trainer: open_sender(link)      receivers: open_receiver(link, name)
+    driver: Link(transport, …) ─▶ trainer: open_sender(link)      receivers: open_receiver(link, name)
 
 A transport is a module of `transports` that has `open_sender` and `open_receiver`, functions or classes, and a line in
 `headway.config.transport_facts`. It is imported when it is asked for.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -160,7 +160,7 @@ class StoredSender(ABC):
     """The trainer's end of a stored transport (`WeightSender`): puts each payload where receivers look for it."""
 
     def __init__(self, link: Link, here: EndContext) -> None:
-        self._rendezvous, self._here = link.rendezvous, here
+        self._link, self._here = link, here
 
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         """Store ``weights``, and return what receivers have to know."""
@@ -184,7 +184,7 @@ class StoredReceiver(ABC):
     """A receiver's end of a stored transport (`WeightReceiver`)."""
 
     def __init__(self, link: Link, name: str, here: EndContext) -> None:
-        self._rendezvous, self._name, self._here = link.rendezvous, name, here
+        self._link, self._name, self._here = link, name, here
 
     def receive(self, version: int, sink: WeightSink, stored: StoredVersion | None) -> None:
         """Put the payloads of ``stored`` into ``sink``. Raises `UpdateFailed` where it is of another version."""
@@ -208,9 +208,12 @@ Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class TransportAddress:
-    """Address at which the ends of a transfer meet, and the means by which. A transport takes what it needs."""
+class Link:
+    """Description by which both ends of a transport open it: where they meet, and by what. A transport takes what it
+    needs. That of ``local`` cannot be sent to other processes.
+    """
 
+    transport: str
     manifest: Manifest
     receivers: tuple[str, ...]
     timeout_s: float
@@ -224,16 +227,13 @@ class TransportAddress:
     """Device on which buckets lie at both ends, ``cpu`` or ``cuda``, for a transport that can carry either."""
     directory: Path | None = None
     """A directory for files that the receivers can open, too."""
+    exchange: Any = field(init=False, default=None)
+    """Where the ends of ``local`` meet, a `LocalExchange`: made with the link, since they have to meet at one."""
 
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Description by which both ends of a transport open it. That of ``local`` cannot be sent to other processes."""
-
-    transport: str
-    rendezvous: TransportAddress
-    exchange: Any = None
-    """Where the ends of ``local`` meet, a `LocalExchange`."""
+    def __post_init__(self) -> None:
+        if self.transport == WITHIN_PROCESS:
+            exchange = _module(self.transport).LocalExchange(self.receivers, self.timeout_s)
+            object.__setattr__(self, "exchange", exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +246,6 @@ class EndContext:
     """Function that keeps an object where other processes can get it, and returns a handle of it."""
     fetch: Callable[[Sequence[Any]], list[Any]] = list
     """Function that gets the objects behind handles. Raises an error of any type when one does not come in time."""
-
-
-def make_link(transport: str, rendezvous: TransportAddress) -> Link:
-    """Make the link of ``transport``."""
-    # Made here, by the one that makes the link: both ends have to meet at the same object.
-    within = transport == WITHIN_PROCESS
-    exchange = _module(transport).LocalExchange(rendezvous.receivers, rendezvous.timeout_s) if within else None
-    return Link(transport, rendezvous, exchange)
 
 
 def open_sender(link: Link, here: EndContext) -> WeightSender:
@@ -274,15 +266,6 @@ def through_devices(config: Config, device: str) -> bool:
     return kind.collectives != "gloo" and between_devices(
         update.transport, update.schedule, update.encoding, config.cluster.backend
     )
-
-
-def place_of(name: str, receivers: Sequence[str]) -> int:
-    """The place of ``name`` among a link's receivers. Raises `UpdateFailed` for one that the link is not for."""
-    if name not in receivers:
-        raise UpdateFailed(
-            f"{name} is not among those that this link reaches: {', '.join(receivers)}; it has to meet anew"
-        )
-    return tuple(receivers).index(name)
 
 
 def _module(transport: str) -> ModuleType:

@@ -25,7 +25,6 @@ from headway.engines.weights.protocols import (
     OutgoingWeights,
     StoredVersion,
     WeightSink,
-    place_of,
 )
 from headway.engines.weights.transports.process_group import StoreGroup
 from headway.errors import UpdateFailed
@@ -42,8 +41,8 @@ class _MessageKind(IntEnum):
 
 class _Member:
     def __init__(self, link: Link, rank: int, here: EndContext) -> None:
-        self._rendezvous, self._device = link.rendezvous, link.rendezvous.device
-        self._group = StoreGroup(link.rendezvous, rank, here.host)
+        self._link, self._device = link, link.device
+        self._group = StoreGroup(link, rank, here.host)
 
     def close(self) -> None:
         """Leave the group; others that still wait in it fail at once."""
@@ -59,7 +58,7 @@ class _Member:
         except RuntimeError as cause:
             # First: the store may be slow to say who is late, and members that are well wait in a collective.
             self._group.close()
-            limit = f"within {self._rendezvous.timeout_s:g} s or went away"
+            limit = f"within {self._link.timeout_s:g} s or went away"
             raise UpdateFailed(f"{what()} did not answer {limit}: {cause}") from cause
 
 
@@ -113,7 +112,7 @@ class BroadcastReceiver(_Member):
     """A replica's end of a broadcast, a rank behind the sender (`WeightReceiver`). Joining blocks until all join."""
 
     def __init__(self, link: Link, name: str, here: EndContext) -> None:
-        super().__init__(link, 1 + place_of(name, link.rendezvous.receivers), here)
+        super().__init__(link, 1 + link.receivers.index(name), here)
         self._name = name
 
     def receive(self, version: int, sink: WeightSink, stored: StoredVersion | None = None) -> None:
@@ -141,11 +140,11 @@ class BroadcastReceiver(_Member):
         with self._waiting(version, index):
             sent_version, kind, *values = self._numbers(HEADER)
             if kind == _MessageKind.GIVE_UP:
-                raise _SenderGaveUp(f"version {sent_version}: {self._rendezvous.sender} gave up at bucket {values[0]}")
+                raise _SenderGaveUp(f"version {sent_version}: {self._link.sender} gave up at bucket {values[0]}")
             if (sent_version, values[0]) != (version, index):
                 raise UpdateFailed(
                     f"{self._name} asked for bucket {index} of version {version}, "
-                    f"{self._rendezvous.sender} sends bucket {values[0]} of version {sent_version}"
+                    f"{self._link.sender} sends bucket {values[0]} of version {sent_version}"
                 )
             if kind == _MessageKind.BUCKET:
                 header = Header(*values)
@@ -157,7 +156,7 @@ class BroadcastReceiver(_Member):
             return digests
 
     def _waiting(self, version: int, index: int) -> AbstractContextManager[None]:
-        what = f"version {version}: {self._name} waited for bucket {index} from {self._rendezvous.sender}, which"
+        what = f"version {version}: {self._name} waited for bucket {index} from {self._link.sender}, which"
         return self._together(lambda: what)
 
     def _payload(self, room: torch.Tensor) -> None:

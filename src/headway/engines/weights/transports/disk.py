@@ -164,9 +164,9 @@ class DiskSender(StoredSender):
 
     def __init__(self, link: Link, here: EndContext) -> None:
         super().__init__(link, here)
-        assert link.rendezvous.directory is not None
-        dtypes = sorted({slot.dtype for slot in link.rendezvous.manifest.slots})
-        directory = self._path = self._directory = link.rendezvous.directory / "-".join(dtypes)
+        assert link.directory is not None
+        dtypes = sorted({slot.dtype for slot in link.manifest.slots})
+        directory = self._path = self._directory = link.directory / "-".join(dtypes)
         self._file: SafetensorsFile | None = None
         # By time and not by name, where version_10 comes before version_9.
         # What an earlier sender has left here is older than whatever comes now.
@@ -178,8 +178,8 @@ class DiskSender(StoredSender):
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         path = self._path = self._directory / f"version_{version}.safetensors"
         with boundary(self._writing(version), UpdateFailed):
-            slots, metadata = self._rendezvous.manifest.slots, {"version": str(version)}
-            file = self._file = SafetensorsFile(path, slots, metadata, self._rendezvous.sender)
+            slots, metadata = self._link.manifest.slots, {"version": str(version)}
+            file = self._file = SafetensorsFile(path, slots, metadata, self._link.sender)
         try:
             stored = super().send(version, weights)
             with boundary(self._writing(version), UpdateFailed):

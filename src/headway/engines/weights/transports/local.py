@@ -23,7 +23,6 @@ from headway.engines.weights.protocols import (
     OutgoingWeights,
     StoredVersion,
     WeightSink,
-    place_of,
 )
 from headway.errors import UpdateFailed
 
@@ -177,7 +176,6 @@ class LocalReceiver:
     """A replica's end of a `LocalExchange` (`WeightReceiver`)."""
 
     def __init__(self, link: Link, name: str, here: EndContext) -> None:
-        place_of(name, link.rendezvous.receivers)
         self._exchange: LocalExchange = link.exchange
         self._name = name
 

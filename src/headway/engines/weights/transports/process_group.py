@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from headway.devices import kind_of
-from headway.engines.weights.protocols import TransportAddress
+from headway.engines.weights.protocols import Link
 from headway.errors import UpdateFailed, boundary
 
 Endpoint = tuple[str, int]
@@ -81,34 +81,34 @@ def _tcp_sockets() -> Iterator[socket.socket]:
                 yield found
 
 
-def prefix_of(rendezvous: TransportAddress) -> str:
+def prefix_of(link: Link) -> str:
     """Prefix of the store's keys: no other group of a run has the same."""
-    return f"weights/{rendezvous.generation}/{'+'.join(rendezvous.receivers)}"
+    return f"weights/{link.generation}/{'+'.join(link.receivers)}"
 
 
 class StoreGroup:
-    """One rank's membership in a new process group of a rendezvous's sender (rank 0) and its receivers, in their order.
+    """One rank's membership in a new process group of a link's sender (rank 0) and its receivers, in their order.
 
-    Collectives block and raise torch's errors. The rendezvous's device chooses the backend: NCCL for ``cuda``, Gloo for
+    Collectives block and raise torch's errors. The link's device chooses the backend: NCCL for ``cuda``, Gloo for
     ``cpu``.
     """
 
-    def __init__(self, rendezvous: TransportAddress, rank: int, host: str | None = None) -> None:
+    def __init__(self, link: Link, rank: int, host: str | None = None) -> None:
         """Join as ``rank``; blocks until all have joined.
 
         ``host``: the address under which the other members reach this one (Gloo only; None: this machine's own choice).
         """
-        assert rendezvous.address is not None
-        self.members = (rendezvous.sender, *rendezvous.receivers)
+        assert link.address is not None
+        self.members = (link.sender, *link.receivers)
         self.rank = rank
-        self.device = torch.device(rendezvous.device)
-        self._kind = kind_of(rendezvous.device)
-        self._timeout = timedelta(seconds=rendezvous.timeout_s)
+        self.device = torch.device(link.device)
+        self._kind = kind_of(link.device)
+        self._timeout = timedelta(seconds=link.timeout_s)
         self._listens: Endpoint | None = None
         """The endpoint at which the others connect to this rank (Gloo only), as far as it is known."""
-        at = f"{rendezvous.address[0]}:{rendezvous.address[1]}"
+        at = f"{link.address[0]}:{link.address[1]}"
         with boundary(f"{self.members[rank]} cannot reach the store at {at}", UpdateFailed):
-            self._store = join_store(rendezvous.address, prefix_of(rendezvous), rendezvous.timeout_s)
+            self._store = join_store(link.address, prefix_of(link), link.timeout_s)
         self._group = self._form(host)
 
     def broadcast(self, tensor: torch.Tensor) -> None:

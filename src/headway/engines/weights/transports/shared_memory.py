@@ -34,7 +34,7 @@ class SharedMemorySender(StoredSender):
             self._turn = 1 - self._turn  # who still reads what was sent before must not see it change
         self._version = version
         if self._turn not in self._memories:
-            self._memories[self._turn] = SharedBytes.reserve(self._rendezvous.manifest.nbytes)
+            self._memories[self._turn] = SharedBytes.reserve(self._link.manifest.nbytes)
         return super().send(version, weights)
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class SharedMemoryReceiver(StoredReceiver):
     def _get(self, version: int, header: Header, content: str, room: torch.Tensor) -> None:
         # Compared by the file and not by its path: a descriptor's number is used again after it was closed.
         if self._mapped is None or not self._mapped.is_at(content):
-            self._mapped = SharedBytes.at(content, self._rendezvous.manifest.nbytes)
+            self._mapped = SharedBytes.at(content, self._link.manifest.nbytes)
         room.copy_(self._mapped.flat[header.offset :][: header.payload_nbytes])
 
 
