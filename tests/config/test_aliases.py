@@ -3,7 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from headway.config.aliases import FIXED as FIXED_KEYS
+from headway.config.aliases import GONE, MOVED
 from headway.config.loading import load
+from headway.config.schema_keys import keys
 from headway.errors import ConfigError
 from tests.tiers import crossed
 
@@ -20,6 +23,11 @@ FIXED = [
     ("data.gen_batch_size", ["1"], ["8", "True"]),
     ("train_batch_size", ["0"], ["64"]),
 ]
+
+
+def test_no_setting_counts_as_moved_or_gone() -> None:
+    assert not {key.plain for key in keys()} & {*FIXED_KEYS, *GONE, *MOVED}
+    assert load(None, ["trainer.snapshot_freq=2"]).config.trainer.snapshot_freq == 2
 
 
 def refusal(*overrides: str) -> str:
