@@ -172,39 +172,34 @@ def prompt_column(rows: Sequence[Any], where: str) -> str:
     usable = [name for name in columns if 2 * sum(_is_prompt(row.get(name)) for row in rows) >= len(rows)]
     open_ended = [name for name in usable if not any(_ends_with_an_answer(row.get(name)) for row in rows)]
     found = next(_named(PROMPTS, open_ended), columns[0] if len(columns) == len(open_ended) == 1 else None)
-    if found is not None:
-        _check_whole(rows, found, where)
-        return found
-    if answered := [name for name in usable if name not in open_ended]:
+    # Chats that end with an answer are prompts only where that is the ground truth.
+    answered = [name for name in usable if name not in open_ended]
+    if found is None and answered:
         found = next(_named(PROMPTS, answered), answered[0])
-        if ends_with_answers(rows, found) and _answers_beside(rows, found, where) is None:
-            _check_whole(rows, found, where)
-            return found
-        last = next(last for row in rows if (last := answer_within(row.get(found))) is not None)
-        raise DataError(
-            f"{where}: chats in {found!r} end with an assistant's message, {shown(last, 60)}, "
-            "and it is not the ground truth of each row; a prompt ends with what is to be answered. Take the last "
-            "message out, and give it, or what of it is right or wrong, a column answer"
-        )
-    likely = f"; {', '.join(usable)} could be it" if usable else ", and none holds text or chat messages"
-    raise DataError(
-        f"{where}: no column has the name of a prompt ({', '.join(PROMPTS[:5])}, …) and text, or chat messages "
-        f'like {{"role": …, "content": …}}; there are {", ".join(columns)}{likely}. '
-        "Say which: data.prompt_key=COLUMN"
-    )
-
-
-def _check_whole(rows: Sequence[Any], prompt: str, where: str) -> None:
-    """Check that each row has a prompt, and that nothing of the question is in another column."""
-    lacking = next((number for number, row in enumerate(rows, 1) if not _is_prompt(row.get(prompt))), None)
-    if lacking is not None:
-        raise DataError(f"{where}: row {lacking} has no text in {prompt!r}, the prompt's column; leave such rows out")
-    for name in _columns(rows, where):
-        if prompt.lower() in BESIDE.get(name.lower(), ()) and any(row.get(name) for row in rows):
+        if not ends_with_answers(rows, found) or _answers_beside(rows, found, where) is not None:
+            last = next(last for row in rows if (last := answer_within(row.get(found))) is not None)
             raise DataError(
-                f"{where}: {name!r} belongs to the question, and only {prompt!r} is asked; write both into one column, "
-                f"or say that it is enough: data.prompt_key={prompt}"
+                f"{where}: chats in {found!r} end with an assistant's message, {shown(last, 60)}, "
+                "and it is not the ground truth of each row; a prompt ends with what is to be answered. Take the last "
+                "message out, and give it, or what of it is right or wrong, a column answer"
             )
+    if found is None:
+        likely = f"; {', '.join(usable)} could be it" if usable else ", and none holds text or chat messages"
+        raise DataError(
+            f"{where}: no column has the name of a prompt ({', '.join(PROMPTS[:5])}, …) and text, or chat messages "
+            f'like {{"role": …, "content": …}}; there are {", ".join(columns)}{likely}. '
+            "Say which: data.prompt_key=COLUMN"
+        )
+    lacking = next((number for number, row in enumerate(rows, 1) if not _is_prompt(row.get(found))), None)
+    if lacking is not None:
+        raise DataError(f"{where}: row {lacking} has no text in {found!r}, the prompt's column; leave such rows out")
+    for name in columns:
+        if found.lower() in BESIDE.get(name.lower(), ()) and any(row.get(name) for row in rows):
+            raise DataError(
+                f"{where}: {name!r} belongs to the question, and only {found!r} is asked; write both into one column, "
+                f"or say that it is enough: data.prompt_key={found}"
+            )
+    return found
 
 
 def answer_column(rows: Sequence[Any], prompt: str, where: str) -> str | None:

@@ -209,40 +209,34 @@ def config_for(
 
 def _job(profile: Profile, versions: int) -> dict[str, Any]:
     """Values of the configuration that are the same in every mode."""
-    batch, validation = profile.batch, profile.validation
+    batch, validation, answer = profile.batch, profile.validation, profile.response.longest
     if batch.n == 1 and profile.reward.filtered > 0:
         raise ConfigError(
             f"reward.filtered: got {profile.reward.filtered:g} with batch.n=1, expected 0: a single answer has no "
             "variance, so every group would be filtered"
         )
-    return {
+    values = {
         "actor.ppo_mini_batch_size": batch.ppo_mini_batch_size,
         "actor.ppo_epochs": batch.ppo_epochs,
         "actor.parallel": profile.train.parallel.model_dump(),
         "actor.use_kl_loss": profile.train.reference,
         "algorithm.filter_groups.enable": profile.reward.filtered > 0 or filtered_of(profile.response, 0) is not None,
-        **_lengths(profile),
+        "data.max_prompt_length": profile.prompt.longest,
+        "data.max_response_length": answer,
         "rollout.n": batch.n,
         "rollout.max_concurrent": profile.rollout.slots,
         "rollout.total_rollout_steps": versions * batch.groups_per_version,
         "rollout.val_n": validation.n if validation else 1,
         "rollout.test_freq": validation.test_freq if validation else -1,
     }
-
-
-def _lengths(profile: Profile) -> dict[str, Any]:
-    """Limits of the configuration: those of the distributions, for episodes of a program where the profile has one."""
-    answer, program = profile.response.longest, profile.program
-    prompts = {"data.max_prompt_length": profile.prompt.longest}
-    if program is None:
-        return {**prompts, "data.max_response_length": answer}
-    turns = max(1, round(program.turns.largest))
-    return {
-        **prompts,
-        "data.max_response_length": turns * (answer + round(program.step_tokens.largest)),
-        "agent.program": PROGRAM,
-        "agent.max_turns": turns,
-        "agent.max_turn_tokens": answer,
-        "agent.step_timeout_s": FOREVER_S,
-        "agent.episode_timeout_s": FOREVER_S,
-    }
+    if (program := profile.program) is not None:
+        turns = max(1, round(program.turns.largest))
+        values |= {
+            "data.max_response_length": turns * (answer + round(program.step_tokens.largest)),
+            "agent.program": PROGRAM,
+            "agent.max_turns": turns,
+            "agent.max_turn_tokens": answer,
+            "agent.step_timeout_s": FOREVER_S,
+            "agent.episode_timeout_s": FOREVER_S,
+        }
+    return values
