@@ -7,7 +7,6 @@ shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -168,16 +167,6 @@ def most_in_flight(config: Config) -> int:
     """
     groups = floor((1 + config.async_training.staleness_threshold) * config.groups_per_version)
     return groups * config.rollout.n
-
-
-def several_nodes(config: Config) -> dict[str, int]:
-    """Return the number of machines of each section that asks for more than one.
-
-    Raises:
-        ConfigError: as `resolve_placement`.
-    """
-    asked = Counter(share.owner for share in resolve_placement(config).shares)
-    return {owner: count for owner, count in asked.items() if count > 1}
 
 
 def resolve_placement(config: Config) -> Placement:
