@@ -184,19 +184,6 @@ def test_what_is_wrong_is_named_by_its_key_with_what_was_expected(
         ("[[1, 1e-1], [4, 0.2]]", "[[4, 0.1], [1, 0.2]]", "rollout.decode: got [[4, 0.1], [1, 0.2]], expected"),
         ("[[1, 1e-1], [4, 0.2]]", "[[1, 0.3], [4, 0.2]]", "rollout.decode: got [[1, 0.3], [4, 0.2]], expected"),
         ("groups_per_version: 4", "groups_per_version: 5", "batch: got "),
-        (RESPONSE, "{kind: empirical, groups: [[1], [2]], filtered: [2]}", "response.filtered: got [2], expected ind"),
-        (
-            RESPONSE,
-            "{kind: empirical, groups: [[1], [2]], filtered: [1, 0]}",
-            "response.filtered: got [1, 0], expected",
-        ),
-        ("train: {points:", "train: {parallel: {tp: 2}, points:", "train.points: got [{'devices': 1, "),
-        ("points: [{devices: 1,", "parallel: {tp: 2, ep: 3}, points: [{devices: 6,", "train.parallel: got {'tp': 2, "),
-        (
-            "{points: [{devices: 1, token_s: 1e-5}]}",
-            "{parallel: {tp: 2}, points: [{devices: 2, token_s: 1e-5}]}\ndevices_per_node: 3",
-            "devices_per_node: got 3, expected a multiple of 2, as the cp · tp ranks of an inner mesh",
-        ),
         (
             "rollout:\n",
             "devices_per_node: 2\nrollout:\n  devices: 3\n",
