@@ -23,7 +23,6 @@ train: {points: [{devices: 1, token_s: 1e-5}]}
 update: {nbytes: 15e9, register: {latency_s: 2, bytes_per_s: 1E+9}}
 """
 PROMPT = "{kind: constant, tokens: 3}"
-RESPONSE = "{kind: lognormal, mean: 10, sigma: 1, max: 40}"
 
 
 @pytest.fixture
