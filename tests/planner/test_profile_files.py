@@ -22,7 +22,6 @@ rollout:
 train: {points: [{devices: 1, token_s: 1e-5}]}
 update: {nbytes: 15e9, register: {latency_s: 2, bytes_per_s: 1E+9}}
 """
-PROMPT = "{kind: constant, tokens: 3}"
 
 
 @pytest.fixture

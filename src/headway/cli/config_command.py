@@ -154,29 +154,23 @@ def recipes(
     ] = None,
 ) -> None:
     """List the recipes that come with Headway, or print one."""
+    from rich.console import Console
+    from rich.table import Table
+
     from headway.config import recipes as shipped
 
     if name is None:
-        _list()
+        table = Table.grid(padding=(0, 2))
+        for one, file in shipped.recipes().items():
+            table.add_row(one, shipped.about(file))
+        console = Console(markup=False, highlight=False)
+        console.print(table)
+        console.print("\nheadway train NAME [a.b=c ...] runs one, headway recipes NAME prints it;")
+        console.print("those of plan/ are profiles: headway plan NAME compares settings by one.")
+        console.print(f"The files are in {shipped.home() / 'recipes'}", soft_wrap=True)
         return
     recipe = shipped.find_recipe(Path(name))
     if recipe not in shipped.recipes().values():
         meant = " or ".join(shipped.similar_recipes(Path(name))) or "demo"
         raise ConfigError(f"{name}: there is no such recipe; headway recipes lists all, such as {meant}")
     typer.echo(recipe.read_text(encoding="utf-8"), nl=False)
-
-
-def _list() -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from headway.config.recipes import about, home, recipes
-
-    table = Table.grid(padding=(0, 2))
-    for name, file in recipes().items():
-        table.add_row(name, about(file))
-    console = Console(markup=False, highlight=False)
-    console.print(table)
-    console.print("\nheadway train NAME [a.b=c ...] runs one, headway recipes NAME prints it;")
-    console.print("those of plan/ are profiles: headway plan NAME compares settings by one.")
-    console.print(f"The files are in {home() / 'recipes'}", soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
@@ -99,17 +99,17 @@ class ClusterConfig(Section):
     Whatever size adds to ``param_update.timeout_s`` is added here, too."""
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ValueError("expected each tracker once")
     return names
 
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
+Trackers = Annotated[
+    tuple[Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    AfterValidator(_each_once),
+]
 
 
 class ReportsConfig(Section):
@@ -117,9 +117,7 @@ class ReportsConfig(Section):
 
     live: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """The live view; ``auto`` shows it on a terminal and prints plain lines elsewhere."""
-    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(_as_list), AfterValidator(_each_once)] = (
-        "tensorboard",
-    )
+    trackers: Trackers = ("tensorboard",)
     """Tools for looking at runs that get this one, too (docs/trackers.md). All but ``tensorboard`` need the extra of
     their name."""
     project: str = Field("headway", min_length=1)

@@ -235,7 +235,8 @@ class Overlap:
         self._trainer = IntervalUnion()
         for work in (*recording.training.steps, *recording.training.forwards):
             self._trainer.add((work.began, work.began + work.seconds))
-        self.training = self._training_slowdown()
+        steps = [step for step in recording.warm(recording.training.steps) if step.tokens]
+        self.training = fit_slowdown((self._beside_generation(step), step.seconds, step.tokens, 1.0) for step in steps)
         """Factor by which training takes longer while a replica computes; None if it cannot be determined."""
         self.generation = self._generation_slowdown()
         """Factor by which generation takes longer while the trainer computes; None if it cannot be determined."""
@@ -272,10 +273,6 @@ class Overlap:
 
     def _slowed(self, report: ReplicaActivity) -> float:
         return 1 + ((self.generation or 1.0) - 1) * self._share_of(report.busy)
-
-    def _training_slowdown(self) -> float | None:
-        steps = [step for step in self._recording.warm(self._recording.training.steps) if step.tokens]
-        return fit_slowdown((self._beside_generation(step), step.seconds, step.tokens, 1.0) for step in steps)
 
     def _generation_slowdown(self) -> float | None:
         """Fit generation's slowdown to steps with one number of active sequences, the one that most reports have."""
