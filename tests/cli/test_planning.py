@@ -138,11 +138,11 @@ def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
 
 def test_what_is_no_profile_is_told_what_makes_one(profile: Path, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("mode: on_policy\nrollout: {n: 2}\n")
+    done = run("plan", str(tmp_path / "own.yaml"))
+    assert done.exit_code == 2
+    assert f"{tmp_path / 'own.yaml'} is not a profile, which says what a job costs; a short run makes" in done.stderr
     profile.write_text(PROFILE.replace("devices: 4", "devices: none"))
-    for given in (profile, tmp_path / "own.yaml"):
-        done = run("plan", str(given))
-        assert done.exit_code == 2
-        assert f"{given} is not a profile yet; headway profile RUN makes one" in done.stderr
+    assert "is not a profile yet:" in run("plan", str(profile)).stderr
 
 
 def test_a_profile_that_cannot_be_written_is_refused_before_the_record_is_read(tmp_path: Path) -> None:

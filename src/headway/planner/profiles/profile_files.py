@@ -28,14 +28,16 @@ def load_profile(path: Path) -> Profile:
         values = yaml_text.read_mapping(find_recipe(path), yaml_text.FastLoader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; give a profile, a YAML file") from None
+    if not {"devices", "batch", "response"} & values.keys():
+        raise ConfigError(
+            f"{path} is not a profile, which says what a job costs; a short run makes one: headway profile RUN"
+        )
     try:
         return Profile.model_validate(values)
     except ValidationError as error:
         written = {key: "" for key, _ in flatten(values)}
         problems = explain(error, written, root=Profile).replace("\n", "\n  ")
-        raise ConfigError(
-            f"{path} is not a profile yet; headway profile RUN makes one of a short run of a recipe:\n  {problems}"
-        ) from error
+        raise ConfigError(f"{path} is not a profile yet:\n  {problems}") from error
 
 
 def is_profile(path: Path) -> bool:
