@@ -375,7 +375,7 @@ class DecodeBatch:
                 run.started, run.oldest_version = now, step.version
         step.record.active = len(rows)
         # `_ended` has the last row first: rows behind one that is taken out move up, and must not end later.
-        return step.record, now, [(self._take_out(row), reason) for row, reason in self._ended()]
+        return step.record, now, [(self.remove(row, keep=True), reason) for row, reason in self._ended()]
 
     def _ended(self) -> list[tuple[int, FinishReason]]:
         """Rows that just got their last token, and why; the last row first."""
@@ -389,28 +389,21 @@ class DecodeBatch:
                 ended[row] = FinishReason.STOP
         return sorted(ended.items(), reverse=True)
 
-    def _take_out(self, row: int) -> RequestState:
-        """Free the row of a finished call; its context is kept if its episode may call again."""
-        if (shared := self.contexts.end(run := self.rows.runs[row])) is None:
-            return self._remove(row)
-        # Read before the row is freed: another row is copied into its place, over the keys and values.
-        ids = self.rows.context(row)
-        kv = self._runner.cache.read(row, len(ids))
-        self._remove(row)
-        self._runner.cache.store(ids, run.request.trajectory, shared, kv, self.active)
-        return run
-
-    def remove(self, row: int) -> RequestState:
-        """Free a row; rows behind it move up, in the cache too."""
-        self.contexts.end(self.rows.runs[row])
-        return self._remove(row)
-
-    def _remove(self, row: int) -> RequestState:
+    def remove(self, row: int, *, keep: bool = False) -> RequestState:
+        """Free a row; rows behind it move up, in the cache too. ``keep`` its context if its episode may call again."""
+        cache, shared = self._runner.cache, self.contexts.end(self.rows.runs[row])
+        kept = None
+        if keep and shared is not None:
+            # Read before the row is freed: another row is copied into its place, over the keys and values.
+            ids = self.rows.context(row)
+            kept = ids, shared, cache.read(row, len(ids))
         run, moves = self.rows.remove(row)
         for source, target in moves:
             self._prompts.move(source, target)
-            self._runner.cache.move(source, target, int(self.rows.lengths[target]))
+            cache.move(source, target, int(self.rows.lengths[target]))
             self._seen.move(source, target)
+        if kept is not None:
+            cache.store(run.request.trajectory, *kept, rows=self.active)
         return run
 
     def _start(self, admission: StepAdmission, first: int, step: DecodeStep) -> torch.Tensor:

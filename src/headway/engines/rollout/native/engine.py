@@ -29,7 +29,6 @@ from headway.devices import kind_of
 from headway.engines.rollout.engine_base import ClientInbox, EngineBase, Work
 from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.engines.weights.protocols import IncomingWeights
-from headway.engines.weights.served_weights import outcome
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import HeadwayError, NonFinite, WorkerDied
 
@@ -93,11 +92,6 @@ class NativeEngine(EngineBase):
 
     # ------------------------------------------------------------------------------------- the protocol
 
-    async def pause(self, policy: OnUpdate) -> Paused:
-        """Returns when nothing decodes any more under ``policy``; at once if the engine is paused already."""
-        paused: Paused = await outcome(await self._ask(partial(self._pause, policy)))
-        return paused
-
     async def close(self) -> None:
         """End the decoding thread; calls that are still waiting get a `RunError`. Closing twice is harmless."""
         with self._over:
@@ -157,12 +151,8 @@ class NativeEngine(EngineBase):
                 result = work(self._core)
             except HeadwayError as error:
                 result = error
-            self._unanswered[-1] = answer, result
-
-    def _pause(self, policy: OnUpdate, core: EngineCore) -> Future[Paused]:
-        answer: Future[Paused] = Future()
-        self._pausing.append((answer, core.pause(policy)))
-        return answer
+            self._unanswered.pop()
+            (self._pausing if isinstance(result, Paused) else self._unanswered).append((answer, result))
 
     def _deliver_all(self, finished: list[Finished]) -> None:
         batches: dict[ClientInbox, list[Completion]] = {}

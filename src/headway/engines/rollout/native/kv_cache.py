@@ -168,7 +168,7 @@ class SlotCache:
         parts: torch.Tensor = self._blocks.transpose(1, 2).index_select(2, self._at(found.blocks))
         return parts.flatten(2, 3)[:, :, : found.length]
 
-    def store(self, ids: Ids, trajectory: TrajectoryId, shared: int, kv: torch.Tensor, rows: int) -> None:
+    def store(self, trajectory: TrajectoryId, ids: Ids, shared: int, kv: torch.Tensor, *, rows: int) -> None:
         """Keep a context's keys and values [layers, 2·kv_heads, T, head_dim] in blocks, beside ``rows`` rows.
 
         The rest as for `PrefixCache.store`.
