@@ -287,6 +287,19 @@ async def test_a_client_that_leaves_drops_its_calls_and_nothing_else() -> None:
         assert len(engine._core._scheduler) == 0
 
 
+async def test_a_client_that_comes_back_under_its_name_gets_its_new_calls_alone() -> None:
+    async with serving(slots=4) as engine:
+        await engine.submit("me", [make_call(endless(1))])
+        reading = asyncio.create_task(everything(engine.finished("me")))
+        await engine.stats()
+        reading.cancel()
+        await asyncio.wait([reading])
+        await engine.submit("me", [make_call(make_request(2, max_tokens=3, stop_token_ids=()))])  # of the same number
+        ((call,),) = [batch async for batch in first(engine.finished("me"))]
+        assert (call.number, call.length) == (0, 3)
+        assert (await engine.stats()).running == 0
+
+
 async def test_calls_of_one_step_come_in_one_batch_whoever_asked_first() -> None:
     async with serving(slots=8) as engine:
         await engine.submit("early", [make_call(make_request(0, max_tokens=2), k, k) for k in range(4)])

@@ -150,7 +150,8 @@ class EngineBase(ABC):
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None:
         """End these calls of ``client`` as they are; unknown numbers are ignored."""
-        await self._ask(lambda core: core.abort(self._inboxes.get(client), numbers))
+        inbox = self._inboxes.get(client)
+        await self._ask(lambda core: core.abort(inbox, numbers))
 
     async def abort_older_than(self, version: int) -> None:
         """End the unfinished training calls with a token of an older version."""
@@ -231,7 +232,7 @@ class EngineBase(ABC):
 
     def _tell_clients(self, error: HeadwayError) -> None:
         """Tell all clients what the engine has ended with."""
-        for inbox in list(self._inboxes.values()):  # a copy: clients come and leave on other threads
+        for inbox in self._inboxes.copy().values():  # clients come and leave on other threads
             inbox.put(error)
 
     def _inbox(self, client: str) -> ClientInbox:

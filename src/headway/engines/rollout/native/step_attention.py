@@ -309,16 +309,14 @@ class _Alike:
     """
 
     count: int
-    start: int
-    """Tokens of each that are there already."""
-    first: int
-    """The position at which the layout begins, ``start`` or before it."""
+    known: int
+    """Leading places of the layout whose tokens are there already."""
     laid: torch.Tensor | None
     """[C · span] the token of the step that is laid at each place; None: all tokens in their order."""
     places: torch.Tensor | None
     """[N] the place of each token."""
     past: torch.Tensor | None
-    """[C, layers, 2K, start, D]"""
+    """[C, layers, 2K, P, D]"""
     queries: tuple[tuple[slice, int, tuple[torch.Tensor | None, torch.Tensor | None]], ...]
     """The calls of a layer: places of the queries, keys that they attend to, and their masks, full and windowed."""
 
@@ -327,7 +325,7 @@ class _Alike:
         laid = qkv if self.laid is None else qkv.index_select(0, self.laid)
         queries, kv = laid.unflatten(0, (self.count, -1)).transpose(1, 2).tensor_split([shape.heads], dim=1)
         if self.past is not None:
-            kv = torch.cat([self.past[:, layer], kv[:, :, self.start - self.first :]], dim=2)
+            kv = torch.cat([self.past[:, layer], kv[:, :, self.known :]], dim=2)
         keys, values = kv.chunk(2, dim=1)
         outputs = []
         for places, stop, masks in self.queries:
@@ -394,9 +392,9 @@ def _lay(contexts: Sequence[PrefillContext], blocks: PrefillBlocks) -> _Alike:
     calls = tuple(
         (slice(block.start - first, block.stop - first), block.stop, blocks.least_masks(block)) for block in cut
     )
-    if own.all():
-        return _Alike(len(contexts), start, first, None, None, past, calls)
-    places = torch.from_numpy(np.flatnonzero(own)).to(device)
-    nearest = np.minimum(np.maximum(at, 0), lengths - 1) + (np.cumsum(lengths)[:, None] - lengths)
-    laid = torch.from_numpy(nearest.reshape(-1)).to(device)
-    return _Alike(len(contexts), start, first, laid, places, past, calls)
+    laid = places = None
+    if not own.all():
+        places = torch.from_numpy(np.flatnonzero(own)).to(device)
+        nearest = np.minimum(np.maximum(at, 0), lengths - 1) + (np.cumsum(lengths)[:, None] - lengths)
+        laid = torch.from_numpy(nearest.reshape(-1)).to(device)
+    return _Alike(len(contexts), start - first, laid, places, past, calls)
