@@ -50,10 +50,8 @@ class FrameChannel:
 
     def send(self, frame: Frame) -> None:
         """Send ``frame``, at once as far as the socket takes it. To an end that is closed nothing is sent."""
-        if self.is_open:
-            # First: what was gathered in this turn was said before this frame.
-            self._send_gathered()
-            self._send(frame.packed())
+        self._gathered.append(frame.packed())  # behind what was said before in this turn
+        self._send_gathered()
 
     def send_soon(self, frame: Frame) -> None:
         """Send ``frame`` at the end of this turn of the loop, with all others of the turn: the other end wakes up once.
@@ -117,13 +115,10 @@ class FrameChannel:
         return frame
 
     def _send_gathered(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        if gathered and self.is_open:
-            self._send(gathered[0] if len(gathered) == 1 else b"".join(gathered))
-
-    def _send(self, data: bytes) -> None:
         # A view: slicing bytes would copy what is left of a large frame at each send.
-        unsent = memoryview(data)
+        unsent, self._gathered = memoryview(b"".join(self._gathered)), []
+        if not (unsent and self.is_open):
+            return
         if not self._unsent:
             unsent = unsent[self._sent(unsent) :]
             if unsent:
