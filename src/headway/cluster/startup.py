@@ -223,9 +223,7 @@ class Startup:
         replace_replica = replace_episode_worker = None
         replaced: list[type] = []
         if not plan.shared:
-            replace_replica = partial(
-                self._workers.replace, start=self._replace, current=rollouts, measure=rounding.measure
-            )
+            replace_replica = partial(self._workers.replace, start=self._replace, current=rollouts)
             replaced.append(RolloutRole)
         if self.cluster.separate_processes:
             others = [spec.device for spec in plan.workers if spec.role in (RolloutRole, FusedRole)]
@@ -343,13 +341,9 @@ class Startup:
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
         await self._paths.add(worker.name, [worker], self._dtypes[ROLLOUT])
-        return await self._serve(group)
-
-    async def _replace_hosted(self) -> None:
-        """Start the replicas in the processes of the trainer's present ranks."""
-        # In place: `Workers` has this list.
-        self._rollouts[:] = await concurrently(map(self._replace, self._workers_of(ROLLOUT)))
-        await self._rounding.measure(self._rollouts)
+        replica = await self._serve(group)
+        await self._rounding.measure([replica])
+        return replica
 
     async def _replace_episode_worker(self, worker: Worker) -> RemoteEpisodeWorker:
         """Start a launched episode worker that takes the place of another."""
@@ -385,7 +379,9 @@ class Startup:
                     await self._lay_out([*self._manifests], waits)
                     self._paths.trainer_restarted(store)
                     if self._plan.shared:
-                        await waits.wait("replicas in the same processes to start", self._replace_hosted())
+                        starts = concurrently(map(self._replace, self._workers_of(ROLLOUT)))
+                        # In place: `Workers` has this list.
+                        self._rollouts[:] = await waits.wait("replicas in the same processes to start", starts)
                 elif role == LOGP:
                     await self._paths.add(LOGP, group.workers, self._dtypes[LOGP])
                     await self._serve_logp(group, waits)

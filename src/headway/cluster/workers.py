@@ -156,7 +156,6 @@ class LaunchedWorkers:
         start: Callable[[Worker], Awaitable[T]],
         current: list[T],
         others: Sequence[int] = (),
-        measure: Callable[[Sequence[T]], Awaitable[object]] | None = None,
     ) -> T:
         """Start a worker in the place of ``lost``, under its own name. A replica serves nothing before it has received
         a version; an episode worker knows no replica yet.
@@ -165,9 +164,8 @@ class LaunchedWorkers:
             start: brings a launched worker up.
             current: the workers so far; the new one takes the place of the lost one there.
             others: devices beside which it may be as well, where that of its own place is on no machine that answers.
-            measure: measures how far the probe of a new replica is from the trainer's, as the last step of a start.
 
-        Raises `StallError` if it is not up in time, and what ``measure`` raises. The new worker is killed then.
+        Raises `StallError` if it is not up in time, and what ``start`` raises. The new worker is killed then.
         """
         worker: Worker | None = None
         waits = StartWaits()
@@ -177,8 +175,6 @@ class LaunchedWorkers:
                 device = await waits.wait(where, self._cluster.find_place(self._specs[lost.partition("+")[0]], others))
                 worker = await self.launch_again(lost, device, waits)
                 started = await waits.wait(f"{worker.name} to start", start(worker))
-                if measure is not None:
-                    await waits.wait("it to compute the log-probs of the probe", measure([started]))
         except (TimeoutError, HeadwayError):
             if worker is not None:  # it would hold its device to the end of the run
                 with suppress(HeadwayError):

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import platform
+import re
 import signal
 import socket
 import sys
@@ -53,12 +54,9 @@ def available_cores() -> int:
 
 def cpu_model(info: Path = CPU_INFO) -> str:
     """Return the CPU's model from Linux's ``info``; elsewhere the platform's own word for the processor."""
-    try:
-        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    models = (value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == "model name")
-    return next(models, "") or platform.processor() or platform.machine()
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    found = re.search(r"^model name\s*:[ \t]*(\S.*)", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def threads_of(threads: int, sharing: int) -> int:
