@@ -10,7 +10,7 @@ of the programs' own. It is also summed over the whole run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -108,30 +108,28 @@ class EpisodeSums:
         """Return flat metric names to values; nothing where there was no episode of a program."""
         if not self.finished:
             return {}
-        numbers, finished = self.numbers, self.finished
-        values: dict[str, Any] = {
-            "num_turns/mean": self.turns.mean,
-            "num_turns/max": int(self.turns.most),
-            "environment_s/mean": numbers[ENVIRONMENT_S].mean,
-            "environment_s/max": numbers[ENVIRONMENT_S].most,
-            "environment_s/wait_mean": self.wait_s.mean,
-        }
-        if (share := self.environment_share) is not None:
-            values["environment_s/share"] = share
-        if (further := self.turns.total - finished) > 0:
-            values["num_turns/fork_ratio"] = self._total("forks") / further
-        values |= {
-            "tools/errors_mean": self._total("tool_errors") / finished,
-            "tools/unread_calls_mean": self._total("tool_call_problems") / finished,
-            "episodes/failed_ratio": self.failed_turns.count / finished,
-            "episodes/retries": int(self._total("tries")) - (numbers["tries"].count if "tries" in numbers else 0),
-            **{f"endpoint/{name}": int(numbers[name].total) for name in ENDPOINT if name in numbers},
-            **{f"episodes/limit/{name}": count / finished for name, count in sorted(self.limits.items())},
-        }
-        if self.failed_turns.count:
-            values["episodes/failed_num_turns_mean"] = self.failed_turns.mean
-            values["episodes/failed_length_mean"] = self.failed_tokens.mean
-        return values | {f"episode/{name}": numbers[name].mean for name in sorted(numbers.keys() - BUILT_IN)}
+        numbers, finished, failed = self.numbers, self.finished, self.failed_turns.count
+        turns_after_first = self.turns.total - finished
+        return measured(
+            {
+                "num_turns/mean": self.turns.mean,
+                "num_turns/max": int(self.turns.most),
+                "environment_s/mean": numbers[ENVIRONMENT_S].mean,
+                "environment_s/max": numbers[ENVIRONMENT_S].most,
+                "environment_s/wait_mean": self.wait_s.mean,
+                "environment_s/share": self.environment_share,
+                "num_turns/fork_ratio": self._total("forks") / turns_after_first if turns_after_first > 0 else None,
+                "tools/errors_mean": self._total("tool_errors") / finished,
+                "tools/unread_calls_mean": self._total("tool_call_problems") / finished,
+                "episodes/failed_ratio": failed / finished,
+                "episodes/retries": int(self._total("tries")) - (numbers["tries"].count if "tries" in numbers else 0),
+                **{f"endpoint/{name}": int(numbers[name].total) for name in ENDPOINT if name in numbers},
+                **{f"episodes/limit/{name}": count / finished for name, count in sorted(self.limits.items())},
+                "episodes/failed_num_turns_mean": self.failed_turns.mean if failed else None,
+                "episodes/failed_length_mean": self.failed_tokens.mean if failed else None,
+                **{f"episode/{name}": numbers[name].mean for name in sorted(numbers.keys() - BUILT_IN)},
+            }
+        )
 
 
 PHASES = ("gather", "send", "recv", "register", "load")
@@ -285,87 +283,73 @@ class VersionRow(EventSums):
 
     def values(self, *, by_source: bool = False) -> dict[str, Any]:
         """Return flat metric names to values, those of learning first; ``by_source``: also for each source."""
-        return {
-            "version": self.version,
-            **self._learning(),
-            **(self._sources() if by_source else {}),
-            **self._staleness(),
-            **self.partial_values("fully_async/partial/"),
-            **self.episodes.values(),
-            **self._prefixes(),
-            **self._update(),
-            **({} if self.validation is None else validation_values(self.validation)),
-        }
+        return measured(
+            {
+                "version": self.version,
+                **self._learning(),
+                **(self._sources() if by_source else {}),
+                **self._staleness(),
+                **self.partial_values("fully_async/partial/"),
+                **self.episodes.values(),
+                **self._prefixes(),
+                **self._update(),
+                **({} if self.validation is None else validation_values(self.validation)),
+            }
+        )
 
     def _learning(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        if self.rewards:
-            values["reward/mean"] = fmean(self.rewards)
-        values.update((f"reward/{name}/mean", fmean(given)) for name, given in self.reward_parts.items() if given)
-        if self.generated_rewards:
-            values["reward/generated_mean"] = fmean(self.generated_rewards)
-        if self.lengths:
-            values["response_length/mean"] = fmean(self.lengths)
-            values["response_length/max"] = max(self.lengths)
-            values["response_length/clip_ratio"] = self.clipped / len(self.lengths)
-        if self.rows:
-            values["rows/mean"] = self.rows / self.stepped_trajectories
-        values.update((name, _over_steps(name, series)) for name, series in self.actor.items())
-        values["actor/optimizer_steps"] = self.optimizer_steps
-        values["actor/skipped_steps"] = self.skipped_steps
-        return values
+        lengths = self.lengths
+        return {
+            "reward/mean": _mean(self.rewards),
+            **{f"reward/{name}/mean": _mean(given) for name, given in self.reward_parts.items()},
+            "reward/generated_mean": _mean(self.generated_rewards),
+            "response_length/mean": _mean(lengths),
+            "response_length/max": max(lengths, default=None),
+            "response_length/clip_ratio": self.clipped / len(lengths) if lengths else None,
+            "rows/mean": self.rows / self.stepped_trajectories if self.rows else None,
+            **{name: _over_steps(name, series) for name, series in self.actor.items()},
+            "actor/optimizer_steps": self.optimizer_steps,
+            "actor/skipped_steps": self.skipped_steps,
+        }
 
     def _sources(self) -> dict[str, Any]:
-        rewards = {
-            f"reward/source/{name}/mean": fmean(given) for name, given in sorted(self.source_rewards.items()) if given
-        }
+        rewards = {f"reward/source/{name}/mean": _mean(given) for name, given in sorted(self.source_rewards.items())}
         return rewards | {f"groups/source/{name}": self.source_groups[name] for name in sorted(self.source_groups)}
 
     def _staleness(self) -> dict[str, Any]:
         if not self.lags:
             return {}
-        values: dict[str, Any] = {
+        return {
             "lag/mean": mean_of(self.lags),
             "lag/max": max(self.lags),
             "lag/histogram": histogram(self.lags),
+            "lag/token_mean": mean_of(self.token_lags) if self.token_lags else None,
+            "lag/in_flight_mean": _mean(self.lag_in_flight),
+            "lag/in_queue_mean": _mean(self.lag_in_queue),
         }
-        if self.token_lags:
-            values["lag/token_mean"] = mean_of(self.token_lags)
-        if self.lag_in_flight:
-            values["lag/in_flight_mean"] = fmean(self.lag_in_flight)
-            values["lag/in_queue_mean"] = fmean(self.lag_in_queue)
-        return values
 
     def _prefixes(self) -> dict[str, Any]:
         context = self.cached_tokens + self.prefilled_tokens
-        values: dict[str, Any] = {"rollouter/prefix_hit_ratio": self.cached_tokens / context} if context else {}
-        if self.episodes.finished:
-            values["rollouter/unpinned"] = self.unpinned
-        return values
+        return {
+            "rollouter/prefix_hit_ratio": self.cached_tokens / context if context else None,
+            "rollouter/unpinned": self.unpinned if self.episodes.finished else None,
+        }
 
     def _update(self) -> dict[str, Any]:
         if self.update is None:
             return {}
+        sent, full = self.phases.sent_nbytes, self.update.full_nbytes
         return {
             **{f"param_update/{name}": seconds for name, seconds in self.phases.totals().items()},
             "param_update/trainer_stall_s": self.update.trainer_stall_s,
             "param_update/rollout_stall_s": self.update.rollout_stall_s,
             "param_update/interrupted": self.update.interrupted,
             "validation/stall_s": self.update.validation_stall_s,
-            **_sent(self.phases, self.update),
+            "param_update/bytes": sent,
+            "param_update/bytes_saved": 1 - sent / full if sent is not None and full else None,
+            "param_update/changed_ratio": self.update.changed,
+            "param_update/probe_difference": self.phases.probe_difference,
         }
-
-
-def _sent(phases: PhaseTimes, update: events.UpdateFinished) -> dict[str, Any]:
-    """Figures of an update: bytes sent, share saved, share changed, difference of probes, as far as they are known."""
-    sent, full = phases.sent_nbytes, update.full_nbytes
-    values = {
-        "param_update/bytes": sent,
-        "param_update/bytes_saved": 1 - sent / full if sent is not None and full else None,
-        "param_update/changed_ratio": update.changed,
-        "param_update/probe_difference": phases.probe_difference,
-    }
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def validation_values(event: events.ValidationFinished) -> dict[str, Any]:
@@ -379,6 +363,15 @@ def validation_values(event: events.ValidationFinished) -> dict[str, Any]:
     }
 
 
+def measured(values: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` without those that are None: what was not measured."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
 def mean_of(counts: Mapping[int, int]) -> float:
     """Mean of a histogram, value → count."""
     return sum(value * count for value, count in counts.items()) / sum(counts.values())
@@ -389,9 +382,9 @@ def histogram(counts: Mapping[int, int]) -> dict[str, int]:
     return {str(value): counts[value] for value in sorted(counts)}
 
 
-def _over_steps(name: str, series: Iterable[float]) -> float:
+def _over_steps(name: str, values: Sequence[float]) -> float:
     """Combine a metric's values over optimizer steps: last learning rate, largest maximum, mean of all else."""
-    values, name = list(series), name.partition("/lag_")[0]
+    name = name.partition("/lag_")[0]
     if name.endswith("lr"):
         return values[-1]
     return max(values) if name.endswith("max") else fmean(values)
