@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
 from typing import Any
 
 from rich.console import Console
@@ -189,16 +188,13 @@ def print_token_table(row: Row, console: Console) -> None:
     numbers |= row["columns"]
     lines: list[list[Text]] = []
     styles: list[str | None] = []
-    steps = [1] * len(row["ids"])
-    if row["cut"]:  # in the middle
-        steps[len(steps) // 2] += row["cut"]
-    for place, (at, piece) in enumerate(zip(accumulate(steps), row["pieces"], strict=True)):
-        read, version = not row["mask"][place], row["versions"][place]
-        cells = [human.UNKNOWN if version < 0 else _number(values[place]) for values in numbers.values()]
+    for place, (piece, version) in enumerate(zip(row["pieces"], row["versions"], strict=True)):
+        at = place + (row["cut"] if place >= len(row["ids"]) // 2 else 0)  # what was left out is from the middle
         shown = repr(visible(piece))[1:-1] if piece.strip() else repr(piece)
-        of_version = human.UNKNOWN if version < 0 else str(version)
-        lines.append([Text(cell) for cell in (str(at - 1), shown, of_version, *cells)])
-        styles.append(QUIET if read else None)
+        cells = [str(version), *(_number(values[place]) for values in numbers.values())]
+        cells = [human.UNKNOWN] * len(cells) if version < 0 else cells
+        lines.append([Text(cell) for cell in (str(at), shown, *cells)])
+        styles.append(None if row["mask"][place] else QUIET)
 
     headings = [
         Column(
