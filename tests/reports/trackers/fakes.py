@@ -85,8 +85,8 @@ class Scripted(Tracker):
     def on_row(self, row: dict[str, Any]) -> None:
         self._tool.answer("on_row", row)
 
-    def on_sample(self, sample: dict[str, Any]) -> None:
-        self._tool.answer("on_sample", sample)
+    def on_sample(self, rows: list[dict[str, Any]]) -> None:
+        self._tool.answer("on_sample", rows)
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         self._tool.answer("on_summary", summary)

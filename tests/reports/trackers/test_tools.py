@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.reports.trackers.tracker import TrackerSetting
+from headway.reports.trackers.tracker import TrackerSetting, table
 from headway.reports.trackers.tracker_tools import AT_ONCE, MlflowTracker, PrometheusTracker, WandbTracker
 
 SAMPLE: dict[str, Any] = {"group": 3, "version": 0, "prompt": "?", "episodes": [{"k": 0, "text": "!"}]}
@@ -83,11 +83,11 @@ def test_mlflow_takes_rows_where_no_file_can_be_stored(tmp_path: Path, monkeypat
     server = Server(raises={"log_text": "no artifact store"})
     tracker = mlflow(server, monkeypatch, tmp_path)
     with pytest.raises(ConnectionError):
-        tracker.on_sample(SAMPLE)
+        tracker.on_sample(table(SAMPLE))
     tracker.on_row(ROW)
     assert server.metrics == [("reward/mean", 0)]
     server.raises.clear()
-    tracker.on_sample(SAMPLE)
+    tracker.on_sample(table(SAMPLE))
     assert server.texts == ["samples/training-000000-000003.json"]
 
 
@@ -135,7 +135,7 @@ def test_wandb_has_a_table_for_each_sample(tmp_path: Path, monkeypatch: pytest.M
     run = WandbRun()
     put_in(monkeypatch, "wandb", init=lambda **_: run, Settings=dict, Table=lambda columns, data: len(data))
     tracker = WandbTracker(TrackerSetting(project="p", name="n", folder=tmp_path))
-    tracker.on_sample(SAMPLE)
+    tracker.on_sample(table(SAMPLE))
     tracker.on_row(ROW)
     assert run.logged == [{"version": 0, "samples/training": 1}, ROW]
 

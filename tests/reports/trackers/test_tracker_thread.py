@@ -17,7 +17,7 @@ from headway.reports.trackers.tracker_thread import MOST_SAMPLES, TrackerState, 
 from tests.full_disk import files_of_at_most
 from tests.reports.trackers.fakes import SOON_S, Told, Tool, threaded, write_row
 
-SAMPLE: dict[str, Any] = {"group": 3, "version": 0, "prompt": "?", "episodes": []}
+SAMPLE: list[dict[str, Any]] = [{"number": 3, "version": 0, "prompt": "?"}]
 
 
 def memory(folder: Path) -> TrackerState:
@@ -185,10 +185,10 @@ def test_samples_that_wait_are_the_newest_and_others_are_counted(tmp_path: Path)
     tracker.start()
     assert tool.hanging.wait(SOON_S)
     for number in range(MOST_SAMPLES + 2):
-        tracker.on_sample({**SAMPLE, "group": number})
+        tracker.on_sample([{**SAMPLE[0], "number": number}])
     tool.released.set()
     end(tracker)
-    assert [value["group"] for call, value in tool.calls if call == "on_sample"] == list(range(2, MOST_SAMPLES + 2))
+    assert [value[0]["number"] for call, value in tool.calls if call == "on_sample"] == list(range(2, MOST_SAMPLES + 2))
     assert tracker.missing("").startswith("wandb did not get 2 samples (")
 
 

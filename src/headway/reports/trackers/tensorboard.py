@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headway.errors import writable
-from headway.reports.trackers.tracker import Tracker, TrackerSetting, markdown, scalars, table
+from headway.reports.trackers.tracker import Tracker, TrackerSetting, markdown, scalars
 
 _NUMBER = count()
 """Numbers the files that this process opens. Padded in a name, since readers go through the files by their names."""
@@ -52,9 +52,8 @@ class TensorBoardTracker(Tracker):
         self._version = max(self._version, row["version"])
         self._write(lambda file: file.add_scalars(row["version"], scalars(row)))
 
-    def on_sample(self, sample: dict[str, Any]) -> None:
-        if rows := table(sample):
-            self._write(lambda file: file.add_text(rows[0]["version"], f"samples/{rows[0]['kind']}", markdown(rows)))
+    def on_sample(self, rows: list[dict[str, Any]]) -> None:
+        self._write(lambda file: file.add_text(rows[0]["version"], f"samples/{rows[0]['kind']}", markdown(rows)))
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         self._write(lambda file: file.add_text(self._version, "summary", _as_code(summary)))

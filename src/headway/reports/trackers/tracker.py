@@ -35,23 +35,9 @@ def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, json.dumps(value, default=str) if isinstance(value, list | tuple) else value
 
 
-def trimmed(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample of ``samples.jsonl`` without what is there token by token, its texts cut to `LONGEST_TEXT`."""
-    episodes = [
-        {name: _short(value) for name, value in episode.items() if name not in ("rows", "conversation")}
-        for episode in sample["episodes"][:MOST_EPISODES]
-    ]
-    return {name: _short(value) for name, value in sample.items() if name not in ("messages", "episodes")} | {
-        "episodes": episodes
-    }
-
-
-def _short(value: Any) -> Any:
-    return cut(value, LONGEST_TEXT) if isinstance(value, str) else value
-
-
 def table(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a sample as rows of a table by the names of its columns, one row for each episode.
+    """Return a sample of ``samples.jsonl`` as rows of a table by the names of its columns, one row for each episode, of
+    which there are at most `MOST_EPISODES`. Texts are cut to `LONGEST_TEXT`.
 
     ``number`` is the group's, or the held-out problem's; ``truth``: the ground truth.
     """
@@ -66,9 +52,13 @@ def table(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
         "truth": answer if answer is None or isinstance(answer, str) else json.dumps(answer, default=str),
     }
     of_episode = ("k", "reward", "parts", "text", "turns", "length", "finish")
-    return [
+    rows = [
         group | {name: one.get(name) for name in of_episode} | {"parts": json.dumps(one.get("parts") or {})}
-        for one in sample["episodes"]
+        for one in sample["episodes"][:MOST_EPISODES]
+    ]
+    return [
+        {name: cut(value, LONGEST_TEXT) if isinstance(value, str) else value for name, value in row.items()}
+        for row in rows
     ]
 
 
@@ -114,7 +104,7 @@ class Tracker:
         tracker = MlflowTracker(setting)                 a new entry, or the one of ``setting.entry``
         tracker.on_settings(setting.config)              once, after the entry is there
         tracker.on_row({"version": 0, …})                as versions end, in order
-        tracker.on_sample({"group": 17, …})              a group or a held-out problem with its answers, cut to a size
+        tracker.on_sample([{"number": 17, …}, …])        a group's or a held-out problem's answers, as rows of a `table`
         tracker.on_summary(summary)                      once, at the end
         tracker.on_model(folder)                         the exported model, where ``reports.log_model`` is set
         tracker.close("completed")
@@ -138,7 +128,7 @@ class Tracker:
 
     def on_row(self, row: dict[str, Any]) -> None: ...
 
-    def on_sample(self, sample: dict[str, Any]) -> None: ...
+    def on_sample(self, rows: list[dict[str, Any]]) -> None: ...
 
     def on_summary(self, summary: dict[str, Any]) -> None: ...
 

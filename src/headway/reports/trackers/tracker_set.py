@@ -19,7 +19,7 @@ from headway.config.schema import Config
 from headway.config.sizing.timeouts import upload_s
 from headway.errors import ConfigError, DataError
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.tracker import TrackerSetting, trimmed
+from headway.reports.trackers.tracker import TrackerSetting, table
 from headway.reports.trackers.tracker_thread import TrackerMessages, TrackerState, TrackerThread, memory_file
 from headway.reports.trackers.tracker_tools import KEPT, PACKAGES
 
@@ -54,10 +54,9 @@ class Trackers:
 
     def on_sample(self, sample: dict[str, Any]) -> None:
         """Hand on a sample as a line of ``samples.jsonl`` has it. Trackers get its texts, not its tokens."""
-        if self._threads:
-            short = trimmed(sample)
+        if self._threads and (rows := table(sample)):
             for tracker in self._threads:
-                tracker.on_sample(short)
+                tracker.on_sample(rows)
 
     @property
     def names(self) -> list[str]:

@@ -125,7 +125,7 @@ class TrackerThread:
         self._left = dict.fromkeys(["the settings"] * bool(setting.config) + ["the summary"])
         """Parts beside rows that were not sent yet."""
         self._read_from_start()
-        self._samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
+        self._samples: deque[list[dict[str, Any]]] = deque(maxlen=MOST_SAMPLES)
         self._refusals = self._settings_tries = 0
         self._ending: tuple[dict[str, Any], Path | None] | None = None
         self._tracker: Tracker | None = None
@@ -154,9 +154,10 @@ class TrackerThread:
         if asked_at is not None and (waited := self._clock() - asked_at) >= BEHIND_S:
             self._warn(f"has not answered for {waited:.0f} s{self._goes_on}")
 
-    def on_sample(self, sample: dict[str, Any]) -> None:
+    def on_sample(self, rows: list[dict[str, Any]]) -> None:
+        """Take a sample, as rows of a table."""
         self._lost["samples"] += len(self._samples) == MOST_SAMPLES  # then the oldest one drops out
-        self._samples.append(sample)
+        self._samples.append(rows)
         self._news.set()
 
     def end(self, summary: dict[str, Any], model: Path | None = None) -> None:
@@ -226,35 +227,45 @@ class TrackerThread:
             if not self._call("on_sample", self._samples.popleft()):
                 self._lost["samples"] += 1
         try:
-            while lines := [line for _, line in self._tail.read()]:
-                known = min(self._passed, len(lines))
-                self._passed -= known
-                self._waiting.extend(_row_of(line) for line in lines[known:])
+            while rows := deque(self._tail.read()):
+                if not self._send_rows(rows):
+                    return False
         except OSError as cause:  # of a disk that may answer again
             self._fail(f"{self._run.metrics} cannot be read ({said_by(cause)})")
             return False
-        while self._waiting:
-            if self._waiting[0] is None:
-                self._leave_out()
-            elif self._call("on_row", self._waiting[0]):
-                self._take()
-            else:
+        return self._tracker is not None
+
+    def _send_rows(self, rows: deque[tuple[int, bytes]]) -> bool:
+        """Send rows, given as offsets and lines, up to the first one that is refused. Return whether none was."""
+        tail = self._tail  # a call that finds everything lost makes another one
+        while rows:
+            at, line = rows.popleft()
+            if self._passed:
+                self._passed -= 1
+                continue
+            if (row := _row_of(line)) is None:
+                self._lost["rows"] += 1
+            elif not self._call("on_row", row):
                 self._refusals += 1
                 # The next row tells a bad one from a tracker that takes none: a single row used to hold up the others.
-                behind = self._waiting[1] if len(self._waiting) > 1 else None
+                behind = _row_of(rows[0][1]) if rows else None
                 if self._refusals < MOST_REFUSALS or behind is None or not self._call("on_row", behind):
+                    tail.offset = at
                     return False
-                self._leave_out()
+                rows.popleft()
+                self._lost["rows"] += 1
                 self._take()
-        return self._tracker is not None
+            self._take()
+        return True
 
     def _end(self, summary: dict[str, Any], model: Path | None) -> None:
         """Send the run's end, and close the tracker."""
-        if self._give("the summary", "on_summary", summary) and len(self._waiting) == 1 and self._refusals:
-            self._leave_out()  # what comes behind the last row was taken
+        if self._give("the summary", "on_summary", summary) and self._refusals and self._sent == self._rows - 1:
+            self._lost["rows"] += 1  # what comes behind the last row was taken
+            self._take()
         if model is not None:
             self._give("the model", "on_model", model)
-        all_sent = self._sent >= self._rows and not self._waiting and not self._left  # a full disk has kept no row
+        all_sent = self._sent >= self._rows and not self._left  # a full disk has kept no row
         if self._call("close", summary.get("status") or "failed"):
             self._whole = all_sent
             self._remember()
@@ -303,13 +314,8 @@ class TrackerThread:
             self._asked_at = None
         return True
 
-    def _leave_out(self) -> None:
-        self._lost["rows"] += 1
-        self._take()
-
     def _take(self) -> None:
-        """Count the first row as sent."""
-        self._waiting.popleft()
+        """Count a row as sent."""
         self._sent, self._refusals = self._sent + 1, 0
         if "the settings" not in self._left:
             self._problem = ""
@@ -317,8 +323,6 @@ class TrackerThread:
 
     def _read_from_start(self) -> None:
         self._tail, self._passed = Tail(self._run.metrics), self._sent
-        self._waiting: deque[dict[str, Any] | None] = deque()
-        """Rows to send; None for a line of the file that holds none."""
 
     def _remember(self) -> None:
         path = memory_file(self._setting.folder, self.name)

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from headway.errors import said_by
 from headway.reports.trackers.tensorboard import TensorBoardTracker
-from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting, flat, is_number, scalars, table
+from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting, flat, is_number, scalars
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +51,9 @@ class WandbTracker(Tracker):
     def on_row(self, row: dict[str, Any]) -> None:
         self._run.log({**scalars(row), "version": row["version"]})
 
-    def on_sample(self, sample: dict[str, Any]) -> None:
-        if rows := table(sample):
-            shown = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-            self._run.log({"version": rows[0]["version"], f"samples/{rows[0]['kind']}": shown})
+    def on_sample(self, rows: list[dict[str, Any]]) -> None:
+        shown = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"version": rows[0]["version"], f"samples/{rows[0]['kind']}": shown})
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         self._run.summary.update({f"run/{name}": value for name, value in flat(summary)})
@@ -123,11 +122,10 @@ class MlflowTracker(Tracker):
         for some in _batches(metrics, AT_ONCE * 10):
             self._client.log_batch(self.entry, metrics=some)
 
-    def on_sample(self, sample: dict[str, Any]) -> None:
+    def on_sample(self, rows: list[dict[str, Any]]) -> None:
         """Write a sample as a table of MLflow's form."""
-        if rows := table(sample):
-            text = json.dumps({"columns": list(rows[0]), "data": [list(row.values()) for row in rows]})
-            self._client.log_text(self.entry, text, "samples/{kind}-{version:06d}-{number:06d}.json".format(**rows[0]))
+        text = json.dumps({"columns": list(rows[0]), "data": [list(row.values()) for row in rows]})
+        self._client.log_text(self.entry, text, "samples/{kind}-{version:06d}-{number:06d}.json".format(**rows[0]))
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         tags = [self._tag(f"run.{_name(name)}", str(value)[:LONGEST_PARAM]) for name, value in flat(summary)]
@@ -187,9 +185,8 @@ class TrackioTracker(Tracker):
         self._newest = max(self._newest, row["version"])
         self._run.log(scalars(row), step=row["version"])
 
-    def on_sample(self, sample: dict[str, Any]) -> None:
-        if rows := table(sample):
-            self._run.log({f"samples/{rows[0]['kind']}": self._trackio.Table(data=rows)}, step=rows[0]["version"])
+    def on_sample(self, rows: list[dict[str, Any]]) -> None:
+        self._run.log({f"samples/{rows[0]['kind']}": self._trackio.Table(data=rows)}, step=rows[0]["version"])
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         self._run.log({f"run/{name}": value for name, value in flat(summary) if is_number(value)}, step=self._newest)
