@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from headway.events import ReplicaJoined, ReplicaLost, RunStarted, Span, StageChanged, UpdatePhase
 from headway.reports.metrics.intervals import complement, length, union
 from headway.reports.timeline.lanes import NOTHING_REPORTED, Lane, LaneSpan, SpanKind, idle, lay_out, side_by_side
-from headway.reports.timeline.worker_lanes import StageLog, UpdateLanes, stage_lanes
+from headway.reports.timeline.timeline import build_timeline
+from headway.reports.timeline.worker_lanes import STAGES, StageLog, UpdateLanes
 from tests.reports.scripted_run import ScriptedRun
 from tests.tiers import searched
 
@@ -117,11 +118,12 @@ def test_a_stage_that_ended_is_not_idle_and_one_that_drains_still_works() -> Non
 
 
 def test_stages_come_in_the_order_that_the_run_names_them_in_and_unknown_ones_last() -> None:
-    logs = [StageLog(name) for name in ("Other", "Validate", "Reward", "PromptLoader")]
     started = next(event for event in ScriptedRun().build() if isinstance(event, RunStarted))
     started = replace(started, stages=["PromptLoader", "Reward", "LogProb", "Validate"])
-    lanes = stage_lanes(logs, (0, 1), started.place_of)
-    assert [lane.name for lane in lanes] == ["PromptLoader", "Reward", "Validate", "Other"]
+    names = ("Other", "Validate", "Reward", "PromptLoader")
+    changes = [StageChanged(time=1.0, stage=name, state="processing") for name in names]
+    lanes = build_timeline([started, *changes]).lanes
+    assert [lane.name for lane in lanes if lane.group == STAGES] == ["PromptLoader", "Reward", "Validate", "Other"]
 
 
 def phase(time: float, name: str, seconds: float, where: str = "rollout-0", version: int = 1) -> UpdatePhase:

@@ -103,9 +103,7 @@ class Reports:
         progress = RunProgress(metrics)
         self._view = view = _open_view(config, console, progress, lock)
         self._rows = JsonLines(directory.metrics, view.warn)
-        say = TrackerMessages(
-            warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase)
-        )
+        say = TrackerMessages(*(_locked(lock, tell) for tell in (view.warn, view.note, view.phase)))
         self._trackers = open_trackers(config, directory, say, undone_from=purge_step)
         metrics.sinks = [self._rows, self._trackers, view]
         self._events = EventsFile(directory.events, view.warn)
@@ -235,12 +233,10 @@ def _locked(lock: Lock, tell: Callable[[str], None]) -> Callable[[str], None]:
 
 def _open_view(config: Config, console: Console, progress: RunProgress, lock: Lock) -> ConsoleView:
     wanted, shows = config.reports.live, console.is_terminal and not console.is_dumb_terminal
-    if isinstance(console, Cell) or (wanted == "auto" and shows):
-        return LiveView(console, progress, lock)
-    if wanted == "on":
-        terminal = console if console.is_terminal else Console(file=console.file, force_terminal=True)
-        return LiveView(terminal, progress, lock)
-    return PlainView(console, progress)
+    if wanted == "on" and not (isinstance(console, Cell) or console.is_terminal):
+        console = Console(file=console.file, force_terminal=True)
+    live = isinstance(console, Cell) or wanted == "on" or (wanted == "auto" and shows)
+    return LiveView(console, progress, lock) if live else PlainView(console, progress)
 
 
 def reopen_reports(

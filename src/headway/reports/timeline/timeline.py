@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -39,7 +40,6 @@ from headway.reports.timeline.worker_lanes import (
     TrainerLanes,
     UpdateLanes,
     environment_lanes,
-    stage_lanes,
 )
 
 RUN = "Run"
@@ -249,8 +249,8 @@ class TimelineBuilder:
             if any(span.end > span.start for span in spans):
                 yield from side_by_side(RUN, name, spans)
         started = self.metrics.started
-        place_of = started.place_of if started else lambda name: 0
-        yield from stage_lanes(self.stages.values(), life, place_of, late=self.since is not None)
+        for name in sorted(self.stages, key=started.place_of) if started else self.stages:
+            yield self.stages[name].lane(life, late=self.since is not None)
 
     def _trainer_lane(self, life: Span) -> Lane:
         started = self.metrics.started
@@ -277,10 +277,9 @@ class TimelineBuilder:
             return
         # Generation has the devices until training asks for them the first time.
         holders = [(life[0], "generate"), *((lease.time, lease.holder) for lease in self.trainer.leases)]
-        ends = [time for time, _ in holders[1:]] + [life[1]]
         held = [
             LaneSpan(start, end, LEASES[holder], f"{holder} holds the devices")
-            for (start, holder), end in zip(holders, ends, strict=True)
+            for (start, holder), (end, _) in pairwise([*holders, (life[1], "")])
             if end > start
         ]
         asked = [

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from headway import events
 from headway.events import Span
@@ -85,23 +86,15 @@ class StageLog:
     def when(self, *states: str) -> list[Span]:
         return [(stay.start, stay.end) for stay in self.stays if stay.state in states]
 
-    def lane(self, life: Span, before: str = FIRST_AWAITED) -> Lane:
-        """Return the stage's lane: idle, for the reason ``before``, from ``life``'s start to the first transition.
-
-        It ends when the stage stops.
+    def lane(self, life: Span, *, late: bool = False) -> Lane:
+        """Return the stage's lane, which ends when the stage stops. From ``life``'s start to the first transition it is
+        idle: ``late``, since what is drawn begins there.
         """
         stays = self.stays
         first = stays[0].start if stays else life[1]
         spans = [_span(stay) for stay in stays if stay.state not in ENDED]
-        return Lane(STAGES, self.name, joined([idle((life[0], first), before), *spans]))
-
-
-def stage_lanes(
-    logs: Iterable[StageLog], life: Span, place_of: Callable[[str], int], *, late: bool = False
-) -> list[Lane]:
-    """Lanes of the stages, each at the place that ``place_of`` gives for its name."""
-    before = NOTHING_REPORTED if late else FIRST_AWAITED
-    return [log.lane(life, before) for log in sorted(logs, key=lambda log: place_of(log.name))]
+        before = idle((life[0], first), NOTHING_REPORTED if late else FIRST_AWAITED)
+        return Lane(STAGES, self.name, joined([before, *spans]))
 
 
 def _span(stay: LaneInterval) -> LaneSpan:
@@ -169,11 +162,10 @@ class UpdateLanes:
 
     def serving(self, replica: str, end: float) -> list[LaneSpan]:
         """One span for each version that ``replica`` served."""
-        points = self.served.get(replica, [])
-        ends = [time for time, _ in points[1:]] + [end]
+        points = [*self.served.get(replica, []), (end, None)]
         return [
             LaneSpan(start, stop, SpanKind.SERVE, f"serves v{version}")
-            for (start, version), stop in zip(points, ends, strict=True)
+            for (start, version), (stop, _) in pairwise(points)
             if version is not None and stop > start
         ]
 
