@@ -206,7 +206,7 @@ def test_a_replica_that_is_back_after_a_resume_has_nothing_to_tell_of_the_time_t
     occupancy.lose(ReplicaLost(time=2.0, replica="a", reason="died"))
     occupancy.replica_active(active("b", (0.0, 8.0), time=8.0))
     occupancy.sum_up(8.0)
-    occupancy.restart({"a": 1, "b": 1}, 9.0)
+    occupancy.declare({"a": 1, "b": 1}, since=9.0)
     assert occupancy.reported_until() == 8.0
     occupancy.replica_active(active("b", time=9.5))
     assert occupancy.reported_until() == 9.0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
 from rich.console import Console, RenderableType
@@ -73,41 +74,26 @@ class Unfailing:
         self._file = file
         self._refused = False
 
-    @property
-    def encoding(self) -> str:
-        return self._file.encoding
-
-    def isatty(self) -> bool:
-        return self._file.isatty()
-
-    def fileno(self) -> int:
-        """File descriptor of the file. Raises `OSError` where it has none."""
-        return self._file.fileno()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
     def write(self, text: str) -> int:
-        if not self._refused:
-            try:
-                self._file.write(text)
-            except OSError:
-                self._refuse()
+        self._attempt(lambda: self._file.write(text))
         return len(text)
 
     def flush(self) -> None:
-        if not self._refused:
-            try:
-                self._file.flush()
-            except OSError:
-                self._refuse()
+        self._attempt(self._file.flush)
 
-    def _refuse(self) -> None:
-        self._refused = True
-        # What the file still holds goes nowhere, or the interpreter, which flushes it last, would fail over it.
-        with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            try:
-                os.dup2(nowhere, self._file.fileno())
-            finally:
-                os.close(nowhere)
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self._refused:
+            return
+        try:
+            action()
+        except OSError:
+            self._refused = True
+            # What the file still holds goes nowhere, or the interpreter, which flushes it last, would fail over it.
+            with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._file.fileno())
 
 
 def stdout_console() -> Console:

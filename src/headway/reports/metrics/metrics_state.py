@@ -46,11 +46,6 @@ OTHERS = frozenset(
         *(("builtins", name) for name in ("int", "float", "list", "dict", "set")),
     }
 )
-UNREADABLE = (
-    *(OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, ImportError),
-    *(pickle.PickleError, zlib.error),
-)
-"""What reading a damaged state may raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +138,7 @@ def newest(run: RunDirectory, record: SurvivingRecord, sink: RowSink, until: int
     for path in _states(run):
         version = int(path.stem)
         if version in record.boundaries and (until is None or version <= until):
-            with suppress(*UNREADABLE):
+            with suppress(Exception):  # which a damaged state may raise of any kind
                 if (state := _load(run, path, record.boundaries[version], sink)) is not None:
                     return state
     return MetricsState(RunMetrics([sink]))

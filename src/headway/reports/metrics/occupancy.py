@@ -170,20 +170,18 @@ class Occupancy:
     def _replica(self, slots: int, joined: float = -inf) -> ReplicaTime:
         return ReplicaTime(slots, joined, busy=IntervalUnion(self._origin), slot_time=Spread(self._origin))
 
-    def declare(self, slots: dict[str, int]) -> None:
-        """Declare replicas and their slots; they are idle until they report."""
-        for name, count in slots.items():
-            self.replicas.setdefault(name, self._replica(count)).slots = count
+    def declare(self, slots: dict[str, int], since: float = -inf) -> None:
+        """Declare the run's replicas and their slots; they are idle until they report.
 
-    def restart(self, slots: dict[str, int], time: float) -> None:
-        """Note that the run was resumed at ``time`` with the replicas of ``slots``, some of which it had before."""
+        Some may be known: of a run that was resumed, at ``since``. Those that are not declared again are lost then.
+        """
         for name, replica in self.replicas.items():
             if name not in slots:
-                replica.lost = min(replica.lost, time)
+                replica.lost = min(replica.lost, since)
         for name, count in slots.items():
-            replica = self.replicas.setdefault(name, self._replica(count, joined=time))
+            replica = self.replicas.setdefault(name, self._replica(count, joined=since))
             if replica.lost < inf:  # it is back: there is nothing to be told of the time that it was gone
-                replica.lost, replica.last_report = inf, max(replica.last_report, time)
+                replica.lost, replica.last_report = inf, max(replica.last_report, since)
             replica.slots = count
 
     def join(self, event: events.ReplicaJoined) -> None:

@@ -206,7 +206,7 @@ class RunMetrics:
         if self.started is None:
             self.occupancy.declare(event.slots)
         else:
-            self.occupancy.restart(event.slots, event.time)
+            self.occupancy.declare(event.slots, since=event.time)
             # Durations count from the first start, also in a run that was resumed.
             event = replace(event, time=self.started.time)
         self.started = event
