@@ -63,11 +63,9 @@ def report_end(
         else:
             console.print(Text("  ").append_text(line), soft_wrap=True)
     console.print()
-    for name, path in (("model", model), ("TensorBoard", tensorboard), ("events", run.events)):
-        if path is not None:
-            console.print(_place(name, Text(str(path))), soft_wrap=True)
-    for name, where in trackers:
-        console.print(_place(name, Text(where)), soft_wrap=True)
+    for name, where in (("model", model), ("TensorBoard", tensorboard), ("events", run.events), *trackers):
+        if where is not None:
+            console.print(_place(name, Text(str(where))), soft_wrap=True)
     console.print(_place("next", _command("headway report", run.path)), soft_wrap=True)
     if run.samples.is_file():
         console.print(_place("", _command("headway show", run.path)), soft_wrap=True)

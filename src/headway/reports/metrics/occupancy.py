@@ -60,16 +60,12 @@ class ReplicaTime:
     def busy_seconds(self, window: Span) -> float:
         return self.busy.within(self.presence(window))
 
-    def slot_seconds(self, window: Span) -> float:
-        """Slot time inside ``window``; a report that straddles its edge counts by the part that lies inside."""
-        return self.slot_time.within(self.presence(window))
-
 
 REPLICA_SECONDS: Mapping[str, Callable[[ReplicaTime, Span], float]] = {
     "present": ReplicaTime.seconds,
     "busy": ReplicaTime.busy_seconds,
     "slots": lambda replica, window: replica.slots * replica.seconds(window),
-    "filled": ReplicaTime.slot_seconds,
+    "filled": lambda replica, window: replica.slot_time.within(replica.presence(window)),
 }
 """Seconds of a replica within a window: as part of the run, at work; of its slots, and of those that were filled."""
 

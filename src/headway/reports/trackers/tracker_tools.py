@@ -103,18 +103,12 @@ class MlflowTracker(Tracker):
         told = dict(self._client.get_run(self.entry).data.params)
         params = {_name(key): str(value)[:LONGEST_PARAM] for key, value in config.items()}
         new = [self._param(key, value) for key, value in params.items() if key not in told]
-        refused: list[Exception] = []
         for some in _batches(new, AT_ONCE):
-            try:
-                self._client.log_batch(self.entry, params=some)
-            except Exception as cause:  # one parameter that is refused costs its batch, not the others
-                refused.append(cause)
+            self._client.log_batch(self.entry, params=some)
         for key, value in params.items():
             # As a tag: MLflow refuses another value of a parameter, and a resumed run may have changed some.
             if told.get(key, value) != value:
                 self._client.set_tag(self.entry, f"changed.{key}", value)
-        if refused:
-            raise refused[0]
 
     def on_row(self, row: dict[str, Any]) -> None:
         now, version = int(time.time() * 1000), row["version"]
