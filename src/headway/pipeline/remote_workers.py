@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config.sizing.timeouts import Timeouts
-from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused, RolloutEngine
+from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused, RolloutEngine
 from headway.data.interfaces.weights import PolicyReceiver, ReceiveReport
 from headway.errors import RunError, UpdateFailed, WorkerDied
 from headway.runtime.task_groups import failure_ignored
@@ -137,11 +137,6 @@ class Replica(ReceiverClient):
     def __init__(self, engine: RolloutEngine, timeouts: Timeouts) -> None:
         super().__init__(engine, timeouts)
         self.engine = engine
-        self.slots = engine.slots
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.engine.capabilities
 
     async def pause(self, policy: OnUpdate) -> Paused:
         """Pause the engine by ``policy``. With `OnUpdate.DRAIN` this takes as long as the longest answer."""

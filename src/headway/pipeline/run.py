@@ -27,6 +27,7 @@ from headway.events import Observer, RunFinished, RunStarted
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.recovery.checkpoint_manager import DriverState
 from headway.pipeline.remote_workers import Replica
+from headway.pipeline.stages.actor_train import PendingUpdate
 from headway.pipeline.wiring import AnyStage, Parts, Wiring
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
@@ -117,7 +118,7 @@ class Pipeline:
             return
         wiring.checkpoints.restore(self.resume_from)
         version = self._state.version
-        wiring.actor_train.publish_first(version)
+        wiring.actor_train.resumed = PendingUpdate(version) if version > 0 else None  # before anything else is done
         # The result of the checkpoint's own validation is not known, unless it was `validated`.
         wiring.validators.newest = version if self.parts.validated == version else max(0, version - 1)
         wiring.validators.answered = self.parts.validated

@@ -35,7 +35,7 @@ from headway.pipeline.admission.train_batches import TrainBatch
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.rank_restarts import RankRestarts
 from headway.pipeline.remote_workers import Replica
-from headway.pipeline.stage import Channel, Stage, WaitingFor
+from headway.pipeline.stage import Channel, Stage, StageSource, WaitingFor
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.runtime.task_groups import concurrently
 
@@ -123,26 +123,24 @@ class TrainerLease:
 class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
     waits_for_output = "ParamUpdate"
 
+    input: StageSource[TrainBatch]
     run_state: RunState
     to_critic: Channel[TrainBatch] | None
     """Leads to a critic with ranks of its own; None where there is none."""
     actor: Actor
     lease: TrainerLease
     checkpoints: CheckpointManager
-    _resumed: PendingUpdate | None = field(default=None, init=False)
-    """First input of a resumed run: the trainer holds a checkpoint's version, and no receiver has it."""
-
-    def publish_first(self, version: int) -> None:
-        """Publish ``version``, of a checkpoint, before anything else is done."""
-        self._resumed = PendingUpdate(version) if version > 0 else None  # version 0 is the initial model: all have it
+    resumed: PendingUpdate | None = field(default=None, init=False)
+    """First input of a resumed run: the trainer holds a checkpoint's version, and no receiver has it. None for version
+    0, the initial model, which all have."""
 
     async def get_input_data(self) -> TrainBatch | PendingUpdate | None:
-        if (resumed := self._resumed) is not None:
-            self._resumed = None
+        if (resumed := self.resumed) is not None:
+            self.resumed = None
             return resumed
         started = now()
-        batch = await super().get_input_data()
-        if isinstance(batch, TrainBatch) and batch.groups:
+        batch = await self.input.get()
+        if batch is not None and batch.groups:
             numbers, waited = [group.number for group in batch.groups], (started, now())
             taken = BatchTaken(time=now(), fetch=batch.index, version=batch.version, numbers=numbers, waited=waited)
             self.emit(taken)

@@ -145,13 +145,6 @@ class ReplicaPool:
         """Wait until some replica serves."""
         await self._state.changed.until(lambda: bool(self._serving))
 
-    def __getitem__(self, name: str) -> Replica:
-        """Return the serving replica with this name. Raises `KeyError` if there is none."""
-        return self._serving[name]
-
-    def serves(self, replica: Replica) -> bool:
-        return replica.name in self._serving
-
     def join(self, engine: RolloutEngine) -> Replica:
         """Add a replica that was not there at the start; it serves from the next update on, or, where no other one
         serves, as soon as it has the trainer's version."""
@@ -182,11 +175,13 @@ class ReplicaPool:
         joins = replica.name in self._joining and version >= self._state.staleness.served_version
         if joins:
             self._serving[replica.name] = self._joining.pop(replica.name)
-        elif not self.serves(replica):  # it was overtaken, or lost while it loaded
+        elif replica.name not in self._serving:  # it was overtaken, or lost while it loaded
             return
         self._state.load(replica.name, version)
         if joins:
-            self._state.emit(ReplicaJoined(time=now(), replica=replica.name, version=version, slots=replica.slots))
+            self._state.emit(
+                ReplicaJoined(time=now(), replica=replica.name, version=version, slots=replica.engine.slots)
+            )
             self._tell_joined(replica.engine)
 
     def serve_other(self, receiver: ReceiverClient, version: int) -> None:

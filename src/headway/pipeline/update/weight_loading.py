@@ -84,7 +84,7 @@ class WeightLoading:
         return None
 
     async def _make_ready(self, receiver: ReceiverClient) -> None:
-        if isinstance(receiver, Replica) and not receiver.capabilities.double_buffered:
+        if isinstance(receiver, Replica) and not receiver.engine.capabilities.double_buffered:
             async with self.pool.losing():
                 await self._stop(receiver)
 
