@@ -183,7 +183,7 @@ class EngineBase(ABC):
             filling = updates.start(version)
         else:
             # On the core's thread, so that nothing can resume between the check and the writing.
-            filling = await self._ask(partial(self._start_writing, updates, version))
+            filling = await self._ask(lambda core: core.start_writing(version, updates.start))
         with boundary(f"rollout engine {self.name} receiving version {version}", UpdateFailed):
             return await outcome(filling)
 
@@ -225,10 +225,6 @@ class EngineBase(ABC):
         return self._updates
 
     # ------------------------------------------------------------------------------------- on the core's thread
-
-    def _start_writing(self, updates: WeightUpdates, version: int, core: Any) -> Future[ReceiveReport]:
-        core.check_paused(f"receive version {version}")
-        return updates.start(version)
 
     def _tell_clients(self, error: HeadwayError) -> None:
         """Tell all clients what the engine has ended with."""

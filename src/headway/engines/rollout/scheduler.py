@@ -204,10 +204,7 @@ class Scheduler:
             raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
         self._serial += len(calls)  # after all were checked: a refused batch takes no numbers
         self._open.setdefault(client, opened).update(runs)
-        if self.mode is Mode.DRAINING:
-            self._held.extend(runs.values())
-        else:
-            self._enqueue(runs.values())
+        self._enqueue(runs.values())
         return list(runs.values())
 
     def finish(self, run: RequestState, reason: FinishReason, now: float) -> Completion:
@@ -314,4 +311,5 @@ class Scheduler:
 
     def _enqueue(self, runs: Iterable[RequestState]) -> None:
         for run in runs:
-            self._queues[run.request.priority].append(run)
+            queue = self._held if self.mode is Mode.DRAINING else self._queues[run.request.priority]
+            queue.append(run)

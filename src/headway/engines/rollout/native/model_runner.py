@@ -127,7 +127,7 @@ class ModelRunner:
         self.runs_ahead = kind_of(self.device).runs_ahead
         """Steps that are launched before the tokens of the one before are read."""
         self.slots, self.max_context = slots, max_context
-        self._window = Windows.of(model.config, max_context).size
+        self._block_of = partial(RowBlock.of, window=Windows.of(model.config, max_context).size, dtype=self._dtype)
         self._least_rows = 1
         self._has_experts = has_experts(model.config)
         self._geometry = KvGeometry.of(model.config)
@@ -156,7 +156,7 @@ class ModelRunner:
         """There is memory for a whole context in every slot."""
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:
-            self._graphs = DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
+            self._graphs = DecodeGraphs(forward, self.cache, recorder, self._block_of)
 
     def _tokens_in(self, kv_cache_bytes: int) -> int:
         geometry = self._geometry
@@ -309,7 +309,7 @@ class ModelRunner:
         self, lengths: NDArray[np.int64], on_device: torch.Tensor, room: int, prompts: Sequence[SharedPrompt]
     ) -> list[RowBlock]:
         """Partition the rows into neighbours that attend together, each over its own longest row."""
-        block = partial(RowBlock.of, lengths=on_device, window=self._window, dtype=self._dtype)
+        block = partial(self._block_of, lengths=on_device)
         if not self._forward.in_blocks:
             return [block(range(len(lengths)), self._span(int(lengths.max()) + 1, room))]
         firsts = np.zeros(len(lengths), np.int64)

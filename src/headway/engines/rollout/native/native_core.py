@@ -123,13 +123,18 @@ class EngineCore:
         self._scheduler.resume()
         self._in_place = True
 
-    def check_paused(self, doing: str) -> None:
-        """Raise `UpdateFailed` unless nothing decodes, nor will before `resume`."""
+    def start_writing(self, version: int, start: Callable[[int], Any]) -> Any:
+        """Have ``start`` receive ``version`` over the served weights; returns its result.
+
+        Raises `UpdateFailed` unless nothing decodes, nor will before `resume`.
+        """
         if self._scheduler.mode is not Mode.PAUSED:
             raise UpdateFailed(
-                f"rollout engine {self.name} was told to {doing}, which writes over the weights that it decodes with, "
-                "while it is not paused; call pause() first and wait for it, or set rollout.enable_dual_buffer"
+                f"rollout engine {self.name} was told to receive version {version}, which writes over the weights that "
+                "it decodes with, while it is not paused; call pause() first and wait for it, or set "
+                "rollout.enable_dual_buffer"
             )
+        return start(version)
 
     def activate(self, version: int, load: Callable[[], None]) -> float:
         """Call ``load``, and stamp ``version`` on what is sampled from now on. Returns the seconds that it took.

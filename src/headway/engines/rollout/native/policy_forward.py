@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -238,11 +238,10 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, forward: PolicyForward, cache: SlotCache, recorder: GraphRecorder, window: int | None, dtype: torch.dtype
+        self, forward: PolicyForward, cache: SlotCache, recorder: GraphRecorder, block_of: Callable[..., RowBlock]
     ) -> None:
-        """``window``: of the model's sliding attention, if it has any."""
-        self._forward, self._cache, self._recorder = forward, cache, recorder
-        self._window, self._dtype = window, dtype
+        """``block_of``: `RowBlock.of` for the model's windows and dtype."""
+        self._forward, self._cache, self._recorder, self._block_of = forward, cache, recorder, block_of
         self.recorded: OrderedDict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, Compute]] = OrderedDict()
         """By rows, span and room: the tensors that a graph reads tokens and lengths from, and its replay."""
         self._logits: torch.Tensor | None = None
@@ -289,8 +288,7 @@ class DecodeGraphs:
         rows, span, _ = shape
 
         def forward() -> torch.Tensor:
-            masked = not self._forward.varlen
-            blocks = [RowBlock.of(range(rows), span, lengths, self._window, self._dtype)] if masked else []
+            blocks = [] if self._forward.varlen else [self._block_of(range(rows), span, lengths)]
             return self._forward.step(Decoding(tokens, lengths, self._cache, blocks), (), 1)[0]
 
         expected = forward()  # also stores the rows' tokens in the cache, where the replay below stores the same again

@@ -195,9 +195,7 @@ class PrefixCache:
 
     def begin(self, trajectory: TrajectoryId, holder: Hashable) -> None:
         """A call of an episode decodes; the episode is open from now on, until it is released or ``holder`` leaves."""
-        episode = self.episodes.get(trajectory)
-        if episode is None:
-            episode = self.episodes[trajectory] = _OpenEpisode(holder, self._root)
+        episode = self.episodes.setdefault(trajectory, _OpenEpisode(holder, self._root))
         episode.root = self._root_of(trajectory)
         episode.running += 1
 

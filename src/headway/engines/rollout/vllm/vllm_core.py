@@ -297,10 +297,10 @@ class VllmCore:
                 if run.started is None and output.outputs[0].token_ids:
                     run.started, run.oldest_version = self.activity.clock(), self.state.version
                     run.cached = output.num_cached_tokens or 0
-            reason = None if last is None else _REASONS.get(last.outputs[0].finish_reason)
+            ended = "no output" if last is None else last.outputs[0].finish_reason
+            reason = _REASONS.get(ended)
             if last is None or reason is None:
-                ended = "without an output" if last is None else f"with {last.outputs[0].finish_reason!r}"
-                raise RunError(f"rollout engine {self.name}: vLLM ended {run.request.trajectory} {ended}")
+                raise RunError(f"rollout engine {self.name}: vLLM ended {run.request.trajectory} with {ended}")
             run.written = written_of(last, self.name)
         except HeadwayError as error:
             self.state.end(error)
