@@ -44,6 +44,8 @@ class ClientInbox:
     client: str
     loop: asyncio.AbstractEventLoop
     batches: asyncio.Queue[Sequence[Completion] | HeadwayError] = field(default_factory=asyncio.Queue)
+    is_read: bool = False
+    """A `finished` yields what comes."""
 
     def __str__(self) -> str:
         return self.client
@@ -86,7 +88,6 @@ class EngineBase(ABC):
         self._updates: WeightUpdates | None = None
         self._inboxes: dict[str, ClientInbox] = {}
         """Inboxes by client, from its first word until it leaves."""
-        self._read: set[str] = set()
         self._dropped: set[str] = set()
 
     @abstractmethod
@@ -127,10 +128,10 @@ class EngineBase(ABC):
 
         Raises `RunError` where another iterator of this client is open: each batch comes once.
         """
-        if client in self._read:
-            raise RunError(f"rollout engine {self.name}: finished({client!r}) is iterated over already")
         inbox = self._inbox(client)
-        self._read.add(client)
+        if inbox.is_read:
+            raise RunError(f"rollout engine {self.name}: finished({client!r}) is iterated over already")
+        inbox.is_read = True
         try:
             await self.submit(client, ())  # no calls: raises what the engine has ended with
             while True:
@@ -138,7 +139,6 @@ class EngineBase(ABC):
         finally:
             with suppress(HeadwayError):  # an engine that has ended has nothing to drop
                 self._run(lambda core: core.forget(inbox))
-            self._read.discard(client)
             self._inboxes.pop(client, None)
 
     async def drop(self, client: str) -> None:
