@@ -339,12 +339,7 @@ def _corrections(configs: Sequence[CorrectionConfig]) -> tuple[Correction, Corre
 
 def _correction(config: CorrectionConfig) -> tuple[Correction, CorrectionParams]:
     assert config.name is not None
-    bounded = config.bound is not None or config.lower is not None or config.name == "off_policy_sequence_mask"
-    params = CorrectionParams(
-        bound=config.bound if bounded else DEFAULT_BOUND,
-        lower=config.lower,
-        level=config.level,
-        veto=config.veto,
-        delta=config.delta,
-    )
+    params = CorrectionParams(**config.model_dump(exclude={"name"}))
+    if params.bound is None and params.lower is None and config.name != "off_policy_sequence_mask":
+        params = replace(params, bound=DEFAULT_BOUND)
     return build_correction(config.name, params), params
