@@ -17,7 +17,6 @@ from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.weights.outgoing_version import Staged
-from headway.models.logprobs import probe_rows, probe_vector
 from headway.models.pretrained import load_model
 from tests.engines.rollout.serving import collect
 from tests.engines.rollout.support import CONTEXT, decode, make_request
@@ -51,7 +50,7 @@ def request(number: int) -> Group:
 
 async def assert_serves_the_trainers(engine: NativeEngine, both: Pair, version: int) -> None:
     """Its probe, and the log-probs of what it samples."""
-    expected = probe_vector(both.trainer.forward_logprobs(probe_rows(both.trainer.vocabulary)))
+    expected = both.trainer.probe()
     np.testing.assert_allclose(await engine.probe(), expected, atol=1e-5, rtol=0)
     for group in await collect(engine, [request(number) for number in range(4)]):
         for row in group.tokens:

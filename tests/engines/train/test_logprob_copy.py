@@ -23,7 +23,6 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.weights.outgoing_version import Staged, Stream
 from headway.engines.weights.protocols import IncomingWeights, OutgoingWeights
 from headway.errors import ModelError, RunError, UpdateFailed
-from headway.models.logprobs import probe_rows, probe_vector
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, response_logprobs
 from tests.tiers import mostly_slow
@@ -166,8 +165,7 @@ async def test_its_probe_is_the_trainers(pair: Any) -> None:
         if version:
             both.step(version)
             await both.update(version)
-        vocabulary = both.trainer.vocabulary
-        expected = probe_vector(both.trainer.forward_logprobs(probe_rows(vocabulary)))
+        expected = both.trainer.probe()
         assert np.array_equal(both.copy.probe(), expected)
         assert expected.shape == (8,)
 

@@ -16,7 +16,6 @@ from headway.data.packing import CollatedRow
 from headway.engines.rollout.vllm.engine import VllmEngine
 from headway.engines.weights.outgoing_version import Staged
 from headway.engines.weights.transports.disk import write_files
-from headway.models.logprobs import probe_rows, probe_vector
 from tests.engines.contract.harness import CONTEXT, endless, make_calls
 from tests.engines.train.rows import random_rows
 from tests.engines.train.test_logprob_copy import BUCKET, TEMPERATURE, Pair
@@ -110,7 +109,7 @@ async def test_vllm_opens_an_export_in_shards_and_serves_each_version_that_is_tr
 
 async def assert_serves_the_trainers(served: Served, both: Pair, version: int) -> None:
     """Its probe, and the log-probs of what it samples."""
-    expected = probe_vector(both.trainer.forward_logprobs(probe_rows(both.trainer.vocabulary)))
+    expected = both.trainer.probe()
     np.testing.assert_allclose(await served.engine.probe(), expected, atol=TOLERANCE, rtol=0)
     for answer in await served.collect(*(make_calls(row, n=2, temperature=TEMPERATURE) for row in range(3))):
         tokens = answer.tokens

@@ -186,9 +186,7 @@ class ActorRole(ColumnRole):
     @register(Dispatch.ONE_TO_ALL)
     def probe(self) -> NDArray[np.float32]:
         """Return the log-probs [N] of the probe's sequences under the current weights. Collective."""
-        from headway.models.logprobs import probe_rows, probe_vector
-
-        return probe_vector(self._engine.forward_logprobs(probe_rows(self._engine.vocabulary)))
+        return self._engine.probe()
 
     @register(Dispatch.RANK_ZERO)
     def padded(self) -> str | None:

@@ -29,14 +29,13 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
 from headway.engines.train.fsdp.micro_batches import collate, on_device
 from headway.engines.train.fsdp.objective import required_column, response_aligned
-from headway.engines.train.fsdp.sharded_module import ValueModule, forward_sharded, frozen_policy, sharded
+from headway.engines.train.fsdp.sharded_module import ValueModule, forward_sharded, frozen_policy, probe, sharded
 from headway.engines.train.fsdp.shards import boxes, local
 from headway.engines.weights.buckets import parts_of_files
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served_weights import ServedWeights, outcome
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
 from headway.errors import RunError
-from headway.models.logprobs import probe_rows, probe_vector
 from headway.models.weight_files import file_tensors
 
 
@@ -129,7 +128,6 @@ class LogProbCopy:
         """
         self._name = name
         self._policy = frozen_policy(model_path, config, mesh)
-        self._vocabulary = int(self._policy.lm.get_input_embeddings().weight.shape[0])
         files, parameters = file_tensors(self._policy.lm), dict(self._policy.lm.named_parameters())
         parts = parts_of_files({of: boxes(parameter) for of, parameter in parameters.items()}, files)
         self._weights = ServedWeights(files, parts, mesh.device, name)
@@ -150,7 +148,7 @@ class LogProbCopy:
     def probe(self) -> NDArray[np.float32]:
         """The log-probs [8] of the probe's sequences under the served version. Raises `RunError` if it is not whole."""
         self._weights.state.check("probe")
-        return probe_vector(forward_sharded(self._policy, probe_rows(self._vocabulary)))
+        return probe(self._policy)
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         """Receive the weights of ``version``, to be served after `activate`. Raises `UpdateFailed`."""

@@ -33,7 +33,7 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh, from_rank_zero, re
 from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
 from headway.engines.train.fsdp.micro_batches import collate, on_device
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective, SplitEpisodes
-from headway.engines.train.fsdp.sharded_module import forward_sharded, sharded_policy
+from headway.engines.train.fsdp.sharded_module import forward_sharded, probe, sharded_policy
 from headway.engines.train.fsdp.shards import gather, given_parts
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.transports.disk import write_files
@@ -189,10 +189,9 @@ class FsdpEngine:
 
     # ------------------------------------------------------------------------------------------ weights
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens in the model's vocabulary."""
-        return int(self._policy.lm.get_input_embeddings().weight.shape[0])
+    def probe(self) -> NDArray[np.float32]:
+        """Compute the log-probs [8] of the probe's sequences under the current weights."""
+        return probe(self._policy)
 
     def manifest(self, dtype: torch.dtype, *, most_senders: int = 1) -> Manifest:
         """The layout of the weights in ``dtype``: names and shapes of the model's files, tied ones once.

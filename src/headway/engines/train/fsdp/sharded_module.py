@@ -53,7 +53,7 @@ from headway.models.attention.packable import undivided, use_packed_attention
 from headway.models.cpu_linear import use_quickest
 from headway.models.dtypes import compute_dtype
 from headway.models.logits import logit_rule
-from headway.models.logprobs import VocabularyPart, chunked_logprobs, default_chunk_tokens
+from headway.models.logprobs import VocabularyPart, chunked_logprobs, default_chunk_tokens, probe_rows, probe_vector
 from headway.models.output_layer import check_output_layer
 from headway.models.pretrained import load_model
 from headway.runtime.progress import Progress, advance, progress_here
@@ -249,6 +249,12 @@ def forward_sharded(module: ShardedModule, rows: Sequence[CollatedRow]) -> list[
         # The root's parameters stay gathered after a forward pass, waiting for a backward pass that does not come here:
         # the next forward pass would take them as they are, even after the weights have changed.
         reshard(module)
+
+
+def probe(policy: PolicyModule) -> NDArray[np.float32]:
+    """Compute the log-probs [8] of the probe's sequences. Collective."""
+    vocabulary = int(policy.lm.get_input_embeddings().weight.shape[0])
+    return probe_vector(forward_sharded(policy, probe_rows(vocabulary)))
 
 
 def reshard(module: ShardedModule) -> None:
