@@ -8,7 +8,7 @@ WeightUpdates   how new ones come, beside those that are served or over them; `R
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -38,30 +38,24 @@ class ServedWeights:
     The decoding thread owns them, except while a version arrives in place: then they are the receiving thread's.
     """
 
-    def __init__(
-        self, files: Sequence[FileTensor], parts: Parts, device: torch.device, name: str, tied: Collection[str] = ()
-    ) -> None:
+    def __init__(self, files: Sequence[FileTensor], parts: Parts, device: torch.device, name: str) -> None:
         """Serve version 0: weights as they are. Messages call their owner ``name``.
 
         Args:
             files: the tensors of the model's files.
             parts: what is served here of each, all of it or a rank's part.
-            tied: names that the model has beside those of ``files``, for the same memory.
         """
         self.device = device
         self.memory = WeightMemory(part.values for own in parts.values() for part in own)
         self.state = ReceiverState(name)
         self._shapes = {file.name: file.shape for file in files}
         self._parts = parts
-        self._tied = frozenset(tied)
 
     @classmethod
     def of(cls, model: PreTrainedModel, name: str) -> ServedWeights:
         """Serve a ``model`` that is here as a whole."""
         parameters, files = dict(model.named_parameters()), file_tensors(model)
-        tied = model.state_dict().keys() - parameters.keys()
-        parts = parts_of_files(whole(parameters), files)
-        return cls(files, parts, model.device, name, tied)
+        return cls(files, parts_of_files(whole(parameters), files), model.device, name)
 
     def target(self, manifest: Manifest) -> Tensors:
         """The tensors into which flat bytes, in host memory or on the device, are written."""
@@ -85,7 +79,7 @@ class ServedWeights:
             receive: lets a version come in, blocking.
             window: bytes that are copied at a time, a multiple of the layout's alignment.
         """
-        check_layout(manifest, self._shapes, "the receiving model", self._tied)
+        check_layout(manifest, self._shapes, "the receiving model")
         kind, target = kind_of(self.device), self.target(manifest)
         takes = self.device if on_device else None
 

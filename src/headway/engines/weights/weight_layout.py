@@ -12,7 +12,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -105,19 +105,14 @@ def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) 
     return Manifest(tuple(slots))
 
 
-def check_layout(
-    manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], receiver: str, tied: Collection[str] = ()
-) -> None:
+def check_layout(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], receiver: str) -> None:
     """Raise `ModelError` unless ``manifest`` has each tensor of ``shapes`` once: the weights of ``receiver``.
 
-    A receiver that lacks a weight, or gets another, would serve half a model. ``tied``: names that the receiver has
-    beside those, for the same memory.
+    A receiver that lacks a weight, or gets another, would serve half a model.
     """
     for slot in manifest.slots:
         if (shape := shapes.get(slot.name)) != slot.shape:
             found = "no such tensor" if shape is None else f"shape {shape}"
-            if slot.name in tied:
-                found = "none of its own, since it ties together what it reads and what it says"
             raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; {receiver} has {found}")
     there = {slot.name for slot in manifest.slots}
     if missing := [name for name in shapes if name not in there]:
