@@ -260,8 +260,7 @@ class WeightSendRole:
 
     def _send_gathered(self, version: int, send: Send) -> Sent:
         route = self._routes[send.dtype]
-        if route.staged is None or route.share is None:
-            raise UpdateFailed(f"version {version} was to be sent from a copy, and none is made with these settings")
+        assert route.staged is not None and route.share is not None, "only overlapped updates are sent from copies"
         return self._send(version, send, route.staged.outgoing(version, to=send.base), route.share)
 
     def _send(self, version: int, send: Send, weights: OutgoingWeights, share: Manifest) -> Sent:

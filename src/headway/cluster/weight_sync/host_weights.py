@@ -49,8 +49,8 @@ class HostWeights:
         """Version that is known to be there, as a whole."""
         self.trusted = True
         """True while a stored version may be used for this copy as for others."""
-        self._stored_versions: asyncio.Future[tuple[StoredVersion | None, ...]] | None = None
-        """Stored versions of the transfer that is under way."""
+        self._stored_versions: asyncio.Future[tuple[StoredVersion | None, ...]]
+        """Stored versions of the transfer that is under way, from `begin` on."""
         self._arrival: asyncio.Task[ReceiveReport] | None = None
         """Report of the version that the owner was last told to receive."""
 
@@ -65,13 +65,13 @@ class HostWeights:
 
     def sent(self, stored_versions: tuple[StoredVersion | None, ...]) -> None:
         """Say that a version was sent, and what its senders left of it."""
-        if self._stored_versions is not None and not self._stored_versions.done():
+        if not self._stored_versions.done():
             self._stored_versions.set_result(stored_versions)
 
     def not_sent(self, failure: BaseException) -> None:
         """Note that sending failed: waits for stored versions fail, and the held version is unknown."""
         self.distrust(self.owner)
-        if self._stored_versions is not None and not self._stored_versions.done():
+        if not self._stored_versions.done():
             self._stored_versions.set_exception(UpdateFailed(f"{self.key} got nothing: sending failed: {failure}"))
             self._stored_versions.exception()  # retrieved here: nobody may be waiting for it
 
@@ -83,7 +83,7 @@ class HostWeights:
 
     async def stage(self, worker: Worker, version: int) -> ReceiveReport:
         """Have the owner receive, or another worker map what the owner has received."""
-        assert self.owner is not None and self._stored_versions is not None, "staging comes after `begin`"
+        assert self.owner is not None, "staging comes after `begin`"
         if self._arrival is None:  # each transfer is of one version
             self._arrival = asyncio.create_task(self._receive(self.owner, self._stored_versions, version))
         if worker is self.owner:

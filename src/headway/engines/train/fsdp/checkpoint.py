@@ -199,15 +199,11 @@ def _unfit(folder: Path, tensors: dict[str, Any]) -> str | None:
 
 def _causes(error: CheckpointException) -> str:
     """The failures and their ranks, in one line: without tracebacks, and without the advice that torch adds."""
-    return "; ".join(
-        f"rank {rank}: {type(cause).__name__}: {_first_sentence(str(cause))}"
-        for rank, (cause, _) in sorted(error.failures.items())
-    )
-
-
-def _first_sentence(text: str) -> str:
-    first_line = text.strip().partition("\n")[0]
-    return re.split(r"\. (?=[A-Z])", first_line)[0].rstrip(". ")
+    failures = []
+    for rank, (cause, _) in sorted(error.failures.items()):
+        first_sentence = re.split(r"\n|\. (?=[A-Z])", str(cause).strip())[0].rstrip(". ")
+        failures.append(f"rank {rank}: {type(cause).__name__}: {first_sentence}")
+    return "; ".join(failures)
 
 
 def load_checkpoint(tensors: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -121,6 +121,8 @@ class FsdpEngine:
         self._mesh, self._device = mesh, mesh.device
         self._model_path = model_path
         self._policy = sharded_policy(model_path, config, mesh)
+        self.padded = self._policy.padded
+        """Reason why rows are padded and not packed, where the model is it; None otherwise."""
         self._files = file_tensors(self._policy.lm)
         self._objective = Objective(config)
         whole = config.trainer.snapshot is not None
@@ -181,11 +183,6 @@ class FsdpEngine:
         if shown is not None:
             shown.look(rows, logprobs, entropy)
         return self._objective(columns, totals, logprobs, entropy, context)
-
-    @property
-    def padded(self) -> str | None:
-        """Reason why rows are padded and not packed, where the model is it; None otherwise."""
-        return self._policy.padded
 
     # ------------------------------------------------------------------------------------------ weights
 
