@@ -272,7 +272,7 @@ class FusedForward:
             pieces = qkv.split([*counts, fillers])
             outputs = [part.attend(layer, piece) for part, piece in zip(parts, pieces, strict=False)]
             outputs += [pieces[-1][:, : self.shape.heads].flatten(1)] if fillers else []
-            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            return torch.cat(outputs)
 
         tokens = _with_fillers([part.tokens for part in parts], fillers)
         positions = _with_fillers([part.positions for part in parts], fillers)
