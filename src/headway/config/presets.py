@@ -13,27 +13,11 @@ from headway.runtime.user_code import did_you_mean
 
 Values = Mapping[str, Any]
 """Configuration values by dotted key."""
-USUAL: Values = {
-    "cluster.placement": "split",
-    "async_training.trigger_parameter_sync_step": 1,
-    "async_training.require_batches": 1,
-    "async_training.staleness_threshold": 0,
-    "async_training.admission": "batch",
-    "async_training.order": "fifo",
-    "async_training.window": None,
-    "async_training.on_update": "drain",
-    "async_training.max_lag": None,
-    "async_training.on_overdue": "wait",
-    "param_update.schedule": "synchronous",
-    "param_update.transport": "auto",
-}
-"""Values of all modes, where they say nothing else."""
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_USUAL = {key: None if value == "null" else value for key, value in _TABLES.pop("usual").items()}
 # Read-only: all configurations of a process share these.
 PRESETS: Mapping[str, Values] = MappingProxyType(
-    {
-        mode: MappingProxyType({**USUAL, **values})
-        for mode, values in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
-    }
+    {mode: MappingProxyType({**_USUAL, **values}) for mode, values in _TABLES.items()}
 )
 
 
