@@ -51,8 +51,8 @@ KEY = "hw-"
 """Beginning of all keys, by which those of past episodes are told from others."""
 MOST_TOLD = 20
 """Most different refusals of requests without a valid key that are written to the log."""
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Hosts that stand for all addresses of a machine, and that at which it reaches itself."""
+ANY_ADDRESS = ("0.0.0.0", "::")
+"""Hosts that stand for all addresses of a machine."""
 SETTINGS = {
     "turns": "agent.max_turns",
     "tokens": "data.max_prompt_length + data.max_response_length",
@@ -90,9 +90,8 @@ class Endpoint:
     """Port to listen at; 0 for any that is free, until it listens there."""
 
     def __post_init__(self) -> None:
-        host, node = self.host, self.node
-        reached = node if (":" in node) == (":" in host) else ANY_ADDRESS.get(host, host)
-        self._reached = reached if host in ANY_ADDRESS else host
+        reached = self.node if self.host in ANY_ADDRESS else self.host
+        self._reached = f"[{reached}]" if ":" in reached else reached
         self._sessions: dict[str, AgentSession] = {}
         self._told: set[str] = set()
         self._runner: web.AppRunner | None = None
@@ -134,8 +133,7 @@ class Endpoint:
     @property
     def base_url(self) -> str:
         """The address as OpenAI's clients take it."""
-        host = f"[{self._reached}]" if ":" in self._reached else self._reached
-        return f"http://{host}:{self.port}/v1"
+        return f"http://{self._reached}:{self.port}/v1"
 
     @contextmanager
     def open(self, turns: Turns) -> Iterator[Access]:

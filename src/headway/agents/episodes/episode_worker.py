@@ -43,8 +43,6 @@ class _OpenGroup:
     samplings: Sequence[SamplingParams]
     """Sampling of each episode, by k: the last may be a baseline's."""
     affinity: Affinity
-    missing: int
-    """Episodes that are not over."""
     done: dict[int, MadeEpisode] = field(default_factory=dict)
     """Finished episodes of programs, by k."""
     answers: dict[int, tuple[PendingRequest, Completion]] = field(default_factory=dict)
@@ -267,8 +265,7 @@ class EpisodeWorker:
 
     def _over(self, group: _OpenGroup) -> None:
         """End an episode, and with the last one the group."""
-        group.missing -= 1
-        if group.missing == 0:
+        if len(group.done) + len(group.answers) == len(group.samplings):
             del self._groups[group]
             self._changed.set()
             self._whole[group] = None
@@ -326,7 +323,7 @@ def _opened(request: Group, inbox: asyncio.Queue[Group | HeadwayError], on: str 
     samplings = [request.sampling] * request.n
     if request.baseline_sampling is not None:
         samplings.append(request.baseline_sampling)
-    return _OpenGroup(request, inbox, samplings, Affinity(on), len(samplings))
+    return _OpenGroup(request, inbox, samplings, Affinity(on))
 
 
 def _trains(group: _OpenGroup) -> bool:
