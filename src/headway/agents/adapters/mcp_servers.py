@@ -73,11 +73,6 @@ class McpServerSpec:
         """The server in messages."""
         return f"agent.mcp.{self.name}"
 
-    @property
-    def load_timeout_s(self) -> float:
-        """Seconds that loading its tools may wait for the server: until it is there, for its tools, and for its end."""
-        return 2 * self.timeout_s + 2 * CLOSE_TIMEOUT_S
-
     def resolved(self) -> McpServerSpec:
         """Return the spec with absolute paths of the files in its command, for another working directory."""
         command = tuple(

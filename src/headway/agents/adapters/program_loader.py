@@ -27,7 +27,7 @@ from typing import Any
 
 from headway.agents.adapters.environment_forms import GymProgram, SkyrlProgram, TrlProgram, tool_names
 from headway.agents.adapters.environment_loop import EnvironmentPool, ToolLoop
-from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec
+from headway.agents.adapters.mcp_servers import CLOSE_TIMEOUT_S, McpServer, McpServerSpec
 from headway.agents.adapters.openenv import OpenEnvProgram
 from headway.agents.adapters.user_programs import EXPECTED, AgentProgram, CommandProgram, OwnProgram
 from headway.agents.adapters.verl_forms import VerlLoop, is_tool_object, is_verl_loop, load_tool_config, make_verl_tool
@@ -82,7 +82,9 @@ class ProgramSpec:
         """Seconds for which loading may wait for servers, which say themselves that they are late."""
         given = self.params.get("timeout_s", 30.0)
         there = self.environment is not None and names_a_server(self.environment) and isinstance(given, int | float)
-        return sum(server.load_timeout_s for server in self.mcp) + (float(given) if there else 0.0)
+        # Until a server of tools is there, for its tools, and for its end.
+        waits = [2 * server.timeout_s + 2 * CLOSE_TIMEOUT_S for server in self.mcp]
+        return sum(waits) + (float(given) if there else 0.0)
 
     def resolved(self) -> ProgramSpec:
         """Return the spec with absolute paths, for a process with another working directory."""

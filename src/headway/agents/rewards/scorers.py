@@ -25,7 +25,7 @@ import numpy as np
 from headway.agents.interface.user_calls import finite_number, is_cancelled, plain
 from headway.agents.rewards.built_in import BUILT_IN, Rule, make_rule
 from headway.agents.rewards.score_request import Response, ScoreRequest
-from headway.agents.rewards.user_function import FurtherNumbers, UserFunction
+from headway.agents.rewards.user_function import CallingConvention, FurtherNumbers, UserFunction
 from headway.data.interfaces.episode_groups import Scores
 from headway.data.tasks import TASKS, make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
@@ -251,7 +251,8 @@ def _side_by_side(rule: Rule, limit_s: float, at_once: int) -> PartScorer:
 
 def _user_scorer(function: UserFunction, timeout_s: float) -> PartScorer:
     def checked_values(values: Any, request: ScoreRequest) -> Values:
-        return checked(values, len(request.responses), optional=function.may_not_apply)
+        # One of TRL's may return None: it does not apply to that response.
+        return checked(values, len(request.responses), optional=function.dialect is CallingConvention.TRL)
 
     async def awaiting(request: ScoreRequest, further: FurtherNumbers) -> Values:
         return checked_values(await function.score_async(request, further, timeout_s), request)

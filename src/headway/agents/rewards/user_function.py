@@ -138,11 +138,6 @@ class UserFunction:
         self._check_params()
         self.is_async = are_coroutines(function)
 
-    @property
-    def may_not_apply(self) -> bool:
-        """Tell whether the function may return None: it does not apply to that response."""
-        return self.dialect is CallingConvention.TRL
-
     def check_columns(self, columns: Collection[str], lacked: Mapping[str, str] | None = None) -> None:
         """Check that every required parameter is always given or one of ``columns``. Raises `UserCodeError` otherwise.
 
