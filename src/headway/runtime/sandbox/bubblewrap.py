@@ -236,7 +236,6 @@ class BubblewrapCall(SandboxCall):
     def start(self, program: Sequence[str], stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
         uid = held.enter_context(own_uid())
         self._status, told_here = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.tells = self._status
         held.callback(os.close, self._status)
         with ExitStack() as ours:
             ours.callback(os.close, told_here)
@@ -258,27 +257,34 @@ class BubblewrapCall(SandboxCall):
                 pass_fds=(told_here, refused, given, *files.values()),
             )
 
-    def hear(self) -> bool:
-        goes_on = self._hear()
-        self._find_first()
-        return goes_on and not self._root
+    def begin(self) -> None:
+        until = time.monotonic() + ENDS_S
+        while b"\n" not in self._told:
+            if not select.select([self._status], [], [], max(0.0, until - time.monotonic()))[0]:
+                raise SandboxFailed(f"bwrap did not say within {ENDS_S:g} s what it has started")
+            if not self._hear():
+                return  # it has ended: `code` tells why
+        pid = json.loads(self._told.splitlines()[0])["child-pid"]
+        self._root = f"/proc/{pid}/root"
+        with suppress(OSError):
+            # Opened before it is checked: the id may be another's by then, the descriptor never is.
+            first = os.pidfd_open(pid)
+            if _is_first(pid):
+                self._first = first
+                self._let_go()
+            else:
+                os.close(first)
 
     def exceeded(self) -> Limit | None:
-        self._find_first()
         proc = f"{self._root}/proc"
         try:
             if self._first is None or Path(proc).stat().st_dev == Path("/proc").stat().st_dev:
-                return None  # it is still being set up
+                return None  # it has ended
         except OSError:
             return None
         return exceeded(processes_in(proc), f"{self._root}{SCRATCH}", self._limits)
 
     def end(self) -> bool:
-        until = time.monotonic() + ENDS_S
-        while self.hear():  # before it is known, the sandbox's first process could not be ended
-            left = until - time.monotonic()
-            if left <= 0 or not select.select([self._status], [], [], left)[0]:
-                raise SandboxFailed(f"bwrap did not say within {ENDS_S:g} s what it has started")
         if self._first is None:
             return True
         with suppress(ProcessLookupError):
@@ -297,22 +303,6 @@ class BubblewrapCall(SandboxCall):
             if (code := json.loads(line).get("exit-code")) is not None:
                 return int(code)
         raise SandboxFailed(f"the sandbox could not be set up: {cut(' '.join(said.split()), 300) or returned}")
-
-    def _find_first(self) -> None:
-        """Learn the sandbox's first process, once bwrap has told it."""
-        self._hear()
-        if self._root or b"\n" not in self._told:
-            return
-        pid = json.loads(self._told.splitlines()[0])["child-pid"]
-        self._root = f"/proc/{pid}/root"
-        with suppress(OSError):
-            # Opened before it is checked: the id may be another's by then, the descriptor never is.
-            first = os.pidfd_open(pid)
-            if _is_first(pid):
-                self._first = first
-                self._let_go()
-            else:
-                os.close(first)
 
     def _let_go(self) -> None:
         """Let the program start: from here on the sandbox ends with this process.

@@ -212,9 +212,6 @@ def sealed(content: bytes, held: ExitStack) -> int:
 class SandboxCall:
     """One call: `run` in any thread, `stop` from any other. Subclasses say how its program is started and ended."""
 
-    tells: int | None = None
-    """Descriptor that can be read where `hear` is to be called."""
-
     def __init__(self, limits: SandboxLimits, files: Mapping[str, bytes]) -> None:
         """Prepare a call. ``files``: names in the scratch space → contents."""
         self._limits, self._files = limits, files
@@ -229,9 +226,12 @@ class SandboxCall:
         """Start ``program``; what it needs until its end is entered into ``held``. Raises `OSError`."""
         raise NotImplementedError
 
-    def hear(self) -> bool:
-        """Take what the surroundings tell. Returns False where they will tell no more."""
-        return False
+    def begin(self) -> None:
+        """Wait until the surroundings are there, and have the program begin; here it has begun already.
+
+        Raises:
+            SandboxFailed: they are not there in time.
+        """
 
     def exceeded(self) -> Limit | None:
         """Return the limit that was gone beyond, or None."""
@@ -242,9 +242,6 @@ class SandboxCall:
 
         Returns:
             False where they are not, after `ENDS_S`: what they did keeps the kernel busy.
-
-        Raises:
-            SandboxFailed: the program was never started, and what was to start it does not end.
         """
         raise NotImplementedError
 
@@ -291,6 +288,7 @@ class SandboxCall:
             for output in outputs:
                 # A process that lives on may hold the pipe: a read must never wait for its end.
                 os.set_blocking(output, False)
+            self.begin()
             limit = self._watch(process, started)
             # Before the output is read to its end: what the call left behind would keep writing.
             if not self.end():
@@ -312,9 +310,9 @@ class SandboxCall:
 
     def _watch(self, process: subprocess.Popen[bytes], started: float) -> Limit | None:
         """Read output and keep limits until the first process has ended, or is to."""
-        ended, tells, stopped = os.pidfd_open(process.pid), self.tells, self._stopped
+        ended, stopped = os.pidfd_open(process.pid), self._stopped
         poll = select.poll()
-        for descriptor in (*self._texts, ended, stopped, tells):
+        for descriptor in (*self._texts, ended, stopped):
             if descriptor is not None:
                 poll.register(descriptor, EVENTS)
         last_look = started
@@ -333,8 +331,7 @@ class SandboxCall:
                 for descriptor, _ in poll.poll(wait * 1000 + 1):
                     if descriptor in (ended, stopped):
                         return None
-                    goes_on = self.hear() if descriptor == tells else self._read(descriptor)
-                    if not goes_on:
+                    if not self._read(descriptor):
                         poll.unregister(descriptor)
                     if self._over_output():
                         return "output"
