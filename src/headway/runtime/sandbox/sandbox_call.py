@@ -215,10 +215,7 @@ class SandboxCall:
     def __init__(self, limits: SandboxLimits, files: Mapping[str, bytes]) -> None:
         """Prepare a call. ``files``: names in the scratch space → contents."""
         self._limits, self._files = limits, files
-        self._lock = threading.Lock()
-        self._was_stopped = False
-        self._stopped: int | None = None
-        """Descriptor that can be read once the call is to end; None while it does not run."""
+        self._stopped = threading.Event()
         self._texts: dict[int, bytearray] = {}
         self._printed = 0
 
@@ -253,10 +250,7 @@ class SandboxCall:
 
     def stop(self) -> None:
         """End the call, now or when it begins, as if its program had been killed."""
-        with self._lock:
-            self._was_stopped = True
-            if self._stopped is not None:
-                os.eventfd_write(self._stopped, 1)
+        self._stopped.set()
 
     def run(self, program: Sequence[str], stdin: bytes) -> SandboxResult:
         """Run ``program`` to its end, and return what came of it.
@@ -264,13 +258,9 @@ class SandboxCall:
         Raises:
             SandboxFailed: the surroundings could not be made.
         """
+        if self._stopped.is_set():
+            return SandboxResult("", "", KILLED)
         with ExitStack() as held:
-            # A `stop` in another thread comes before this, or finds the descriptor.
-            with self._lock:
-                if self._was_stopped:
-                    return SandboxResult("", "", KILLED)
-                self._stopped = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            held.callback(self._forget_stop)
             try:
                 started = time.monotonic()
                 process = self.start(program, stdin, held)
@@ -303,21 +293,20 @@ class SandboxCall:
                 self._read(output)
             limit = limit or self._over_output()
             stdout, stderr = (bytes(self._texts[output]).decode(errors="replace") for output in outputs)
-            if limit is not None or self._was_stopped:
+            if limit is not None or self._stopped.is_set():
                 return SandboxResult(stdout, stderr, KILLED, limit)
             code = self.code(returned, stderr)
             return SandboxResult(stdout, stderr, code, "cpu" if code == 128 + signal.SIGXCPU else None)
 
     def _watch(self, process: subprocess.Popen[bytes], started: float) -> Limit | None:
         """Read output and keep limits until the first process has ended, or is to."""
-        ended, stopped = os.pidfd_open(process.pid), self._stopped
+        ended = os.pidfd_open(process.pid)
         poll = select.poll()
-        for descriptor in (*self._texts, ended, stopped):
-            if descriptor is not None:
-                poll.register(descriptor, EVENTS)
+        for descriptor in (*self._texts, ended):
+            poll.register(descriptor, EVENTS)
         last_look = started
         try:
-            while True:
+            while not self._stopped.is_set():
                 now = time.monotonic()
                 left = started + self._limits.wall_s - now
                 if left <= 0:
@@ -329,12 +318,13 @@ class SandboxCall:
                 wait = min(left, max(0.0, last_look + LOOKS_S - now))
                 # Rounded up: poll takes whole milliseconds, and would return at once for the last one, over and over.
                 for descriptor, _ in poll.poll(wait * 1000 + 1):
-                    if descriptor in (ended, stopped):
+                    if descriptor == ended:
                         return None
                     if not self._read(descriptor):
                         poll.unregister(descriptor)
                     if self._over_output():
                         return "output"
+            return None
         finally:
             os.close(ended)
 
@@ -355,9 +345,3 @@ class SandboxCall:
 
     def _over_output(self) -> Limit | None:
         return "output" if self._printed > self._limits.output_kib << 10 else None
-
-    def _forget_stop(self) -> None:
-        with self._lock:
-            if self._stopped is not None:
-                os.close(self._stopped)
-            self._stopped = None
