@@ -220,8 +220,6 @@ async def test_a_reward_that_compares_two_texts_starts_no_process(
     monkeypatch.setattr(subprocess, "Popen", never)
     async with reward_of(function, task=task) as reward:
         assert (await reward.score(prompt("12"), ["12", "21"])).rewards.tolist() == [1.0, 0.0]
-    with pytest.raises(ScoringFailed, match="the reward is closed"):
-        await reward.score(prompt("12"), ["12"])
 
 
 @pytest.mark.parametrize("function", ["regex", "format", "math_verify", "code", "mine.py:score"])

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 from headway.agents.endpoint.dialect import RequestRefused, Turns
 from headway.agents.interface.program_messages import MadeTurn, TurnNote, TurnRequest
@@ -48,8 +49,6 @@ class AgentSession:
         self.turns, self.tag = turns, tag
         self._requests: dict[bytes, list[_Request]] = {}
         """Requests by their digests, in order."""
-        self._turns: set[asyncio.Task[MadeTurn]] = set()
-        """All turns that are under way."""
         self._closed = False
 
     @asynccontextmanager
@@ -87,8 +86,8 @@ class AgentSession:
     def close(self) -> None:
         """End what is under way: the episode is over."""
         self._closed = True
-        for turn in self._turns:
-            turn.cancel()
+        for request in chain(*self._requests.values()):
+            request.turn.cancel()
         self._requests.clear()
 
     def _request(self, wanted: TurnRequest, digest: bytes, *, again: bool) -> _Request:
@@ -105,10 +104,7 @@ class AgentSession:
             self.turns.note(TurnNote.REPEATED, "")
             return found
         # No await between the look-up and here: the same request, sent twice at once, would become two turns.
-        turn = asyncio.get_running_loop().create_task(self.turns.turn(wanted))
-        self._turns.add(turn)
-        turn.add_done_callback(self._turns.discard)
-        request = _Request(turn)
+        request = _Request(asyncio.get_running_loop().create_task(self.turns.turn(wanted)))
         # In place of the one that was given up: a repeated request would find that one again, and get no answer.
         self._requests[digest] = [*(one for one in known if one is not found), request]
         return request

@@ -61,7 +61,6 @@ class RewardWorkers:
         self._scorer: Scorer | None = None
         """Scorer in this process, once it is loaded, where the rewards need no other."""
         self._timeouts = 0
-        self._closed = False
 
     async def load(self) -> None:
         """Have a worker load the reward once: where all functions are asynchronous, it ends, and workers that groups
@@ -141,12 +140,9 @@ class RewardWorkers:
 
     async def close(self) -> None:
         """End all processes, busy or not. Scores still awaited fail."""
-        self._closed = True
         await self._pool.close()
 
     async def _try(self, request: ScoreRequest) -> Scores:
-        if self._closed:
-            raise ScoringFailed("the reward is closed")
         if not self._spec.needs_process:
             self._scorer = self._scorer or self._spec.load()
             return await self._scorer.serve(request)
