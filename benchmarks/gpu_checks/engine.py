@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel, TopPLogitsWarper
 
-from benchmarks.gpu_checks.models import answer_logprobs, checked_shape, on_device, peaked_model, requests, rows_of
+from benchmarks.gpu_checks.models import checked_shape, on_device, peaked_model, requests, rows_of
 from benchmarks.gpu_checks.setting import Finding, Findings, Setting, one_rank_group, require
 from benchmarks.train_sides import train_engine
 from headway.data.interfaces.episode_groups import Group
@@ -171,11 +171,12 @@ def decoding(setting: Setting) -> Findings:
 
 def of_nucleus(model: PreTrainedModel, row: RowTokens) -> NDArray[np.float64]:
     """[T] log-probs of an answer's tokens by a plain forward pass and transformers' own filter; -inf outside."""
-    nucleus = TopPLogitsWarper(TOP_P)
+    ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.ids]).astype(np.int64))[None].to(model.device)
     with torch.inference_mode():
-        kept = answer_logprobs(model, row.prompt_ids, row.ids, lambda ids, logits: nucleus(ids, logits / TEMPERATURE))
-    found: NDArray[np.float64] = kept.cpu().numpy()
-    return found
+        logits = model(ids).logits[0, len(row.prompt_ids) - 1 : -1] / TEMPERATURE
+        kept = TopPLogitsWarper(TOP_P)(ids, logits).log_softmax(-1)
+    chosen: NDArray[np.float64] = kept.gather(1, ids[0, len(row.prompt_ids) :, None]).squeeze(1).cpu().numpy()
+    return chosen
 
 
 def same(expected: Tokens, found: Tokens, this: str, other: str) -> None:

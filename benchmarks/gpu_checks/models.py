@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.setting import Setting
@@ -84,22 +83,6 @@ def rows_of(groups: Sequence[GroupTokens]) -> list[CollatedRow]:
         for group in groups
         for r in group
     ]
-
-
-def answer_logprobs(
-    model: PreTrainedModel,
-    prompt: NDArray[np.int32],
-    answer: NDArray[np.int32],
-    filtered: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda ids, logits: logits,
-) -> torch.Tensor:
-    """Return log-probs [T] of an answer by one plain forward pass, in float64 or float32, with its gradient.
-
-    ``filtered``: function of the context's ids and the logits, which returns those that count.
-    """
-    ids = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64)).to(model.device)
-    logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
-    logits = filtered(ids[None], logits if logits.dtype is torch.float64 else logits.float())
-    return logits.log_softmax(-1).gather(1, ids[len(prompt) :, None]).squeeze(1)
 
 
 def manifest_of(model: PreTrainedModel) -> Manifest:

@@ -15,15 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_checks.models import (
-    answer_logprobs,
-    checked_shape,
-    manifest_of,
-    on_device,
-    peaked_model,
-    receive_from,
-    requests,
-)
+from benchmarks.gpu_checks.models import checked_shape, manifest_of, on_device, peaked_model, receive_from, requests
 from benchmarks.gpu_checks.setting import Finding, Findings, Setting, require
 from benchmarks.rollout_engines import native_engine
 from benchmarks.shapes import Shape
@@ -111,9 +103,12 @@ async def _probe(setting: Setting, folder: Path) -> NDArray[np.float32]:
 
 def of_reference(model: PreTrainedModel, group: Group, k: int) -> NDArray[np.float32]:
     """[T] log-probs of an answer by one plain forward pass on the CPU."""
+    prompt, response = group.tokens[0].prompt_ids, group.tokens[k].ids
+    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
     with torch.no_grad():
-        found: NDArray[np.float32] = answer_logprobs(model, group.tokens[0].prompt_ids, group.tokens[k].ids).numpy()
-    return found
+        logp = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+    chosen: NDArray[np.float32] = logp[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).squeeze(1).numpy()
+    return chosen
 
 
 # ---------------------------------------------------------------------------------------- sleep

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_checks.models import answer_logprobs, checked_shape, peaked_model
+from benchmarks.gpu_checks.models import checked_shape, peaked_model
 from benchmarks.gpu_checks.setting import CheckFailed, Finding, Findings, Setting, one_rank_group, require
 from benchmarks.gpu_checks.speed import headway_step, shape_of, step_rows
 from benchmarks.runner import timed
@@ -268,7 +268,10 @@ def plain(model: PreTrainedModel, rows: Sequence[CollatedRow]) -> tuple[float, d
 
 def _logprobs(model: PreTrainedModel, row: CollatedRow) -> torch.Tensor:
     """[T] of a row's response, in float64 or float32."""
-    return answer_logprobs(model, row.input_ids[: row.prompt_length], row.input_ids[row.prompt_length :])
+    ids = torch.from_numpy(row.input_ids.astype(np.int64)).to(model.device)
+    logits = model(ids[None]).logits[0, row.prompt_length - 1 : -1]
+    logits = logits if logits.dtype is torch.float64 else logits.float()
+    return logits.log_softmax(-1).gather(1, ids[row.prompt_length :, None]).squeeze(1)
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -136,13 +136,32 @@ def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
         assert str(given) in done.stderr
 
 
-def test_what_is_no_profile_is_told_what_makes_one(profile: Path, tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text("mode: on_policy\nrollout: {n: 2}\n")
-    done = run("plan", str(tmp_path / "own.yaml"))
-    assert done.exit_code == 2
-    assert f"{tmp_path / 'own.yaml'} is not a profile, which says what a job costs; a short run makes" in done.stderr
+def test_a_recipe_in_the_place_of_a_profile_is_told_what_comes_first(tmp_path: Path) -> None:
+    for name, text in (("own.yaml", "mode: on_policy\nrollout: {n: 2}\n"), ("more.yaml", "defaults: [own.yaml]\n")):
+        (tmp_path / name).write_text(text)
+        done = run("plan", str(tmp_path / name))
+        assert done.exit_code == 2
+        assert f"{tmp_path / name} is a recipe, and a plan needs a profile first" in done.stderr
+        assert done.stderr.splitlines()[1:] == [
+            f"  headway train {tmp_path / name} run.dir=RUN",
+            "  headway profile RUN -o profile.yaml",
+            "  headway plan profile.yaml",
+        ]
+
+
+def test_a_profile_with_mistakes_is_not_taken_for_a_recipe(profile: Path) -> None:
     profile.write_text(PROFILE.replace("devices: 4", "devices: none"))
-    assert "is not a profile yet:" in run("plan", str(profile)).stderr
+    done = run("plan", str(profile))
+    assert done.exit_code == 2
+    assert "is not a profile yet" in done.stderr
+    assert "recipe" not in done.stderr
+
+
+def test_a_run_in_the_place_of_a_profile_is_told_the_option(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    done = run("plan", str(tmp_path))
+    assert done.exit_code == 2
+    assert f"plan from its record with: headway plan --from {tmp_path}" in done.stderr
 
 
 def test_a_profile_that_cannot_be_written_is_refused_before_the_record_is_read(tmp_path: Path) -> None:

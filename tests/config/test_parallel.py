@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -55,10 +56,20 @@ def test_a_mesh_that_fits_gives_each_rank_as_many_query_heads_for_each_of_its_ke
 
 
 @searched(100, st.integers(1, 24), st.integers(1, 12), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
-def test_each_rank_holds_an_expert_of_what_passes(ranks: int, experts: int, tp: int, ep: int) -> None:
+def test_each_rank_holds_an_expert_of_what_is_advised_or_passes(ranks: int, experts: int, tp: int, ep: int) -> None:
     """FSDP2 gives the ranks of a group what `torch.chunk` gives them."""
+
+    def parts(parallel: ParallelConfig) -> list[int]:
+        group = ranks // parallel.replicate // (parallel.ep if parallel.ep > 1 else parallel.tp)
+        return [len(part) for part in torch.arange(experts // parallel.ep).chunk(group)] + [0] * group
+
+    parallel = ParallelConfig(tp=tp, ep=ep)
     assume(ranks % tp == ranks % ep == experts % ep == 0 and (ep == 1 or ep % tp == 0))
-    problems = list(expert_problems(ParallelConfig(tp=tp, ep=ep), {"num_experts": experts}, {"the trainer": ranks}))
+    problems = list(expert_problems(parallel, {"num_experts": experts}, {"the trainer": ranks}))
     group = ranks // (ep if ep > 1 else tp)
-    parts = [*torch.arange(experts // ep).chunk(group)]
-    assert bool(problems) == (len(parts) < group)
+    assert bool(problems) == (parts(parallel)[group - 1] == 0)
+    if problems and (advised := re.search(r"replicate=(\d+) and actor.parallel.ep=(\d+)$", problems[0])):
+        mesh = ParallelConfig(replicate=int(advised[1]), ep=int(advised[2]), tp=tp)
+        assert not list(mesh.problems(1, ranks, "the trainer"))
+        assert not list(model_problems(mesh, {"num_experts": experts}))
+        assert not list(expert_problems(mesh, {"num_experts": experts}, {"the trainer": ranks}))

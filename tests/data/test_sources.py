@@ -123,7 +123,7 @@ WRONG_COLUMNS = [
     (
         {"tools": "calculator"},
         "columns",
-        r"line 3\): the column 'tools' has 'calculator'; expected a list of schemas",
+        r"column 'tools' of s .*line 3\) has 'calculator'; expected a list of schemas",
     ),
     *(
         (

@@ -22,6 +22,7 @@ rollout:
 train: {points: [{devices: 1, token_s: 1e-5}]}
 update: {nbytes: 15e9, register: {latency_s: 2, bytes_per_s: 1E+9}}
 """
+RESPONSE = "{kind: lognormal, mean: 10, sigma: 1, max: 40}"
 
 
 @pytest.fixture
@@ -182,6 +183,19 @@ def test_what_is_wrong_is_named_by_its_key_with_what_was_expected(
         ("[[1, 1e-1], [4, 0.2]]", "[[4, 0.1], [1, 0.2]]", "rollout.decode: got [[4, 0.1], [1, 0.2]], expected"),
         ("[[1, 1e-1], [4, 0.2]]", "[[1, 0.3], [4, 0.2]]", "rollout.decode: got [[1, 0.3], [4, 0.2]], expected"),
         ("groups_per_version: 4", "groups_per_version: 5", "batch: got "),
+        (RESPONSE, "{kind: empirical, groups: [[1], [2]], filtered: [2]}", "response.filtered: got [2], expected ind"),
+        (
+            RESPONSE,
+            "{kind: empirical, groups: [[1], [2]], filtered: [1, 0]}",
+            "response.filtered: got [1, 0], expected",
+        ),
+        ("train: {points:", "train: {parallel: {tp: 2}, points:", "train.points: got [{'devices': 1, "),
+        ("points: [{devices: 1,", "parallel: {tp: 2, ep: 3}, points: [{devices: 6,", "train.parallel: got {'tp': 2, "),
+        (
+            "{points: [{devices: 1, token_s: 1e-5}]}",
+            "{parallel: {tp: 2}, points: [{devices: 2, token_s: 1e-5}]}\ndevices_per_node: 3",
+            "devices_per_node: got 3, expected a multiple of 2, as the cp · tp ranks of an inner mesh",
+        ),
         (
             "rollout:\n",
             "devices_per_node: 2\nrollout:\n  devices: 3\n",
@@ -202,8 +216,6 @@ def test_all_problems_come_in_one_message(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is not a profile"),
-        ("# nothing\n", "is not a profile"),
         ("- 1\n- 2\n", "expected a mapping of keys to values at the top"),
         ("just words", "expected a mapping of keys to values at the top"),
         ("devices: 4\nname: [\n", "not valid YAML: line 3"),
@@ -217,7 +229,12 @@ def test_a_file_that_is_no_mapping_is_refused(file: Path, text: str, message: st
     file.write_text(text)
     with pytest.raises(ConfigError) as refused:
         load_profile(file)
-    assert str(refused.value).replace(":", "", 1).startswith(f"{file} {message}")
+    assert str(refused.value).startswith(f"{file}: {message}")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n"])
+def test_an_empty_file_lacks_what_a_profile_must_have(file: Path, text: str) -> None:
+    assert "name: got nothing, expected a value" in problems(file, text)
 
 
 def test_what_is_no_readable_file_is_refused(tmp_path: Path) -> None:

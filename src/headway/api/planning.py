@@ -80,12 +80,12 @@ def plan(
         ConfigError: the file is no profile, or no split of the devices fits.
     """
     from headway.planner.measurement.run_profiler import profile_run
-    from headway.planner.profiles.profile_files import load_profile
+    from headway.planner.profiles.profile_files import read_profile
 
     if not budget > 0:
         raise ConfigError(f"budget: got {budget}, expected a number of seconds above 0")
     path = profile.path if isinstance(profile, Run) else Path(profile).expanduser()
-    job = profile_run(path, replay=True) if (path / "events.jsonl").is_file() else load_profile(path)
+    job = profile_run(path, replay=True) if (path / "events.jsonl").is_file() else read_profile(path)
     # Apart, as the clock of a plan is an event loop, and a notebook has one that runs.
     return Plan(carry_out_apart(partial(_plan, job, gpus, budget, sweep), None))
 

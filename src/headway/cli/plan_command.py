@@ -116,9 +116,9 @@ def _profile(path: Path | None, run: Path | None) -> Profile:
         given = "neither is given" if path is None else "both are given"
         raise ConfigError(f"expected either PROFILE, a YAML file, or --from RUN, but {given}")
     if path is not None:
-        from headway.planner.profiles.profile_files import load_profile
+        from headway.planner.profiles.profile_files import read_profile
 
-        return load_profile(path)
+        return read_profile(path)
     from headway.planner.measurement.run_profiler import profile_run
 
     assert run is not None

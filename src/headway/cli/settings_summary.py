@@ -7,33 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from headway import devices
-from headway.config.loading import LoadedConfig, dump
-from headway.config.schema import Config
 from headway.config.sections.learning import ParallelConfig
-from headway.config.sizing import run_memory
-from headway.config.sizing.model_shape import ModelShape
-from headway.config.sizing.placement import (
-    ACTOR,
-    CRITIC,
-    LOGP,
-    REF,
-    ROLLOUT,
-    NodeShare,
-    Placement,
-    concurrent,
-    resolve_placement,
-)
-from headway.data.journal import TOKEN_BYTES
-from headway.errors import ConfigError, ModelError
-from headway.models.model_folder import find_folder, read_object
-from headway.pipeline.admission.staleness import admission_limit, lag_bound
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, NodeShare, Placement
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.config.loading import LoadedConfig
+    from headway.config.schema import Config
+    from headway.config.sizing.model_shape import ModelShape
+    from headway.config.sizing.run_memory import RunProcess
 
 WIDTH, COLUMN = 80, 12
 PROBLEM = "problem: "
@@ -44,7 +30,7 @@ class _Memory(NamedTuple):
     """Facts about a run's memory that are known before it starts."""
 
     shape: ModelShape
-    processes: list[run_memory.RunProcess]
+    processes: list[RunProcess]
     on_cpu: bool
     device_bytes: int | None
     """Memory of a device of the run; None where it is not known."""
@@ -86,18 +72,26 @@ def memory_in_short(config: Config) -> str | None:
 
 
 def _memory(config: Config) -> _Memory | None:
+    from headway.config.sizing.run_memory import processes
+    from headway.devices import listed_here, memory_listed_here
+
     if (shape := _shape(config)) is None:
         return None
     asked, joins = config.cluster.device, config.cluster.address is not None
-    on_cpu = asked == "cpu" or (asked == "auto" and not joins and devices.listed_here() == 0)
-    there = None if joins else devices.memory_listed_here(on_cpu=on_cpu)
-    return _Memory(shape, run_memory.processes(config, shape, on_cpu=on_cpu, device_bytes=there), on_cpu, there)
+    on_cpu = asked == "cpu" or (asked == "auto" and not joins and listed_here() == 0)
+    there = None if joins else memory_listed_here(on_cpu=on_cpu)
+    return _Memory(shape, processes(config, shape, on_cpu=on_cpu, device_bytes=there), on_cpu, there)
 
 
 def _shape(config: Config) -> ModelShape | None:
+    from headway.config.sizing.model_shape import ModelShape
+    from headway.config.sizing.run_memory import made
+    from headway.errors import ModelError
+    from headway.models.model_folder import find_folder, read_object
+
     model = config.model
     if model.path is None:
-        return None if model.make is None else ModelShape.of(run_memory.made(model.make))
+        return None if model.make is None else ModelShape.of(made(model.make))
     try:
         folder = find_folder(model.path)
         return None if folder is None else ModelShape.of(read_object(folder / "config.json"))
@@ -107,6 +101,8 @@ def _shape(config: Config) -> ModelShape | None:
 
 def _notes_on_devices(config: Config, found: _Memory, there: int) -> Iterator[str]:
     """Say what is more than there is, and what is left for a replica on a GPU, where it takes what it finds."""
+    from headway.config.sizing.run_memory import replica_room
+
     for process in found.processes:
         if process.memory.device > there:
             yield (
@@ -114,7 +110,7 @@ def _notes_on_devices(config: Config, found: _Memory, there: int) -> Iterator[st
                 f"{size(there)}; docs/training.md says what to lower"
             )
     try:
-        room = run_memory.replica_room(config, found.shape, there)
+        room = replica_room(config, found.shape, there)
     except ConfigError as refused:
         yield f"{PROBLEM}{refused}"
         return
@@ -173,11 +169,11 @@ def nodes_drawn(placement: Placement, parallel: ParallelConfig) -> dict[str, str
 def _share(placement: Placement, share: NodeShare, parallel: ParallelConfig) -> str:
     """Return the roles of a share, with those that have the same devices joined by ``+``."""
     drawn: dict[tuple[int, ...], list[str]] = {}
-    for role, of_role in placement.devices.items():
-        here = share.only(of_role).devices
+    for role, devices in placement.devices.items():
+        here = share.only(devices).devices
         if not here:
             continue
-        first, last = of_role.index(here[0]), of_role.index(here[-1])
+        first, last = devices.index(here[0]), devices.index(here[-1])
         text = f"{role} {first}" if first == last else f"{role} {first}-{last}"
         if role in (ACTOR, REF, LOGP, CRITIC) and parallel.inner > 1:
             text += f" ({len(here) // parallel.inner} × {_inner(parallel)})"
@@ -194,6 +190,8 @@ def _inner(parallel: ParallelConfig) -> str:
 
 def print_resolved(loaded: LoadedConfig) -> None:
     """Print the configuration as a file that loads again: YAML, then the summary and the notes as comments."""
+    from headway.config.loading import dump
+
     typer.echo(dump(loaded.config))
     for name, value in summary(loaded.config).items():
         typer.echo(f"# {name}: {value}")
@@ -205,6 +203,9 @@ def print_resolved(loaded: LoadedConfig) -> None:
 
 def print_summary(loaded: LoadedConfig) -> None:
     """Print what the settings amount to, as a table, and the notes."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table.grid(padding=(0, 2))
     for name, value in summary(loaded.config).items():
         table.add_row(name, value)
@@ -221,6 +222,9 @@ def print_summary(loaded: LoadedConfig) -> None:
 
 def summary(config: Config) -> dict[str, str]:
     """Return the summary of the settings, line by line: the numbers that follow from them, and who runs where."""
+    from headway.config.sizing.placement import ROLLOUT, concurrent, resolve_placement
+    from headway.pipeline.admission.staleness import admission_limit, lag_bound
+
     settings, b = config.async_training, config.groups_per_version
     eta, placement = settings.staleness_threshold, resolve_placement(config)
     bound, total = lag_bound(eta, b, config.window, settings.max_lag), config.rollout.total_rollout_steps
@@ -265,15 +269,16 @@ def checkpoints(config: Config) -> str:
 
 def journal(config: Config) -> str:
     """Return the summary's line on the journal: how large it becomes, and what it costs the driver."""
+    from headway.config.sizing.run_memory import BYTES_PER_TOKEN
+    from headway.data.journal import TOKEN_BYTES
+
     if not config.writes_journal:
         return "none: a resumed run makes groups that were open again"
     # From the last checkpoint but one on, with what runs ahead, in whole versions.
     versions = 2 * config.trainer.save_freq + 2 + ceil(config.async_training.staleness_threshold)
     data, episodes = config.data, versions * config.groups_per_version * config.rollout.n
     longest = data.max_response_length + (data.max_prompt_length if config.agent.has_program else 0)
-    token = TOKEN_BYTES + (
-        run_memory.BYTES_PER_TOKEN if config.cluster.address else 0
-    )  # groups of other machines, once more
+    token = TOKEN_BYTES + (BYTES_PER_TOKEN if config.cluster.address else 0)  # groups of other machines, once more
     return f"at most {size(episodes * longest * token)} in run.dir, and 25 µs of the driver for each group"
 
 

@@ -15,7 +15,7 @@ from headway.config.loading import LoadedConfig, mode_config
 from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.config.sections.agent_section import CODE, program_problems
-from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, Placement, resolve_placement
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, Placement, resolve_placement, several_nodes
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.errors import ConfigError
 from headway.runtime.sandbox.python_tool import PYTHON
@@ -23,8 +23,13 @@ from headway.runtime.sandbox.sandbox import TELLS
 from headway.runtime.user_code import names_user_code
 
 OF_DEVICES = frozenset(
-    {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"}
-    | {"distributed_executor_backend"}
+    {
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "prefill_context_parallel_size",
+        "distributed_executor_backend",
+    }
 )
 """Arguments of vLLM's that say how many devices it takes, and how."""
 FIRST_RELEASES = {"torch": (2, 11), "transformers": (5, 19)}
@@ -217,12 +222,21 @@ NO_PARTS = ("conversations", "mcp", "notes")
 def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[str]:
     """Notes on a run on this machine with ``cores``, and ``gpus`` where their number is known.
 
-    Says nothing of a run that joins a cluster elsewhere, or is one process.
+    Says nothing of a run that joins a cluster elsewhere, and nothing of cores where a run is one process.
     """
-    if config.cluster.address is not None or config.cluster.backend == "inline":
+    if config.cluster.address is not None:
+        return
+    if config.cluster.device == "cuda" and gpus == 0:
+        yield "cluster.device=cuda, and there is no GPU here: a run on this machine is refused. cpu is for small models"
+    if config.cluster.backend == "inline":
         return
     placement = resolve_placement(config)
     processes = len({device for devices in placement.devices.values() for device in devices})
+    for owner, nodes in several_nodes(config).items():
+        yield (
+            f"{owner}.nnodes={nodes} asks for {nodes} machines, and without cluster.address a run is on this one: it "
+            f"is refused. Join a cluster, or ask for more devices of one machine ({owner}.n_gpus_per_node)"
+        )
     asked = ", ".join(f"{role} {len(devices)}" for role, devices in placement.devices.items())
     if config.cluster.device == "auto" and gpus == 0:
         yield (

@@ -25,7 +25,13 @@ REQUIRED = "required"
 Node = Mapping[str, Any]
 """A part of a JSON schema."""
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
-_WORDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "`true` or `false`", "null": "`null`"}
+_WORDS = {
+    "string": "text",
+    "integer": "integer",
+    "number": "number",
+    "boolean": "`true` or `false`",
+    "null": "`null`",
+}
 _PAGES = re.compile(r"docs/([\w/-]+\.md)")
 
 

@@ -54,6 +54,8 @@ class Segments:
     @classmethod
     def join(cls, parts: Sequence[Segments]) -> Segments:
         """Put several lines one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
         # One sum more than there are parts, that of all: hence strict=False below.
         tokens = np.cumsum([0] + [int(part.ends.max()) for part in parts])
         segments = np.cumsum([0] + [len(part.starts) for part in parts])

@@ -207,8 +207,8 @@ def column_value(given: Any) -> Any:
     return given
 
 
-def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The schemas of the tools in the columns of a ``row``; None without any.
+def tools_of(row: Mapping[str, Any], named: str) -> list[dict[str, Any]] | None:
+    """The schemas of the tools in the columns of a ``row``, ``named`` so in messages; None without any.
 
     Raises:
         DataError: they are something else.
@@ -222,7 +222,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(
-                f"the column {TOOLS!r} has {shown(tool)}; expected a list of schemas, like "
+                f"the column {TOOLS!r} of {named} has {shown(tool)}; expected a list of schemas, like "
                 '{"type": "function", "function": {"name": …, "parameters": {…}}}. Rename the column if it is '
                 "something else"
             )
@@ -277,13 +277,10 @@ class PromptTokenizer:
             self._note_unused(record)
             return str(record.prompt), False
         try:
-            tools = tools_of(record.extra) if self._with_tools else None
-            kwargs = template_kwargs(self._kwargs, record.extra)
+            tools = tools_of(record.extra, _named(record)) if self._with_tools else None
+            kwargs = self._template_kwargs(record)
         except DataError as wrong:
-            return LeftOut(Reason.COLUMNS, record.source, f"{_named(record)}: {wrong}")
-        for name in kwargs:
-            if name not in str(self._tokenizer.chat_template):
-                self._unused[name] = f"the model's chat template has no variable {name} ({TEMPLATE_KWARGS})"
+            return LeftOut(Reason.COLUMNS, record.source, str(wrong))
         if chat is None:  # a program makes a chat of it
             return str(record.prompt), False
         if not self._tokenizer.chat_template:
@@ -307,6 +304,16 @@ class PromptTokenizer:
             )
             return LeftOut(Reason.TEMPLATE, record.source, why)
         return text, True
+
+    def _template_kwargs(self, record: Record) -> dict[str, Any]:
+        try:
+            kwargs = template_kwargs(self._kwargs, record.extra)
+        except DataError as error:
+            raise DataError(f"{_named(record)}: {error}") from None
+        for name in kwargs:
+            if name not in str(self._tokenizer.chat_template):
+                self._unused[name] = f"the model's chat template has no variable {name} ({TEMPLATE_KWARGS})"
+        return kwargs
 
     def _note_unused(self, record: Record) -> None:
         """Note what only a chat template would use, and text has none."""

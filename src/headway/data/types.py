@@ -183,6 +183,8 @@ def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
     """``[[start, version], …]`` of a [T] array of versions: where each run of equal versions starts."""
     if len(versions) == 0:
         return []
+    if (versions == versions[0]).all():
+        return [[0, int(versions[0])]]
     # Prepended is a version that the first one differs from, so that it begins a run, too
     starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
     return [[int(s), int(versions[s])] for s in starts]

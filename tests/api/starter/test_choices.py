@@ -109,12 +109,12 @@ def test_replicas_divide_the_heads_of_keys_or_are_a_multiple_of_them() -> None:
 
 
 def test_a_model_that_no_replica_holds_and_too_few_devices_are_refused_with_what_would_do() -> None:
-    without = r"do not fit on 64 GPUs of 80 GB.*Give GPUs with more memory .*rollout\.name=vllm"
+    without = r"1 × 80 GB, .*have no room .*rollout\.name=vllm"
     with pytest.raises(ConfigError, match=without):
         choices(model("70 B"), gpus(64, here=True))
-    with pytest.raises(ConfigError, match=without):
+    with pytest.raises(ConfigError, match=r"1 × 80 GB, .*have no room"):
         choices(model("70 B"), gpus(64), rollout__name="native")
-    with pytest.raises(ConfigError, match=r"do not fit on 64 GPUs of 12 GB.* Give GPUs with more memory"):
+    with pytest.raises(ConfigError, match=r"8 × 12 GB, .*have no room .* Give GPUs"):
         choices(model("70 B"), gpus(64, device_bytes=12 * GB))
     host = gpus(2, host_bytes=64 * GB, here=True)
     with pytest.raises(ConfigError, match=r"on 2 GPUs of 80 GB\. 4 GPUs of 80 GB .*\(--gpus 4\)"):

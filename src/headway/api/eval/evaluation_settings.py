@@ -125,13 +125,17 @@ def settle(
     given = frozenset(settings.values)
     made = () if data is None else OF_A_TASK if is_task(data) else OF_A_FILE
     _refuse({key: "DATA says what is read; drop one of the two" for key in given if lies_in(key, *made)})
-    options = {"rollout.val_n": ("--n", n), "rollout.val_temperature": ("--temperature", temperature)}
-    chosen = {key: (option, value) for key, (option, value) in options.items() if value is not None}
-    meant = read_overrides([*_meaning(data), *(f"{key}={value}" for key, (_, value) in chosen.items())])
+    options = [f"rollout.val_n={n}"] if n is not None else []
+    options += [f"rollout.val_temperature={temperature}"] if temperature is not None else []
+    meant = read_overrides([*_meaning(data), *options])
     loaded = load(base, Layer(settings.origin, overlay(meant.values, settings.values), notes=settings.notes))
     # After loading, which knows better what an unknown key is.
-    told = "says that, too; drop one of the two"
-    problems = {key: f"{option} {value} {told}" for key, (option, value) in chosen.items()}
+    by_option = {"rollout.val_n": ("--n", n), "rollout.val_temperature": ("--temperature", temperature)}
+    problems = {
+        key: f"{option} {value} says that, too; drop one of the two"
+        for key, (option, value) in by_option.items()
+        if value is not None
+    }
     problems |= {key: f"{argument} says that here" for key, argument in SAID_OTHERWISE.items()}
     for key in given - problems.keys():
         if lies_in(key, *IDLE) or not lies_in(key, *MEANINGFUL):

@@ -140,15 +140,42 @@ def _most(of_kind: Iterable[bool]) -> bool:
 
 
 PROMPTS = (
-    *("prompt", "messages", "question", "problem", "instruction", "query"),
-    *("conversation", "conversations", "chat", "input", "task", "text"),
+    "prompt",
+    "messages",
+    "question",
+    "problem",
+    "instruction",
+    "query",
+    "conversation",
+    "conversations",
+    "chat",
+    "input",
+    "task",
+    "text",
 )
 """Usual names of the prompt's column, the likeliest first."""
 AUTO = "auto"
 ANSWERS = (
-    *("answer", "ground_truth", "final_answer", "expected_answer", "correct_answer", "answerkey", "answer_key", "gold"),
-    *("target", "label", "answers", "tests", "test_list", "test_cases", "test", "input_output"),
-    *("solution", "output", "completion", "response"),
+    "answer",
+    "ground_truth",
+    "final_answer",
+    "expected_answer",
+    "correct_answer",
+    "answerkey",
+    "answer_key",
+    "gold",
+    "target",
+    "label",
+    "answers",
+    "tests",
+    "test_list",
+    "test_cases",
+    "test",
+    "input_output",
+    "solution",
+    "output",
+    "completion",
+    "response",
 )
 """Usual names of the ground truth's column after those that the loader finds by itself (``auto``)."""
 BESIDE: Mapping[str, Sequence[str]] = {

@@ -18,7 +18,7 @@ from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.config.sections.learning import expert_problems, model_problems, plan_problems
 from headway.config.sizing.model_shape import FAMILIES, FLOAT
-from headway.config.sizing.process_memory import BF16, PER_MACHINE, SIZES, Fit, MemoryItem, Split, fits, room
+from headway.config.sizing.process_memory import BF16, PER_MACHINE, SIZES, Fit, MemoryItem, Split, fits, replicas, room
 from headway.config.sizing.run_memory import GIB, OF_REPLICA, REPLICA, RunProcess, processes
 from headway.devices import ACCELERATORS, CPU
 from headway.errors import ConfigError
@@ -205,18 +205,28 @@ class _Layouts:
         return fits(self.model.shape, splits, self.context, self.machine.device_bytes, BUDGETS)
 
     def does_not_fit(self) -> str:
-        """Return the message that none fits, and how many GPUs would do."""
-        model, machine, anyhow = self.model, self.machine, replace(self, trains=None)
-        train = "" if self.trains is None else f", of which {self.trains} train"
-        engine = "rollout.name=vllm, whose replicas may have several, " if max(self.sizes) == 1 else ""
-        way_out = f"Give GPUs with more memory (--gpu-gb), {engine}a smaller model, or"
+        """Return the message that none fits: why, and how many GPUs would do."""
+        model, machine, most = self.model, self.machine, 1 if self.shared else max(self.sizes)
+        each, size = machine.device_bytes, f"{machine.device_bytes / 1e9:.0f} GB"
+        start = f"{model.path} has {model.size} parameters, and its longest prompts with answers have {self.context} "
+        start += "tokens: "
+        widest = Split(1, max(self.sizes), (1,) if self.shared else self.sizes)
+        if not replicas(model.shape, room(each), self.context, widest)[1]:
+            vllm = "rollout.name=vllm, whose replicas may have several, " if most == 1 and not self.shared else ""
+            return (
+                f"{start}{most} × {size}, all that a replica may have, have no room for the weights in bfloat16 and "
+                f"one such answer. Give {vllm}GPUs with more memory (--gpu-gb), a smaller model, or a smaller "
+                "data.max_response_length"
+            )
+        start += f"they do not fit on {machine.words}"
+        if self.trains is not None:
+            start += f", of which {self.trains} train"
+        anyhow = replace(self, trains=None)
         enough = next((gpus for gpus in TRIED if gpus > machine.gpus and anyhow.first(gpus) is not None), None)
+        way_out = "Give a smaller model, or"
         if enough is not None:
-            way_out = f"{enough} GPUs of {machine.device_bytes / 1e9:.0f} GB would do (--gpus {enough}); or give"
-        return (
-            f"{model.path} has {model.size} parameters, and its longest prompts with answers have {self.context} "
-            f"tokens: they do not fit on {machine.words}{train}. {way_out} a smaller data.max_response_length"
-        )
+            way_out = f"{enough} GPUs of {size} would do (--gpus {enough}); or give"
+        return f"{start}. {way_out} a smaller data.max_response_length"
 
 
 def _asked(machine: Machine, given: Mapping[str, Any]) -> int | None:

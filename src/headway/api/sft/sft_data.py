@@ -211,7 +211,7 @@ def _conversation(
     """Read a row. Raises `DataError` for one without a conversation."""
     if not isinstance(row, Mapping):
         raise DataError(f"a row is an object with columns, not {type(row).__name__}")
-    tools, kwargs = tools_of(row) or (), template_kwargs({}, row)
+    tools, kwargs = tools_of(row, "the row") or (), template_kwargs({}, row)
     if (column := next((name for name in CHATS if row.get(name)), None)) is not None:
         if isinstance(chat := _read(row[column], column), str):
             raise DataError(f"{column}: expected a list of chat messages, not {shown(chat)}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
+from itertools import product
 from math import lcm
 from typing import Annotated, Any, Literal
 
@@ -131,16 +132,37 @@ def expert_problems(parallel: ParallelConfig, model: Mapping[str, object], ranks
     ``ranks``: number of the ranks of each role that has devices of its own, on any of which the mesh fits.
     """
     experts = min(_numbers(model, EXPERTS), default=0)
-    local = experts // parallel.ep
     for role, count in ranks.items():
-        sharding = count // parallel.replicate // (parallel.ep if parallel.ep > 1 else parallel.tp)
-        # FSDP2 gives the first ranks equal parts of a group's, rounded up.
-        if experts and -(-local // sharding) * (sharding - 1) >= local:
-            yield (
-                f"actor.parallel: with replicate={parallel.replicate} and ep={parallel.ep}, some of the {count} ranks "
-                f"of {role} would hold none of a layer's {experts} experts; raise actor.parallel.replicate, or give "
-                "fewer ranks"
-            )
+        if not experts or _each_holds(parallel, count, experts):
+            continue
+        copies = [number for number in range(1, count + 1) if count % (number * parallel.inner) == 0]
+        others = (
+            parallel.model_copy(update={"replicate": replicate, "ep": ep})
+            for ep, replicate in product(sorted({parallel.ep, *range(1, experts + 1)}), copies)
+        )
+        able = [mesh for mesh in others if _fits(mesh, count, experts) and _each_holds(mesh, count, experts)]
+        nearest = min(
+            able, key=lambda mesh: (mesh.replicate != parallel.replicate, mesh.replicate, mesh.ep), default=None
+        )
+        way_out = "give another number of ranks"
+        if nearest is not None:
+            way_out = f"set actor.parallel.replicate={nearest.replicate} and actor.parallel.ep={nearest.ep}"
+        yield (
+            f"actor.parallel: with replicate={parallel.replicate} and ep={parallel.ep}, some of the {count} ranks of "
+            f"{role} would hold none of a layer's {experts} experts; {way_out}"
+        )
+
+
+def _fits(parallel: ParallelConfig, ranks: int, experts: int) -> bool:
+    of_copy = ranks // parallel.replicate
+    return of_copy % parallel.ep == experts % parallel.ep == 0 and (parallel.ep == 1 or parallel.ep % parallel.tp == 0)
+
+
+def _each_holds(parallel: ParallelConfig, ranks: int, experts: int) -> bool:
+    """Tell whether each rank holds an expert: FSDP2 gives the first ranks equal parts of a group's, rounded up."""
+    sharding = ranks // parallel.replicate // (parallel.ep if parallel.ep > 1 else parallel.tp)
+    local = experts // parallel.ep
+    return -(-local // sharding) * (sharding - 1) < local
 
 
 def plan_problems(parallel: ParallelConfig, model: Any) -> Iterator[str]:

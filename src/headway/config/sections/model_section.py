@@ -47,6 +47,15 @@ class MakeModelConfig(Section):
             raise ValueError(f"expected each character once, but {', '.join(map(repr, repeated))} repeats")
         return value
 
+    @field_validator("special_tokens")
+    @classmethod
+    def _longer_than_characters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if short := [token for token in value if len(token) < 2]:
+            raise ValueError(f"expected tokens of two characters or more, not {', '.join(map(repr, short))}")
+        if repeated := [token for token, count in Counter([*value, "<pad>", "<eos>"]).items() if count > 1]:
+            raise ValueError(f"expected each token once beside <pad> and <eos>, not {', '.join(map(repr, repeated))}")
+        return value
+
     @model_validator(mode="after")
     def _heads_share_keys_evenly(self) -> MakeModelConfig:
         if self.num_attention_heads % self.num_key_value_heads:

@@ -7,6 +7,7 @@ shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -46,11 +47,6 @@ def node_shares(owner: str, devices: Sequence[int], per_node: int) -> tuple[Node
 
 ACTOR, ROLLOUT, REF, LOGP, CRITIC = "actor", "rollout", "ref", "logp", "critic"
 SHARE_NAMES = ("train", "logp", "ref_logp", "generate")
-NO_LOGP = (
-    "no log-probs are recomputed unless async_training.use_rollout_log_probs=false and actor.prox_logp_method=recompute"
-)
-NO_REFERENCE = "there is no reference policy without actor.use_kl_loss or algorithm.use_kl_in_reward"
-"""Reasons why a share must be 0."""
 
 MOST_SLOTS = 256
 """Most trajectories that a replica decodes at once without being told to: a step's cost per row falls little beyond."""
@@ -62,8 +58,15 @@ WHOLE_CONTEXT_TOKENS = 2**18
 
 
 GROUP_RELATIVE = (
-    *("grpo", "dr_grpo", "rloo", "opo", "maxrl", "gigpo"),
-    *("grpo_passk", "pass_at_k", "reinforce_plus_plus_baseline"),
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "maxrl",
+    "grpo_passk",
+    "pass_at_k",
+    "reinforce_plus_plus_baseline",
+    "gigpo",
 )
 """Estimators that compare the trajectories of a group."""
 
@@ -167,6 +170,16 @@ def most_in_flight(config: Config) -> int:
     """
     groups = floor((1 + config.async_training.staleness_threshold) * config.groups_per_version)
     return groups * config.rollout.n
+
+
+def several_nodes(config: Config) -> dict[str, int]:
+    """Return the number of machines of each section that asks for more than one.
+
+    Raises:
+        ConfigError: as `resolve_placement`.
+    """
+    asked = Counter(share.owner for share in resolve_placement(config).shares)
+    return {owner: count for owner, count in asked.items() if count > 1}
 
 
 def resolve_placement(config: Config) -> Placement:
@@ -284,15 +297,20 @@ def _check_shares(
         problems.append(f"train has {train} and generate {generate} of {total} devices, expected at least 1 each")
     if train + generate > total:
         problems.append(f"train and generate together have {train + generate} of {total} devices, expected at most all")
-    overlap = train + logp + ref + generate > total
-    for name, count, needed, why in (
-        ("logp", logp, with_logp, NO_LOGP),
-        ("ref_logp", ref, with_reference, NO_REFERENCE),
-    ):
-        if count > 0 and not needed:
-            problems.append(f"{name}'s share must be 0: {why}")
-        elif overlap and count > train:
-            problems.append(f"{name} lies on train's devices, but has {count} where train has {train}")
+    if logp > 0 and not with_logp:
+        problems.append(
+            "logp's share must be 0: no log-probs are recomputed unless async_training.use_rollout_log_probs=false and "
+            "actor.prox_logp_method=recompute"
+        )
+    if ref > 0 and not with_reference:
+        problems.append(
+            "ref_logp's share must be 0: there is no reference policy without actor.use_kl_loss or "
+            "algorithm.use_kl_in_reward"
+        )
+    if train + logp + ref + generate > total:
+        for name, count in (("logp", logp), ("ref_logp", ref)):
+            if count > train:
+                problems.append(f"{name} lies on train's devices, but has {count} where train has {train}")
     if problems:
         raise ConfigError(f"trainer.use_nodes_ratios: {'; '.join(problems)}")
 

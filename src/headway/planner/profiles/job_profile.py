@@ -186,6 +186,16 @@ class EmpiricalLengths(Section):
     """Indices of those ``groups`` of answers that were filtered. A simulated group that takes the lengths of one is
     filtered, too: easy and hard prompts have answers of other lengths. Default: unknown."""
 
+    @field_validator("filtered")
+    @classmethod
+    def _of_these_groups(cls, filtered: list[int] | None, info: ValidationInfo) -> list[int] | None:
+        groups = info.data.get("groups")
+        if filtered is None or groups is None:
+            return filtered
+        if sorted(set(filtered)) != filtered or (filtered and filtered[-1] >= len(groups)):
+            raise ValueError(f"expected indices of the {len(groups)} groups, each once, in order")
+        return filtered
+
     @property
     def longest(self) -> int:
         """Upper bound of the lengths."""
@@ -276,12 +286,25 @@ class TrainProfile(Section):
         """Tell whether a row recomputes old log-probs, by whether its devices are ``shared``."""
         return self.recompute_old_log_probs == "always" or (shared and self.recompute_old_log_probs == "shared")
 
+    @field_validator("parallel")
+    @classmethod
+    def _a_mesh(cls, parallel: ParallelConfig) -> ParallelConfig:
+        if parallel.ep > 1 and parallel.ep % parallel.tp:
+            raise ValueError(f"expected ep ({parallel.ep}) to be a multiple of tp ({parallel.tp}), or 1")
+        return parallel
+
     @field_validator("points")
     @classmethod
-    def _growing(cls, points: list[TrainPoint]) -> list[TrainPoint]:
+    def _growing_meshes(cls, points: list[TrainPoint], info: ValidationInfo) -> list[TrainPoint]:
         counts = [point.devices for point in points]
         if counts != sorted(set(counts)):
             raise ValueError(f"expected numbers of devices that grow, but got {counts}")
+        parallel: ParallelConfig = info.data.get("parallel", ParallelConfig())
+        if any(count % parallel.least_ranks for count in counts):
+            raise ValueError(
+                f"expected multiples of {parallel.least_ranks} devices, which the mesh train.parallel takes, but got "
+                f"{counts}"
+            )
         return points
 
 
@@ -372,7 +395,7 @@ class Profile(Section):
     validation: ValidationProfile | None = None
     latency: LatencyProfile = LatencyProfile()
     contention: ContentionProfile = ContentionProfile()
-    devices_per_node: Positive | None = None
+    devices_per_node: Positive | None = Field(None, validate_default=True)
     """Number of devices of one machine. Inner meshes (cp · tp ranks) and replicas have theirs on one. Default: all are
     on one."""
     assumptions: list[str] = Field(default_factory=list)
@@ -382,9 +405,17 @@ class Profile(Section):
 
     @field_validator("devices_per_node")
     @classmethod
-    def _holds_a_replica(cls, per_node: int | None, info: ValidationInfo) -> int | None:
-        rollout = info.data.get("rollout")  # a section that is wrong itself is not among the data
-        if per_node is not None and isinstance(rollout, RolloutProfile) and per_node < rollout.devices:
+    def _holds_groups(cls, per_node: int | None, info: ValidationInfo) -> int | None:
+        # A section that is wrong itself is not among the data.
+        train, rollout = info.data.get("train"), info.data.get("rollout")
+        if per_node is None:
+            return None
+        if isinstance(train, TrainProfile) and per_node % train.parallel.inner:
+            raise ValueError(
+                f"expected a multiple of {train.parallel.inner}, as the cp · tp ranks of an inner mesh "
+                f"(train.parallel) are on one machine, but got {per_node}"
+            )
+        if isinstance(rollout, RolloutProfile) and per_node < rollout.devices:
             raise ValueError(
                 f"expected at least {rollout.devices}, as a replica (rollout.devices) is on one machine, but got "
                 f"{per_node}"

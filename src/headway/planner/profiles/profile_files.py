@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +9,25 @@ from pydantic import ValidationError
 from yaml.nodes import SequenceNode
 
 from headway.config import yaml_text
-from headway.config.layers import flatten
+from headway.config.layers import DEFAULTS, flatten, read_file
 from headway.config.recipes import find_recipe
+from headway.config.schema import Config
 from headway.config.schema_messages import explain
 from headway.errors import ConfigError
 from headway.planner.profiles.job_profile import Profile
 
 
 def load_profile(path: Path) -> Profile:
-    """Read and check a profile: a file, or one that comes with Headway by its name.
+    """Read and check a profile.
 
     Raises:
         ConfigError: the file cannot be read; or, a line each, every key that is wrong, where, and what was expected.
     """
     try:
         # Quickly: a measured profile has tens of thousands of lengths.
-        values = yaml_text.read_mapping(find_recipe(path), yaml_text.FastLoader)
+        values = yaml_text.read_mapping(path, yaml_text.FastLoader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; give a profile, a YAML file") from None
-    if not {"devices", "batch", "response"} & values.keys():
-        raise ConfigError(
-            f"{path} is not a profile, which says what a job costs; a short run makes one: headway profile RUN"
-        )
     try:
         return Profile.model_validate(values)
     except ValidationError as error:
@@ -40,11 +36,38 @@ def load_profile(path: Path) -> Profile:
         raise ConfigError(f"{path} is not a profile yet:\n  {problems}") from error
 
 
+def read_profile(path: Path) -> Profile:
+    """Read a profile. Raises `ConfigError` as `load_profile` does; says so if it is a recipe or a run."""
+    try:
+        return load_profile(find_recipe(path))
+    except ConfigError:
+        if (path / "events.jsonl").is_file():
+            raise ConfigError(
+                f"{path} is a run's directory; plan from its record with: headway plan --from {path}"
+            ) from None
+        if _more_of_a_recipe(path) <= 0:
+            raise
+        raise ConfigError(
+            f"{path} is a recipe, and a plan needs a profile first: what a step, a token and an answer of the job "
+            f"cost. A short run measures that. Give:\n  headway train {path} run.dir=RUN\n"
+            "  headway profile RUN -o profile.yaml\n  headway plan profile.yaml"
+        ) from None
+
+
 def is_profile(path: Path) -> bool:
     """Tell whether ``path``, or the file of ours that it names, is a profile."""
-    with suppress(ConfigError):
-        return find_recipe(path).is_file() and bool(load_profile(path))  # a pipe that was read would be waited for
-    return False
+    file = find_recipe(path)
+    return file.is_file() and _more_of_a_recipe(file) < 0  # a pipe that was read already would be waited for
+
+
+def _more_of_a_recipe(path: Path) -> int:
+    """Return how many more of the file's keys are those of a configuration for ``headway train`` than a profile's."""
+    try:
+        given = {key.partition(".")[0] for layer in read_file(path) for key in layer.values}
+    except ConfigError:
+        return 0
+    profiles = {field.alias or name for name, field in Profile.model_fields.items()}
+    return len(given & {DEFAULTS, *Config.model_fields}) - len(given & profiles)
 
 
 def dump_profile(profile: Profile) -> str:
