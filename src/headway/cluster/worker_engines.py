@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from weakref import finalize
 
 import numpy as np
@@ -35,7 +36,7 @@ class TrainGroup:
         self._engine = engine = proxy(ranks, TrainEngine)
         self.forward_logprobs, self.proximal_logprobs = engine.forward_logprobs, engine.proximal_logprobs
         self.train_step, self.copy_state = engine.train_step, engine.copy_state
-        self.save, self.load, self.export = engine.save, engine.load, engine.export
+        self.save, self.load = engine.save, engine.load
         self.begin_batch, self.end_batch = engine.begin_batch, engine.end_batch
         self.reach, self.send_weights = paths.reach, paths.send
         self.gather_weights, self.send_gathered = paths.gather, paths.send_gathered
@@ -52,6 +53,9 @@ class TrainGroup:
         if numbers is None:
             return {ColumnName.ADVANTAGES: await self._ranks.advantages(samples, outcomes)}
         return {ColumnName.ADVANTAGES: numbers[outcomes.episode_of].tolist()}
+
+    async def export(self, path: Path) -> None:
+        await self._engine.export(path)
 
 
 def reference_of(ranks: WorkerGroup) -> LogProbEngine:

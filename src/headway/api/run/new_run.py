@@ -295,7 +295,7 @@ def carry_out(
     except (KeyboardInterrupt, asyncio.CancelledError):
         if uploader is not None:
             uploader.leave()
-        if _is_complete(reports) and _has_model(reports, config):
+        if _has_model(reports, config):
             note(reports, f"left at once; the run was complete, and its model is in {directory.model}")
         else:
             note(reports, f"left at once; nothing more was saved. {how_to_go_on(reports, config)}".rstrip())
@@ -310,10 +310,11 @@ def carry_out(
             uploader.finish()
         changed = isinstance(failure, NothingToTrain | StoppedByGuard | NonFinite)
         refused = start if isinstance(failure, UserError) else None
-        if _is_complete(reports) and _has_model(reports, config):
+        if _has_model(reports, config):
             failure.add_note(f"The run is complete, and its model is in {directory.model}")
         elif how := how_to_go_on(reports, config, changed=changed, refused=refused):
-            trained = "Training is complete, and what is missing is made by going on. " if _is_complete(reports) else ""
+            complete = _ended(reports) is Status.COMPLETED
+            trained = "Training is complete, and what is missing is made by going on. " if complete else ""
             failure.add_note(f"{trained}{how}")
         raise
     finally:
@@ -324,13 +325,10 @@ def carry_out(
     return 0 if status is Status.COMPLETED else EXIT_INTERRUPTED
 
 
-def _is_complete(reports: Reports) -> bool:
-    return bool(reports.summary()["status"] == Status.COMPLETED)
-
-
 def _has_model(reports: Reports, config: Config) -> bool:
-    """Tell whether the model of the newest checkpoint was exported."""
-    return is_of_the_end(reports.directory, _saved(reports.directory, config)[-1:])
+    """Tell whether the run is complete, and the model of its newest checkpoint exported."""
+    newest = _saved(reports.directory, config)[-1:]
+    return _ended(reports) is Status.COMPLETED and is_of_the_end(reports.directory, newest)
 
 
 def _saved(directory: RunDirectory, config: Config) -> list[int]:
