@@ -20,6 +20,8 @@ from headway.errors import shown
 
 SIMILARITY = 0.75
 """Likeness of two keys, in [0, 1], from which on one is suggested instead of the other."""
+NEARLY_EQUAL = 0.9
+"""Likeness of two whole keys that end in the same name, from which on other keys of that name are not suggested."""
 
 NUMBERS = ("a number", "a whole number")
 """Beginnings of expectations of numbers."""
@@ -158,7 +160,8 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
     section, theirs = plain.partition(".")[0], last_part(plain)
     of_section = [key for key in known if key.startswith(f"{section}.")]
     return (
-        [key for key in same_name if key in of_section]
+        difflib.get_close_matches(plain, same_name, n=1, cutoff=NEARLY_EQUAL)
+        or [key for key in same_name if key in of_section]
         or _in_section(USUAL.get(plain) or USUAL.get(_name(plain)) or [], section, known)
         or _in_section([theirs[2].here] if theirs else [], section, known)
         or ([] if of_section else _in_section(USUAL.get(section, []), section, known))
