@@ -125,8 +125,7 @@ class Startup:
             resolve_placement(config),
             model_path=self._model_path,
             total_optimizer_steps=self._total_optimizer_steps,
-            logs=(self.run_dir / "logs").absolute(),
-            journal=(self.run_dir / "journal").absolute(),
+            run_dir=self.run_dir.absolute(),
             tokens=tokens,
         )
         self._plan = plan = trainer_alone(plan) if trainer_only else plan

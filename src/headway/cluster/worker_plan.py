@@ -93,15 +93,13 @@ def plan_cluster(
     *,
     model_path: str,
     total_optimizer_steps: int,
-    logs: Path | None = None,
-    journal: Path | None = None,
+    run_dir: Path = Path(),
     tokens: TokenPlace | None = None,
 ) -> ClusterPlan:
     """Spread the roles over the placement's devices.
 
-    A role that shares a device with the trainer runs on all of the trainer's ranks. ``logs``: the directory for what
-    programs print; ``journal``: that of the run's journal; ``tokens``: where tokens of finished
-    groups are left, None where all roles are in one process.
+    A role that shares a device with the trainer runs on all of the trainer's ranks. ``run_dir``: the run's directory;
+    ``tokens``: where tokens of finished groups are left, None where all roles are in one process.
     """
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
     inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))
@@ -155,7 +153,7 @@ def plan_cluster(
             EpisodeWorkerRole,
             share.devices[0],
             1,
-            {**common, "logs": logs, "journal": journal, "tokens": tokens},
+            {**common, "run_dir": run_dir, "tokens": tokens},
             beside=True,
         )
         for index, share in enumerate(placement.on_nodes(ROLLOUT))

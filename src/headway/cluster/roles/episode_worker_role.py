@@ -33,23 +33,15 @@ class EpisodeWorkerRole(Role):
     Callers name the episode worker's own methods as those of ``worker``, such as ``worker.hold``.
     """
 
-    def __init__(
-        self,
-        *,
-        logs: Path | None = None,
-        journal: Path | None = None,
-        tokens: TokenPlace | None = None,
-        **arguments: Any,
-    ) -> None:
+    def __init__(self, *, run_dir: Path, tokens: TokenPlace | None, **arguments: Any) -> None:
         """
         Args:
-            logs: the directory for what programs print; None for the worker's own output.
-            journal: the directory of the run's journal; where it is not seen from here, or the configuration wants
-                none, none is written.
+            run_dir: the run's directory, with logs of what programs print, and the journal; where that is not seen from
+                here, or the configuration wants none, none is written.
             tokens: where tokens of finished groups are left; None where they stay in this process.
         """
         super().__init__(**arguments)
-        self._logs, self._journal = logs, journal
+        self._run_dir = run_dir
         self.snapshots = SnapshotMemory()
         self._process = ExitStack()
         """Settings of the process, where it is the episode worker's own."""
@@ -67,25 +59,26 @@ class EpisodeWorkerRole(Role):
         """Begin to keep groups, on the running loop. Starts the workers of the program, where there is one."""
         hosting = None
         if self._config.agent.has_program:
-            programs = ProgramWorkers(self.name, self._config, self._logs, self._model_path)
+            programs = ProgramWorkers(self.name, self._config, self._run_dir / "logs", self._model_path)
             with torch_hidden():
                 hosting = chat_hosting(self._config, self._tokenizer, programs, self._host)
             await hosting.start()
         with torch_hidden():
             decode = answer_decoder(self._tokenizer, skip_special_tokens=self._config.rollout.skip_special_tokens)
         self._completed = self._completions()
-        if self._files is None:  # the process is the driver's, which nobody has to wake up
-            self.worker = EpisodeWorker(self.name, decode, hosting, journal=self._completed)
-        else:
+        gather_s = 0.0  # where the process is the driver's, which nobody has to wake up
+        if self._files is not None:
             self._process.enter_context(collecting_seldom())
-            self.worker = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S, journal=self._completed)
+            gather_s = GATHER_S
+        self.worker = EpisodeWorker(self.name, decode, hosting, gather_s=gather_s, journal=self._completed)
 
     def _completions(self) -> CompletionJournal | None:
         block, sync_s = self._config.groups_per_version, self._config.run.journal_sync_s
+        folder = self._run_dir / "journal"
         # A directory may be left of an earlier process, whose settings wanted a journal.
-        if not self._config.writes_journal or self._journal is None or not self._journal.is_dir():
+        if not self._config.writes_journal or not folder.is_dir():
             return None
-        return CompletionJournal(JournalWriter(self._journal, self.name, groups_per_block=block, sync_s=sync_s))
+        return CompletionJournal(JournalWriter(folder, self.name, groups_per_block=block, sync_s=sync_s))
 
     async def generate(
         self, requests: Sequence[Group], on: str | None, forgotten: Sequence[TokenFile]
