@@ -43,9 +43,6 @@ class Machine(FileProbe):
     async def leave_mark(self, mark: Path, text: str, make_directory: bool = False) -> str | None:
         return await super().leave_mark(self.at(mark), text, make_directory)
 
-    async def sees_mark(self, mark: Path, text: str) -> bool:
-        return await super().sees_mark(mark, text)  # by `text_of`
-
     async def text_of(self, file: Path) -> str | None:
         return await super().text_of(self.at(file))
 

@@ -87,7 +87,7 @@ class SharedFilesystem:
         """
         probes, file = {worker.name: _probe(worker)}, self._run_dir / CONFIG
         here = await self._driver.text_of(file)
-        if here is not None and not await probes[worker.name].sees_mark(file, here):
+        if here is not None and await probes[worker.name].text_of(file) != here:
             raise ConfigError(await self._not_shared("run.dir", self._run_dir, probes))
         await self._check_model(probes)
 
@@ -171,8 +171,8 @@ async def _blind(
     try:
         if (why := await by.leave_mark(mark, text, make_directory)) is not None:
             return {}, why
-        seen = await concurrently(reader.sees_mark(mark, text) for reader in readers.values())
-        return {name: readers[name] for name, sees in zip(readers, seen, strict=True) if not sees}, None
+        seen = await concurrently(reader.text_of(mark) for reader in readers.values())
+        return {name: readers[name] for name, found in zip(readers, seen, strict=True) if found != text}, None
     finally:
         await by.remove_mark(mark)
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class FileProbe:
     """Access to files for every role and the driver, on another thread: also while a worker computes.
 
-    A mark is a small file with a text that nobody else would write: a process that reads that text sees the very
-    directory in which it was left, not one of the same path on another machine.
+    A mark is a small file with a text that nobody else would write: a process that reads that text (`text_of`) sees the
+    very directory in which it was left, not one of the same path on another machine.
     """
 
     def __init__(self, host: str) -> None:
@@ -54,10 +54,6 @@ class FileProbe:
         except OSError as error:
             return error.strerror or str(error)
         return None
-
-    async def sees_mark(self, mark: Path, text: str) -> bool:
-        """Tell whether the file ``mark`` is there, and holds ``text``."""
-        return await self.text_of(mark) == text
 
     async def text_of(self, file: Path) -> str | None:
         """Return the text of ``file``; None where there is none."""
