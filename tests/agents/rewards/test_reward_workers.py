@@ -468,7 +468,7 @@ from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardPart, RewardSpec
 
 async def main():
-    spec = RewardSpec((part_of(sys.argv[1]),), timeout_s=600)
+    spec = RewardSpec((RewardPart(sys.argv[1], "mine"),), timeout_s=600)
     reward = RewardWorkers(spec, workers=1, retries=0, log_path=None)
     await reward.start()
     print(reward._pool._workers[0].process.pid, flush=True)

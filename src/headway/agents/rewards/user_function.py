@@ -35,6 +35,7 @@ from typing import Any
 from headway.agents.interface.user_calls import are_coroutines, finite_number
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError, raised_by
+from headway.runtime.task_groups import concurrently
 from headway.runtime.user_code import Parameters
 from headway.runtime.workers.user_code_boundary import killed_after
 
@@ -167,18 +168,12 @@ class UserFunction:
 
         Raises `ScoringTimedOut` where a call takes longer than ``timeout_s`` seconds.
         """
-        tasks = [
-            asyncio.create_task(
-                self._call_async(arguments, timeout_s, "" if self.dialect.per_group else f" for response {k}")
-            )
+        calls = [
+            self._call_async(arguments, timeout_s, "" if self.dialect.per_group else f" for response {k}")
             for k, arguments in enumerate(self._calls(request, further))
         ]
-        try:
-            return self._scores_of(await asyncio.gather(*tasks), further)
-        finally:  # the loop lives on: nothing of a group that failed may run in it
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # a cancelled call may still run its `finally`
+        # It waits for those that it cancels: the loop lives on, and nothing of a group that failed may run in it.
+        return self._scores_of(await concurrently(calls), further)
 
     async def _call_async(self, arguments: Mapping[str, Any], timeout_s: float, of: str) -> Any:
         # Without an end of its own: `_expire` sets it, which leaves out the time for which others held the loop.
