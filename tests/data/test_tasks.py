@@ -141,7 +141,7 @@ def test_a_verifier_accepts_another_right_answer() -> None:
         ("sort", {"prompt_format": 3}, "prompt_format: expected str, not 3"),
         ("sort", {"alphabet": "aa"}, "two or more different characters"),
         ("sort", {"min_length": 0}, "1 ≤ min_length"),
-        ("sort", {"mean_length": 100}, "between min_length=3 and max_length=32"),
+        ("sort", {"mean_length": 100}, "mean_length ≤ max_length, not 3, 100, 32"),
         ("sort", {"prompt_format": "sort"}, "must contain {sequence}"),
     ],
 )

@@ -210,15 +210,10 @@ class SequenceParams:
                 f"data.task.params: distinct sequences of max_length={self.max_length} need an alphabet of as many "
                 f"characters, and {self.alphabet!r} has {len(self.alphabet)}"
             )
-        if not 1 <= self.min_length <= self.max_length:
+        if not 1 <= self.min_length <= self.mean_length <= self.max_length:
             raise ConfigError(
-                "data.task.params: lengths need 1 ≤ min_length ≤ max_length, "
-                f"not min_length={self.min_length}, max_length={self.max_length}"
-            )
-        if not self.min_length <= self.mean_length <= self.max_length:
-            raise ConfigError(
-                f"data.task.params.mean_length: between min_length={self.min_length} and "
-                f"max_length={self.max_length}, not {self.mean_length}"
+                "data.task.params: lengths need 1 ≤ min_length ≤ mean_length ≤ max_length, "
+                f"not {self.min_length}, {self.mean_length:g}, {self.max_length}"
             )
         if self.prompt_format is not None and "{sequence}" not in self.prompt_format:
             raise ConfigError(

@@ -91,11 +91,7 @@ class Group:
         """The oldest version that sampled any of the group's tokens. Raises `RunError` for a group without tokens."""
         versions = [version for t in self.trajectories for _, version in t.version_spans]
         if not versions:
-            ends = ", ".join(t.finish_reason for t in self.trajectories)
-            raise RunError(
-                f"group {self.number}: none of its {len(self.trajectories)} trajectories has a token ({ends}), so it "
-                "has no version of weights. Such a group cannot be trained on; its engine should not have delivered it"
-            )
+            raise RunError(f"group {self.number} has no token, and so no version of weights: it cannot be trained on")
         return min(versions)
 
 
