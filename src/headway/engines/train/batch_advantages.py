@@ -63,8 +63,12 @@ class Episodes:
 
     def join(self, get: Get) -> list[NDArray[Any]]:
         """The arrays [L] of the episodes, from those [T] that ``get`` returns of their rows."""
-        pairs = zip(self._rows_of, self._orders, strict=True)
-        return [np.concatenate([get(row) for row in own])[order] for own, order in pairs]
+        joined = []
+        for own, order in zip(self._rows_of, self._orders, strict=True):
+            arrays = [get(row) for row in own]
+            # That of a single row is no copy: a batch may have gigabytes of them.
+            joined.append(np.concatenate(arrays)[order] if len(arrays) > 1 else arrays[0])
+        return joined
 
     def cut(self, arrays: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
         """The arrays [T] of the rows, from those [L] of their episodes; 0 in the holes of rows that were joined."""
@@ -77,11 +81,10 @@ class Episodes:
         return result
 
 
-def _order(rows: Sequence[CollatedRow]) -> NDArray[np.int64]:
-    mask = np.concatenate([row.loss_mask for row in rows])
+def _order(rows: Sequence[CollatedRow]) -> NDArray[np.int64] | slice:
     if len(rows) == 1:
-        return np.arange(len(mask))
-    trained = np.flatnonzero(mask)
+        return slice(None)
+    trained = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
     # Stable: the tokens of one turn keep their order.
     return trained[np.argsort(np.concatenate([turn_numbers(row) for row in rows])[trained], kind="stable")]
 
