@@ -206,13 +206,11 @@ def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) 
             path.resolve().unlink()
 
 
-def files_of_run(run: Path) -> tuple[Path, ...]:
+def files_of_run(run: Path) -> list[Path]:
     """Return a run's own files and folders, existing or not, for `check_writable`. Others there are the user's."""
     from headway.reports.run_directory import RunDirectory
 
-    own = RunDirectory(run)
-    files = (own.config, own.events, own.metrics, own.samples, own.summary, own.lock)
-    return (*files, own.model, own.initial_model, own.checkpoints, own.tensorboard, own.trackers, own.logs)
+    return RunDirectory(run).own
 
 
 def _is_of(path: Path, one: Path) -> bool:

@@ -168,6 +168,12 @@ class RunDirectory:
     model = _Inside("model")
     _room = _Inside(".room")
 
+    @property
+    def own(self) -> list[Path]:
+        """What a run makes here, existing or not."""
+        names = [name for name, found in vars(RunDirectory).items() if isinstance(found, _Inside)]
+        return [getattr(self, name) for name in names if name != "code"]
+
     @classmethod
     def create(cls, path: Path, config: Config) -> RunDirectory:
         """Make the directory and write the resolved ``config`` into it.
@@ -268,13 +274,11 @@ class RunDirectory:
 
     def discard(self) -> None:
         """Remove what a start left that came to nothing. ``code``, and what is not Headway's, stays."""
-        files = (self.config, self.events, self.metrics, self.samples, self.summary, self._room)
-        for file in (*files, self.lock, signs_of_life(self.lock), self.profile_request, self.storage):
-            file.unlink(missing_ok=True)
-        folders = (self.tensorboard, self.checkpoints, self.logs, self.trackers, self.profiles, self.initial_model)
-        for folder in (*folders, self.journal):
-            if not folder.is_symlink():
-                shutil.rmtree(folder, ignore_errors=True)
+        for path in (*self.own, signs_of_life(self.lock)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif not path.is_symlink():
+                path.unlink(missing_ok=True)
         if self.made:
             with suppress(OSError):  # it has what others put there
                 self.path.rmdir()
