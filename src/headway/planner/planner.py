@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -129,14 +129,17 @@ def plan(
         if progress is not None:
             progress(rows[-1], to_come - 1)
     left = tuple(setting for setting in possible if setting not in step_s)
-    compared, baseline = _compare(rows)
+    not_compared = _not_compared(profile, rows, left if late else ())
+    rows.sort(key=lambda row: row.step_s)
+    if (baseline := baseline_of(rows)) is not None:
+        rows = [replace(row, speedup=baseline.step_s / row.step_s) for row in rows]
     return PlanResult(
         profile=profile,
-        rows=compared,
+        rows=tuple(rows),
         open=left if late else (),
         skipped=() if late else left,
-        baseline=baseline,
-        advice=advise(compared, _not_compared(profile, rows, left if late else ())),
+        baseline=baseline_of(rows),
+        advice=advise(rows, not_compared),
         trajectories=trajectories,
         cpu_s=clock() - started,
         wall_s=time.monotonic() - began,
@@ -208,16 +211,6 @@ def to_json(plan: PlanResult) -> dict[str, Any]:
             "trajectories_per_s": plan.trajectories_per_s,
         },
     }
-
-
-def _compare(rows: Iterable[PlanRow]) -> tuple[tuple[PlanRow, ...], PlanRow | None]:
-    """The rows, quickest first, with their speed-up over the baseline; and the baseline."""
-    ordered = sorted(rows, key=lambda row: row.step_s)
-    baseline = baseline_of(ordered)
-    if baseline is None:
-        return tuple(ordered), None
-    compared = [replace(row, speedup=baseline.step_s / row.step_s) for row in ordered]
-    return tuple(compared), baseline_of(compared)
 
 
 def _not_compared(profile: Profile, rows: Sequence[PlanRow], missing: Sequence[PlanSetting]) -> str | None:

@@ -14,9 +14,9 @@ from typing import Any
 from headway.api.init.data_summary import PROGRAMS, DataFacts
 from headway.api.init.device_layout import Choice, Choices, choose_devices, within_memory
 from headway.api.init.model_summary import SMALL, Machine, ModelFacts
-from headway.config.layers import lies_in, nest
+from headway.config import recipe_text
+from headway.config.layers import flatten, lies_in, nest
 from headway.config.presets import preset
-from headway.config.schema_keys import spelled
 from headway.config.sections.agent_section import AgentConfig
 from headway.errors import ConfigError
 
@@ -246,29 +246,17 @@ def render(choices: Sequence[Choice], header: Sequence[str]) -> str:
     order = {name: place for place, name in enumerate(SECTIONS)}
     placed = sorted(choices, key=lambda choice: order.get(choice.key.partition(".")[0], len(order)))
     lines = [f"# {part}" for line in header for part in ([line] if line[:1] == " " else _wrapped(line, WIDTH - 2))]
-    for name, value in nest({choice.key: choice.value for choice in placed}).items():
-        if isinstance(value, Mapping):
-            lines.append("")
-        lines += _lines(name, value, name, reasons, 0)
-    return "\n".join(lines) + "\n"
 
+    def commented(key: str, line: str, indent: str) -> list[str]:
+        reason = reasons.get(key, "")
+        with_reason = f"{line.ljust(COMMENTS_FROM - 2)}  # {reason}" if reason else line
+        if len(with_reason) <= WIDTH:
+            return [with_reason]
+        return [*(f"{indent}# {part}" for part in _wrapped(reason, WIDTH - len(indent) - 2)), line]
 
-def _lines(name: str, value: Any, key: str, reasons: Mapping[str, str], depth: int) -> list[str]:
-    indent = "  " * depth
-    if isinstance(value, Mapping) and value and key not in reasons:
-        inner = [line for part in value for line in _lines(part, value[part], f"{key}.{part}", reasons, depth + 1)]
-        return [f"{indent}{name}:", *inner]
-    written = f"{indent}{name}: {spelled(value)}"
-    return _commented(written, reasons.get(key, ""), indent)
-
-
-def _commented(written: str, reason: str, indent: str) -> list[str]:
-    if not reason:
-        return [written]
-    line = f"{written.ljust(COMMENTS_FROM - 2)}  # {reason}"
-    if len(line) <= WIDTH:
-        return [line]
-    return [*(f"{indent}# {part}" for part in _wrapped(reason, WIDTH - len(indent) - 2)), written]
+    # Nested and flattened: keys of one section come together.
+    grouped = dict(flatten(nest({choice.key: choice.value for choice in placed})))
+    return "".join(f"{line}\n" for line in [*lines, *recipe_text.sections(grouped, commented)])
 
 
 def _wrapped(text: str, width: int) -> list[str]:

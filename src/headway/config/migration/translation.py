@@ -7,15 +7,16 @@ import textwrap
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from headway.config import recipe_text
 from headway.config.aliases import canonical_key
 from headway.config.checks import without_effect
 from headway.config.doctor import diagnose
-from headway.config.layers import DOT, flatten, lies_in
+from headway.config.layers import flatten, lies_in
 from headway.config.loading import LoadedConfig, load, mode_config
 from headway.config.migration.settings_files import SettingsFile
 from headway.config.migration.shell_scripts import missing, written
@@ -42,19 +43,13 @@ def body(values: Mapping[str, Any], comments: Mapping[str, tuple[str, str]]) -> 
     def place(key: str) -> tuple[int, int, str]:
         return first.get(key.partition(".")[0], len(first)), order.get(key, len(order)), key
 
-    lines: list[str] = []
-    opened: list[str] = []
-    for key in sorted(values, key=place):
-        *sections, name = (part.replace(DOT, ".") for part in key.split("."))
-        pairs = zip(opened, sections, strict=False)
-        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        lines += [""] if sections[:1] != opened[:1] and sections else []
-        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(shared, len(sections))]
-        opened, indent = sections, "  " * len(sections)
+    def commented(key: str, line: str, indent: str) -> list[str]:
         origin, remark = comments.get(key, ("", ""))
-        lines += [f"{indent}# {part}" for part in textwrap.wrap(remark, WIDTH - len(indent) - 2)]
-        lines.append(f"{indent}{name}: {spelled(values[key])}" + (f"  # {origin}" if origin else ""))
-    return "\n".join(lines) + "\n" if lines else "{}\n"
+        above = textwrap.wrap(remark, WIDTH - len(indent) - 2)
+        return [*(f"{indent}# {part}" for part in above), line + (f"  # {origin}" if origin else "")]
+
+    lines = recipe_text.sections({key: values[key] for key in sorted(values, key=place)}, commented)
+    return "".join(f"{line}\n" for line in lines) or "{}\n"
 
 
 _SECRET = re.compile(r"(key|token|password|secret|use_wandb)$", re.IGNORECASE)

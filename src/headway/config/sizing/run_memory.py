@@ -8,21 +8,10 @@ from typing import Any
 
 from headway.config.schema import Config
 from headway.config.sections.model_section import MakeModelConfig
+from headway.config.sizing import process_memory
 from headway.config.sizing.model_shape import FLOAT, ModelShape
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement, concurrent, resolve_placement
-from headway.config.sizing.process_memory import (
-    PACKED_FROM,
-    MemoryItem,
-    Mesh,
-    ProcessMemory,
-    TrainingStep,
-    critic,
-    reference,
-    room,
-    trainer,
-    up,
-    update,
-)
+from headway.config.sizing.process_memory import MemoryItem, Mesh, ProcessMemory, TrainingStep, room, up
 from headway.config.transport_facts import TRANSPORTS, between_devices, transport_of
 from headway.errors import ConfigError
 
@@ -236,17 +225,17 @@ class _Run:
     def trainer(self, *, senders: int) -> ProcessMemory:
         """Return the memory of a rank that trains, one of so many ``senders``; 0 where it sends nothing."""
         config, shape, step, placement = self._config, self._shape, self.step, self.placement
-        memory = trainer(shape, step).beside(self.saved("trainer", step.mesh))
+        memory = process_memory.trainer(shape, step).beside(self.saved("trainer", step.mesh))
         if placement.shared(REF, ACTOR):
-            memory = memory.beside(reference(shape, step))
+            memory = memory.beside(process_memory.reference(shape, step))
         if placement.shared(CRITIC, ACTOR):
-            memory = memory.beside(critic(shape, step)).beside(self.saved("critic", step.mesh))
+            memory = memory.beside(process_memory.critic(shape, step)).beside(self.saved("critic", step.mesh))
         if placement.shared(LOGP, ACTOR) and config.async_training.trigger_parameter_sync_step > 1:
             share = FLOAT * step.mesh.share(shape)
             copy = MemoryItem("weights at the version's start", share, on_host=not self._on_cpu)
             now = MemoryItem("the present weights, meanwhile", share, on_host=not self._on_cpu)
             memory = memory.beside(ProcessMemory((copy,), {"log-probs of the version's start": (now,)}))
-        sends = update(
+        sends = process_memory.update(
             shape,
             self.served,
             int(config.rollout.param_update_preduce_bucket_size_mb * MIB),
@@ -261,8 +250,8 @@ class _Run:
         """Return the memory of each of so many ranks of a role that has its own."""
         step = replace(self.step, mesh=Mesh(ranks, self.step.mesh.parallel))
         if role != CRITIC:
-            return reference(self._shape, step)
-        return critic(self._shape, step).beside(self.saved("critic", step.mesh))
+            return process_memory.reference(self._shape, step)
+        return process_memory.critic(self._shape, step).beside(self.saved("critic", step.mesh))
 
     def replica(self, senders: int, *, cache_bytes: int | None = None) -> ProcessMemory:
         """Return the memory of a replica, or of each of the devices that vLLM divides it over.
@@ -283,7 +272,7 @@ class _Run:
         on_device = rollout.name == "native" and (shared or self.on_devices)  # from a GPU to this one
         if on_device and not in_place:
             held.append(MemoryItem("new weights, beside those that are served", served))
-        if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= PACKED_FROM:
+        if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= process_memory.PACKED_FROM:
             packed = shape.parameters - (0 if shape.tied else shape.embedding)
             held.append(MemoryItem("the weights as a CPU's kernels read them", packed * itemsize))
         # A cut or parked answer is read again with all that it has; only vLLM on GPUs divides a context over steps.

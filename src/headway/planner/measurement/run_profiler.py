@@ -19,25 +19,9 @@ from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, c
 from headway.errors import ConfigError
 from headway.events import Event
 from headway.planner.grid import in_words
-from headway.planner.measurement.cost_fitting import (
-    LinearCost,
-    Overlap,
-    evenly,
-    fit_decode,
-    fit_line,
-    fit_prefill,
-    rounded,
-    service_seconds,
-    usual_mean,
-    without_outliers,
-)
-from headway.planner.measurement.recording import (
-    KEPT_FATES,
-    RecordedGroup,
-    Recording,
-    UpdateRecord,
-    recording_of,
-)
+from headway.planner.measurement import cost_fitting
+from headway.planner.measurement.cost_fitting import LinearCost, Overlap, evenly, rounded, usual_mean, without_outliers
+from headway.planner.measurement.recording import KEPT_FATES, RecordedGroup, Recording, UpdateRecord, recording_of
 from headway.planner.profiles.costs import decode_cost
 from headway.planner.profiles.job_profile import (
     BatchProfile,
@@ -127,7 +111,7 @@ class _Profiling:
                 "training and generation did not share devices, or count as if they had not: sharing costs nothing"
             )
         scored = [(group.arrived, group.rewarded) for group in recording.groups.values() if group.rewarded is not None]
-        reward_s = service_seconds(scored, config.reward.workers)
+        reward_s = cost_fitting.service_seconds(scored, config.reward.workers)
         nodes = placement.on_nodes(ACTOR)
         return Profile(
             name=config.run.name,
@@ -191,7 +175,7 @@ class _Profiling:
     def _rollout(self) -> RolloutProfile:
         config, started = self._config.rollout, self._recording.started
         slots = max(started.slots.values()) if started else concurrent(self._config)
-        curve, kv_token_s = fit_decode(self._overlap.decode_samples())
+        curve, kv_token_s = cost_fitting.fit_decode(self._overlap.decode_samples())
         profile = RolloutProfile(
             slots=slots,
             decode=[(active, rounded(seconds)) for active, seconds in curve],
@@ -199,7 +183,7 @@ class _Profiling:
             devices=config.tensor_model_parallel_size,
             threads=self._threads(ROLLOUT, config.threads),
         )
-        prefill = fit_prefill(self._overlap.prefill_steps(), decode_cost(profile))
+        prefill = cost_fitting.fit_prefill(self._overlap.prefill_steps(), decode_cost(profile))
         if curve[0][0] > 1 or curve[-1][0] < slots:
             self._assume(
                 f"decode steps were seen with {curve[0][0]} to {curve[-1][0]} active sequences; other numbers, up to "
@@ -244,7 +228,7 @@ class _Profiling:
             (step for step in self._overlap.alone(self._recording.training.steps) if step.tokens > 0),
             lambda step: step.seconds / step.tokens,
         )
-        line = fit_line([step.tokens for step in steps], [step.seconds for step in steps])
+        line = cost_fitting.fit_line([step.tokens for step in steps], [step.seconds for step in steps])
         if not line.separated:
             self._assume(
                 "optimizer steps hardly differed in tokens or in time: their cost is taken as proportional to tokens"
