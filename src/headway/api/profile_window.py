@@ -28,10 +28,11 @@ from headway.config.sizing.timeouts import (
     PROFILE_TAKEN_S,
 )
 from headway.data.interfaces.training import Profiled
-from headway.errors import ConfigError, HeadwayError, RunError, UserError, said_by
+from headway.errors import ConfigError, DataError, HeadwayError, RunError, UserError, said_by
 from headway.events import Emit, Event, Note, ProfileTaken, RunFinished, RunStarted, VersionReached
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.stage import Signal
+from headway.reports.record.events_file import look_through
 from headway.reports.record.file_access import replace_file
 from headway.reports.run_directory import RunDirectory, is_trained
 from headway.runtime.task_groups import concurrently, end
@@ -51,10 +52,12 @@ def ask(run: RunDirectory, versions: int, seconds: float) -> None:
     """
     _check(versions, seconds)
     if is_trained(run.lock) is False:
-        raise UserError(
-            f"{run.path}: no process trains this run, and a run is asked while it trains. To go on with it, unless it "
-            f"is complete: headway train --resume {run.path}"
-        )
+        with suppress(DataError):
+            if look_through(run.events).ended == "completed":
+                raise UserError(
+                    f"{run.path}: no process trains this run, which is complete: a run is asked while it trains"
+                )
+        raise UserError(f"{run.path}: no process trains this run. To go on with it: headway train --resume {run.path}")
     if run.profile_request.exists():
         raise UserError(f"{run.path}: this run has a profile under way; ask again when that is written")
     try:
