@@ -104,8 +104,9 @@ class Way:
                     file.write(where + "\n")
 
     def _holds(self, value: object, depth: int) -> bool:
-        name = type(value).__name__
-        data = type(value).__module__.startswith("headway.") and (is_dataclass(value) or hasattr(value, "_fields"))
+        kind = type(value)
+        name = kind.__name__
+        data = kind.__module__.startswith("headway.") and (is_dataclass(kind) or hasattr(kind, "_fields"))
         held = self._is_seed(value)
         if depth and not held:
             held = bool(
