@@ -216,7 +216,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     try:
         parsed = yaml_text.parse(value)
     except ConfigError as error:
-        raise ConfigError(f"{override!r}: {error}") from error
+        raise ConfigError(f"{override!r}: {str(error).replace('line 1: ', '')}") from error
     # YAML makes a mapping of `a:` and of `a: b`, where a text was meant.
     if isinstance(parsed, dict) and not value.lstrip().startswith("{"):
         raise ConfigError(
