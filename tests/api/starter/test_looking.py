@@ -12,6 +12,7 @@ from headway.agents.rewards.built_in import make_rule
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.api.init.data_summary import (
     CHARACTERS_OF_A_TOKEN,
+    MOST_MADE,
     MOST_MEASURED,
     answer_column,
     look_at_data,
@@ -78,6 +79,11 @@ def test_the_longest_prompt_is_that_of_all_rows(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert look_at_data(str(file), model(), None, {}).prompts.longest == -(-602 // CHARACTERS_OF_A_TOKEN)
+
+
+def test_the_first_problems_of_a_task_are_looked_at() -> None:
+    read = look_at_data("sort", model(), None, {"data.task.size": 300})
+    assert (read.rows, len(read.tokens), read.reward.function) == (300, MOST_MADE, "task")
 
 
 @pytest.mark.parametrize(
