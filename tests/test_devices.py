@@ -43,6 +43,7 @@ CUDA = kind_of("cuda")
 WORDS = {word for kind in ACCELERATORS for word in (kind.name, kind.collectives)}
 USERS_WORDS = {
     "config/sections/run_section.py",
+    "config/doctor.py",
 }
 """Files in which such a word is a value of a setting: ``cluster.device=cuda``."""
 

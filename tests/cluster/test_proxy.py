@@ -71,7 +71,7 @@ def test_the_trainers_ranks_register_what_is_taken_from_them_as_it_is() -> None:
     of_paths = {"reach", "send_weights", "gather_weights", "send_gathered"}
     taken = asked_by(group._engine) & set(dir(group)) - set(dir(TrainGroup)) - of_paths
     steps = {"forward_logprobs", "proximal_logprobs", "train_step", "copy_state"}
-    assert taken == steps | {"save", "load", "export"} | OF_THE_GROUP
+    assert taken == steps | {"save", "load"} | OF_THE_GROUP
     assert taken <= registered(ActorRole).keys() | OF_THE_GROUP
 
 

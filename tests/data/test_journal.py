@@ -317,7 +317,8 @@ def test_an_episode_worker_leaves_a_journal_alone_that_the_run_does_not_want(
 ):
     """It is there from an earlier process, with other settings."""
     values = {"mode": "async_stale", "run": {"journal_sync_s": sync_s}, "trainer": {"save_freq": save_freq}}
-    role = SimpleNamespace(_config=Config.model_validate(values), _journal=tmp_path, name="episode-worker-0")
+    (tmp_path / "journal").mkdir()
+    role = SimpleNamespace(_config=Config.model_validate(values), _run_dir=tmp_path, name="episode-worker-0")
     assert (EpisodeWorkerRole._completions(role) is not None) == wanted
 
 
