@@ -112,7 +112,8 @@ class Measured:
 
     def rate(self, engine: str) -> float | None:
         """Median; None where there is no whole measurement."""
-        return median(self.rates[engine]) if self.rates[engine] and engine not in self.failures else None
+        rates = self.rates.get(engine)
+        return median(rates) if rates and engine not in self.failures else None
 
     @property
     def ratio(self) -> Ratio | None:

@@ -285,8 +285,9 @@ def test_an_engine_that_failed_in_a_later_round_is_not_compared_with() -> None:
     assert found.rate("vllm") is None
 
 
-def test_without_another_engine_there_is_no_ratio() -> None:
+def test_without_the_native_engine_or_another_one_there_is_no_ratio() -> None:
     assert measured(native=[300]).ratio is None
+    assert measured(vllm=[300]).ratio is None
 
 
 def test_the_table_shows_rates_time_outs_and_aims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,12 +101,14 @@ def test_names_files_and_settings_are_completed(tmp_path: Path, monkeypatch: pyt
     assert list(complete_config("./m")) == ["./mine.yaml", "./more/"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert list(complete_config("~/mi")) == ["~/mine.yaml"]
+    assert list(complete_setting("agent.train_on_limit")) == ["agent.train_on_limit="], "two words for a shell"
     assert list(complete_setting("rollout.n")) == [
-        "rollout.name=",
-        "rollout.n=",
-        "rollout.nnodes=",
-        "rollout.n_gpus_per_node=",
+        "rollout.name=native",
+        "rollout.n=8",
+        "rollout.nnodes=1",
+        "rollout.n_gpus_per_node=1",
     ]
+    assert list(complete_setting("model.path")) == ["model.path="]
     assert list(complete_key("param_update.s")) == ["param_update.schedule"]
 
 

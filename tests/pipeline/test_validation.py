@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from headway.agents.episodes.program_episode import EpisodeLimits, Hosting
@@ -26,6 +28,14 @@ PROGRAM = {"agent": {"program": "x.py:run"}}
 def slow_validation(trajectory: TrajectoryId) -> int:
     """Held-out answers take 25 s, training answers about one."""
     return 200 if trajectory.epoch == -1 else 8 + trajectory.row % 5
+
+
+def test_a_run_that_goes_on_at_version_0_makes_no_validation_again_whose_result_is_known(tmp_path: Path):
+    scenario = Scenario("on_policy", problems=3, sections={"trainer": {"save_freq": 10}})
+    (start,) = replace(scenario, journal=tmp_path / "journal").run().starts
+    for known, versions in ((None, [0, 1, 2, 3, 4, 5, 6]), (0, [1, 2, 3, 4, 5, 6])):
+        run = replace(scenario, resume_from=start, validated=known).run().assert_completed()
+        assert run.validated() == versions
 
 
 @mostly_slow("mode", MODES, quick=["one_step_off", "async_partial", "overlapped"])

@@ -103,8 +103,10 @@ class ProfileWindow:
         """
         self._processes = processes
         self._request, self._folder, self._lock = directory.profile_request, directory.profiles, directory.lock
-        self._emit, self._since_first = emit, since_first
-        self._version, self._remark = version, remark
+        self._emit = emit
+        self._since_first = since_first
+        self._version = version
+        self._remark = remark
         self._last: int | None = None
         """Last version that the run trains; None where that is not known."""
         self._over = False

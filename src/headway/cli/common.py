@@ -11,6 +11,7 @@ import difflib
 import errno
 import inspect
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,11 +44,17 @@ def complete_config(incomplete: str) -> Iterator[str]:
 
 
 def complete_setting(incomplete: str) -> Iterator[str]:
-    """Yield ``a.b=`` for each key that begins with ``incomplete``, but those in lists and mappings of sections."""
-    from headway.config.schema_keys import keys
+    """Yield ``a.b=default`` for each key that begins with ``incomplete``; no value where the default is none, or
+    a shell would take it apart.
+    """
+    from headway.config.schema_keys import REQUIRED, keys
 
-    names = (key.name for key in keys() if key.name.startswith(incomplete))
-    yield from (f"{name}=" for name in names if "[]" not in name and ".NAME" not in name)
+    none = (REQUIRED, "null")
+    written = (
+        f"{key.name}={'' if key.default in none or shlex.quote(key.default) != key.default else key.default}"
+        for key in keys()
+    )
+    yield from (one for one in written if one.startswith(incomplete) and "[]" not in one and ".NAME" not in one)
 
 
 def complete_key(incomplete: str) -> Iterator[str]:
@@ -206,11 +213,13 @@ def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) 
             path.resolve().unlink()
 
 
-def files_of_run(run: Path) -> list[Path]:
+def files_of_run(run: Path) -> tuple[Path, ...]:
     """Return a run's own files and folders, existing or not, for `check_writable`. Others there are the user's."""
     from headway.reports.run_directory import RunDirectory
 
-    return RunDirectory(run).own
+    own = RunDirectory(run)
+    files = (own.config, own.events, own.metrics, own.samples, own.summary, own.lock)
+    return (*files, own.model, own.initial_model, own.checkpoints, own.tensorboard, own.trackers, own.logs)
 
 
 def _is_of(path: Path, one: Path) -> bool:

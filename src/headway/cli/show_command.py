@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,25 +51,20 @@ def show(
         if option in of_table:
             raise ConfigError(f"{option} chooses lines of the table; leave GROUP out")
         raise ConfigError(f"{option} shows one group that was trained; give its number: GROUP")
-    damaged: list[int] = []
     if group is None:
-        _table(run, damaged, validation, fate, source, last or LAST, as_json)
+        _table(run, validation, fate, source, last or LAST, as_json)
     elif validation:
-        _problem(run, damaged, group, as_json)
+        _problem(run, group, as_json)
     else:
-        _group(run, damaged, group, color, tokens, episode, as_json)
-    if damaged:
-        first = ", ".join(map(str, damaged[:3])) + (", …" if len(damaged) > 3 else "")
-        say(f"damaged lines of {run / 'samples.jsonl'}, which are left out: {len(damaged)} (line {first})")
+        _group(run, group, color, tokens, episode, as_json)
 
 
-def _table(
-    run: Path, damaged: list[int], validation: bool, fate: str | None, source: str | None, last: int, as_json: bool
-) -> None:
+def _table(run: Path, validation: bool, fate: str | None, source: str | None, last: int, as_json: bool) -> None:
     from headway.reports.sample_printer import print_table
     from headway.reports.sample_query import listed
 
-    table = listed(run, damaged, last=last, validation=validation, fate=fate, source=source)
+    with _damage_told(run) as damaged:
+        table = listed(run, damaged, last=last, validation=validation, fate=fate, source=source)
     if as_json:
         _print_json(table.lines)
     elif not table.lines:
@@ -76,31 +73,41 @@ def _table(
         print_table(table.lines, _console(), left_out=table.left_out)
 
 
-def _problem(run: Path, damaged: list[int], problem: int, as_json: bool) -> None:
+def _problem(run: Path, problem: int, as_json: bool) -> None:
     from headway.reports.sample_printer import print_validations
     from headway.reports.sample_query import of_problem
 
-    samples = of_problem(run, problem, damaged)
+    with _damage_told(run) as damaged:
+        samples = of_problem(run, problem, damaged)
     if as_json:
         _print_json(samples)
     else:
         print_validations(samples, _console())
 
 
-def _group(
-    run: Path, damaged: list[int], number: int, color: str, tokens: bool, episode: int | None, as_json: bool
-) -> None:
+def _group(run: Path, number: int, color: str, tokens: bool, episode: int | None, as_json: bool) -> None:
     from headway.reports.sample_printer import print_group
     from headway.reports.sample_query import found, of_episode
     from headway.reports.samples.token_view import Color
 
     if color not in list(Color):
         raise ConfigError(f"--color: got {color}, expected one of {', '.join(Color)}")
-    sample = found(run, number, damaged)
+    with _damage_told(run) as damaged:
+        sample = found(run, number, damaged)
     if as_json:
         _print_json(of_episode(sample, episode))
     else:
         print_group(sample, _console(), color=Color(color), tokens=tokens, episode=episode)
+
+
+@contextmanager
+def _damage_told(run: Path) -> Iterator[list[int]]:
+    """Yield a list for the numbers of lines that are no samples, and say on stderr how many there are."""
+    damaged: list[int] = []
+    yield damaged
+    if damaged:
+        first = ", ".join(map(str, damaged[:3])) + (", …" if len(damaged) > 3 else "")
+        say(f"damaged lines of {run / 'samples.jsonl'}, which are left out: {len(damaged)} (line {first})")
 
 
 def _print_json(value: object) -> None:

@@ -5,15 +5,18 @@ defaults' files ─▶ the file ─▶ the command line        each later layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
 
-from headway.config import yaml_text
 from headway.config.aliases import canonical_key, translate
 from headway.config.conditions import with_texts
 from headway.config.recipes import find_recipe, similar_recipes
@@ -24,12 +27,20 @@ ON_COMMAND_LINE = "on the command line"
 """Origin of settings, for messages."""
 MAPPINGS = (
     *("model.warmup.params", "data.task.params", "data.chat_template_kwargs", "reward.params"),
-    *("reward.functions.params", "rollout.logit_bias", "rollout.engine_kwargs"),
-    *("agent.mcp", "agent.params", "agent.env"),
+    *(
+        "reward.functions.params",
+        "rollout.logit_bias",
+        "rollout.engine_kwargs",
+        "agent.mcp",
+        "agent.params",
+        "agent.env",
+    ),
 )
 """Keys of mappings with names of the user's: a dot in such a name is a part of it."""
 DOT = "\u2024"
 """Sign that stands for the dot of a name in dotted keys, and looks like one."""
+_SURPRISING = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)")
+"""Pattern of numbers that YAML 1.1 reads in base 8 or base 60."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +169,8 @@ def resolve_references(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(nest(values)), resolve=True)
     except OmegaConfBaseException as error:
-        what = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"{error.full_key}: {what}; ${{a.b}} stands for the value that a file or setting gives a.b"
+            f"{error.full_key}: {_first_line(error)}; ${{a.b}} stands for the value that a file or setting gives a.b"
         ) from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
@@ -171,10 +181,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
     # By the resolved path: a link to a file above would go round for ever.
     if resolved in including:
         raise ConfigError(f"{path}: includes itself, by way of {' and '.join(map(str, including))}")
-    try:
-        content = yaml_text.read_mapping(path)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; {_instead(path, including)}") from None
+    content = _parse_file(path, including)
     defaults = content.pop(DEFAULTS, [])  # a key of the file's own, and no setting
     if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
         raise ConfigError(f"{path}: {DEFAULTS}: got {defaults!r}, expected a list of YAML files, relative to this one")
@@ -192,16 +199,6 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _instead(path: Path, including: Sequence[Path]) -> str:
-    """Say what to give instead of a file that is not there. ``including``: the files whose ``defaults`` led to it."""
-    if including:
-        return f"{DEFAULTS} of {including[-1]} name it, relative to their file"
-    meant = " or ".join(similar_recipes(path)) or "demo"
-    return (
-        f"give a YAML file, or the name of a recipe that comes with Headway, like {meant} (headway recipes lists them)"
-    )
-
-
 def _is_a_runs(path: Path) -> bool:
     """Tell whether a run wrote this file: its names and values are upgraded without a word."""
     return path.name == "config.yaml" and any(
@@ -209,20 +206,78 @@ def _is_a_runs(path: Path) -> bool:
     )
 
 
+def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:
+    """Parse one YAML configuration file. ``including``: the files whose ``defaults`` led to it."""
+    try:
+        if stat.S_ISCHR(path.stat().st_mode) or stat.S_ISBLK(path.stat().st_mode):  # reading a device may never end
+            raise ConfigError(f"{path}: a device, not a file; give a YAML file, like recipes/demo.yaml")
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path}: expected a mapping of keys to values at the top, as in recipes/demo.yaml")
+        # On the nodes: once they are values 010 is 8 and 1:30 is 90, and nothing tells what was written.
+        _check_numbers(root, lambda line: f"{path}: line {line}")
+        # Not yaml.safe_load: to that 1e-6 is a text, and of a key that is given twice the last one counts.
+        content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except FileNotFoundError:
+        if including:
+            named = f"{DEFAULTS} of {including[-1]} name it, relative to their file"
+            raise ConfigError(f"{path}: there is no such file; {named}") from None
+        meant = " or ".join(similar_recipes(path)) or "demo"
+        raise ConfigError(
+            f"{path}: there is no such file; give a YAML file, or the name of a recipe that comes with Headway, like "
+            f"{meant} (headway recipes lists them)"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a YAML file that you may read") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8") from error
+    except (YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {_yaml_problem(error)}") from error
+    assert isinstance(content, dict)
+    return content
+
+
 def _parse_override(override: str) -> dict[str, Any]:
     key, equals, value = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"{override!r}: expected a.b=c, like rollout.n=8")
     try:
-        parsed = yaml_text.parse(value)
-    except ConfigError as error:
-        raise ConfigError(f"{override!r}: {str(error).replace('line 1: ', '')}") from error
+        _check_numbers(yaml.compose(value, Loader=yaml.SafeLoader), lambda _: f"{override!r}")
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    except (YAMLError, OmegaConfBaseException) as error:
+        problem = error.problem if isinstance(error, MarkedYAMLError) else _first_line(error)
+        raise ConfigError(f"{override!r}: the value is not valid YAML: {problem}") from error
+    assert isinstance(parsed, dict)
     # YAML makes a mapping of `a:` and of `a: b`, where a text was meant.
-    if isinstance(parsed, dict) and not value.lstrip().startswith("{"):
+    if isinstance(parsed["value"], dict) and not value.lstrip().startswith(("{", "$")):
         raise ConfigError(
             f"{override!r}: a value with a colon at its end, or before a space, needs quotes, as in '\"a:\"'"
         )
-    return dict(flatten({key.strip(): parsed}))
+    return dict(flatten({key.strip(): parsed["value"]}))
+
+
+def _check_numbers(root: yaml.Node | None, where: Callable[[int], str]) -> None:
+    """Refuse bare numbers that YAML reads in base 8 or 60. ``where(line)`` begins the message about that line."""
+    nodes, seen = [root], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # an anchor may lead back to its own node
+            continue
+        seen.add(id(node))
+        match node:
+            case yaml.MappingNode(value=pairs):
+                nodes += [node for pair in pairs for node in pair]
+            case yaml.SequenceNode(value=items):
+                nodes += items
+            # style None: in quotes it is a text already.
+            case yaml.ScalarNode(value=text, style=None) if _SURPRISING.fullmatch(text):
+                raise ConfigError(
+                    f"{where(node.start_mark.line + 1)}: {text} is another number to YAML, one of base 8 or 60; "
+                    f'write a decimal number, or "{text}" in quotes for a text'
+                )
 
 
 def _replaces(new: str, old: str, value: Any) -> bool:
@@ -234,6 +289,16 @@ def _excludes(one: str, one_value: Any, other: str, other_value: Any) -> bool:
     below = one.startswith(f"{other}.") and other_value != {}
     above = other.startswith(f"{one}.") and one_value != {}
     return one == other or below or above
+
+
+def _yaml_problem(error: Exception) -> str:
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return "nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def with_own_code(layer: Layer) -> Layer:

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
-from headway.config import yaml_text
 from headway.config.aliases import join_corrections, resolve_ahead_steps, resolve_partial_rollout
 from headway.config.checks import rules, without_effect
 from headway.config.conditions import with_texts
@@ -44,6 +44,19 @@ _ENVIRONMENT = re.compile(r"(?<!\\)\$\{oc\.env:([^,}]*)\}")
 """Pattern of a variable of the environment without a default."""
 _REFERENCE = re.compile(r"(\\*)\$\{")
 """Pattern of the beginning of a reference with the backslashes before it: an odd number of them makes it text."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML writer: sections as blocks, lists on one line."""
+
+
+_Dumper.add_representer(
+    list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+)
+# Loading takes 1e9 for a number, which YAML 1.1 does not: a text like that gets quotes.
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*)?\.?\d+[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +185,10 @@ def dump(config: Config) -> str:
         for key, value in written_values(config).items()
         if not ((key in idle or value is None) and value == beneath.get(key))
     }
-    return yaml_text.dump(nest(values))
+    text: str = yaml.dump(
+        nest(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
+    )
+    return text
 
 
 def resolved(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import xxhash
 
@@ -235,7 +235,15 @@ class _TaskRecords(Sequence[Record]):
     def __len__(self) -> int:
         return len(self._problems)
 
-    def __getitem__(self, index: int) -> Record:  # type: ignore[override]  # a slice would make all of its problems
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
         return _record(self._problems[index], self._source)
 
 

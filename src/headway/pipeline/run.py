@@ -73,7 +73,8 @@ class Pipeline:
         self._emit_started()
         try:
             self._begin()
-            if self._state.version == 0 and self.parts.validation:  # later ones when replicas have them
+            # Later ones when replicas have them; a resumed run may know this one's result.
+            if self._state.version == 0 and self.parts.validation and self.parts.validated != 0:
                 await self._wiring.validations.send(self._wiring.validators.order(0))
             try:
                 await failing_as_one(self._run_to_the_end)

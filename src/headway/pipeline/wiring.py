@@ -127,7 +127,8 @@ class Wiring:
         """Build the run. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
         told = [*observers]  # its own list: the monitor is added below, once its parts are there
         emit = _fan_out(told)
-        machinery, critic = parts.machinery, None
+        machinery = parts.machinery
+        critic = None
         timeouts = machinery.timeouts or Timeouts.of(config)
         self.state = state = _state(config, parts, emit)
         self.scoring = Scoring(parts.reward)

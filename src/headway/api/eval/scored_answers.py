@@ -191,9 +191,19 @@ async def _scored(reward: RewardWorkers | None, finished: Group) -> Solved:
     scored = {t.id: (rewards[i], {name: values[i] for name, values in parts.items()}) for i, t in enumerate(made)}
     answers = []
     for k, t in enumerate(trajectories):
-        reward_of, parts_of = scored.get(t.id, (0.0, {}))
-        cut_off, reason = t.finish_reason is FinishReason.LENGTH, str(t.finish_reason)
-        answers.append(ScoredAnswer(k, t.text, t.length, cut_off, reason, reward_of, parts_of, t.failure))
+        own_reward, own_parts = scored.get(t.id, (0.0, {}))
+        answers.append(
+            ScoredAnswer(
+                k=k,
+                text=t.text,
+                tokens=t.length,
+                cut_off=t.finish_reason is FinishReason.LENGTH,
+                finish_reason=str(t.finish_reason),
+                reward=own_reward,
+                parts=own_parts,
+                failure=t.failure,
+            )
+        )
     return Solved(prompt.row, prompt.source, prompt.text, prompt.answer, tuple(answers), prompt.question, failure)
 
 

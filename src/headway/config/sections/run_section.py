@@ -105,7 +105,7 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-Trackers = Annotated[
+TrackerNames = Annotated[
     tuple[Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     AfterValidator(_each_once),
@@ -117,7 +117,7 @@ class ReportsConfig(Section):
 
     live: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """The live view; ``auto`` shows it on a terminal and prints plain lines elsewhere."""
-    trackers: Trackers = ("tensorboard",)
+    trackers: TrackerNames = ("tensorboard",)
     """Tools for looking at runs that get this one, too (docs/trackers.md). All but ``tensorboard`` need the extra of
     their name."""
     project: str = Field("headway", min_length=1)

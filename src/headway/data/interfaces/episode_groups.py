@@ -91,7 +91,8 @@ class Group:
         """The oldest version that sampled any of the group's tokens. Raises `RunError` for a group without tokens."""
         versions = [version for t in self.trajectories for _, version in t.version_spans]
         if not versions:
-            raise RunError(f"group {self.number} has no token, and so no version of weights: it cannot be trained on")
+            ends = ", ".join(t.finish_reason for t in self.trajectories)
+            raise RunError(f"group {self.number} has no token ({ends}), and so no version: it cannot be trained on")
         return min(versions)
 
 

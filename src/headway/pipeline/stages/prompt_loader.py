@@ -70,7 +70,8 @@ class PromptLoader(Stage[list[Prompt], Share]):
         """Admit a group; None where it had ended before the run was resumed."""
         if (number := self.run_state.admit(prompt)) is None:
             return None
-        shown, n = self.run_state.ledger.open[number].drawn is not None, self.config.rollout.n
+        shown = self.run_state.ledger.open[number].drawn is not None
+        n = self.config.rollout.n
         return Group(number, prompt, n, self._sampling, baseline_sampling=self._baseline, shown=shown)
 
     def end(self) -> None:

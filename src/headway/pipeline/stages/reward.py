@@ -175,9 +175,11 @@ class Reward(Stage[Group, Group]):
         except ScoringFailed as failure:
             self.run_state.discard(group.number, Fate.FAILED, str(failure))
             return
-        shaped, overlong = (rewards := scores.rewards), self.config.reward.overlong_buffer
+        rewards = shaped = scores.rewards
+        overlong = self.config.reward.overlong_buffer
         if overlong.enable:
-            limit, lengths = self.config.data.max_response_length, np.array([t.length for t in group.trajectories])
+            limit = self.config.data.max_response_length
+            lengths = np.array([t.length for t in group.trajectories])
             shaped = rewards + soft_overlong_penalty(
                 lengths, max_length=limit, buffer=overlong.len, factor=overlong.penalty_factor
             )

@@ -227,7 +227,8 @@ class Validate(Stage[Validation, None]):
         answers: list[Group] = []
         scoring: list[asyncio.Task[Scores | ScoringFailed]] = []
         reasons: list[str] | None = [] if first else None
-        replica, workers = validation.replica, self.validators.pool.episode_workers
+        replica = validation.replica
+        workers = self.validators.pool.episode_workers
 
         async def take(made: AsyncGenerator[Group, None]) -> None:
             async with aclosing(made) as groups:

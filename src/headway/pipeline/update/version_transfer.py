@@ -74,7 +74,7 @@ class Attempt:
 
     @property
     def holding(self) -> dict[ReceiverClient, ReceiveReport]:
-        """Receivers that have the version, complete and equal to what was sent, with their reports."""
+        """Receivers that have the whole version, with their reports; once `compare` was called, it is what was sent."""
         if not isinstance(self.sent, SendReport):
             return {}
         answers = ((receiver, self.answers.get(receiver)) for receiver in self.receivers)
