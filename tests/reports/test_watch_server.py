@@ -8,7 +8,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from headway.errors import ConfigError, UserError
+from headway.events import Note
 from headway.reports.run_directory import RunDirectory
 from headway.reports.watch import watch_server
 from headway.reports.watch.follower import Follower
@@ -123,13 +124,30 @@ def test_nothing_but_its_parts_is_served(run: Path) -> None:
             assert ask(server, f"/{server.token}/{where}")[0].status == 404, where
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "HEAD", "OPTIONS"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "HEAD", "OPTIONS", "NONSENSE"])
 def test_every_other_method_gets_the_same_empty_404(run: Path, method: str) -> None:
     with served(run) as server:
         for path in ("/", f"/{server.token}/"):
             response, body = ask(server, path, method=method)
             assert (response.status, body) == (404, b"")
             assert response.headers["Connection"] == "close"
+
+
+def test_idle_connections_of_others_are_hung_up_on_and_keep_nobody_out(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_server, "MOST_STRANGERS", 2)
+    with served(run) as server, streamed(server) as messages, ExitStack() as idle:
+        next(messages)
+        address = ("127.0.0.1", server.port)
+        connections = [idle.enter_context(socket.create_connection(address, timeout=10)) for _ in range(4)]
+        for connection in connections[:2]:
+            assert connection.recv(1) == b""  # the oldest
+        for _ in range(3):
+            assert ask(server, urlsplit(server.url).path)[0].status == 200
+        assert connections[2].recv(1) == b""
+        append(run, [Note(time=0.0, level="info", text="said later")])
+        next(messages)  # a page that is open stays so, whatever others do
 
 
 def test_one_page_too_many_is_told_so_in_a_stream_after_which_a_browser_asks_again(

@@ -5,7 +5,7 @@
     GET /TOKEN/timeline    the newest timeline
     GET /TOKEN/sample?group=17     one sample; or ?validation=4&problem=12
 
-Another user of the machine can connect, too, and gets an empty 404 for every path: the token has 256 random
+Another user of the machine can connect, too, and gets an empty 404 for every path and method: the token has 256 random
 bits and is compared in constant time. A page of somebody else's that has its own name resolve to loopback is refused
 by the Host header. Nothing is ever written, and nothing is served that is not in the run's directory.
 """
@@ -28,9 +28,11 @@ from contextlib import suppress
 from html import escape
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from headway.errors import UserError
 from headway.reports.report import readable
@@ -47,6 +49,8 @@ IDLE_S = 15.0
 """Seconds without a change after which a stream says that it is alive, and notices a page that was closed."""
 KEEP_S = 30.0
 """Seconds that a connection stays open without a request."""
+MOST_STRANGERS = 128
+"""Connections that are open at a time without having shown the token: anybody on this machine can make some."""
 FULL = b"retry: 5000\nevent: full\ndata: %d\n\n" % MOST_STREAMS
 """Stream of one page too many. A browser asks again after it, in so many milliseconds, and never after an error."""
 HEADERS = {
@@ -60,6 +64,31 @@ HEADERS = {
 }
 
 
+class _Connection(RequestHandler):
+    """Connection that answers bad HTTP as it answers everybody without the token."""
+
+    def __init__(self, answers: web.Server, strangers: dict[RequestHandler, None], **options: Any) -> None:
+        """``strangers``: connections that have not shown the token, the oldest first."""
+        super().__init__(answers, **options)
+        self._strangers = strangers
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._strangers[self] = None
+        # Without a bound another user could hold all of the process's files open.
+        if len(self._strangers) > MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._strangers.pop(self, None)
+        super().connection_lost(exc)
+
+    def handle_error(self, *args: Any, **named: Any) -> web.StreamResponse:
+        return _refused()
+
+
 class WatchServer:
     """Server of one run's page. ``serve_forever`` serves until `shutdown`, from another thread."""
 
@@ -71,6 +100,7 @@ class WatchServer:
         self.token = secrets.token_urlsafe(32)
         self._follower = follower
         self._page = live_page(name).encode()
+        self._strangers: dict[RequestHandler, None] = {}
         self._streams = 0
         """Number of streams that are open."""
         try:
@@ -99,9 +129,14 @@ class WatchServer:
             self._loop.call_soon_threadsafe(self._ending.set)
 
     async def _serve(self) -> None:
-        # No log of requests: addresses hold the token.
-        answers = web.Server(self._answer, access_log=None, keepalive_timeout=KEEP_S)
-        listening = await self._loop.create_server(answers, sock=self._socket)
+        answers = web.Server(self._answer)
+
+        def connection() -> _Connection:
+            no_log: Any = None  # addresses hold the token
+            options = {"loop": self._loop, "access_log": no_log, "keepalive_timeout": KEEP_S}
+            return _Connection(answers, self._strangers, **options)
+
+        listening = await self._loop.create_server(connection, sock=self._socket)
         await self._ending.wait()
         listening.close()
         await answers.shutdown(0.0)
@@ -132,6 +167,7 @@ class WatchServer:
         # Both as bytes: strings are compared only where they are ASCII.
         if not (hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode()) and slash):
             return None
+        self._strangers.pop(request.protocol, None)  # it has shown the token
         return where
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
