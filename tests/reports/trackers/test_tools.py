@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headway.reports.trackers.tracker import TrackerSetting, table
-from headway.reports.trackers.tracker_tools import MlflowTracker, PrometheusTracker, WandbTracker
+from headway.reports.trackers.tracker_tools import AT_ONCE, MlflowTracker, PrometheusTracker, WandbTracker
 
 SAMPLE: dict[str, Any] = {"group": 3, "version": 0, "prompt": "?", "episodes": [{"k": 0, "text": "!"}]}
 ROW: dict[str, Any] = {"version": 0, "reward/mean": 0.5}
@@ -58,9 +58,14 @@ class Server:
         return self._run()
 
     def log_batch(self, entry: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
+        if any(value == "refused" for _, value in params):
+            raise ValueError("a parameter is refused")
         self.metrics += [(name, step) for name, _, _, step in metrics]
         self.params.update(dict(params))
         self.tags.update(dict(tags))
+
+    def set_tag(self, entry: str, key: str, value: str) -> None:
+        self.tags[key] = value
 
     def log_dict(self, entry: str, value: dict[str, Any], path: str) -> None:
         self._called("log_dict")
@@ -104,6 +109,14 @@ def test_mlflow_s_new_run_is_there_whatever_comes_behind_it(tmp_path: Path, monk
     assert (tracker.entry, tracker.where, server.runs) == ("r", "http://server/#/experiments/e/runs/r", 1)
     with pytest.raises(ConnectionError):
         tracker.on_settings({"run.seed": 7})
+
+
+def test_a_parameter_that_mlflow_refuses_costs_its_batch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(params={"old": "1"})
+    tracker = mlflow(server, monkeypatch, tmp_path)
+    with pytest.raises(ValueError, match="a parameter is refused"):
+        tracker.on_settings({"old": 2, "first": "refused"} | {f"p{number}": 0 for number in range(AT_ONCE)})
+    assert (server.params, server.tags) == ({"old": "1", f"p{AT_ONCE - 1}": "0"}, {"changed.old": "2"})
 
 
 @dataclass

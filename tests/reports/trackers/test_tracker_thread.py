@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from headway.reports.record.file_access import Tail
+from headway.reports.trackers.tracker import table
 from headway.reports.trackers.tracker_set import Trackers
 from headway.reports.trackers.tracker_thread import MOST_SAMPLES, TrackerState, TrackerThread, memory_file
+from headway.reports.trackers.tracker_tools import ADDRESSES
 from tests.full_disk import files_of_at_most
 from tests.reports.trackers.fakes import SOON_S, Told, Tool, threaded, write_row
 
-SAMPLE: list[dict[str, Any]] = [{"number": 3, "version": 0, "prompt": "?"}]
+SAMPLE: dict[str, Any] = {"group": 3, "version": 0, "prompt": "?", "episodes": [{"k": 0}]}
 
 
 def memory(folder: Path) -> TrackerState:
@@ -45,7 +47,7 @@ def test_what_the_run_hands_over_reaches_the_tool_in_order(tmp_path: Path) -> No
     end(tracker, {"status": "interrupted"})
     assert tool.calls == [
         ("on_row", {"version": 0}),
-        ("on_sample", SAMPLE),
+        ("on_sample", table(SAMPLE)),
         ("on_row", {"version": 1}),
         ("on_summary", {"status": "interrupted"}),
         ("close", "interrupted"),
@@ -76,6 +78,17 @@ def test_a_tool_that_hangs_is_given_up_at_the_end_and_what_it_lacks_is_said(call
     assert len(told.warnings) == 1
     if call != "close":
         assert not memory(tmp_path).whole
+
+
+def test_a_tool_that_never_answered_is_named_with_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ADDRESSES, "wandb", ("TOOL_URI",))  # type: ignore[arg-type]
+    monkeypatch.setenv("TOOL_URI", "http://me:secret@203.0.113.1:5000")
+    tool, told = Tool(hangs_at="open"), Told()
+    trackers = Trackers([threaded(tool, told, tmp_path)], told.say)
+    trackers.start()
+    trackers.finish({"status": "completed"}, limit_s=0.0)
+    assert "(it did not answer within 0 s; it is looked for at TOOL_URI=http://203.0.113.1:5000)" in told.warnings[0]
+    tool.released.set()
 
 
 def test_a_tool_that_does_not_answer_for_a_minute_is_said_to_be_behind_once(tmp_path: Path) -> None:
@@ -185,11 +198,26 @@ def test_samples_that_wait_are_the_newest_and_others_are_counted(tmp_path: Path)
     tracker.start()
     assert tool.hanging.wait(SOON_S)
     for number in range(MOST_SAMPLES + 2):
-        tracker.on_sample([{**SAMPLE[0], "number": number}])
+        tracker.on_sample({**SAMPLE, "group": number})
     tool.released.set()
     end(tracker)
     assert [value[0]["number"] for call, value in tool.calls if call == "on_sample"] == list(range(2, MOST_SAMPLES + 2))
     assert tracker.missing("").startswith("wandb did not get 2 samples (")
+
+
+def test_a_sample_that_is_none_costs_itself_alone(tmp_path: Path) -> None:
+    tool, told = Tool(), Told()
+    tracker = threaded(tool, told, tmp_path)
+    trackers = Trackers([tracker], told.say)
+    for sample in ({"version": 0, "episodes": [{"k": 0}]}, SAMPLE, {**SAMPLE, "episodes": []}):
+        trackers.on_sample(sample)
+    trackers.start()
+    tracker.row({"version": 0})
+    end(tracker)
+    assert [call for call, _ in tool.calls] == ["on_sample", "on_row", "on_summary", "close"]
+    assert len(told.warnings) == 1
+    assert "KeyError" in told.warnings[0]
+    assert tracker.missing("").startswith("wandb did not get 1 samples (")
 
 
 def test_the_entry_is_there_before_the_first_version_ends(tmp_path: Path) -> None:

@@ -35,9 +35,23 @@ def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, json.dumps(value, default=str) if isinstance(value, list | tuple) else value
 
 
+def trimmed(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample of ``samples.jsonl`` without what is there token by token, its texts cut to `LONGEST_TEXT`."""
+    episodes = [
+        {name: _short(value) for name, value in episode.items() if name not in ("rows", "conversation")}
+        for episode in sample["episodes"][:MOST_EPISODES]
+    ]
+    return {name: _short(value) for name, value in sample.items() if name not in ("messages", "episodes")} | {
+        "episodes": episodes
+    }
+
+
+def _short(value: Any) -> Any:
+    return cut(value, LONGEST_TEXT) if isinstance(value, str) else value
+
+
 def table(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a sample of ``samples.jsonl`` as rows of a table by the names of its columns, one row for each episode, of
-    which there are at most `MOST_EPISODES`. Texts are cut to `LONGEST_TEXT`.
+    """Return a sample as rows of a table by the names of its columns, one row for each episode.
 
     ``number`` is the group's, or the held-out problem's; ``truth``: the ground truth.
     """
@@ -52,13 +66,9 @@ def table(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
         "truth": answer if answer is None or isinstance(answer, str) else json.dumps(answer, default=str),
     }
     of_episode = ("k", "reward", "parts", "text", "turns", "length", "finish")
-    rows = [
-        group | {name: one.get(name) for name in of_episode} | {"parts": json.dumps(one.get("parts") or {})}
-        for one in sample["episodes"][:MOST_EPISODES]
-    ]
     return [
-        {name: cut(value, LONGEST_TEXT) if isinstance(value, str) else value for name, value in row.items()}
-        for row in rows
+        group | {name: one.get(name) for name in of_episode} | {"parts": json.dumps(one.get("parts") or {})}
+        for one in sample["episodes"]
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,11 +18,11 @@ from typing import Any
 from headway.config.loading import written_values
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import upload_s
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, writable
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.tracker import TrackerSetting, table
+from headway.reports.trackers.tracker import TrackerSetting, trimmed
 from headway.reports.trackers.tracker_thread import TrackerMessages, TrackerState, TrackerThread, memory_file
-from headway.reports.trackers.tracker_tools import KEPT, PACKAGES
+from headway.reports.trackers.tracker_tools import ADDRESSES, KEPT, PACKAGES
 
 LIMIT_S = 10.0
 """Seconds that the end of a run waits for its trackers' last rows, beside the upload of a model."""
@@ -54,9 +55,10 @@ class Trackers:
 
     def on_sample(self, sample: dict[str, Any]) -> None:
         """Hand on a sample as a line of ``samples.jsonl`` has it. Trackers get its texts, not its tokens."""
-        if self._threads and (rows := table(sample)):
+        if self._threads and sample["episodes"]:
+            short = trimmed(sample)
             for tracker in self._threads:
-                tracker.on_sample(rows)
+                tracker.on_sample(short)
 
     @property
     def names(self) -> list[str]:
@@ -88,7 +90,7 @@ class Trackers:
             for tracker in self._threads:
                 tracker.give_up()
         for tracker in self._threads:
-            if lacks := tracker.missing(silent):
+            if lacks := tracker.missing(silent + _where(tracker.name)):
                 self._say.warn(lacks)
 
     def _wait(self, limit_s: float) -> None:
@@ -99,6 +101,15 @@ class Trackers:
             self._say.phase(f"waiting for {waiting}, up to {limit_s:.0f} s")
         for tracker in self._threads:
             tracker.join(max(end - time.monotonic(), 0.0))
+
+
+def _where(name: str) -> str:
+    """Name the variable that says where a tracker is, which may be wrong; "" where none is set."""
+    given = next((key for key in ADDRESSES.get(name, ()) if os.environ.get(key)), None)
+    if given is None:
+        return ""
+    without_password = re.sub(r"//[^/@]*@", "//", os.environ[given])
+    return f"; it is looked for at {given}={writable(without_password)}"
 
 
 def open_trackers(

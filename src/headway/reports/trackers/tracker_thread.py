@@ -19,7 +19,7 @@ from typing import Any
 from headway.errors import DataError, said_by
 from headway.reports.record.file_access import Tail, replace_file, whole_lines
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting
+from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting, table
 from headway.reports.trackers.tracker_tools import KEPT, make_tracker
 
 MOST_SAMPLES = 64
@@ -125,7 +125,7 @@ class TrackerThread:
         self._left = dict.fromkeys(["the settings"] * bool(setting.config) + ["the summary"])
         """Parts beside rows that were not sent yet."""
         self._read_from_start()
-        self._samples: deque[list[dict[str, Any]]] = deque(maxlen=MOST_SAMPLES)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self._refusals = self._settings_tries = 0
         self._ending: tuple[dict[str, Any], Path | None] | None = None
         self._tracker: Tracker | None = None
@@ -154,10 +154,10 @@ class TrackerThread:
         if asked_at is not None and (waited := self._clock() - asked_at) >= BEHIND_S:
             self._warn(f"has not answered for {waited:.0f} s{self._goes_on}")
 
-    def on_sample(self, rows: list[dict[str, Any]]) -> None:
-        """Take a sample, as rows of a table."""
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        """Take a sample with at least one episode."""
         self._lost["samples"] += len(self._samples) == MOST_SAMPLES  # then the oldest one drops out
-        self._samples.append(rows)
+        self._samples.append(sample)
         self._news.set()
 
     def end(self, summary: dict[str, Any], model: Path | None = None) -> None:
@@ -224,7 +224,7 @@ class TrackerThread:
             self._settings_tries += 1
             self._give("the settings", "on_settings", self._setting.config)
         while self._samples:
-            if not self._call("on_sample", self._samples.popleft()):
+            if not self._call("on_sample", self._samples.popleft(), table):
                 self._lost["samples"] += 1
         try:
             while rows := deque(self._tail.read()):
@@ -292,13 +292,13 @@ class TrackerThread:
             self._left.pop(part, None)
         return taken
 
-    def _call(self, call: str, value: Any) -> bool:
-        """Call the tracker. Return whether it took what it was given; if not, the user is warned once."""
+    def _call(self, call: str, value: Any, form: Callable[[Any], Any] = lambda value: value) -> bool:
+        """Call the tracker with ``value`` in this form. Return whether it took it; if not, the user is warned once."""
         if (tracker := self._tracker) is None or self._given_up:
             return False
         self._asked_at = self._clock()
         try:
-            getattr(tracker, call)(value)
+            getattr(tracker, call)(form(value))
         except NotKept as cause:
             # What it took since it was made is lost: rows are sent again from where it began.
             self._tracker, self._sent = None, self._opened_at

@@ -103,12 +103,18 @@ class MlflowTracker(Tracker):
         told = dict(self._client.get_run(self.entry).data.params)
         params = {_name(key): str(value)[:LONGEST_PARAM] for key, value in config.items()}
         new = [self._param(key, value) for key, value in params.items() if key not in told]
+        refused: list[Exception] = []
         for some in _batches(new, AT_ONCE):
-            self._client.log_batch(self.entry, params=some)
+            try:
+                self._client.log_batch(self.entry, params=some)
+            except Exception as cause:  # one parameter that is refused costs its batch, not the others
+                refused.append(cause)
         for key, value in params.items():
             # As a tag: MLflow refuses another value of a parameter, and a resumed run may have changed some.
             if told.get(key, value) != value:
                 self._client.set_tag(self.entry, f"changed.{key}", value)
+        if refused:
+            raise refused[0]
 
     def on_row(self, row: dict[str, Any]) -> None:
         now, version = int(time.time() * 1000), row["version"]
@@ -263,6 +269,13 @@ PACKAGES: Mapping[str, str] = {
 """Trackers → the package of an extra that each needs. The extra has the tracker's name."""
 KEPT = ("wandb", "mlflow", "trackio")
 """Trackers that keep what they get, so that a run that is over can be sent to them."""
+
+ADDRESSES: Mapping[str, tuple[str, ...]] = {
+    "wandb": ("WANDB_BASE_URL",),
+    "mlflow": ("MLFLOW_TRACKING_URI",),
+    "trackio": ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"),
+}
+"""Variables that say where a tracker is, which is named where it does not answer."""
 
 TRACKERS: Mapping[str, Callable[[TrackerSetting], Tracker]] = {
     "tensorboard": TensorBoardTracker,
