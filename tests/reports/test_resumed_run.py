@@ -33,6 +33,7 @@ from headway.reports.report import report
 from headway.reports.report_manager import Reports, open_reports, reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers.tracker_thread import TrackerState, memory_file
+from tests.full_disk import files_of_at_most
 from tests.pipeline.scenario import Run, Scenario
 from tests.reports.stories import only_late
 from tests.tiers import mostly_slow
@@ -286,6 +287,22 @@ def test_a_checkpoint_of_another_balance_is_refused_before_anything_changes(tmp_
             RunLock(directory / "run.lock"),
             state["version"],
             other,
+            quiet(),
+        )
+    assert contents(directory) == before
+
+
+def test_rows_that_cannot_be_rewritten_refuse_the_resume_and_change_nothing(tmp_path: Path) -> None:
+    directory, state = killed(tmp_path, 33.0)
+    before = contents(directory)
+    why = r"metrics\.jsonl\.tmp could not be written \(File too large\), .*; make room$"
+    with files_of_at_most(0), pytest.raises(UserError, match=why):
+        reopen_reports(
+            SCENARIO.config,
+            RunDirectory.existing(directory),
+            RunLock(directory / "run.lock"),
+            state["version"],
+            balance(state),
             quiet(),
         )
     assert contents(directory) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,8 +260,9 @@ def test_a_resumed_runs_samples_are_those_of_a_run_that_nobody_killed(tmp_path: 
     assert times == pytest.approx({number: settled[number] for number in times}, abs=1e-4)  # on one clock
 
 
+@pytest.mark.parametrize(("error", "remedy"), [(errno.ENOSPC, "; make room"), (errno.EACCES, "")])
 def test_samples_that_cannot_be_rewritten_refuse_the_resume_and_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, remedy: str
 ) -> None:
     reports = open_reports(SHOWN.config, tmp_path / "run", quiet())
     state = json.loads(json.dumps(shown(SHOWN, reports, 18.0).trainer.saved[-1][1]))
@@ -269,10 +271,11 @@ def test_samples_that_cannot_be_rewritten_refuse_the_resume_and_change_nothing(
 
     def full(path: Path, draft: Path, version: int, boundary: float, *, validated: bool) -> None:
         draft.write_text("half")
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(report_manager, "write_surviving", full)
     before = {path.name: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
-    with pytest.raises(UserError, match=r"samples\.jsonl\.tmp could not be written"):
+    why = rf"samples\.jsonl\.tmp could not be written \({os.strerror(error)}\), .* nothing of it is lost{remedy}$"
+    with pytest.raises(UserError, match=why):
         reopen_reports(SHOWN.config, directory, RunLock(directory.lock), state["version"], balance(state), quiet())
     assert {path.name: path.read_bytes() for path in directory.path.iterdir() if path.is_file()} == before

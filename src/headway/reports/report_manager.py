@@ -41,7 +41,7 @@ from headway.reports.record.events_file import (
     SurvivingRecord,
     look_through,
 )
-from headway.reports.record.file_access import draft_of
+from headway.reports.record.file_access import FULL, draft_of
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples.samples_file import SamplesFile, Thinning, later, write_surviving
 from headway.reports.terminal import stdout_console
@@ -103,7 +103,9 @@ class Reports:
         progress = RunProgress(metrics)
         self._view = view = _open_view(config, console, progress, lock)
         self._rows = JsonLines(directory.metrics, view.warn)
-        say = TrackerMessages(*(_locked(lock, tell) for tell in (view.warn, view.note, view.phase)))
+        say = TrackerMessages(
+            warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase)
+        )
         self._trackers = open_trackers(config, directory, say, undone_from=purge_step)
         metrics.sinks = [self._rows, self._trackers, view]
         self._events = EventsFile(directory.events, view.warn)
@@ -319,8 +321,8 @@ def _told(
         metrics.on_event(event)
         boundary = event.time
     kept.close()
-    if not kept.whole:
-        raise _not_resumed(rows)
+    if kept.failure is not None:
+        raise _not_resumed(rows, kept.failure) from kept.failure
     return metrics, kept.last, boundary
 
 
@@ -346,11 +348,15 @@ def _surviving_samples(directory: RunDirectory, draft: Path, version: int, bound
     try:
         write_surviving(directory.samples, draft, version, boundary, validated=validated)
     except OSError as cause:
-        raise _not_resumed(draft) from cause
+        raise _not_resumed(draft, cause) from cause
 
 
-def _not_resumed(draft: Path) -> UserError:
-    return UserError(f"{draft} could not be written, so the run was not resumed, and nothing of it is lost; make room")
+def _not_resumed(draft: Path, cause: OSError) -> UserError:
+    remedy = "; make room" if cause.errno in FULL else ""
+    return UserError(
+        f"{draft} could not be written ({cause.strerror or cause}), so the run was not resumed, and nothing of it is "
+        f"lost{remedy}"
+    )
 
 
 class _SurvivingRows(JsonLines):

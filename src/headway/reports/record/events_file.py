@@ -45,7 +45,7 @@ DENSE = (
 DENSE_PREFIXES = line_prefixes(DENSE)
 AT_ONCE = (events.VersionReached, events.RunResumed, events.RunFinished)
 """Events that are flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
-BOUNDARY_LINE = re.compile(b"|".join(map(re.escape, line_prefixes(AT_ONCE))))
+AT_ONCE_LINE = re.compile(b"|".join(map(re.escape, line_prefixes(AT_ONCE))))
 """Beginning of a line that holds one of these, which no text in JSON contains."""
 ALL = 1 << 62
 """More bytes than any record has."""
@@ -75,7 +75,7 @@ class JsonLines:
         self._waiting = bytearray()
         """Lines not written yet, after those that are being written."""
         self._ended = False
-        self._refused: str | None = None
+        self._refused: OSError | None = None
         self._flushed = time.monotonic()
         self._flush()
 
@@ -83,6 +83,11 @@ class JsonLines:
     def whole(self) -> bool:
         """True if everything written so far is in the file."""
         return self._end is not None and not self._waiting
+
+    @property
+    def failure(self) -> OSError | None:
+        """The error for which the file lacks something; None while it is whole."""
+        return None if self.whole else self._refused
 
     @property
     def size(self) -> int:
@@ -107,7 +112,7 @@ class JsonLines:
             try:
                 self._close_file()
             except OSError as cause:  # some file systems say only now that there was no room
-                self._refused, self._end = cause.strerror or str(cause), None
+                self._refused, self._end = cause, None
             if not self.whole:
                 self._give_up()
             self._ended = True
@@ -124,7 +129,7 @@ class JsonLines:
                 self._report(
                     f"cannot write {self._path}: {cause.strerror or cause}; trying again while the run goes on"
                 )
-            self._refused = cause.strerror or str(cause)
+            self._refused = cause
 
     def _append(self) -> None:
         if self._file is None:
@@ -142,7 +147,8 @@ class JsonLines:
         self._waiting.clear()
         with suppress(OSError):
             self._close_file()
-        self._report(f"cannot write {self._path}: {self._refused}; {self._given_up()}")
+        why = self._refused and (self._refused.strerror or self._refused)
+        self._report(f"cannot write {self._path}: {why}; {self._given_up()}")
 
     def _close_file(self) -> None:
         # Forgotten first: also where closing fails the number is free, and may become that of another file.
@@ -269,7 +275,7 @@ def _lines_at_once(path: Path, record: SurvivingRecord) -> Iterator[tuple[int, b
             half = not chunk.endswith(b"\n")
             chunk = chunk[: chunk.rfind(b"\n") + 1]
             # Searched as a whole: a loop over all lines takes a minute for each two million.
-            found = (line.start() for line in BOUNDARY_LINE.finditer(chunk))
+            found = (line.start() for line in AT_ONCE_LINE.finditer(chunk))
             yield from ((record.size + at, chunk[at : chunk.index(b"\n", at) + 1]) for at in found)
             record.size += len(chunk)  # after the lines: it is where the chunk begins
             if half:  # its writer may end the line meanwhile: what came then would be counted from a wrong place
