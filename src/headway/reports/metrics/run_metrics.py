@@ -23,7 +23,7 @@ from headway.events import Event, Span
 from headway.reports.metrics.group_tally import GroupRecord, GroupTally
 from headway.reports.metrics.occupancy import Occupancy
 from headway.reports.metrics.run_sums import Pace, Series, UpdateSums
-from headway.reports.metrics.version_row import EventSums, Mean, VersionRow, mean_of, measured, validation_values
+from headway.reports.metrics.version_row import EventSums, Mean, VersionRow, drop_none, mean_of, validation_values
 
 KEPT_WARNINGS = 50
 MOST_VALIDATIONS = 512
@@ -314,7 +314,7 @@ class RunMetrics:
             "fully_async/count/stale_trajectory_processed": self.totals.stale_trajectories,
             **{f"groups/{fate}": count for fate, count in self.tally.counts().items()},
             **self._episode_fates(),
-            **{f"bias/{name}": value for name, value in measured(self.bias()).items()},
+            **{f"bias/{name}": value for name, value in drop_none(self.bias()).items()},
         }
 
     def _episode_fates(self) -> dict[str, int]:
@@ -343,7 +343,7 @@ class RunMetrics:
             return {}
         window, self._rollouter_cut = (self._rollouter_cut, until), until
         idle, slots = self.occupancy.rollouter_idle(window), self.occupancy.slot_utilization(window)
-        return measured({"rollouter/idle_ratio": idle, "rollouter/slot_utilization": slots})
+        return drop_none({"rollouter/idle_ratio": idle, "rollouter/slot_utilization": slots})
 
     # ------------------------------------------------------------------------------------------ the whole run
 

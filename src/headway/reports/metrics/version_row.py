@@ -110,7 +110,7 @@ class EpisodeSums:
             return {}
         numbers, finished, failed = self.numbers, self.finished, self.failed_turns.count
         turns_after_first = self.turns.total - finished
-        return measured(
+        return drop_none(
             {
                 "num_turns/mean": self.turns.mean,
                 "num_turns/max": int(self.turns.most),
@@ -283,7 +283,7 @@ class VersionRow(EventSums):
 
     def values(self, *, by_source: bool = False) -> dict[str, Any]:
         """Return flat metric names to values, those of learning first; ``by_source``: also for each source."""
-        return measured(
+        return drop_none(
             {
                 "version": self.version,
                 **self._learning(),
@@ -363,7 +363,7 @@ def validation_values(event: events.ValidationFinished) -> dict[str, Any]:
     }
 
 
-def measured(values: dict[str, Any]) -> dict[str, Any]:
+def drop_none(values: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` without those that are None: what was not measured."""
     return {name: value for name, value in values.items() if value is not None}
 

@@ -34,14 +34,18 @@ ON_CLOCK = ("admitted", "generated", "rewarded", "settled", "started", "finished
 HEAD = re.compile(rb'\{"(group|validation)": ?(-?\d+), ?"(?:version|problem)": ?(-?\d+)')
 """Beginning of a line: kind, the group's number or the validated version, and the group's version or the problem."""
 _END = re.compile(rb', "thinned": (\d+)\}\s*$')
-_KEYS = {
-    "validation": "validation problem source prompt answer time",
-    "group": "group version fate reason lag source prompt answer baseline times",
-    "answer": "k reward parts turns length finish text conversation",
-    "episode": "replica turn_rewards limit failure started finished waited_s worked_s rows",
-    "row": "context prompt_length cut ids pieces mask versions behaviour logprobs entropy columns",
-}
-"""Part of a sample → its keys. A group's episode has those of an answer, too."""
+_OF_VALIDATION = frozenset({"validation", "problem", "source", "prompt", "answer", "time", "episodes"})
+_OF_GROUP = frozenset(
+    {"group", "version", "fate", "reason", "lag", "source", "prompt", "answer", "baseline", "times", "episodes"}
+)
+_OF_ANSWER = frozenset({"k", "reward", "parts", "turns", "length", "finish", "text", "conversation"})
+_OF_EPISODE = _OF_ANSWER | frozenset(
+    {"replica", "turn_rewards", "limit", "failure", "started", "finished", "waited_s", "worked_s", "rows"}
+)
+_OF_ROW = frozenset(
+    {"context", "prompt_length", "cut", "ids", "pieces", "mask", "versions", "behaviour", "logprobs", "entropy"}
+    | {"columns"}
+)
 
 Sample = Mapping[str, Any]
 
@@ -213,15 +217,17 @@ def _checked(sample: dict[str, Any]) -> dict[str, Any]:
     should be: `AttributeError`, `TypeError`.
     """
     of_group = "group" in sample
-    parts = [("group" if of_group else "validation", sample)]
-    parts += [("answer", episode) for episode in sample["episodes"]]
-    if of_group:
-        parts += [("episode", episode) for episode in sample["episodes"]]
-        parts += [("row", row) for episode in sample["episodes"] for row in episode["rows"]]
-    for part, value in parts:
-        for key in _KEYS[part].split():
-            value[key]
+    _has(sample, _OF_GROUP if of_group else _OF_VALIDATION)
+    for episode in sample["episodes"]:
+        _has(episode, _OF_EPISODE if of_group else _OF_ANSWER)
+        for row in episode["rows"] if of_group else ():
+            _has(row, _OF_ROW)
     return sample
+
+
+def _has(value: Mapping[str, Any], keys: frozenset[str]) -> None:
+    if missing := keys - value.keys():
+        raise KeyError(min(missing))
 
 
 def _survives(sample: Sample, version: int, boundary: float) -> bool:
