@@ -97,7 +97,7 @@ class DeviceKind:
 
         Devices that the environment hides (``CUDA_VISIBLE_DEVICES``) do not count.
         """
-        return 1
+        return None
 
     def memory_listed(self) -> int | None:
         """Return the bytes of memory of the smallest device here, found without loading torch. None where it is not
@@ -177,6 +177,9 @@ class Cpu(DeviceKind):
     limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     """Files in which a container's limit is, in bytes; without one, a word or a number beyond all memory."""
     memory = Path("/proc/meminfo")
+
+    def listed(self) -> int:
+        return 1
 
     def memory_listed(self) -> int:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -34,6 +34,8 @@ class NotedRank:
         self.links: list[tuple[str, Link]] = []
         self.sends: list[tuple[int, Send]] = []
         self.failure: Exception | None = None
+        self.fails_at: str | None = None
+        """Dtype of which sending fails; None: of each."""
         self.asked = asyncio.Event()
         """To send, for the first time."""
 
@@ -47,7 +49,7 @@ class NotedRank:
         self.sends.append((version, send))
         self.asked.set()
         await asyncio.sleep(0)
-        if self.failure is not None:
+        if self.failure is not None and self.fails_at in (None, send.dtype):
             raise self.failure
         digests = tuple(digest_of(slot.name) for slot in self.share.slots) or (len(send.dtype),)
         report = SendReport(0.0, 1.0, nbytes=8, checksum=combined(digests), full_nbytes=8)
@@ -218,6 +220,15 @@ async def test_receivers_that_hold_different_versions_get_all_bytes() -> None:
     await together(between, 2, ["a"])
     await together(between, 3, ["a", "b"])
     assert [send.base for _, send in trainer.sends] == [None, 1, None]
+
+
+async def test_a_dtype_whose_send_fails_does_not_keep_the_others_from_theirs() -> None:
+    between, trainer, _ = await exchange({}, {"a": "float32", "b": "bfloat16"})
+    await between.reach(["a", "b"])
+    trainer.workers[0].failure, trainer.workers[0].fails_at = UpdateFailed("a left"), "float32"
+    with pytest.raises(UpdateFailed, match="a left"):
+        await between.send(1, ["a", "b"])
+    assert [send.dtype for _, send in trainer.sends] == ["float32", "bfloat16"]
 
 
 async def test_each_dtype_is_a_route_of_its_own_with_a_checksum_of_its_own() -> None:

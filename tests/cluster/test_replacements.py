@@ -18,7 +18,7 @@ from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import Rank, WorkerSpec, in_meshes
-from headway.cluster.workers import LaunchedWorkers
+from headway.cluster.workers import LaunchedWorkers, StartWaits
 from headway.config.sizing.timeouts import Timeouts
 from headway.errors import ModelError, StallError
 
@@ -58,7 +58,7 @@ async def replace(
 ) -> tuple[Any, list[RolloutReplica]]:
     """The worker that takes the place of ``rollout-1``, and the replicas that there are then."""
 
-    async def start(worker: Worker) -> Any:
+    async def start(worker: Worker, waits: StartWaits) -> Any:
         place.log.append(f"start {worker.name}")
         if failure is not None:
             raise failure

@@ -215,7 +215,7 @@ def test_ranks_without_a_place_are_left_out_and_looked_for_again(
             await begun.launch()
             for _ in range(2):
                 cluster.launched.clear()
-                await begun._exchange("actor", StartWaits())
+                await begun._replace_ranks("actor", StartWaits())
                 assert len(begun._groups["actor"].workers) == len(cluster.launched)
                 found.append([*cluster.launched])
                 nowhere.clear()  # a machine has come
@@ -309,9 +309,9 @@ async def test_a_machine_on_which_a_restarted_rank_does_not_see_the_runs_files_g
         await begun.launch()
         begun._files = Files()
         with pytest.raises(RunError, match=r"not one directory .*not started"):
-            await begun._exchange("actor", StartWaits())
+            await begun._replace_ranks("actor", StartWaits())
         assert avoided == ["actor-1"]
-        await begun._exchange("actor", StartWaits())
+        await begun._replace_ranks("actor", StartWaits())
 
 
 async def test_the_first_worker_that_fails_ends_the_start_and_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,8 @@ class Startup:
 
         await concurrently(wait_for(self._workers[spec.name]) for spec in plan.workers)
         width = hidden_size(self._model_path)
-        cost, inner = Cost() if width is None else Cost(width), config.actor.parallel.inner
+        cost = Cost() if width is None else Cost(width)
+        inner = config.actor.parallel.inner
         self._groups = {
             role: WorkerGroup(kind, self._workers_of(role), cost, inner=inner)
             for role, kind in TRAINING_ROLES.items()
@@ -306,6 +307,11 @@ class Startup:
         """Return the directory where a transport that uses files leaves them. One in memory is removed at the end."""
         leaves = TRANSPORTS[self._transport].leaves
         if leaves == "memory":
+            if not SHARED_MEMORY.is_dir():
+                raise ConfigError(
+                    f"param_update.transport={self._transport} needs {SHARED_MEMORY}, which this system does not have; "
+                    "choose another"
+                )
             return self._undo.enter_context(directory_in_memory(SHARED_MEMORY))
         folder = self._config.param_update.directory or self.run_dir / "weights"
         return folder.absolute() if leaves == "files" else None
@@ -332,7 +338,7 @@ class Startup:
 
     # ------------------------------------------------------------------------------------------ in place of lost ones
 
-    async def _replace(self, worker: Worker) -> RolloutReplica:
+    async def _replace(self, worker: Worker, waits: StartWaits) -> RolloutReplica:
         """Start a launched replica that takes the place of another."""
         await worker.up()
         if self._files is not None:
@@ -341,15 +347,15 @@ class Startup:
         await group.build(None)
         await self._paths.add(worker.name, [worker], self._dtypes[ROLLOUT])
         replica = await self._serve(group)
-        await self._rounding.measure([replica])
+        await waits.wait(f"{worker.name} to compute the log-probs of the probe", self._rounding.measure([replica]))
         return replica
 
-    async def _replace_episode_worker(self, worker: Worker) -> RemoteEpisodeWorker:
+    async def _replace_episode_worker(self, worker: Worker, waits: StartWaits) -> RemoteEpisodeWorker:
         """Start a launched episode worker that takes the place of another."""
         await worker.up()
         if self._files is not None:
             await self._files.check_later(worker, receives=False)
-        return await self._start_episode_worker(worker, StartWaits())
+        return await self._start_episode_worker(worker, waits)
 
     def _restartable(self) -> dict[str, RestartableRanks]:
         """Return the ranks that may be started again, by role."""
@@ -373,12 +379,12 @@ class Startup:
         group, waits = self._groups[role], StartWaits()
         try:
             async with asyncio.timeout(self.timeouts.start_s):
-                store = await self._exchange(role, waits)
+                store = await self._replace_ranks(role, waits)
                 if role == ACTOR:
                     await self._lay_out([*self._manifests], waits)
                     self._paths.trainer_restarted(store)
                     if self._plan.shared:
-                        starts = concurrently(map(self._replace, self._workers_of(ROLLOUT)))
+                        starts = concurrently(self._replace(worker, waits) for worker in self._workers_of(ROLLOUT))
                         # In place: `Workers` has this list.
                         self._rollouts[:] = await waits.wait("replicas in the same processes to start", starts)
                 elif role == LOGP:
@@ -389,7 +395,7 @@ class Startup:
                 f"{group.name}: not up again within {self.timeouts.start_limit()}: the driver waited for {waits}"
             ) from None
 
-    async def _exchange(self, role: str, waits: StartWaits) -> Address | None:
+    async def _replace_ranks(self, role: str, waits: StartWaits) -> Address | None:
         """End the ranks of ``role``, and let others in their places load the model: fewer of them where there is no
         place for all, and room for the model in fewer parts. Returns the address of their store.
         """

@@ -153,7 +153,7 @@ class LaunchedWorkers:
         self,
         lost: str,
         *,
-        start: Callable[[Worker], Awaitable[T]],
+        start: Callable[[Worker, StartWaits], Awaitable[T]],
         current: list[T],
         others: Sequence[int] = (),
     ) -> T:
@@ -161,7 +161,7 @@ class LaunchedWorkers:
         a version; an episode worker knows no replica yet.
 
         Args:
-            start: brings a launched worker up.
+            start: brings a launched worker up, and notes what it waits for.
             current: the workers so far; the new one takes the place of the lost one there.
             others: devices beside which it may be as well, where that of its own place is on no machine that answers.
 
@@ -174,7 +174,7 @@ class LaunchedWorkers:
                 where = f"a device for another {lost} on a machine that is alive; no other may have room for it"
                 device = await waits.wait(where, self._cluster.find_place(self._specs[lost.partition("+")[0]], others))
                 worker = await self.launch_again(lost, device, waits)
-                started = await waits.wait(f"{worker.name} to start", start(worker))
+                started = await waits.wait(f"{worker.name} to start", start(worker, waits))
         except (TimeoutError, HeadwayError):
             if worker is not None:  # it would hold its device to the end of the run
                 with suppress(HeadwayError):

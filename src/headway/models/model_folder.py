@@ -151,8 +151,13 @@ def _check_weights(path: str, folder: Path) -> None:
     if not files and not any((folder / name).exists() for name in OTHER_WEIGHTS):
         if (folder / ADAPTER).exists():
             raise _adapter(path, folder)
+        there = ""
+        if next(folder.glob("*.gguf"), None) is not None:
+            there = "; a GGUF file cannot be trained"
+        elif next(folder.glob("*.safetensors"), None) is not None:
+            there = f"; its shards need {SAFETENSORS_INDEX}"
         raise ModelError(
-            f"{path}: the folder has no weights: expected {SAFETENSORS}, or shards with {SAFETENSORS_INDEX}"
+            f"{path}: the folder has no weights: expected {SAFETENSORS}, or shards with {SAFETENSORS_INDEX}{there}"
         )
 
 

@@ -61,13 +61,18 @@ def load_model(
             output_loading_info=True,
             **asked,
         )
-    wrong = [f"{name} is {list(there)}, not {list(of)}" for name, there, of in sorted(info["mismatched_keys"])]
-    wrong += [f"{name} is missing" for name in sorted(info["missing_keys"])]
-    if wrong:
-        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    if mismatched := info["mismatched_keys"]:
+        name, there, expected = min(mismatched)
+        others = f", and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
         raise ModelError(
-            f"{path}: cannot load the weights: they are not those of config.json: {wrong[0]}{more}. Give config and "
-            "weights of one model"
+            f"{path}: cannot load the weights: their sizes are not those of config.json: {name} is {list(there)}, not "
+            f"{list(expected)}{others}. Give config and weights of one model"
+        )
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(
+            f"{path}: the weights lack {', '.join(missing[:3])}{more}; they would be random. Give a complete copy of "
+            "the model"
         )
     model.eval()
     if not _takes_grouped_products(model):

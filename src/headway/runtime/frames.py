@@ -116,7 +116,8 @@ class FrameChannel:
 
     def _send_gathered(self) -> None:
         # A view: slicing bytes would copy what is left of a large frame at each send.
-        unsent, self._gathered = memoryview(b"".join(self._gathered)), []
+        unsent = memoryview(b"".join(self._gathered))
+        self._gathered = []
         if not (unsent and self.is_open):
             return
         if not self._unsent:

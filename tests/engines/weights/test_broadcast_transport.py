@@ -290,7 +290,7 @@ def test_a_store_that_does_not_answer_is_named() -> None:
 
 
 def test_who_was_fenced_off_cannot_join_the_new_generation(site: Site) -> None:
-    with pytest.raises(ValueError, match="not in tuple"):
+    with pytest.raises(UpdateFailed, match=r"\bb .*link reaches: a\b"):
         open_receiver(site.link("broadcast", "a"), "b", HERE)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.incoming_version import BackBuffer, Receive
-from headway.engines.weights.protocols import Chunk, OutgoingWeights
+from headway.engines.weights.protocols import Chunk, EndContext, OutgoingWeights, open_receiver
 from headway.engines.weights.weight_layout import build_manifest
 from headway.errors import UpdateFailed
 from tests.engines.weights.ends import Site
@@ -142,3 +142,9 @@ def test_closing_any_end_ends_every_wait_at_once(site: Site) -> None:
             waiting.result(20)
     with pytest.raises(UpdateFailed, match="closed"):
         ends.sender.send(2, stream(2))
+
+
+def test_a_receiver_that_the_meeting_is_not_for_is_told_so(site: Site) -> None:
+    link = site.link("local", "a")
+    with pytest.raises(UpdateFailed, match=r"\bb .*link reaches: a;"):
+        open_receiver(link, "b", EndContext())

@@ -315,6 +315,12 @@ def test_input_and_files_arrive_unchanged(sandbox: Sandbox) -> None:
     assert ran.stdout == "True 200000 \n"
 
 
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "", ".", "..", "a/b", "a\0b"])
+def test_a_file_has_a_plain_name(sandbox: Sandbox, name: str) -> None:
+    with pytest.raises(ValueError, match="no plain name"):
+        sandbox.run_blocking("pass", files={name: ""})
+
+
 def test_any_program_of_the_system_runs(sandbox: Sandbox) -> None:
     assert sandbox.run_blocking(["/usr/bin/cat", "-"], stdin="hello").stdout == "hello"
 

@@ -55,6 +55,10 @@ class Watched:
             self._descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             self._ended = True
+        except OSError as cause:
+            raise RunError(
+                f"process {pid} cannot be watched (pidfd_open: {cause}); Linux has this from 5.3 on"
+            ) from cause
 
     @property
     def has_ended(self) -> bool:

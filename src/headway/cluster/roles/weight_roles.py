@@ -268,6 +268,7 @@ class WeightSendRole:
             raise UpdateFailed(f"version {version}: the trainer is not connected to {send.key}; reach it first")
         started = time.perf_counter()
         stored = sender.send(version, weights)
-        seconds, digests = time.perf_counter() - started, weights.digests
+        seconds = time.perf_counter() - started
+        digests = weights.digests
         report = SendReport(0.0, seconds, weights.nbytes, combined(digests), full_nbytes=share.nbytes)
         return Sent(report, digests, (stored,))

@@ -212,13 +212,21 @@ class WeightSync:
     async def send(self, version: int, names: Sequence[str]) -> SendReport:
         """Gather and send a version, as `TrainEngine.send_weights` does."""
         reports: dict[str, SendReport] = {}
+        failures: list[UpdateFailed] = []
         with self._failing(self._copies_of(names)):
             for dtype, copies in self._by_link(names).items():  # one link for all copies of a dtype
                 verify = self._config.param_update.verify and not reports  # the probe is the same for each
                 send = Send(dtype, dtype, self._base(copies))
-                sent: Sent = await self._actor.send_weights(version, send, False, verify)
+                try:
+                    sent: Sent = await self._actor.send_weights(version, send, False, verify)
+                except UpdateFailed as failure:
+                    # Receivers of the other dtypes wait for theirs: one group that breaks would cost them the version.
+                    failures.append(failure)
+                    continue
                 reports[dtype] = sent.report
                 _tell(copies, sent)
+            if failures:
+                raise failures[0]
         checksums = {name: reports[self._receivers[name][0][1].dtype].checksum for name in names}
         return _together(list(reports.values()), checksums)
 

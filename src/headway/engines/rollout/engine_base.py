@@ -45,7 +45,7 @@ class ClientInbox:
     loop: asyncio.AbstractEventLoop
     batches: asyncio.Queue[Sequence[Completion] | HeadwayError] = field(default_factory=asyncio.Queue)
     is_read: bool = False
-    """A `finished` yields what comes."""
+    """True while a `finished` iterates over it."""
 
     def __str__(self) -> str:
         return self.client

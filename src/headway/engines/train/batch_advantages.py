@@ -74,6 +74,9 @@ class Episodes:
         """The arrays [T] of the rows, from those [L] of their episodes; 0 in the holes of rows that were joined."""
         result: list[NDArray[np.float32]] = []
         for own, order, array in zip(self._rows_of, self._orders, arrays, strict=True):
+            if len(own) == 1:  # no copy, as in `join`
+                result.append(array)
+                continue
             ends = np.cumsum([len(row.loss_mask) for row in own])
             joined = np.zeros(ends[-1], np.float32)
             joined[order] = array  # what `join` read by the same order

@@ -255,7 +255,13 @@ def open_sender(link: Link, here: EndContext) -> WeightSender:
 
 
 def open_receiver(link: Link, name: str, here: EndContext) -> WeightReceiver:
-    """Open the end of the receiver called ``name``. With ``broadcast`` this blocks until all ends are open."""
+    """Open the end of the receiver called ``name``. With ``broadcast`` this blocks until all ends are open.
+
+    Raises `UpdateFailed` for one that the link is not for.
+    """
+    if name not in link.receivers:
+        known = ", ".join(link.receivers)
+        raise UpdateFailed(f"{name} is not among those that this link reaches: {known}; it has to meet anew")
     receiver: WeightReceiver = _module(link.transport).open_receiver(link, name, here)
     return receiver
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,7 @@ from headway.runtime.sandbox.seccomp import seccomp_filter
 AT_ONCE = max(32, 2 * (os.cpu_count() or 1))
 """Most calls that a process runs at once; further ones wait. There are more than processors, because a call that sleeps
 uses none, and should not hold up others."""
+FILE_NAME = re.compile(r"[\w.-]{1,100}")
 TRIAL = SandboxLimits(wall_s=10.0, cpu_s=5.0, memory_mib=256, processes=8, output_kib=16, scratch_mib=1)
 REFUSED = (
     "sandbox: bwrap cannot make a sandbox here: {said}. It needs user namespaces. On this machine allow them (sysctl "
@@ -140,6 +142,8 @@ class Sandbox:
     def _call(
         self, program: str | Sequence[str], files: Mapping[str, str], limits: SandboxLimits
     ) -> tuple[SandboxCall, Sequence[str]]:
+        if bad := [name for name in files if not FILE_NAME.fullmatch(name) or name.startswith(".")]:
+            raise ValueError(f"{bad[0]!r} is no plain name of a file")
         contents = {name: _encoded(content) for name, content in files.items()}
         if isinstance(program, str):
             contents[CODE] = _encoded(program)

@@ -289,7 +289,8 @@ class DecodeBatch:
         A token of ``version`` is sampled for every row, those that start last. Nothing waits for the device.
         """
         decoding = self.active
-        starting, missing = admission.starting, [share for share in admission.shares.values() if share.missing]
+        starting = admission.starting
+        missing = [share for share in admission.shares.values() if share.missing]
         for run in starting:
             self.rows.add(run)
         ids = self._bring(decoding, [share.ids[share.found.length :] for share in missing])

@@ -48,14 +48,14 @@ class SlotCache:
     ) -> None:
         """``slots``, ``context``: most rows, most positions of one; ``tokens``: of all. Default: `enough`.
 
-        ``least_rows``: so many there are always.
+        ``least_rows``: number of rows that a step is filled up to.
         """
         self.geometry = geometry
         self.slots = slots
         self.context = context
         self.tokens = enough(slots, context) if tokens is None else tokens
         self.tree = PrefixCache()
-        """Which blocks at the memory's end hold what; `rows` do not reach them."""
+        """The blocks at the memory's end and what each holds; `rows` do not reach them."""
         self._room_step, self._least_rows = room_step, least_rows
         self._dtype, self._device = dtype, device
         self._heads = 2 * geometry.kv_heads

@@ -207,8 +207,9 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """The engine's activity since the last call of this method."""
-        stats, tree = self._activity.take(self._batch.active, self._scheduler.waiting, self.version), self._tree
-        stats.unpinned, tree.lost = tree.lost, 0
+        stats = self._activity.take(self._batch.active, self._scheduler.waiting, self.version)
+        stats.unpinned = self._tree.lost
+        self._tree.lost = 0
         return stats
 
     # ------------------------------------------------------------------------------------- stepping

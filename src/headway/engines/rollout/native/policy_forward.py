@@ -135,7 +135,8 @@ class ModuleForward:
         tokens, lengths = decoding.tokens, decoding.lengths
         (block,) = decoding.blocks
         store = _DecodeStore(decoding.cache, decoding.cache.addresses(lengths), block.span)
-        one, masks = torch.zeros(1, dtype=torch.int64, device=tokens.device), (block.mask, block.windowed)
+        one = torch.zeros(1, dtype=torch.int64, device=tokens.device)
+        masks = (block.mask, block.windowed)
         return self._run(tokens.unsqueeze(1), lengths.unsqueeze(1), masks, store, one).squeeze(1)
 
     def _run(

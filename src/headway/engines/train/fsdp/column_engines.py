@@ -79,8 +79,8 @@ class ProximalWeights:
         """Context in which the module holds the policy at the start of ``version``. Raises `RunError` if unknown."""
         if self._stepped is None or version > self._stepped:  # no step of it was made: the policy is where it starts
             if self._keeps_copy and self._copied != version:
-                self._copied = version
                 self._start.copy(self._shards())
+                self._copied = version  # behind the copy: one that fails leaves no version
             yield
             return
         if self._copied != version:

@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from safetensors.torch import _TYPES
-
 from headway.engines.weights.protocols import (
     Chunk,
     EndContext,
@@ -48,7 +46,20 @@ LENGTH_BYTES = 8
 SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in a file of several, but for a tensor that is larger: what `transformers` writes."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in _TYPES.items()}
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 """Names that the format has for dtypes, by torch's."""
 
 
