@@ -37,6 +37,7 @@ def read(dialect: Dialect, body: Any) -> Any:
     [
         (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role is 'king'; expected one of system"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "reasoning_text", "text": "hm"}]}]}, "of type text"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "the policy reads text alone, no images or files"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content is 5; expected text"),
         (CHAT, {"messages": [ASK], "functions": [{"name": "add"}]}, "expected tools, the form that followed"),
@@ -61,6 +62,11 @@ def read(dialect: Dialect, body: Any) -> Any:
         (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
         (RESPONSES, {"input": "a", "previous_response_id": "resp-0-1"}, "send all items of the conversation as input"),
         (RESPONSES, {"input": "a", "background": True}, "responses are not kept here"),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [{"type": "reasoning_text", "text": "hm"}]}]},
+            "of type text",
+        ),
         (RESPONSES, {"input": [{"type": "computer_call"}]}, "input.0.type is 'computer_call'; expected message, func"),
         (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "no tools of the server"),
         (RESPONSES, {"input": "a", "tools": [{"type": "custom", "name": "code"}]}, "a function with a name and parame"),

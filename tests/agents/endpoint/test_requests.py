@@ -128,17 +128,27 @@ async def test_a_key_is_good_for_its_own_episode_and_while_that_lives() -> None:
     for tries in made.returned:
         assert [status for status, _ in tries] == [401, 401]
         assert ["without a key" in body["error"]["message"] for _, body in tries] == [True, False]
+        assert {body["error"]["code"] for _, body in tries} == {"invalid_api_key"}
     assert [episode.turns for episode in made.group.trajectories] == [1, 1]
     assert seen[0].api_key != seen[1].api_key
 
-    door = endpoint()
+    door, other = endpoint(), endpoint()
     await door.start()
-    with door.open(None) as access:  # type: ignore[arg-type]  # it is not asked before it is over
+    with (
+        door.open(None) as access,  # type: ignore[arg-type]  # it is not asked before it is over
+        other.open(None) as elsewhere,  # type: ignore[arg-type]
+    ):
         pass
-    status, body = await post(access, {"model": "policy", "messages": HELLO})
+    asked = [
+        await post(access, {"model": "policy", "messages": HELLO}, key=key)
+        for key in (access.api_key, elsewhere.api_key)
+    ]
     await door.close()
-    assert status == 401
-    assert "is over" in body["error"]["message"]
+    assert [(status, body["error"]["code"]) for status, body in asked] == [
+        (401, "episode_over"),
+        (401, "invalid_api_key"),
+    ]
+    assert "is over" in asked[0][1]["error"]["message"]
 
 
 async def test_a_key_is_good_in_either_header_beside_one_that_is_made_up() -> None:
@@ -158,6 +168,8 @@ async def test_a_key_is_good_in_either_header_beside_one_that_is_made_up() -> No
         ("127.0.0.1", "10.1.2.3", "127.0.0.1"),
         ("0.0.0.0", "127.0.0.1", "127.0.0.1"),
         ("0.0.0.0", "10.1.2.3", "10.1.2.3"),
+        ("0.0.0.0", "fd00::2", "127.0.0.1"),
+        ("::", "10.1.2.3", "[::1]"),
         ("::", "fd00::2", "[fd00::2]"),
     ],
 )

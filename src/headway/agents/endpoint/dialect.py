@@ -222,7 +222,7 @@ def token_logprobs(wanted: ParsedRequest, turn: MadeTurn) -> list[dict[str, Any]
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of messages, and what templates call them."""
-_TEXTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text") | {"refusal": "refusal"}
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts that are text, and the field that has it."""
 
 
@@ -244,20 +244,23 @@ def role_of(message: Mapping[str, Any], where: str) -> str:
     return ROLES[role]
 
 
-def text_of(content: Any, where: str) -> str:
-    """The text of a message's content: text, parts of text, or nothing. Raises `RequestRefused` for anything else."""
+def text_of(content: Any, where: str, texts: Mapping[str, str] = TEXTS) -> str:
+    """The text of a message's content: text, parts of the types of ``texts``, or nothing.
+
+    Raises `RequestRefused` for anything else.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise wrong(where, content, "text, or a list of parts of type text")
-    texts = []
+    found = []
     for n, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+        text = part.get(texts[kind]) if isinstance(kind, str) and kind in texts else None
         if not isinstance(text, str):
             raise wrong(f"{where}.{n}", part, "a part of type text: the policy reads text alone, no images or files")
-        texts.append(text)
-    return "".join(texts)
+        found.append(text)
+    return "".join(found)
 
 
 def name_of(fields: Mapping[str, Any], name: str, where: str) -> str:

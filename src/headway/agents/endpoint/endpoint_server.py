@@ -47,12 +47,10 @@ BODY_TIMEOUT_S = 60.0
 """Seconds for a request's body to come, of `MOST_BYTES` at most."""
 CLOSE_TIMEOUT_S = 2.0
 """Seconds for which requests under way are waited for when the endpoint closes: their episodes are over by then."""
-KEY = "hw-"
-"""Beginning of all keys, by which those of past episodes are told from others."""
 MOST_TOLD = 20
 """Most different refusals of requests without a valid key that are written to the log."""
-ANY_ADDRESS = ("0.0.0.0", "::")
-"""Hosts that stand for all addresses of a machine."""
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that stand for all addresses of a machine, and that at which it reaches itself."""
 SETTINGS = {
     "turns": "agent.max_turns",
     "tokens": "data.max_prompt_length + data.max_response_length",
@@ -90,8 +88,13 @@ class Endpoint:
     """Port to listen at; 0 for any that is free, until it listens there."""
 
     def __post_init__(self) -> None:
-        reached = self.node if self.host in ANY_ADDRESS else self.host
+        reached = self.host
+        if self.host in ANY_ADDRESS:  # which are those of one family
+            same_family = (":" in self.node) == (":" in self.host)
+            reached = self.node if same_family else ANY_ADDRESS[self.host]
         self._reached = f"[{reached}]" if ":" in reached else reached
+        self._key = f"hw-{secrets.token_urlsafe(6)}-"
+        """Beginning of all keys of this endpoint, by which those of past episodes are told from others."""
         self._sessions: dict[str, AgentSession] = {}
         self._told: set[str] = set()
         self._runner: web.AppRunner | None = None
@@ -105,6 +108,7 @@ class Endpoint:
                         self._by_path[prefix + path] = dialect
         self._app.router.add_get("/v1/models", self._list_models)
         self._app.router.add_get("/v1/models/{name:.+}", self._show_model)
+        self._app.router.add_get("/health", self._health)
 
     # ------------------------------------------------------------------------------------- for the episode worker
 
@@ -138,7 +142,7 @@ class Endpoint:
     @contextmanager
     def open(self, turns: Turns) -> Iterator[Access]:
         """Answer requests with a key of their own by ``turns``, for as long as the context lasts."""
-        key = f"{KEY}{secrets.token_urlsafe(24)}"
+        key = f"{self._key}{secrets.token_urlsafe(24)}"
         access = Access(self.base_url, key, self.models[0], self.tokenizer)
         session = self._sessions[key] = AgentSession(turns, access.tag)
         try:
@@ -219,7 +223,7 @@ class Endpoint:
                 return session
         what = "with a key that is none of this endpoint's" if any(given) else "without a key"
         code, why = "invalid_api_key", f"a request {what}; give the api_key of the episode: Authorization: Bearer KEY"
-        if any(key.startswith(KEY) for key in given):
+        if any(key.startswith(self._key) for key in given):
             code, why = "episode_over", f"{OVER}; a key is good while its episode is made"
         said = f"{request.method} {request.path} was refused: {why}"
         if said not in self._told and len(self._told) < MOST_TOLD:
@@ -268,6 +272,9 @@ class Endpoint:
             "display_name": name,
             "max_model_len": self.max_length,
         }
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
 
 
 def _is_own(record: logging.LogRecord) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from headway.agents.endpoint.dialect import (
+    TEXTS,
     Body,
     Dialect,
     ParsedRequest,
@@ -29,6 +30,7 @@ from headway.agents.endpoint.dialect import (
 from headway.agents.interface.program_messages import MadeTurn, Message, said, tool_call
 
 _LOGPROBS = "message.output_text.logprobs"
+_THOUGHTS = {**TEXTS, "reasoning_text": "text"}
 
 
 class _ResponsesBody(Body):
@@ -92,7 +94,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
                 messages.append(said(role, text))
             begun = role == "assistant"
         elif kind == "reasoning":
-            thoughts = text_of(item.get("content"), f"{where}.content")
+            thoughts = text_of(item.get("content"), f"{where}.content", _THOUGHTS)
             messages.append({**said("assistant", ""), "reasoning_content": thoughts})
             begun = True
         elif kind == "function_call":
