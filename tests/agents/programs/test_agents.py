@@ -147,6 +147,7 @@ def test_an_agent_gets_what_it_has_parameters_for(
         ),
         ("yields", "it yields, and so returns no reward"),
         ("Yields", "it yields, and so returns no reward"),
+        ("called", "it yields, and so returns no reward"),
     ],
 )
 def test_what_is_no_agent_is_refused_before_a_run(file: str, name: str, said: str) -> None:
@@ -248,7 +249,6 @@ def test_what_a_command_starts_ends_with_it(tmp_path: Path) -> None:
 
 
 LOOPS = """
-import threading
 from types import SimpleNamespace as Output
 
 class Loop:

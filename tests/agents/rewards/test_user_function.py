@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -150,7 +151,7 @@ def test_a_failed_asynchronous_group_has_cleaned_up_when_its_failure_is_told() -
     assert cleaned_up == ["left"]
 
 
-@pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 def test_an_asynchronous_call_that_leaves_the_process_fails_its_own_group_alone(end: type[BaseException]) -> None:
     cleaned_up = []
 
@@ -177,6 +178,7 @@ def test_an_object_with_an_asynchronous_call_is_awaited() -> None:
             return float(response)
 
     assert group(user(Judge()), REQUEST) == [4.0, 5.0]
+    assert group(user(functools.partial(Judge())), REQUEST) == [4.0, 5.0]
 
 
 @pytest.mark.parametrize(

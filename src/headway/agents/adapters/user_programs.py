@@ -34,7 +34,7 @@ from typing import Any, TextIO
 
 from headway.agents.interface.program_chat import Chat, Program
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
-from headway.agents.interface.user_calls import are_coroutines, called, number, path_of_commands, plain
+from headway.agents.interface.user_calls import are_coroutines, called, innermost, number, path_of_commands, plain
 from headway.errors import ProgramFailed, UserCodeError, shown
 from headway.runtime.user_code import Parameters, check_call
 
@@ -64,7 +64,8 @@ class UsersRun:
         """Arguments that it is called with in every episode."""
         self.parameters = Parameters.of(run)
         self.name = str(getattr(run, "__qualname__", type(run).__name__))
-        if inspect.isasyncgenfunction(run) or inspect.isgeneratorfunction(run):
+        inner = innermost(run)
+        if inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner):
             raise UserCodeError(f"{who}: it yields, and so returns no reward; return the episode's reward instead")
         self.is_async = are_coroutines(run)
         """It blocks no event loop."""

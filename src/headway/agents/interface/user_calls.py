@@ -63,10 +63,14 @@ async def close_quietly(close: Callable[[], Any]) -> None:
 
 def are_coroutines(*functions: Any) -> bool:
     """Tell whether all ``functions`` are coroutine functions, and so do not block the event loop."""
-    return all(  # an object may have a ``__call__`` that is one
-        inspect.iscoroutinefunction(one) or inspect.iscoroutinefunction(getattr(one, "__call__", None))  # noqa: B004
-        for one in functions
-    )
+    return all(inspect.iscoroutinefunction(one) or inspect.iscoroutinefunction(innermost(one)) for one in functions)
+
+
+def innermost(function: Any) -> Any:
+    """Return the function that ``function`` calls, if it is a `functools.partial` or an object with ``__call__``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
 
 
 def is_in_a_loop() -> bool:

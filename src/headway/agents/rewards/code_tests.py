@@ -125,11 +125,14 @@ def _single(one: Any, extra: Mapping[str, Any]) -> Test:
 
 def _paired(found: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Test]:
     inputs, outputs = plain(found["inputs"]), plain(found["outputs"])
+    name = found.get("fn_name") or extra.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         counts = " and ".join(str(len(one)) if isinstance(one, list) else shown(one) for one in (inputs, outputs))
         raise ScoringFailed(f"the tests in the answer have {counts} inputs and outputs; expected as many of both")
-    pairs = zip(inputs, outputs, strict=True)
-    return [_single({"input": i, "output": o, "fn_name": found.get("fn_name")}, extra) for i, o in pairs]
+    pairs = list(zip(inputs, outputs, strict=True))
+    if name:
+        return [_call(str(name), given, expected) for given, expected in pairs]
+    return [StdinTest(_text(given), _text(expected)) for given, expected in pairs]
 
 
 def _call(name: str, given: Any, expected: Any) -> CallTest:

@@ -32,7 +32,7 @@ from enum import Enum
 from statistics import fmean
 from typing import Any
 
-from headway.agents.interface.user_calls import are_coroutines, finite_number
+from headway.agents.interface.user_calls import are_coroutines, finite_number, is_cancelled
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError, raised_by
 from headway.runtime.task_groups import concurrently
@@ -183,6 +183,11 @@ class UserFunction:
             async with limit:
                 return await self._call(arguments)
         except (SystemExit, KeyboardInterrupt) as end:  # out of a task these stop the loop, with all others left in it
+            raise ScoringFailed(f"exception: {raised_by(end)}") from end
+        except asyncio.CancelledError as end:
+            if is_cancelled():
+                raise
+            # The function's own: a task that ends so is no failure to the group, which would wait for the others.
             raise ScoringFailed(f"exception: {raised_by(end)}") from end
         except Exception as error:
             if not limit.expired():  # a time limit of the function's own, among others
