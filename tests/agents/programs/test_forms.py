@@ -77,7 +77,7 @@ def test_an_environment_with_a_reset_alone_needs_tools(environment, tools):
     ("name", "message"),
     [
         ("agent", r"async function; name it in agent\.program"),
-        ("Agent", r"has none of the forms .* It has run\(\)"),
+        ("Agent", r"it has run\(\), .*agent\.program"),
         (
             "game",
             r"it is <.*Game.*>, .*its class",

@@ -270,6 +270,24 @@ def test_a_reset_without_a_seed_is_refused(environment):
         environment(code).load()
 
 
+@pytest.mark.parametrize("name", ["action_space", "observation_space"])
+def test_numeric_spaces_are_refused_with_their_name(environment, name):
+    code = f"""
+    class Space: ...
+    class Text(Space): ...
+    class Discrete(Space):
+        def __repr__(self): return "Discrete(4)"
+    class Game:
+        def __init__(self):
+            self.action_space = self.observation_space = Text()
+            self.{name} = Discrete()
+        def reset(self, seed=None): return "obs", {{}}
+        def step(self, action): ...
+    """
+    with pytest.raises(UserCodeError, match=rf"game\.py:Game: its {name} is Discrete\(4\)"):
+        environment(code).load().describe()
+
+
 async def test_a_function_may_make_the_environment(environment):
     spec = environment(GAME + "\n    def make(high):\n        return Game(high=high)\n", "make", params={"high": 3})
     loaded = spec.load()

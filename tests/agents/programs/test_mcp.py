@@ -324,6 +324,12 @@ async def test_what_the_sdk_raises_in_a_call_costs_the_connection_unless_it_foun
         ),
         ({"tools/list": {"tools": [PLACE | {"name": "a b"}]}}, UserCodeError, "name 'a b'; expected 1 to 128 of"),
         ({"tools/list": {"tools": []}}, UserCodeError, "has no tools"),
+        pytest.param(
+            {"tools/list": {"tools": [PLACE], "nextCursor": "1"}},
+            UserCodeError,
+            "no end: 100 pages",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_no_server_of_tools_is_refused_before_the_run(others, error, message):

@@ -230,7 +230,7 @@ async def test_tools_are_functions_or_schemas(program):
         ("chat.turn(row['messages'], tools=[look, look])", "chat.turn() was given two tools named 'look'; rename one"),
         (
             "chat.turn(row['messages'], tools=[run])",
-            "chat.turn(tools=…): no tool can be made of run(row, chat): Doc",
+            "chat.turn(tools=…): no tool can be made of run(row, chat): there is no",
         ),
         ("late(chat)", "chat.reward(): there was no turn yet; give it what chat.turn() returned"),
         ("bad(row, chat)", "the reward of a turn is 'good', expected a finite number"),
@@ -391,7 +391,7 @@ async def test_an_object_of_a_class_makes_each_episode(program):
             {},
             r"it is a class Without without run; a program is async def run\(row, chat\), or a class or an obj",
         ),
-        ("Stepping", {}, "it is a class Stepping without run; a program is"),
+        ("Stepping", {}, r"it has step\(\), as environments have; name it in agent.environment"),
         ("number", {}, "it is an object of int without run; a program is"),
         ("one", {}, r"takes \(row\), but is called with \(row, chat\)"),
         (

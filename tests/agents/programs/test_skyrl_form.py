@@ -111,7 +111,7 @@ async def test_a_function_with_extras_makes_the_environment(environment):
         (
             "(prompt, {})",
             "dict(observations=[], reward=1, done=False, postprocessed_action=3)",
-            r"chat\.turn\(\): a chat message of assistant has content 3; expected text",
+            r"step\(\) returned postprocessed_action=3, expected text or None",
         ),
         ("1 / 0", "{}", r"init\(\) raised ZeroDivisionError"),
         ("(prompt, {})", "1 / 0", r"step\(\) raised ZeroDivisionError"),

@@ -10,7 +10,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from headway.agents.adapters.program_loader import load_tools
-from headway.agents.interface.tool import Toolbox, make_tool
+from headway.agents.interface.tool import Tool, Toolbox, make_tool
 from headway.errors import UserCodeError
 
 FILE = '''
@@ -34,7 +34,7 @@ async def wait(seconds: float) -> str:
     await asyncio.sleep(0)
     return f"waited {seconds} s"
 
-def untyped(a, b: int):
+def untyped(a, b: int, c):
     """Do.
 
     Args:
@@ -88,7 +88,7 @@ async def test_tools_are_loaded_with_their_schemas_and_called_by_name(file):
 @pytest.mark.parametrize(
     ("name", "said_so"),
     [
-        ("untyped", r"untyped\(a, b: int\): .*Argument a is missing a type hint"),
+        ("untyped", r"untyped\(a, b: int, c\): .*no type on a, c;"),
         ("undocumented", r"undocumented\(a: int\): .*no docstring"),
         ("half_documented", "docstring .*'a'"),
         ("of_a_class", "Couldn't convert the type hint"),
@@ -102,6 +102,18 @@ def test_what_no_tool_can_be_made_of_is_refused_with_the_reason_and_what_a_tool_
     with pytest.raises(UserCodeError, match=said_so) as refused:
         load_tools([f"{file}:{name}"])
     assert f"{file}:{name}: " in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["str", ["integer", "nil"]])
+def test_a_schema_with_a_type_that_json_lacks_is_refused_at_the_start(kind):
+    parameters = {"type": "object", "properties": {"type": {"type": "string"}, "x": {"items": {"type": kind}}}}
+    schema = {"type": "function", "function": {"name": "f", "description": "f", "parameters": parameters}}
+    with pytest.raises(
+        UserCodeError, match=r"own.py:f: .* 'f' have properties\.x\.items\.type=.*; expected array, boo"
+    ):
+        Toolbox([Tool("f", schema, print, origin="own.py:f")])
+    parameters["properties"].pop("x")
+    Toolbox([Tool("f", schema, print, origin="own.py:f")])
 
 
 def test_two_tools_of_one_name_are_refused(file):

@@ -60,7 +60,8 @@ class GymProgram(EnvironmentProgram[Any]):
         self.is_async = are_coroutines(kind.reset, kind.step)
 
     def describe(self) -> ProgramDescription:
-        with beforehand(), self._instances.one():  # made once, so that what cannot be made is refused
+        with beforehand(), self._instances.one() as environment:
+            refuse_numbers(environment, self.who)
             return super().describe()
 
     async def close(self) -> None:
@@ -71,6 +72,7 @@ class GymProgram(EnvironmentProgram[Any]):
         return self._instances.lent()
 
     async def begin(self, environment: Any, start: EpisodeStart) -> Step:
+        refuse_numbers(environment, self.who)
         arguments: dict[str, Any] = {"seed": start.row_seed}
         if "options" in Parameters.of(environment.reset).named:
             arguments["options"] = dict(start.row)
@@ -100,6 +102,22 @@ class GymProgram(EnvironmentProgram[Any]):
             f"{self.who}: {method}() returned the observation {shown(observation)}, and the model reads text; wrap "
             "the environment so that observations are text (gymnasium.ObservationWrapper)"
         )
+
+
+def refuse_numbers(environment: Any, who: str) -> None:
+    """Refuse an environment whose observations or actions are numbers by its spaces.
+
+    Raises:
+        UserCodeError: names the space, and what to do.
+    """
+    for name, wrapper in (("action_space", "ActionWrapper"), ("observation_space", "ObservationWrapper")):
+        space = getattr(environment, name, None)
+        kinds = [kind for kind in type(space).__mro__ if kind.__name__ in ("Space", "Text")]
+        if kinds and not any(kind.__name__ == "Text" for kind in kinds):
+            raise UserCodeError(
+                f"{who}: its {name} is {shown(space)}, and the model reads and writes text; wrap the environment so "
+                f"that it is a gymnasium.spaces.Text (gymnasium.{wrapper})"
+            )
 
 
 class SkyrlProgram(EnvironmentProgram[Any]):
@@ -152,6 +170,10 @@ class SkyrlProgram(EnvironmentProgram[Any]):
         if value["done"]:
             return Step(done=True, reward=reward)
         instead = value.get("postprocessed_action")
+        if instead is not None and not isinstance(instead, str):
+            raise ProgramFailed(
+                f"{self.who}: step() returned postprocessed_action={shown(instead)}, expected text or None"
+            )
         answered = None if instead in (None, answer.text) else said("assistant", instead)
         return Step(self._messages(value["observations"], "step"), reward=reward, answered=answered)
 
@@ -216,6 +238,11 @@ class TrlProgram(EnvironmentProgram[_TrlEpisode]):
     async def begin(self, environment: _TrlEpisode, start: EpisodeStart) -> Step:
         row: dict[str, Any] = {"prompt": start.with_prompt()["prompt"], **start.row}
         takes = Parameters.of(environment.environment.reset)
+        if lacking := takes.lacking(row):
+            raise ProgramFailed(
+                f"{self.who}: reset() needs {', '.join(map(repr, lacking))}, and the row has {', '.join(sorted(row))}"
+                "; give the parameter a default, or the row that column"
+            )
         value = await self.call(environment.environment, "reset", **takes.given(row))
         if value is None:
             return Step(start.messages)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds for a connection to end; the SDK gives a server's process six of them."""
+MOST_PAGES = 100
+"""Most pages of a server's list of tools."""
 MISSING = (
     "agent.mcp needs the package mcp, 2 or later, which is not installed here; install it with: "
     "pip install 'headway[mcp]'"
@@ -181,7 +183,7 @@ class _McpLink:
         """Ask for the name, description and parameters of each tool. Raises as `call` does."""
         found: list[dict[str, Any]] = []
         cursor: str | None = None
-        while True:
+        for _ in range(MOST_PAGES):  # a server may give further cursors for ever
             try:
                 page = await self._answer(lambda client, at=cursor: client.list_tools(cursor=at), "its list of tools")
             except _CallRefused as refused:
@@ -193,6 +195,7 @@ class _McpLink:
             cursor = page.next_cursor
             if cursor is None:
                 return found
+        raise ProgramFailed(f"{self._spec.who}: its list of tools has no end: {MOST_PAGES} pages were read")
 
     async def close(self) -> None:
         """End the connection, if there is one."""
@@ -282,11 +285,11 @@ class _McpConnection:
         spec = self._spec
         where = spec.url or " ".join(spec.command) or "it"
         try:
-            answered, _ = await asyncio.wait({self._ready}, timeout=spec.timeout_s)
+            connected, _ = await asyncio.wait({self._ready}, timeout=spec.timeout_s)
         except asyncio.CancelledError:
             self.holder.cancel()
             raise
-        if not answered:
+        if not connected:
             self.holder.cancel()
             await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
             raise Unavailable(

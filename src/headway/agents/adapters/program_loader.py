@@ -1,8 +1,8 @@
-"""Loading of programs: the user's code by its spec, the form that it has, and its episodes in the process that runs it.
+"""Loading of programs: the user's code by its spec, and the form that it has.
 
 loaded = ProgramSpec(environment="game.py:Game").load()       # in a process for user code
 loaded.is_async                                               # shares an event loop, or has the process for itself
-loaded.describe()                                             # its form and tools, before the first episode
+loaded.describe()                                             # its tools, before the first episode
 end = await loaded.serve(start, ask)                          # one episode; ask() is a turn of the policy
 
 | form of an environment | has |
@@ -118,6 +118,8 @@ def _load(spec: ProgramSpec) -> Program:
     if spec.program is not None:
         _refuse_tools(spec)
         found = load_object(spec.program)
+        if inspect.isclass(found) and not hasattr(found, "run") and hasattr(found, "step"):
+            raise UserCodeError(f"{spec.shown}: it has step(), as environments have; name it in agent.environment")
         if is_verl_loop(found):
             return VerlLoop(found, spec.shown, spec.params, spec.model_path, spec.prompt_length)
         return OwnProgram(found, spec.shown, spec.params)
@@ -175,6 +177,8 @@ def _recognised(spec: ProgramSpec, instances: EnvironmentPool, kind: type, envir
         return GymProgram(instances, spec.shown, environment)
     if has("reset") and (has("get_reward") or has("step") or tool_names(kind) or _given_tools(spec)):
         return TrlProgram(instances, spec.shown, kind, load_toolbox(spec))
+    if has("run"):
+        raise UserCodeError(f"{spec.shown}: it has run(), as programs have; name it in agent.program")
     own = [f"{name}()" for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
     raise UserCodeError(
         f"{spec.shown}: {kind.__name__} has none of the forms of an environment: TRL's, reset(**row) and get_reward() "

@@ -61,7 +61,7 @@ class Program(ABC):
     """One form of user code, in the process that runs it: its episodes, each with one end or one error."""
 
     who = ""
-    """The program in messages: ``environment game.py:Game``."""
+    """Name of the program in messages, as `ProgramSpec.shown` has it."""
     is_async: bool = True
     """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
     gives_reward: bool | None = None
@@ -100,24 +100,22 @@ class Program(ABC):
         chat = Chat(ask, start, self.who)
         if not self.is_async:  # where episodes share a process, each would reset the generators of the others
             seed_generators(start.seed)
+        end = EpisodeEnd()
         try:
             with failing(self.who):
                 end = await self.run(start, chat)
-                if end.turn_rewards:
-                    chat._give(end.turn_rewards)
         except EpisodeOver:
-            end = EpisodeEnd()
+            pass
         except AskedTooOften as insisted:
             print(f"{start.name}: {insisted}; it was left there", file=sys.stderr)
-            end = EpisodeEnd()
         except ProgramFailed:  # a `HeadwayError`, too, which is raised as it is
             raise
         except HeadwayError as cause:
             raise ProgramFailed(str(cause)) from cause
         finally:
             # Also after an error: a task that the program left behind must not ask for turns any more.
-            chat._closed = True
-        return replace(end, turn_rewards=chat._turn_rewards, tool_errors=chat._tool_errors)
+            end = chat.close(end)
+        return end
 
     async def close(self) -> None:  # noqa: B027 - most programs keep nothing
         """Close what is kept from one episode to the next."""
@@ -133,8 +131,10 @@ class Chat:
     def __init__(self, ask: Ask, start: EpisodeStart, who: str) -> None:
         self._ask, self._who = ask, who
         self._made: dict[Any, Tool] = {}
-        self._asked = self._refusals = self._tool_errors = 0
-        self._turns: list[_PendingTurn] = []
+        self._asked = 0
+        self._refusals = 0
+        self._tool_errors = 0
+        self._answered: list[_PendingTurn] = []
         self._rewards: dict[int, float] = {}
         self._over: EpisodeOver | None = None
         self._closed = False
@@ -144,7 +144,7 @@ class Chat:
     @property
     def turns(self) -> int:
         """Number of turns that the policy has made in this episode."""
-        return len(self._turns)
+        return len(self._answered)
 
     async def turn(
         self,
@@ -183,14 +183,15 @@ class Chat:
         if self._over is not None:
             await self._refuse(self._over)
         # Numbered before the wait: rewards go by the order in which turns were asked for, not in which they ended.
-        place, self._asked = self._asked, self._asked + 1
+        place = self._asked
+        self._asked += 1
         try:
             # Rewards so far travel with each request: where the process dies, they are not lost with it.
             answer = await self._ask(replace(request, rewards=self._turn_rewards))
         except EpisodeOver as over:
             self._over = over  # later turns are refused at once, without asking
             raise
-        self._turns.append(_PendingTurn(place, answer, tools))
+        self._answered.append(_PendingTurn(place, answer, tools))
         return answer
 
     async def continued(
@@ -262,6 +263,17 @@ class Chat:
                 self._add(turn, result.reward)
         return answer.results([result.text for result in results])
 
+    def close(self, end: EpisodeEnd) -> EpisodeEnd:
+        """Allow no further turns. Return ``end`` with what is recorded here: failed tools, rewards of turns.
+
+        Raises:
+            ProgramFailed: there are more or fewer rewards in ``end`` than turns, or turns were given some already.
+        """
+        self._closed = True
+        if end.turn_rewards:
+            self._give(end.turn_rewards)
+        return replace(end, turn_rewards=self._turn_rewards, tool_errors=self._tool_errors)
+
     async def _result(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
         return ToolResult(call.error) if call.problem is not None else await tools[call.name].call(call.arguments)
 
@@ -269,27 +281,23 @@ class Chat:
         self._rewards[turn.number] = self._rewards.get(turn.number, 0.0) + reward
 
     def _give(self, values: Sequence[float]) -> None:
-        """Give each turn its reward, in the order in which turns were asked for.
-
-        Raises:
-            ProgramFailed: there are more or fewer rewards than turns, or turns were given some already.
-        """
+        """Give each turn its reward, in the order in which turns were asked for. Raises `ProgramFailed`."""
         if self._rewards:
             raise ProgramFailed(
                 f"{self._who} gave rewards of turns by chat.reward() and returned a list, too; do one of both"
             )
-        if len(values) != len(self._turns):
+        if len(values) != len(self._answered):
             raise ProgramFailed(
-                f"{self._who} returned a list of {len(values)} rewards for {len(self._turns)} turns; return one for "
+                f"{self._who} returned a list of {len(values)} rewards for {len(self._answered)} turns; return one for "
                 "each turn"
             )
-        numbers = sorted(turn.number for turn in self._turns)
+        numbers = sorted(turn.number for turn in self._answered)
         self._rewards = dict(zip(numbers, values, strict=True))
 
     @property
     def _turn_rewards(self) -> tuple[float, ...]:
         """Rewards by the number of the turn; empty where no turn was given one."""
-        turns = max((turn.number for turn in self._turns), default=-1) + 1
+        turns = max((turn.number for turn in self._answered), default=-1) + 1
         return tuple(self._rewards.get(n, 0.0) for n in range(turns)) if self._rewards else ()
 
     async def _refuse(self, over: EpisodeOver) -> None:
@@ -301,10 +309,10 @@ class Chat:
         raise EpisodeOver(over.limit)
 
     def _turn(self, answer: TurnAnswer | None, method: str) -> _PendingTurn:
-        for turn in reversed(self._turns):
+        for turn in reversed(self._answered):
             if answer is None or turn.answer is answer:
                 return turn
-        what = f"{shown(answer)} is no answer of this chat" if self._turns else "there was no turn yet"
+        what = f"{shown(answer)} is no answer of this chat" if self._answered else "there was no turn yet"
         raise ProgramFailed(f"{self._who}: chat.{method}(): {what}; give it what chat.turn() returned")
 
     def _plain(self, messages: Any) -> list[Message]:

@@ -64,9 +64,10 @@ class Tool:
             UserCodeError: the name is none that APIs take.
         """
         if not isinstance(self.name, str) or NAME.fullmatch(self.name) is None:
+            left_out = f", or leave it out ({self.origin}.tools)" if self.origin.startswith("agent.mcp.") else ""
             raise UserCodeError(
                 f"{self.origin}: a tool has the name {shown(self.name)}; expected 1 to 128 of a-z, A-Z, 0-9, _, . and -"
-                ", as APIs take them; rename it, or leave it out (agent.mcp.NAME.tools)"
+                f", as APIs take them; rename it{left_out}"
             )
 
     @property
@@ -151,6 +152,11 @@ def make_tool(function: Callable[..., Any], spec: str) -> Tool:
     for parameter in signature.parameters.values():
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD, Parameter.POSITIONAL_ONLY):
             raise UserCodeError(f"{refused}: {str(parameter)!r} cannot be given by name, as arguments of calls are")
+    untyped = [name for name, parameter in signature.parameters.items() if parameter.annotation is Parameter.empty]
+    if untyped:
+        raise UserCodeError(f"{refused}: there is no type on {', '.join(untyped)}; {EXPECTED}")
+    if not inspect.getdoc(function):
+        raise UserCodeError(f"{refused}: it has no docstring; {EXPECTED}")
     from transformers.utils import get_json_schema
 
     try:
@@ -192,6 +198,7 @@ class Toolbox:
         """The tools as they are known before the first episode."""
         found: dict[str, Tool] = {}
         for tool in self.tools:
+            _check_types(tool)
             if tool.name in found:
                 raise UserCodeError(
                     f"{tool.origin}: there is a tool named {tool.name!r} already, of {found[tool.name].origin}; the "
@@ -231,3 +238,18 @@ class Toolbox:
                     sources.append(await stack.enter_async_context(one.episode(start)))
                     tools += sources[-1].tools
             yield OpenToolbox(tools, *(source.end for source in sources))
+
+
+def _check_types(tool: Tool) -> None:
+    """Refuse a schema with a type that JSON Schema lacks: arguments of it could not be checked."""
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    parameters = tool.schema["function"].get("parameters") or {}
+    meta = validator_for(parameters, default=Draft202012Validator)
+    for error in meta(meta.META_SCHEMA).iter_errors(parameters):
+        if error.path and error.path[-1] == "type":
+            where = ".".join(map(str, error.path))
+            raise UserCodeError(
+                f"{tool.origin}: the parameters of the tool {tool.name!r} have {where}={shown(error.instance)}; "
+                "expected array, boolean, integer, null, number, object, string, or a list of these"
+            )
