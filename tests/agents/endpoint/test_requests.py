@@ -151,6 +151,14 @@ async def test_a_key_is_good_for_its_own_episode_and_while_that_lives() -> None:
     assert "is over" in asked[0][1]["error"]["message"]
 
 
+async def test_the_endpoint_says_without_a_key_that_it_is_there() -> None:
+    door = endpoint()
+    await door.start()
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{door.port}/health") as response:
+        assert (response.status, await response.json()) == (200, {"status": "ok"})
+    await door.close()
+
+
 async def test_a_key_is_good_in_either_header_beside_one_that_is_made_up() -> None:
     async def agent(access: Access) -> Any:
         headers = [("Bearer dummy", access.api_key), (f"Bearer {access.api_key}", "dummy"), ("Bearer dummy", "dummy")]
