@@ -221,7 +221,8 @@ class TrlProgram(EnvironmentProgram[_TrlEpisode]):
 
     def describe(self) -> ProgramDescription:
         with beforehand(), self._instances.one() as environment:
-            schemas = tuple(tool.schema for tool in self._all_tools(environment, self._tools.tools))
+            tools = Toolbox([*self._tools.tools, *self._own_tools(environment)]).tools
+            schemas = tuple(tool.schema for tool in tools)
             needed = Parameters.of(environment.reset).lacking(["prompt"])
         gives_reward = True if hasattr(type(environment), "get_reward") else None
         return ProgramDescription(self.is_async, schemas, gives_reward, columns=tuple(needed))
@@ -230,7 +231,8 @@ class TrlProgram(EnvironmentProgram[_TrlEpisode]):
     async def episode(self, start: EpisodeStart) -> AsyncIterator[_TrlEpisode]:
         with self._instances.one() as environment:
             async with self._tools.episode(start) as beside:
-                yield _TrlEpisode(environment, beside, self._all_tools(environment, beside.tools))
+                # Joined as they are: `describe` has checked their names and schemas.
+                yield _TrlEpisode(environment, beside, [*beside.tools, *self._own_tools(environment)])
 
     def tools(self, environment: _TrlEpisode) -> Sequence[Tool]:
         return environment.tools
@@ -265,9 +267,8 @@ class TrlProgram(EnvironmentProgram[_TrlEpisode]):
                 return await environment.beside.end()
         return await environment.beside.end(EpisodeEnd(reward=number(value, f"{self.who}: {what}")))
 
-    def _all_tools(self, environment: Any, others: Sequence[Tool]) -> list[Tool]:
-        own = [self._tool(name, getattr(environment, name)) for name in tool_names(type(environment))]
-        return Toolbox([*others, *own]).tools
+    def _own_tools(self, environment: Any) -> list[Tool]:
+        return [self._tool(name, getattr(environment, name)) for name in tool_names(type(environment))]
 
     def _tool(self, name: str, method: Callable[..., Any]) -> Tool:
         if name not in self._schemas:
