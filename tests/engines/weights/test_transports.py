@@ -15,7 +15,7 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.buckets import Tensors, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
 from headway.engines.weights.outgoing_version import Staged, Stream
-from headway.engines.weights.protocols import Header, WeightSink
+from headway.engines.weights.protocols import Header, WeightSink, open_receiver
 from headway.engines.weights.weight_layout import Manifest, combined
 from headway.errors import UpdateFailed
 from tests.engines.weights.ends import ALL, STORED, Site
@@ -45,6 +45,17 @@ delta_transports = pytest.mark.parametrize("transport", [name for name in ALL if
 
 def served() -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
+
+
+@pytest.mark.parametrize("transport", STORED)
+def test_what_is_stored_is_for_a_receiver_that_was_not_there_when_the_ends_met(site: Site, transport: str) -> None:
+    """Replacements and other owners of a machine's copy open the link of the first ones."""
+    ends = site.meet(transport, "rollout-0")
+    stored = ends.sender.send(1, stream(1))
+    back = BackBuffer(MANIFEST)
+    ends.receivers["rollout-0+1"] = open_receiver(ends.link, "rollout-0+1", site.here)
+    ends.fill("rollout-0+1", 1, back, stored).result(20)
+    assert_same(contents(back), weights(1))
 
 
 @every_transport

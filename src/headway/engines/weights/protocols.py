@@ -257,13 +257,19 @@ def open_sender(link: Link, here: EndContext) -> WeightSender:
 def open_receiver(link: Link, name: str, here: EndContext) -> WeightReceiver:
     """Open the end of the receiver called ``name``. With ``broadcast`` this blocks until all ends are open.
 
-    Raises `UpdateFailed` for one that the link is not for.
+    A stored version is for any receiver, also one that the link does not name. Other transports raise `UpdateFailed`
+    for one that the link is not for.
     """
+    receiver: WeightReceiver = _module(link.transport).open_receiver(link, name, here)
+    return receiver
+
+
+def place_of(name: str, link: Link) -> int:
+    """Return the place of ``name`` among a link's receivers. Raises `UpdateFailed` for one that the link is not for."""
     if name not in link.receivers:
         known = ", ".join(link.receivers)
         raise UpdateFailed(f"{name} is not among those that this link reaches: {known}; it has to meet anew")
-    receiver: WeightReceiver = _module(link.transport).open_receiver(link, name, here)
-    return receiver
+    return link.receivers.index(name)
 
 
 def through_devices(config: Config, device: str) -> bool:

@@ -25,6 +25,7 @@ from headway.engines.weights.protocols import (
     OutgoingWeights,
     StoredVersion,
     WeightSink,
+    place_of,
 )
 from headway.engines.weights.transports.process_group import StoreGroup
 from headway.errors import UpdateFailed
@@ -112,7 +113,7 @@ class BroadcastReceiver(_Member):
     """A replica's end of a broadcast, a rank behind the sender (`WeightReceiver`). Joining blocks until all join."""
 
     def __init__(self, link: Link, name: str, here: EndContext) -> None:
-        super().__init__(link, 1 + link.receivers.index(name), here)
+        super().__init__(link, 1 + place_of(name, link), here)
         self._name = name
 
     def receive(self, version: int, sink: WeightSink, stored: StoredVersion | None = None) -> None:

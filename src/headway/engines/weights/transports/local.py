@@ -23,6 +23,7 @@ from headway.engines.weights.protocols import (
     OutgoingWeights,
     StoredVersion,
     WeightSink,
+    place_of,
 )
 from headway.errors import UpdateFailed
 
@@ -176,6 +177,7 @@ class LocalReceiver:
     """A replica's end of a `LocalExchange` (`WeightReceiver`)."""
 
     def __init__(self, link: Link, name: str, here: EndContext) -> None:
+        place_of(name, link)
         self._exchange: LocalExchange = link.exchange
         self._name = name
 
