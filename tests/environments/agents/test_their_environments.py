@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
+from headway.agents.adapters.environment_forms import GymProgram, SkyrlProgram, TrlProgram
+from headway.agents.adapters.program_loader import ProgramSpec
+from headway.agents.interface.program_chat import Program
 from headway.agents.interface.program_messages import EpisodeEnd
 from headway.errors import ProgramFailed, UserCodeError
 from tests.agents.programs.scripted import Script, calling, play, start
@@ -18,7 +20,7 @@ from tests.agents.programs.scripted import Script, calling, play, start
 THEIRS = Path(__file__).parent / "theirs"
 
 
-def load(name: str, /, max_turns: int | None = None, **params: Any) -> LoadedProgram:
+def load(name: str, /, max_turns: int | None = None, **params: Any) -> Program:
     return ProgramSpec(environment=f"{THEIRS}/{name}", params=params, max_turns=max_turns).load()
 
 
@@ -44,7 +46,7 @@ class Bisects:
 @pytest.mark.parametrize("function", ["game", "tracked"])
 async def test_gems_guess_the_number_is_played_from_its_own_prompt(function):
     loaded = load(f"games.py:{function}", name="game:GuessTheNumber-v0-easy")
-    assert (loaded.describe().form, loaded.is_async) == ("Gymnasium and GEM", False)
+    assert (type(loaded), loaded.is_async) == (GymProgram, False)
     for seed in range(5):
         end = await play(loaded, ask := Script(*[Bisects(1, 10)] * 4), start("", seed=seed))
         assert end.turn_rewards[-1] == 1.0, "bisection finds one of ten in four turns"
@@ -145,7 +147,7 @@ async def test_what_a_wrapper_of_gymnasiums_raises_is_the_environments_failure()
 @pytest.mark.parametrize("name", ["GSM8kMultiTurnEnv", "registered"])
 async def test_skyrls_gsm8k_gives_each_turn_its_reward(name):
     loaded = load(f"skyrls.py:{name}", max_turns=3)
-    assert loaded.describe().form == "SkyRL-gym"
+    assert isinstance(loaded, SkyrlProgram)
     row = {"reward_spec": {"method": "rule", "ground_truth": "42"}, "data_source": "gsm8k"}
     end = await play(loaded, ask := Script("none", "#### 41", "#### 42"), start("6 * 7?", **row))
     assert end.turn_rewards == pytest.approx((0, 0.2 / 3, 1))
@@ -192,14 +194,14 @@ async def test_an_environment_of_skyrls_whose_row_lacks_its_column_says_which():
 # TRL
 
 
-async def count(loaded: LoadedProgram, *steps: int) -> tuple[EpisodeEnd, Script]:
+async def count(loaded: Program, *steps: int) -> tuple[EpisodeEnd, Script]:
     ask = Script(*[calling(("increment", {"step": step})) for step in steps], "done")
     return await play(loaded, ask, start("Count to five.", begin=2)), ask
 
 
 async def test_an_environment_as_in_trls_guide():
     loaded = load("trls.py:Counter")
-    assert (loaded.describe().form, loaded.is_async) == ("TRL", False)
+    assert (type(loaded), loaded.is_async) == (TrlProgram, False)
     end, ask = await count(loaded, 1, 2, 1)
     assert (end.reward, end.tool_errors) == (1.0, 1)
     assert ask.last[0] == ("user", "Count to five. It begins at 2.")
