@@ -115,3 +115,20 @@ def test_children_are_those_that_a_search_of_all_processes_finds() -> None:
         child.kill()
         child.wait()
     assert child.pid not in children()
+
+
+MISSED_ONCE = """
+import subprocess
+from headway.runtime import process_tree
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+look, looks = process_tree._children, [{}]
+process_tree._children = lambda: looks.pop() if looks else look()
+process_tree.end_children()
+print(process_tree.children())
+"""
+
+
+def test_a_child_that_one_look_has_missed_is_ended() -> None:
+    """A bwrap that forked and ended during a look left its child, which nobody ended."""
+    command = [sys.executable, "-c", MISSED_ONCE]
+    assert subprocess.check_output(command, env=environment("missed"), timeout=60) == b"[]\n"

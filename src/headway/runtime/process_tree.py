@@ -71,11 +71,15 @@ def end_children(but: Collection[int] = ()) -> None:
     ``but``: children that are spared, with their descendants.
     """
     until = time.monotonic() + END_S
+    looks_without = 0
     # Again and again: what ends leaves its children to this process, which sees them only then.
     while time.monotonic() < until:
         below = _children()
         ending = [child for child in below.get(os.getpid(), ()) if child not in but]
-        if not ending:
+        # Twice: a child that forks and ends during a look is gone from it, and what it forked was not yet there. A
+        # bwrap whose asker was killed did so, and its own child waited for ever.
+        looks_without = 0 if ending else looks_without + 1
+        if looks_without == 2:
             return
         for pid in [*ending, *_below(ending, below)]:
             with suppress(ProcessLookupError, PermissionError):
