@@ -161,7 +161,6 @@ def seen(pid: int, wanted: Callable[[ProcessLook], bool]) -> bool:
     return any(look is not None and wanted(look) for look in (look_at(pid) for _ in range(200_000)))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_system_tells_of_sleep_of_a_stop_and_of_computing() -> None:
     with process("import time\ntime.sleep(600)") as pid:
         assert seen(pid, lambda look: set(look.threads) == {"S"})

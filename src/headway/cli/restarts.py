@@ -72,7 +72,7 @@ def keep_going(arguments: Sequence[str], run: Path, restarts: int, *, debug: boo
         while True:
             record = _changed(directory.events)
             code = attended.finish([*arguments, *options], again=restart < restarts)
-            if code and sys.platform == "linux":
+            if code:
                 # Workers of a driver that was killed hold devices and ports, some for a minute.
                 end_children(but=attended.waiting)
             went_on, wrong = _changed(directory.events) != record, code == UserError.exit_code

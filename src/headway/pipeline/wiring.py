@@ -94,7 +94,7 @@ class Machinery:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a run is made of, beside its configuration."""
+    """Engines, data and services of a run, which the pipeline works with beside the configuration."""
 
     source: PromptSource
     validation: Sequence[Prompt]

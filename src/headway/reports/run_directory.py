@@ -170,7 +170,7 @@ class RunDirectory:
 
     @property
     def own(self) -> list[Path]:
-        """What a run makes here, existing or not."""
+        """Paths of the files and folders that a run makes here, whether they exist or not."""
         names = [name for name, found in vars(RunDirectory).items() if isinstance(found, _Inside)]
         return [getattr(self, name) for name in names if name != "code"]
 

@@ -346,7 +346,6 @@ async def test_a_function_that_forks_is_answered_by_its_worker(user_file: Path) 
             assert (await reward.score(prompt(), responses)).rewards.tolist() == [len(text) for text in responses]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="watches processes through pidfd")
 @mostly_slow("response", ["waits", "leaves it"], quick=[])
 async def test_what_a_function_starts_ends_with_its_worker(user_file: Path, tmp_path: Path, response: str) -> None:
     """Whether the worker is killed over it, or closed later on."""
@@ -479,7 +478,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="watches processes through pidfd")
 @mostly_slow("busy_with", ["loop", "backtrack"], quick=[])
 def test_a_busy_worker_prints_to_its_parents_stderr_and_dies_with_it(
     user_file: Path, tmp_path: Path, busy_with: str

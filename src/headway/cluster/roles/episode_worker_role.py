@@ -66,7 +66,7 @@ class EpisodeWorkerRole(Role):
         with torch_hidden():
             decode = answer_decoder(self._tokenizer, skip_special_tokens=self._config.rollout.skip_special_tokens)
         self._completed = self._completions()
-        gather_s = 0.0  # where the process is the driver's, which nobody has to wake up
+        gather_s = 0.0  # the driver's own process need not be woken
         if self._files is not None:
             self._process.enter_context(collecting_seldom())
             gather_s = GATHER_S

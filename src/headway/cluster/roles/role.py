@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class FileProbe:
     """Access to files for every role and the driver, on another thread: also while a worker computes.
 
-    A mark is a small file with a text that nobody else would write: a process that reads that text (`text_of`) sees the
-    very directory in which it was left, not one of the same path on another machine.
+    A mark is a small file with a text of its own. A process that reads that text (`text_of`) sees the directory in
+    which the mark was left, and not one of the same path on another machine.
     """
 
     def __init__(self, host: str) -> None:

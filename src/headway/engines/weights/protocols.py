@@ -228,7 +228,7 @@ class Link:
     directory: Path | None = None
     """A directory for files that the receivers can open, too."""
     exchange: Any = field(init=False, default=None)
-    """Where the ends of ``local`` meet, a `LocalExchange`: made with the link, since they have to meet at one."""
+    """The `LocalExchange` of transport ``local``, which is made with the link since both ends use the same one."""
 
     def __post_init__(self) -> None:
         if self.transport == WITHIN_PROCESS:

@@ -126,7 +126,7 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
     input: StageSource[TrainBatch]
     run_state: RunState
     to_critic: Channel[TrainBatch] | None
-    """Leads to a critic with ranks of its own; None where there is none."""
+    """Channel to the stage of a critic with ranks of its own; None without such a critic."""
     actor: Actor
     lease: TrainerLease
     checkpoints: CheckpointManager

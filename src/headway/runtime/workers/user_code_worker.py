@@ -462,10 +462,9 @@ class UserCodeWorker:
         """Look for a sign of life of a process with jobs. After ``stall_s`` without one, or when it has been stopped,
         end it. Call it ``every_s``.
 
-        Signs are anything that it says, an answer to a ping among them, and steps that its loop makes: one with a
-        thousand jobs to step through answers late. Looks are counted rather than the time between them, and whatever
-        has arrived is read between them: a host that stands still itself has looked once, and finds the signs that came
-        meanwhile.
+        Signs of life are anything that it says, such as an answer to a ping, and steps of its loop: a loop with a
+        thousand jobs answers late. Looks are counted, not seconds, and what has arrived is read between two looks. So a
+        host that stood still itself has looked once, and then finds the signs that came meanwhile.
         """
         self.dying |= bool(self.load) and self.process.look(every_s)
         if self._note is None or stall_s is None:
