@@ -140,13 +140,13 @@ def test_no_demonstrated_game_has_a_range_that_is_held_out() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_the_model_learns_to_halve_ranges_that_it_never_played(tmp_path: Path) -> None:
-    """Half of the recipe's run, in one process: minutes of one core, more than half of it the warm-up.
+    """The recipe's run, in one process: minutes of one core, half of them the warm-up.
 
+    After half of it 37 to 42 of the 45 problems are won, by the order in which answers end; at its end 41 to 43.
     With shuffled answers no player wins more than 4 of 15 games.
     """
-    settings = [*ONE_CORE, "rollout.total_rollout_steps=1024", "rollout.test_freq=16"]
-    result = train(FILE.with_suffix(".yaml"), tmp_path / "run", *settings)
+    result = train(FILE.with_suffix(".yaml"), tmp_path / "run", *ONE_CORE, "rollout.test_freq=-1")
     before, after = result["eval"][0], result["eval"][-1]
-    assert (before["version"], after["version"], result["balanced"]) == (0, 16, True)
+    assert (before["version"], after["version"], result["balanced"]) == (0, 32, True)
     assert after["accuracy"] > before["accuracy"] + 0.1
     assert after["accuracy"] > 0.83
