@@ -163,7 +163,7 @@ class TimedRecord:
     """A record of chats whose CPU seconds are added up. Its texts are short: nothing else runs in ``prompt``."""
 
     def __init__(self, chats: Chats, seconds: list[float]) -> None:
-        self._record, self._seconds = chats.record(), seconds
+        self._record, self._seconds = chats.new_episode(), seconds
 
     @contextmanager
     def _rendering(self) -> Iterator[None]:
@@ -282,7 +282,7 @@ async def served(load: Load) -> dict[str, Any]:
     texts = TextCodec(lambda text: renderer.encode(text).tolist(), lambda ids: str(renderer.tokenizer.decode(ids)))
     limits = EpisodeLimits(max_length=10**9, max_turns=10**9, step_timeout_s=3600, episode_timeout_s=3600)
     stop_ids, endpoint = tuple(renderer.end_ids), Endpoint(texts)
-    hosting = Hosting(agents, made.record, limits, stop_ids=stop_ids, endpoint=endpoint)
+    hosting = Hosting(agents, made.new_episode, limits, stop_ids=stop_ids, endpoint=endpoint)
     await hosting.start()
     async with local_episode_worker(SleepingEngine(lambda call: 0.0, answer), hosting=hosting) as worker:
         prompts = [Prompt(0, row, 0, "bench", "", np.zeros(1, np.int32), messages=[]) for row in range(load.episodes)]

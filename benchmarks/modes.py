@@ -33,7 +33,7 @@ from headway.errors import ConfigError
 from headway.events import BatchTaken, Event, OptimizerStepped, ReplicaActivity, TrainerBusy, UpdatePhase
 from headway.planner.grid import DeviceSplit, PlanSetting
 from headway.planner.measure import Measurement, StepMeter, measure
-from headway.planner.measurement.run_profiler import profile_run
+from headway.planner.profile_fitting.run_profiler import profile_run
 from headway.reports.record.events_file import read_events
 
 MINI_BATCH, MINI_BATCHES = 16, 4

@@ -241,7 +241,7 @@ def turn(folder: Path) -> Way:
         limits = EpisodeLimits(max_length=100_000, max_turns=1)
         spec = ProgramSpec(tools=(f"{folder}/tools.py:add",)).resolved()
         runners = WorkerPool("runner", spec, processes=1, at_once=None, stall_s=60.0, log_path=folder / "log")
-        hosting = Hosting(runners, made.record, limits, stop_ids=tuple(made.renderer.end_ids))
+        hosting = Hosting(runners, made.new_episode, limits, stop_ids=tuple(made.renderer.end_ids))
         engine = SleepingEngine(lambda call: 0.0, answer)
         prompt = Prompt(0, 0, 0, "", "", np.zeros(1, np.int32), messages=[said("user", "add")])
         async with local_episode_worker(engine, hosting=hosting) as worker:

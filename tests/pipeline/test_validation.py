@@ -16,7 +16,7 @@ from headway.data.types import Prompt, TrajectoryId
 from headway.errors import WorkerDied
 from headway.events import GroupSettled, OptimizerStepped, UpdateFinished, ValidationFinished
 from headway.planner.profiles.job_profile import ProgramProfile
-from headway.planner.simulation.simulated_prompts import SimulatedPrograms, SimulatedRecord
+from headway.planner.simulation.simulated_prompts import SimulatedEpisodeTokens, SimulatedPrograms
 from headway.reports.live.plain_log import validation_line
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario
@@ -142,7 +142,7 @@ def two_turns(config: Config) -> Hosting:
         {"turns": {"kind": "constant", "value": 2}, "step_s": {"kind": "constant", "value": 4}}
     )
     limits = EpisodeLimits(max_length=100_000, max_turns=9, step_timeout_s=1e6, episode_timeout_s=1e6)
-    return Hosting(SimulatedPrograms(profile), SimulatedRecord, limits)
+    return Hosting(SimulatedPrograms(profile), SimulatedEpisodeTokens, limits)
 
 
 def validated_programs(mode: str, **further: Any) -> Run:

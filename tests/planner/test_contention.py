@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headway.planner.measurement.cost_fitting import fit_slowdown
-from headway.planner.measurement.run_profiler import profile_run
+from headway.planner.profile_fitting.cost_fitting import fit_slowdown
+from headway.planner.profile_fitting.run_profiler import profile_run
 from headway.planner.profiles.costs import Contention
 from headway.planner.profiles.job_profile import ContentionProfile, RolloutProfile
 from headway.planner.simulation.simulated_rollout import SimulatedRollout

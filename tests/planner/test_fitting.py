@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import PrefillSteps, add_prefill
-from headway.planner.measurement.cost_fitting import (
+from headway.planner.profile_fitting.cost_fitting import (
     KNOT_TOLERANCE,
     MAX_KNOTS,
     DecodeSample,

@@ -21,9 +21,9 @@ from headway.events import (
     UpdateFinished,
     WorkerDescribed,
 )
-from headway.planner.measurement import run_profiler
-from headway.planner.measurement.recording import recording_of
-from headway.planner.measurement.run_profiler import profile_run
+from headway.planner.profile_fitting import run_profiler
+from headway.planner.profile_fitting.recording import recording_of
+from headway.planner.profile_fitting.run_profiler import profile_run
 from headway.planner.profiles.costs import decode_cost
 from headway.planner.profiles.job_profile import EmpiricalLengths, Profile
 from headway.planner.profiles.profile_files import dump_profile, load_profile

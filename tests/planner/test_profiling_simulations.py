@@ -12,7 +12,7 @@ import pytest
 from headway.config.schema import Config
 from headway.events import Event, OptimizerStepped
 from headway.planner.grid import splits
-from headway.planner.measurement.run_profiler import profile_run
+from headway.planner.profile_fitting.run_profiler import profile_run
 from headway.planner.profiles.costs import decode_cost
 from headway.planner.profiles.job_profile import Profile, TrainProfile
 from headway.planner.profiles.profile_files import dump_profile, load_profile

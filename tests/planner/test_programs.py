@@ -26,7 +26,7 @@ from headway.planner.profiles.job_profile import (
     ProgramProfile,
     RecordedNumber,
 )
-from headway.planner.simulation.simulated_prompts import SimulatedRecord, said_in_tokens
+from headway.planner.simulation.simulated_prompts import SimulatedEpisodeTokens, said_in_tokens
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -52,7 +52,9 @@ def made(
         replica_ = engine or replica(lambda row, k: 4, slots=8, decode=[(1, 1.0)])
         programs = TroubledPrograms(ProgramProfile.model_validate(program), troubles)
         prompt = Prompt(0, 0, 0, "", "", np.zeros(10, np.int32), messages=[said_in_tokens("user", "", 10)])
-        async with local_episode_worker(replica_, hosting=Hosting(programs, SimulatedRecord, LIMITS, seed=1)) as worker:
+        async with local_episode_worker(
+            replica_, hosting=Hosting(programs, SimulatedEpisodeTokens, LIMITS, seed=1)
+        ) as worker:
             (group,) = [g async for g in worker.generate([Group(0, prompt, n, SamplingParams(1000))])]
             assert group.tokens is None, "there is nothing behind lengths"
             return group.trajectories, asyncio.get_running_loop().time(), replica_
@@ -141,7 +143,7 @@ def test_a_lost_worker_ends_its_programs_which_are_run_again():
         programs = TroubledPrograms(ProgramProfile.model_validate(THREE_TURNS))
         prompt = Prompt(0, 0, 0, "", "", np.zeros(10, np.int32), messages=[said_in_tokens("user", "", 10)])
         engine = replica(lambda row, k: 4, slots=8, decode=[(1, 1.0)])
-        async with local_episode_worker(engine, hosting=Hosting(programs, SimulatedRecord, LIMITS)) as worker:
+        async with local_episode_worker(engine, hosting=Hosting(programs, SimulatedEpisodeTokens, LIMITS)) as worker:
             asyncio.get_running_loop().call_later(5.0, programs.lose_worker, 0)  # in the first step
             (group,) = [g async for g in worker.generate([Group(0, prompt, 3, SamplingParams(1000))])]
         return list(group.trajectories)
@@ -165,7 +167,7 @@ def finished(call: int, tokens: int) -> Completion:
 
 def test_keys_of_calls_tell_contexts_apart_and_are_the_same_at_every_try():
     def keys() -> list[int]:
-        record, found = SimulatedRecord(), []
+        record, found = SimulatedEpisodeTokens(), []
         start = [said_in_tokens("user", "", 10)]
         for messages in (start, start, [said_in_tokens("user", "other", 10)]):
             prompted = asyncio.run(record.prompt(request := TurnRequest(list(messages)), found))

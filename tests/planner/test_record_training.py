@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.data.types import TrainSample, TrajectoryId
 from headway.events import BatchTaken, Event, LeaseChanged, OptimizerStepped, Span, TrainerBusy
-from headway.planner.measurement.recording import TrainingRecord
+from headway.planner.profile_fitting.recording import TrainingRecord
 from headway.planner.profiles.costs import Division
 
 

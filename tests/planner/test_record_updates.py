@@ -16,7 +16,7 @@ from headway.events import (
     UpdatePhase,
     UpdateSuperseded,
 )
-from headway.planner.measurement.recording import UpdateRecord, UpdatesRecord
+from headway.planner.profile_fitting.recording import UpdateRecord, UpdatesRecord
 from headway.reports.metrics.intervals import IntervalUnion
 
 GATHER_S, RECV_S, REGISTER_S = 1.0, 4.0, 2.0

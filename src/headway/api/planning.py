@@ -79,7 +79,7 @@ def plan(
     Raises:
         ConfigError: the file is no profile, or no split of the devices fits.
     """
-    from headway.planner.measurement.run_profiler import profile_run
+    from headway.planner.profile_fitting.run_profiler import profile_run
     from headway.planner.profiles.profile_files import read_profile
 
     if not budget > 0:

@@ -72,7 +72,7 @@ def profile(
     ] = None,
 ) -> None:
     """Turn a run's record into a profile for headway plan."""
-    from headway.planner.measurement.run_profiler import profile_run
+    from headway.planner.profile_fitting.run_profiler import profile_run
     from headway.planner.profiles.profile_files import dump_profile
 
     check_writable("--output", output, files_of_run(run))
@@ -119,7 +119,7 @@ def _profile(path: Path | None, run: Path | None) -> Profile:
         from headway.planner.profiles.profile_files import read_profile
 
         return read_profile(path)
-    from headway.planner.measurement.run_profiler import profile_run
+    from headway.planner.profile_fitting.run_profiler import profile_run
 
     assert run is not None
     return profile_run(run, replay=True)

@@ -76,7 +76,7 @@ async def served(
 
     hosting = Hosting(
         Here(program),
-        Chats(renderer).record,
+        Chats(renderer).new_episode,
         limits,
         stop_ids=tuple(renderer.end_ids),
         endpoint=endpoint(renderer, **settings),

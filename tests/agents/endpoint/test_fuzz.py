@@ -69,7 +69,7 @@ class Open:
     async def make(self) -> Group:
         stop_ids = tuple(sorted(RENDERER.end_ids))
         hosting = Hosting(
-            Here(self.program), Chats(RENDERER).record, LIMITS, stop_ids=stop_ids, endpoint=(serving := endpoint())
+            Here(self.program), Chats(RENDERER).new_episode, LIMITS, stop_ids=stop_ids, endpoint=(serving := endpoint())
         )
         self.policy = Scripted(self.says, RENDERER)
         await serving.start()

@@ -146,7 +146,7 @@ def request(n: int = 1, number: int = 0) -> Group:
 
 def hosting(programs: Here, limits: EpisodeLimits = LIMITS) -> Hosting:
     stop_ids = tuple(RENDERER.end_ids)
-    return Hosting(programs, Chats(RENDERER).record, limits, stop_ids=stop_ids)
+    return Hosting(programs, Chats(RENDERER).new_episode, limits, stop_ids=stop_ids)
 
 
 def made(

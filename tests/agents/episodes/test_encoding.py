@@ -83,7 +83,7 @@ async def a_long_one_and_another(renderer: Held, in_parts: bool) -> list[tuple[i
         return EpisodeEnd(1.0)
 
     policy = Policy(seconds=0.0)
-    hosting = Hosting(Here(program), Chats(renderer).record, EpisodeLimits(max_length=100_000, max_turns=5))
+    hosting = Hosting(Here(program), Chats(renderer).new_episode, EpisodeLimits(max_length=100_000, max_turns=5))
     async with local_episode_worker(policy, hosting=hosting) as worker:
         (group,) = [group async for group in worker.generate([request(2)])]
     assert [episode.failure for episode in group.trajectories] == [None, None]

@@ -91,7 +91,9 @@ def test_the_chat_template_gets_the_variables_of_the_run_and_of_the_row():
             starts.append(start.template_kwargs)
             return await own(run)(start, ask)
 
-        with_row = replace(hosting(Here(program)), record=chats.record, template_kwargs={"style": "A", "mood": "B"})
+        with_row = replace(
+            hosting(Here(program)), new_episode=chats.new_episode, template_kwargs={"style": "A", "mood": "B"}
+        )
         one = request()
         async with local_episode_worker(Policy(), hosting=with_row) as worker:
             one = replace(one, prompt=replace(one.prompt, extra=extra))

@@ -86,7 +86,7 @@ def test_a_turn_that_is_renumbered_or_asked_again_keeps_its_state():
 def of_messages(template: str, *chats: Sequence[Message]) -> list[int]:
     """The states of turns of one episode, each asked with one of these chats."""
     renderer = renderer_of(template)
-    record = Chats(renderer).record()
+    record = Chats(renderer).new_episode()
     for n, chat in enumerate(chats):
         prompted = asyncio.run(record.prompt(request := TurnRequest(list(chat))))
         ids = np.append(renderer.encode(f"<think>{n}</think>well"), min(renderer.end_ids)).astype(np.int32)

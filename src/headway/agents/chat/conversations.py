@@ -5,7 +5,7 @@
     ids      ────────────▶  [ the prompt's ids + the sampled ids, as stored ][ the tail's ids ]
 
 If the template writes anything before the end of the answer (`ChatRenderer.tail`) otherwise than it did when the answer
-was sampled, or leaves a part of the answer out, the chat is rendered whole instead, and the transcript forks. Sampled
+was sampled, or leaves a part of the answer out, the chat is rendered whole instead, and the episode forks. Sampled
 ids are never made of text again.
 
     renderer = ChatRenderer(tokenizer)                  # one for a run

@@ -1,12 +1,13 @@
 """Attempt of an episode's program: the turns that it asks for, by its chat or over HTTP, and the log of calls.
 
-    TurnRequest ─▶ limits ▶ record.prompt: context, key ▶ CallLog: the call with that key ▶ record.answered ─▶ MadeTurn
+    TurnRequest ─▶ limits ▶ tokens.prompt: context, key ▶ CallLog: the call with that key ▶ tokens.answered ─▶ MadeTurn
                                                              └─ its key is unknown: a call of the policy ─▶ a replica
 
-A context has a first key, a second one and so on, and others with another limit or stop of the turn's own. A turn takes
-the first that no other turn of its try has, and leaves it when it is given up: who asks for the same again has the same
-call. A program that is run again has another try, with turns, a transcript and steps of its own, and the same log of
-calls: it takes the same keys again. What is asked otherwise than before is sampled anew.
+A context has a series of keys, and another series with another limit or stop of the turn's own. A turn takes the first
+key that no other turn of its attempt has, and frees it when it is given up: the same request later is the same call.
+
+A program that is run again is another attempt, with turns, rows and steps of its own. The log of calls stays, so that
+the attempt takes the same keys again. What it asks otherwise than before is sampled anew.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class CallLog:
 class EpisodeAttempt:
     """`headway.agents.endpoint.dialect.Turns`: one run of the program."""
 
-    record: EpisodeTokens
+    tokens: EpisodeTokens
     log: CallLog
     limits: EpisodeLimits
     time: EpisodeTime
@@ -225,7 +226,7 @@ class EpisodeAttempt:
     async def count(self, request: TurnRequest) -> int:
         """See `headway.agents.endpoint.dialect.Turns.count`."""
         with boundary("the messages of a turn cannot be used", UserCodeError):
-            return len((await self.record.prompt(request)).ids)
+            return len((await self.tokens.prompt(request)).ids)
 
     def note(self, kind: TurnNote, reason: str) -> None:
         """See `headway.agents.endpoint.dialect.Turns.note`."""
@@ -281,7 +282,7 @@ class EpisodeAttempt:
         self.cut_off = finished.finish_reason is FinishReason.LENGTH and finished.length != own
         with boundary("the answer of a turn cannot be read", UserCodeError):
             stops = (*request.stop_token_ids, *self.sampling.stop_token_ids)
-            answer = self.record.answered(prompted, replace(request, stop_token_ids=stops), finished, number)
+            answer = self.tokens.answered(prompted, replace(request, stop_token_ids=stops), finished, number)
         if self.log.known(prompted) and (tool := self.limits.repeated(call.name for call in answer.calls)):
             self.repeats = tool
             if self.running is not None:
@@ -304,7 +305,7 @@ class EpisodeAttempt:
         if self.limit not in (None, "tokens"):  # a conversation that is too long may go on as a shorter one
             raise self._refused(self.limit)
         with boundary("the messages of a turn cannot be used", UserCodeError):
-            prompted = await self.record.prompt(request, self._taken)
+            prompted = await self.tokens.prompt(request, self._taken)
         room = self.limits.max_length - len(prompted.ids)
         if room < 1:
             raise self._refused("tokens")

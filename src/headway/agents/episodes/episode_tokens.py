@@ -1,7 +1,8 @@
-"""The record of one episode: the contexts of its turns, and what was sampled.
+"""Tokens of one episode: the contexts of its turns, and what was sampled.
 
-TurnRequest ─▶ ChatRecord.prompt ─▶ TurnContext (ids, key) ─▶ a call ─▶ ChatRecord.answered ─▶ TurnAnswer
-                                                                            └──▶ rows to train on, in the end
+    TurnRequest ─▶ EpisodeTokens.prompt ─▶ TurnContext (ids, key) ─▶ a call ─▶ EpisodeTokens.answered ─▶ TurnAnswer
+                        │                                                                └──▶ rows to train on
+                        └ messages, tool results among them, become ids in `Conversations.prompt`
 
     [context 1][sampled 1][tail][sampled 2]        one row: turn 2 continues all of it
     [context 1][samp][another tail][sampled 3]     a further row: turn 3 forks where its ids differ
@@ -44,13 +45,13 @@ class TurnContext:
     ids: NDArray[np.int32]
     """[P] the token ids to call the policy with."""
     key: int
-    """Key of the call within its episode: never 0, and the same at each try of the program."""
+    """Key of the call within its episode: never 0, and the same each time that the program is run."""
     chat: Any = None
-    """Whatever the record wants back with the answer."""
+    """What `EpisodeTokens.answered` needs of the context beside its ids."""
     state: int | None = None
-    """The state that the turn is taken in (`headway.data.types.TurnSpan`); None for what the ids say."""
+    """Key of the state that the turn is taken in (`headway.data.types.TurnSpan`); None: the ids tell."""
     opened: str = ""
-    """The tag of a thought with which it ends; empty for none."""
+    """Tag of the thought that the context ends in; empty for none."""
 
 
 class EpisodeTokens(Protocol):
@@ -59,35 +60,35 @@ class EpisodeTokens(Protocol):
     async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
         """Make the context of the turn that ``request`` asks for. Nothing is stored.
 
-        Long texts are encoded in a thread. What the context goes on with is what is there when this is called.
+        Long texts are encoded in a thread. The context continues the turns that were answered before this call.
 
-        ``taken``: keys of calls that other turns have. A context that is asked for again, with the same limits and
-        stops, has the first of its keys that is free.
+        ``taken``: keys of calls that other turns have. If a context is asked for again, with the same limits and
+        stops, it gets the first of its keys that is free.
 
         Raises:
-            HeadwayError: the messages are none, or the template refuses them.
+            HeadwayError: ``messages`` are no chat messages, or the template refuses them.
         """
 
     def answered(self, prompted: TurnContext, request: TurnRequest, finished: Completion, number: int) -> TurnAnswer:
-        """Store the result of a call, the turn ``number`` of the episode, and read it for the program."""
+        """Store the result of a call as turn ``number`` of the episode, and parse it for the program."""
 
     def rows(self) -> Sequence[RowTokens | RowAt]:
-        """Return the rows to train on; where tokens are only simulated, what would be known of them."""
+        """Return the rows to train on; only their lengths where tokens are simulated."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Numbers to report of the episode, by name."""
+        """Metrics of the episode, by name."""
 
 
 class Chats:
-    """The chat template and the tool parser of a run, from which episodes get their records."""
+    """The chat template and the tool parser of a run, shared by its episodes."""
 
     def __init__(self, renderer: ChatRenderer, parser: str = AUTO) -> None:
-        """``parser``: name of the parser of tool calls, ``agent.tool_parser``; it is looked up at the first tool."""
+        """``parser``: name of the tool-call parser, ``agent.tool_parser``; it is looked up at the first tool."""
         self.renderer = renderer
         self._choice = parser
         self._others: dict[str, Chats] = {}
-        """Chats with further variables of the template, by these."""
+        """Chats with further template variables, by these variables."""
 
     @cached_property
     def parser(self) -> ToolParser:
@@ -108,19 +109,18 @@ class Chats:
             self._others[key] = Chats(self.renderer.with_options(options), self._choice)
         return self._others[key]
 
-    def record(self, options: Mapping[str, Any] | None = None) -> ChatRecord:
-        """Make the record of an episode, whose template gets ``options`` on top of the run's."""
-        return ChatRecord(self.with_options(options))
+    def new_episode(self, options: Mapping[str, Any] | None = None) -> ChatEpisodeTokens:
+        """Begin an episode, whose template gets ``options`` on top of the run's."""
+        return ChatEpisodeTokens(self.with_options(options))
 
 
-class ChatRecord:
-    """`EpisodeTokens` of chat messages, by a tokenizer's template. Its tokens are those that were sampled, never
-    realigned."""
+class ChatEpisodeTokens:
+    """`EpisodeTokens` of chat messages, by a tokenizer's template. Sampled tokens are kept as they are."""
 
     def __init__(self, run: Chats) -> None:
         self._run = run
         self._chats = Conversations(run.renderer)
-        self._transcript = TokenRows()
+        self._rows = TokenRows()
         self._calls = 0
         self._problems = 0
 
@@ -130,7 +130,7 @@ class ChatRecord:
         return await off_loop(size, self.context, request, taken)
 
     def context(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
-        """Make the context of a turn, here and now. Raises as `EpisodeTokens.prompt`."""
+        """Do what `prompt` does, without a thread. Raises as `EpisodeTokens.prompt`."""
         if request.token_ids is not None:
             ids = self._run.renderer.checked(request.token_ids)
             return TurnContext(ids, call_key(ids, taken, request.ends))
@@ -144,7 +144,7 @@ class ChatRecord:
         chat, tokens = prompted.chat, finished.tokens
         if tokens is None:
             raise RunError("a chat needs tokens, and this engine only simulates them")
-        self._transcript.add(prompted.ids, tokens, number, prompted.state)
+        self._rows.add(prompted.ids, tokens, number, prompted.state)
         renderer = self._run.renderer
         text = renderer.text_before(tokens.ids, request.stop, request.stop_token_ids)
         finish_reason = "stop" if finished.finish_reason is FinishReason.STOP else "length"
@@ -175,16 +175,16 @@ class ChatRecord:
 
     def rows(self) -> list[RowTokens]:
         """See `EpisodeTokens.rows`."""
-        return self._transcript.rows()
+        return self._rows.rows()
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Forks and calls that could not be made."""
-        return {"forks": self._transcript.forks, "tool_call_problems": self._problems}
+        """Numbers of forks, and of tool calls that could not be made."""
+        return {"forks": self._rows.forks, "tool_call_problems": self._problems}
 
 
 def _with_reasoning(answer: TurnAnswer, renderer: ChatRenderer) -> TurnAnswer:
-    """Find the thinking of ``answer``, unless its parser has."""
+    """Split the thinking off ``answer``, unless its parser has done so."""
     if reasoning := reasoning_of(answer.message):
         return replace(answer, reasoning=reasoning)
     thinking, rest = split_thinking(answer.content, renderer.generation_prompt)
@@ -192,7 +192,7 @@ def _with_reasoning(answer: TurnAnswer, renderer: ChatRenderer) -> TurnAnswer:
 
 
 def _state(request: TurnRequest) -> int:
-    """The state key of a turn: of the state its program names, or of the messages since the last answer.
+    """Key of a turn's state: the state that its program names, or the messages since the last answer.
 
     It depends on texts, not on ids: a template may rewrite the past at each turn, and tool calls have numbered ids.
     """
@@ -251,7 +251,7 @@ class TokenRows:
 
     @property
     def forks(self) -> int:
-        """Number of turns that continued no row, the first one not counted. Further conversations are among them."""
+        """Number of turns that continued no row, without the first one. Each further conversation counts as one."""
         return max(0, len(self._rows) - 1)
 
     def add(
@@ -264,8 +264,9 @@ class TokenRows:
         """Add a turn: ``tokens`` [T], sampled after ``context`` [P]. Tells whether it continues a row.
 
         Args:
-            number: the turn's number in its episode; None for that of turns added so far.
-            state: the state that it was taken in (`state_key`); None for one of what ``context`` has beyond the row.
+            number: the turn's number in its episode; None: the number of turns added so far.
+            state: key of the state that the turn was taken in (`state_key`); None: made of the ids that ``context``
+                adds to the row.
         """
         ids = np.asarray(context, np.int32)
         begun = [row for row in self._rows if np.array_equal(row.ids, ids[: len(row.ids)])]
@@ -283,7 +284,7 @@ class TokenRows:
         return continues
 
     def rows(self) -> list[RowTokens]:
-        """The rows to train on, cut before their first trained token: what comes before is their prompt.
+        """The rows to train on. What comes before a row's first trained token is its prompt.
 
         Turns are numbered anew, without gaps. A row in which no token was sampled is left out.
         """
@@ -309,8 +310,8 @@ def call_key(
 ) -> int:
     """The key of a call with the context [P]: 64 bits, never 0, the same in every process and on every machine.
 
-    Each further call with the same context has another one: the first, in an order that the context gives, that is none
-    of ``taken``. ``ends``: limits and stops of this call's own (`TurnRequest.ends`).
+    A context has a series of keys, and each further call with it takes the first that is not in ``taken``. ``ends``:
+    limits and stops of this call's own (`TurnRequest.ends`).
     """
     # Byte order and width are fixed: other processes and machines have to get the same key.
     whole = xxhash.xxh3_64(np.asarray(context, "<i4").tobytes())

@@ -1,8 +1,8 @@
 """One episode that a program makes: turns, limits, and the log by which it can be made again.
 
-    program ──TurnRequest──▶ limits ▶ record.prompt ▶ known in the log? ─no─▶ a call of the policy
+    program ──TurnRequest──▶ limits ▶ tokens.prompt ▶ known in the log? ─no─▶ a call of the policy
        ▲                                                   │ yes                     │
-       └────────────── TurnAnswer ◀── record.answered ◀────┴─────────────────────────┘
+       └────────────── TurnAnswer ◀── tokens.answered ◀────┴─────────────────────────┘
 
 A worker that dies has its programs run again from the beginning. The log answers the calls that it knows; what is asked
 otherwise than before is sampled anew, and what is not asked again is not trained.
@@ -63,8 +63,8 @@ class Hosting:
     """Settings with which an episode worker runs programs."""
 
     programs: Programs
-    record: Callable[..., EpisodeTokens]
-    """Makes the record of an episode. It is given the row's variables of the chat template, where there are any."""
+    new_episode: Callable[..., EpisodeTokens]
+    """Function that begins an episode. It gets the row's variables of the chat template, where there are any."""
     limits: EpisodeLimits
     seed: int = 0
     """Seed of the run."""
@@ -196,7 +196,9 @@ class ProgramEpisode:
 
     def _try(self) -> EpisodeAttempt:
         return EpisodeAttempt(
-            self._hosting.record(*([of_row] if (of_row := template_kwargs({}, self._request.prompt.extra)) else [])),
+            self._hosting.new_episode(
+                *([of_row] if (of_row := template_kwargs({}, self._request.prompt.extra)) else [])
+            ),
             self._log,
             self._limits,
             self._time,
@@ -282,7 +284,7 @@ class ProgramEpisode:
     # ------------------------------------------------------------------------------------- the end
 
     def _made(self, one: EpisodeAttempt, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
-        rows = one.record.rows() if failure is None else []
+        rows = one.tokens.rows() if failure is None else []
         places = tuple(
             row if isinstance(row, RowAt) else RowAt(index, len(row.prompt_ids), len(row.ids))
             for index, row in enumerate(rows)
@@ -311,7 +313,7 @@ class ProgramEpisode:
                 "tries": self._tries,
                 "cached_tokens": sum(call.cached for call in one.calls),
                 **{str(note): count for note, count in one.noted.items()},
-                **one.record.metrics,
+                **one.tokens.metrics,
             },
             notes={str(note): reason for note, reason in one.notes.items()},
         )

@@ -155,7 +155,7 @@ def chat_hosting(
     chats = chats_of(config, tokenizer)
     return Hosting(
         programs,
-        chats.record,
+        chats.new_episode,
         limits_of(config),
         seed=config.run.seed,
         stop_ids=tuple(sorted(chats.renderer.end_ids)),

@@ -50,7 +50,7 @@ def demonstrated(
         DataError: the template refuses the messages, or does not write an answer behind its prompt.
         ConfigError: the template ends answers with no token of the tokenizer's that ends a turn.
     """
-    chat, record = plain_messages(messages), chats.record()
+    chat, record = plain_messages(messages), chats.new_episode()
     answers = [at for at, message in enumerate(chat) if message["role"] == "assistant" and at > 0]
     if not answers:
         roles = ", ".join(str(message["role"]) for message in chat)

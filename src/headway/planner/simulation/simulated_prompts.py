@@ -126,7 +126,7 @@ class _SimulatedTurn:
     """Index of the row that it continued or began."""
 
 
-class SimulatedRecord:
+class SimulatedEpisodeTokens:
     """`headway.agents.episodes.episode_tokens.EpisodeTokens` without tokens: lengths alone. Rows are `RowAt`.
 
     All ids of a context are one number, which takes no memory: the number of its tokens, up to the last answer in it,

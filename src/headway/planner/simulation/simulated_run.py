@@ -38,8 +38,8 @@ from headway.planner.profiles.job_profile import (
 )
 from headway.planner.profiles.lengths import filtered_of, lengths_of
 from headway.planner.simulation.simulated_prompts import (
+    SimulatedEpisodeTokens,
     SimulatedPrograms,
-    SimulatedRecord,
     SimulatedReward,
     SimulatedSource,
     held_out_prompts,
@@ -136,7 +136,7 @@ def _hosting(profile: Profile, config: Config, replicas: Sequence[SimulatedRollo
         return None
     programs = SimulatedPrograms(profile.program)
     at_once = sum(2 * replica.slots for replica in replicas)
-    return Hosting(programs, SimulatedRecord, limits_of(config), seed=config.run.seed, held_out_at_once=at_once)
+    return Hosting(programs, SimulatedEpisodeTokens, limits_of(config), seed=config.run.seed, held_out_at_once=at_once)
 
 
 def _update_costs(profile: Profile, config: Config) -> UpdateProfile:

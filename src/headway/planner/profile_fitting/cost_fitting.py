@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.events import PrefillSteps, ReplicaActivity
-from headway.planner.measurement.recording import Recording, TrainerWork
+from headway.planner.profile_fitting.recording import Recording, TrainerWork
 from headway.planner.profiles.costs import DecodeCost
 from headway.reports.metrics.intervals import IntervalUnion
 

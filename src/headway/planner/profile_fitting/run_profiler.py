@@ -19,9 +19,16 @@ from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, c
 from headway.errors import ConfigError
 from headway.events import Event
 from headway.planner.grid import in_words
-from headway.planner.measurement import cost_fitting
-from headway.planner.measurement.cost_fitting import LinearCost, Overlap, evenly, rounded, usual_mean, without_outliers
-from headway.planner.measurement.recording import KEPT_FATES, RecordedGroup, Recording, UpdateRecord, recording_of
+from headway.planner.profile_fitting import cost_fitting
+from headway.planner.profile_fitting.cost_fitting import (
+    LinearCost,
+    Overlap,
+    evenly,
+    rounded,
+    usual_mean,
+    without_outliers,
+)
+from headway.planner.profile_fitting.recording import KEPT_FATES, RecordedGroup, Recording, UpdateRecord, recording_of
 from headway.planner.profiles.costs import decode_cost
 from headway.planner.profiles.job_profile import (
     BatchProfile,
