@@ -221,11 +221,11 @@ def test_what_a_disk_refused_for_a_while_is_written_later_without_a_gap(
     run = [event for n in range(5) for event in (note("x" * 50), reached(n))]
     for event in run[:6]:
         file.on_event(event)
-    assert (path.stat().st_size, file.told) == (100, -1)
+    assert (path.stat().st_size, file.recorded_version) == (100, -1)
     disk.room = 2**30
     for event in run[6:]:
         file.on_event(event)
-    assert file.told == 4
+    assert file.recorded_version == 4
     file.close()
     assert list(read_events(path)) == run
     assert problems == [f"cannot write {path}: No space left on device; trying again while the run goes on"]
@@ -239,7 +239,7 @@ def test_a_record_that_stays_incomplete_says_from_where_on_the_run_cannot_be_res
     for version in range(5):
         disk.room *= version < 3
         file.on_event(reached(version))
-    assert file.told == 2
+    assert file.recorded_version == 2
     assert len(problems) == 1
     file.close()
     assert problems[1:] == [
@@ -262,7 +262,7 @@ def test_a_disk_that_refuses_too_much_is_not_asked_again(tmp_path: Path, monkeyp
     file.on_event(reached(3))
     file.close()
     assert list(read_events(path)) == [reached(0)]
-    assert file.told == 0
+    assert file.recorded_version == 0
     assert len(problems) == 2
 
 
@@ -289,7 +289,7 @@ def test_a_resumed_run_s_record_tells_of_the_boundary_that_it_went_back_to(tmp_p
     write(tmp_path / "e", [reached(0), reached(1), reached(2)])
     file = EventsFile(tmp_path / "e", unexpected)
     file.on_event(resumed(1, 1))
-    assert file.told == 1
+    assert file.recorded_version == 1
     file.close()
 
 

@@ -383,7 +383,7 @@ def saved(version: int) -> CheckpointSaved:
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     names = ["version_2", "version_9", "version_10", "version_11"]
-    retention = CheckpointRetention(make_checkpoints(tmp_path, names, names), keep=2, told=lambda: 11)
+    retention = CheckpointRetention(make_checkpoints(tmp_path, names, names), keep=2, recorded_version=lambda: 11)
     retention.on_event(saved(11))
     retention.close()
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*version*"))
@@ -393,7 +393,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_the_newest_checkpoint_of_which_the_record_tells_is_kept_until_it_tells_of_a_newer_one(tmp_path: Path) -> None:
     checkpoints = make_checkpoints(tmp_path, [f"version_{n}" for n in (1, 2, 3, 4, 5)], [])
     told = 3
-    retention = CheckpointRetention(checkpoints, keep=1, told=lambda: told)
+    retention = CheckpointRetention(checkpoints, keep=1, recorded_version=lambda: told)
     retention.on_event(saved(5))
     assert checkpoints.complete(with_critic=False) == [3, 5]
     assert checkpoints.newest({1, 2, 3}, with_critic=False) == 3
@@ -412,7 +412,7 @@ def test_the_version_to_resume_is_complete_and_told(tmp_path: Path) -> None:
 
 def test_all_checkpoints_are_kept_where_nobody_says_how_many(tmp_path: Path) -> None:
     checkpoints = make_checkpoints(tmp_path, ["version_1", "version_2"], [])
-    retention = CheckpointRetention(checkpoints, keep=None, told=lambda: 2)
+    retention = CheckpointRetention(checkpoints, keep=None, recorded_version=lambda: 2)
     retention.on_event(saved(2))
     retention.close()
     assert checkpoints.complete(with_critic=False) == [1, 2]

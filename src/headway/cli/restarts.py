@@ -86,7 +86,7 @@ def keep_going(arguments: Sequence[str], run: Path, restarts: int, *, debug: boo
             ended = f"the run ended ({end_text(code)})"
             saved = Checkpoints(directory.checkpoints).complete(with_critic=False)
             by_hand = f"go on from version {saved[-1]} with: headway train --resume {quote(str(run))}" if saved else ""
-            if attended.told.is_set():
+            if attended.stop_asked.is_set():
                 say(f"{ended} as it was told to stop; {by_hand or 'it has no checkpoint'}")
             elif not saved:
                 say(f"{ended} before its first checkpoint (trainer.save_freq), and is not restarted; start it over")
@@ -98,7 +98,7 @@ def keep_going(arguments: Sequence[str], run: Path, restarts: int, *, debug: boo
                 restart += 1
                 wait = f" in {AGAIN_S:g} s" if refused else ""
                 say(f"{ended}; going on from version {saved[-1]}{wait}, restart {restart} of {restarts}")
-                if refused and attended.told.wait(AGAIN_S):
+                if refused and attended.stop_asked.wait(AGAIN_S):
                     return code
                 if "--resume" not in arguments or _changed(directory.config) != written:  # it has the settings given
                     arguments = resumes
@@ -139,8 +139,8 @@ class _Attended:
         self._resumes = resumes
         self._waits: subprocess.Popen[bytes] | None = None
         """The process that goes on with the run when this one has ended."""
-        self.told = Event()
-        """Set once this process was told to stop."""
+        self.stop_asked = Event()
+        """Event that is set once this process was told to stop."""
         self._process: subprocess.Popen[bytes] | None = None
         self._repeats = Repeats()
 
@@ -158,7 +158,7 @@ class _Attended:
             command = python_command(WAITS + HEADWAY, *self._resumes)
             # Started ahead: it makes its imports, seconds of them, while the run goes on, and not when it is needed.
             self._waits = subprocess.Popen(command, process_group=0, stdin=subprocess.PIPE)
-        if self.told.is_set():  # between two processes
+        if self.stop_asked.is_set():  # between two processes
             self._process.terminate()
         return self._process.wait()
 
@@ -182,6 +182,6 @@ class _Attended:
 
     def pass_on(self, number: int, frame: object) -> None:
         """Handle a signal."""
-        self.told.set()
+        self.stop_asked.set()
         if self._process is not None and not self._repeats.is_one(number):
             self._process.send_signal(number)

@@ -44,7 +44,7 @@ from headway.pipeline.stage import Signal, WaitingFor
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
 """Names of the columns that the loss may read."""
 SHOWN_COLUMNS = (*COLUMNS, ColumnName.VALUES, ColumnName.RETURNS)
-"""Names of the columns that a group brings whose rows are shown."""
+"""Names of the columns that are read for a group whose rows are shown."""
 OnPrepared = Callable[[TrainBatch], Awaitable[object]]
 
 
@@ -115,7 +115,7 @@ class Actor:
         """
         if batch.given is None:
             self._begin(batch)
-        await self._prepare(batch, waiting_for, told=not batch.is_over)
+        await self._prepare(batch, waiting_for, reported=not batch.is_over)
         # A batch that is redone is with the critic already: handed on again, it would be trained on twice.
         if on_prepared is not None and not batch.was_handed_on:
             batch.was_handed_on = True
@@ -128,21 +128,21 @@ class Actor:
                 group.columns = {name: group.columns[name] for name in group.columns if name in given}
         return trained
 
-    async def _prepare(self, batch: TrainBatch, waiting_for: WaitingFor, *, told: bool) -> None:
+    async def _prepare(self, batch: TrainBatch, waiting_for: WaitingFor, *, reported: bool) -> None:
         """Set the batch's missing columns, ``advantages`` last, and give it to the critic."""
         critic, rows = self.critic, samples_of(batch.groups)
         # Before anything is computed: ranks keep the rows that they read from here to `end_batch`.
         await self.trainer.begin_batch([samples_of(groups) for groups in _mini_batches(batch, self._config)])
         if self._reference is not None:
-            with self._busy("forward", batch.version, waiting_for, told=told):
+            with self._busy("forward", batch.version, waiting_for, reported=reported):
                 log_probs = await self._reference.forward_logprobs(rows)
                 add_column(batch.groups, ColumnName.REF_LOGPROBS, log_probs)
         if self._proximal is not None:
-            with self._busy("forward", batch.version, waiting_for, told=told):
+            with self._busy("forward", batch.version, waiting_for, reported=reported):
                 log_probs = await self._proximal.proximal_logprobs(rows, batch.version)
                 add_column(batch.groups, ColumnName.PROX_LOGPROBS, log_probs)
         if critic is not None and not critic.own_ranks:
-            with self._busy("critic", batch.version, waiting_for, told=told):
+            with self._busy("critic", batch.version, waiting_for, reported=reported):
                 await critic.add_values(batch)
         rows = samples_of(batch.groups, (ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS, ColumnName.VALUES))
         for name, values in (await self._advantages(rows, outcomes(batch.groups))).items():
@@ -151,7 +151,7 @@ class Actor:
             # Before the batch goes on: from here on a checkpoint waits for the critic.
             critic.hand(batch)
             if not critic.own_ranks:
-                with self._busy("critic", batch.version, waiting_for, told=told):
+                with self._busy("critic", batch.version, waiting_for, reported=reported):
                     await critic.train(batch)
 
     async def _train(self, batch: TrainBatch, waiting_for: WaitingFor) -> Collection[int]:
@@ -201,7 +201,7 @@ class Actor:
         )
         with self._busy("step", batch.version, waiting_for):
             report = await self.trainer.train_step(rows, context)
-        # Before it is reported: where the ranks are lost from here on, it is redone and not told twice.
+        # Before it is reported: where the ranks are lost from here on, it is redone and not reported twice.
         batch.steps.append((context, report.skipped))
         for row in report.shown:
             drawn = self._state.ledger.open[shown[row.episode[:3]]].drawn
@@ -230,14 +230,14 @@ class Actor:
         return report.skipped
 
     @contextmanager
-    def _busy(self, what: str, version: int, waiting_for: WaitingFor, *, told: bool = True) -> Iterator[None]:
-        """Report, when the block ends, what the trainer's ranks computed in it, where that is ``told``."""
+    def _busy(self, what: str, version: int, waiting_for: WaitingFor, *, reported: bool = True) -> Iterator[None]:
+        """Emit a `TrainerBusy` event for the block when it ends, if ``reported``."""
         started = now()
         try:
             with waiting_for(f"the trainer's {what}"):
                 yield
         finally:
-            if told:
+            if reported:
                 self._state.emit(TrainerBusy(time=now(), what=what, version=version, span=(started, now())))
 
 
@@ -264,12 +264,12 @@ class Critic:
         self.steps = StepCounter("critic.optim.lr")
         self._handed = self._trained = 0
         """Number of batches handed to the critic, and number of those that it was trained on."""
-        self._told = 0
+        self._reported = 0
         """Number of reported steps of the batch that it is trained on."""
         self._begun: TrainBatch | None = None
         """Last batch that was begun on ranks of its own."""
         self.surviving: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] = _called
-        """Coroutine function that makes calls of ranks of its own, again where these are lost and started again."""
+        """Coroutine function that calls the critic's own ranks, and repeats the call after a restart of them."""
         self._changed = Signal()
         self._ranks = asyncio.Lock()
         """Lock held while the critic's ranks work: different stages request values and checkpoints."""
@@ -313,7 +313,7 @@ class Critic:
             rows = samples_of(mini_batch, columns, mask_cut_off=self._config.algorithm.overlong_filtering)
             report = await self.engine.train_step(rows)
             # Made before its ranks were lost: a second report would count the step twice.
-            if redone or number < self._told:
+            if redone or number < self._reported:
                 continue
             self._emit(
                 CriticStepped(
@@ -326,12 +326,12 @@ class Critic:
                     metrics=report.metrics,
                 )
             )
-            self._told += 1
+            self._reported += 1
             self.steps.count(skipped=report.skipped)
         if self.own_ranks:
             await self.engine.end_batch()  # on the trainer's ranks the actor ends it, after the policy's steps
         if not redone:
-            self._told = 0
+            self._reported = 0
             self._trained += 1
             self._changed.changed()
 

@@ -7,9 +7,8 @@
     join() ──▶ JOINING ──knows replicas, route, hold──▶ SERVING ──lose()──▶ gone; others make its groups
 
 Orders are given in one step of the loop and carried out by a task for each episode worker, in the order in which they
-came. An episode worker that died, or does not answer, is left out. What makes its groups again samples the same under
-the same weights, by the same ids. While no episode worker is there, groups wait for one that is started in the place of
-the last.
+came. An episode worker that died, or does not answer, is left out. The one that makes its groups again samples the same
+tokens under the same weights, by the same ids. While there is none, groups wait for the replacement of the last one.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class EpisodeWorkerClient(RemoteWorker):
         super().__init__(worker.name, timeout_s, "param_update.timeout_s = {:g} s".format)
         self.worker = worker
         self.load = 0
-        """Number of groups that the episode worker has to make, beside those by one replica alone."""
+        """Number of groups that the episode worker has to make, without those for one replica alone."""
         self._orders: asyncio.Queue[tuple[str, Call]] = asyncio.Queue()
         self._open_orders = 0
 
@@ -87,7 +86,7 @@ class EpisodeWorkerClient(RemoteWorker):
                 await on_failed(*failure)
 
     async def close(self) -> None:
-        """Have the episode worker leave all replicas. One that is gone has."""
+        """Have the episode worker leave all replicas; one that is gone has done so."""
         with suppress(WorkerUnavailable, HeadwayError):
             await self._while_here(self.worker.close(), self._timeout_s, "leave all replicas")
 
@@ -105,16 +104,16 @@ class EpisodeWorkers:
     def __init__(self, episode_workers: Sequence[EpisodeWorkerProtocol], state: RunState, *, timeout_s: float) -> None:
         """Set up ``episode_workers``, one at least. Quick answers may take ``timeout_s``."""
         self.lost: Channel[tuple[str, RunError]] = Channel("EpisodeWorkers")
-        """Names of episode workers that are gone, and why, for whoever starts replacements."""
+        """Names of episode workers that are gone, and why. Supervision starts replacements for them."""
         self._state = state
         self._timeout_s = timeout_s
         self._serving = {worker.name: EpisodeWorkerClient(worker, timeout_s) for worker in episode_workers}
         self._joining: dict[str, EpisodeWorkerClient] = {}
-        """Episode workers that do not know yet what the others know."""
+        """Episode workers that have not been told yet of replicas, route and holds."""
         self._replicas: dict[str, RolloutEngine] = {}
         """Replicas that episode workers are connected to."""
         self._route: tuple[list[str], bool] = [], False
-        """What the last `route` said."""
+        """Arguments of the last `route`."""
         self._holds = 0
         self._changed = Signal()
         self._on_failed: OnFailed | None = None
@@ -145,7 +144,7 @@ class EpisodeWorkers:
         self._order(f"connect to {replica.name}", lambda worker: worker.join(replica))
 
     def left(self, replica: str) -> None:
-        """Order every episode worker to ask the calls of ``replica`` again of others."""
+        """Order every episode worker to send the calls of ``replica`` to others."""
         self._replicas.pop(replica, None)
         self._order(f"leave {replica}", lambda worker: worker.leave(replica))
         self._changed.changed()

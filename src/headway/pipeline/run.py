@@ -108,7 +108,7 @@ class Pipeline:
 
     @property
     def unfinished(self) -> bool:
-        """True when the run was stopped within a version, because the groups that the rest needs did not come."""
+        """True when the run was stopped within a version, because groups for the rest of it did not come."""
         return not self._wiring.checkpoints.can_save
 
     def _begin(self) -> None:

@@ -33,12 +33,12 @@ class Checkpoints:
         found = dict(_versions(self.path))
         return sorted(version for version in found if not with_critic or self.critic(version).is_dir())
 
-    def newest(self, told: Container[int], *, with_critic: bool) -> int | None:
+    def newest(self, recorded: Container[int], *, with_critic: bool) -> int | None:
         """The newest version with a complete checkpoint and a boundary in the run's record; None where there is none.
 
-        ``told``: the versions whose boundaries the record has.
+        ``recorded``: the versions whose boundaries are in the record.
         """
-        return next((v for v in reversed(self.complete(with_critic=with_critic)) if v in told), None)
+        return next((v for v in reversed(self.complete(with_critic=with_critic)) if v in recorded), None)
 
     def forget_above(self, version: int) -> None:
         """Remove checkpoints of versions after ``version``, and those that were left half written or half removed."""
@@ -67,7 +67,7 @@ class CheckpointRetention:
     checkpoints: Checkpoints
     keep: int | None
     """Number of newest checkpoints that stay; None for all."""
-    told: Callable[[], int]
+    recorded_version: Callable[[], int]
     """Function that returns the newest version in the run's record."""
     in_use: Callable[[], int | None] = lambda: None
     """Function that returns a version that stays for now."""
@@ -77,7 +77,7 @@ class CheckpointRetention:
         if self.keep is None or not isinstance(event, CheckpointSaved):
             return
         # The newest one may be ahead of the record on the disk, and cannot be resumed from until that tells of it.
-        resumable = self.checkpoints.newest(range(self.told() + 1), with_critic=False)
+        resumable = self.checkpoints.newest(range(self.recorded_version() + 1), with_critic=False)
         for version in self.checkpoints.complete(with_critic=False)[: -self.keep]:
             if version in (resumable, self.in_use()):
                 continue

@@ -135,7 +135,7 @@ class Reports:
                 observer.on_event(event)
             # Only where all before it is on the disk: a state must not tell of events that a reader does not find.
             large = self._events.size >= LARGE
-            if isinstance(event, events.VersionReached) and large and self._events.told == event.version:
+            if isinstance(event, events.VersionReached) and large and self._events.recorded_version == event.version:
                 self._states.keep(self.metrics, event, self._events.size)
             if isinstance(event, events.RunStarted):
                 self._trackers.start()
@@ -165,7 +165,7 @@ class Reports:
     @property
     def resumable(self) -> int:
         """The newest version from which the run can be resumed, by its record on the disk; -1 for none."""
-        return self._events.told
+        return self._events.recorded_version
 
     def since_first(self, time: float) -> float:
         """Return the seconds from the record's first event to ``time`` on the event loop's clock: where a timeline

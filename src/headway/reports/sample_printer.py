@@ -29,11 +29,11 @@ LINE = 60
 SOURCE = 20
 """Most characters of a source's name in a table of prompts."""
 CONTEXT = 400
-"""Most characters shown of the end of a context that is not the group's prompt."""
+"""Number of characters that are shown of the end of a context other than the group's prompt, at most."""
 
 
 def print_table(lines: Sequence[Summary], console: Console, *, left_out: int = 0) -> None:
-    """Print a line for each sample. ``left_out``: number of earlier ones that are not among them."""
+    """Print a line for each sample. ``left_out``: number of earlier samples that are not among ``lines``."""
     validation = any("validation" in line for line in lines)
     names = ("validation", "problem") if validation else ("group", "version")
     sources = len({line["source"] for line in lines}) > 1
@@ -59,9 +59,10 @@ def print_table(lines: Sequence[Summary], console: Console, *, left_out: int = 0
 def print_group(
     sample: Sample, console: Console, *, color: Color = Color.GAP, tokens: bool = False, episode: int | None = None
 ) -> None:
-    """Print one group: what was asked, what was said, what it was worth, and what was trained of it.
+    """Print one group: its prompt, answers, rewards, and what was trained of them.
 
-    ``tokens``: as tables; ``episode``: what only that one said. Raises `ConfigError` where the group has it not.
+    ``tokens``: a table of tokens for each answer. ``episode``: print that episode alone. Raises `ConfigError` where the
+    group lacks it.
     """
     episodes = of_episode(sample, episode)["episodes"]
     _print_head(sample, console)
@@ -81,7 +82,7 @@ def print_group(
 
 
 def print_validations(samples: Sequence[Sample], console: Console) -> None:
-    """Print what was said to one held-out problem, by version."""
+    """Print the answers to one held-out problem, by version."""
     first = samples[0]
     _print_asked(first, f"problem {first['problem']}, from {first['source']}", console)
     for sample in samples:

@@ -83,7 +83,9 @@ def test_whatever_operation_fails_the_storage_has_a_whole_state_and_the_next_pas
     uploader.send_changes()
     for version in (2, 3):
         reach(reports, version)
-        CheckpointRetention(Checkpoints(reports.directory.checkpoints), keep=1, told=lambda: reports.resumable)
+        CheckpointRetention(
+            Checkpoints(reports.directory.checkpoints), keep=1, recorded_version=lambda: reports.resumable
+        )
         for operation in itertools.count(1):
             store.operations, store.fails = 0, lambda count, _, last=operation: count >= last  # type: ignore[misc]
             try:
@@ -324,7 +326,9 @@ def test_a_checkpoint_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
     _, reports = stored("memory://unused", tmp_path / "run")
     checkpoints = Checkpoints(reports.directory.checkpoints)
     sending = [1]
-    retention = CheckpointRetention(checkpoints, keep=1, told=lambda: reports.resumable, in_use=lambda: sending[0])
+    retention = CheckpointRetention(
+        checkpoints, keep=1, recorded_version=lambda: reports.resumable, in_use=lambda: sending[0]
+    )
     for version in (1, 2):
         reach(reports, version)
     from headway.events import CheckpointSaved

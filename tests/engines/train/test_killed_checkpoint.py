@@ -129,7 +129,7 @@ def test_a_kill_at_any_step_of_the_removal_of_an_older_one(critic: bool, tmp_pat
     for at in itertools.count(1):
         folder, killed = tmp_path / f"killed-{at}", False
         run(folder, [3, 6, 9])
-        retention = CheckpointRetention(Checkpoints(folder), keep=2, told=lambda: 9)
+        retention = CheckpointRetention(Checkpoints(folder), keep=2, recorded_version=lambda: 9)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint_folders, "Thread", AtOnce)
             killing(patch, at)
@@ -141,7 +141,7 @@ def test_a_kill_at_any_step_of_the_removal_of_an_older_one(critic: bool, tmp_pat
         assert checkpoints.complete(with_critic=critic)[-2:] == [6, 9]
         checkpoints.forget_above(9)  # as a resume does
         run(folder, [12])
-        resumed = CheckpointRetention(checkpoints, keep=2, told=lambda: 12)
+        resumed = CheckpointRetention(checkpoints, keep=2, recorded_version=lambda: 12)
         resumed.on_event(saved)
         resumed.close()
         assert names(folder) == [*(["critic"] if critic else []), "version_12", "version_9"]

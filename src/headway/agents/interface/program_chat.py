@@ -225,9 +225,9 @@ class Chat:
         return await self._answer(request, {})
 
     def reward(self, value: float, answer: TurnAnswer | None = None) -> None:
-        """Give a turn a reward: the one that made ``answer``, or the last one. Given twice, they add up.
+        """Give a reward to the turn that made ``answer``, by default the last one. Several rewards of a turn add up.
 
-        What the program returns is the episode's reward, beside those of turns.
+        The program's return value is the reward of the episode, beside those of turns.
 
         Raises:
             ProgramFailed: the value is no finite number, or there was no such turn.
@@ -235,10 +235,10 @@ class Chat:
         self._add(self._turn(answer, "reward"), number(value, f"{self._who}: the reward of a turn"))
 
     async def call_tools(self, answer: TurnAnswer) -> list[Message]:
-        """Call the tools that ``answer`` calls, and return the messages that tell the model what came of it.
+        """Make the tool calls of ``answer``, and return the messages with their results.
 
-        They were given to that turn as functions. A call that cannot be made, and a tool that raises, is a message to
-        the model. Calls of asynchronous tools alone run side by side, others one after the other.
+        That turn must have been given the tools as functions. If a call cannot be made or a tool raises, the message
+        says so. Calls run concurrently if all of the tools are asynchronous, else one after the other.
 
         Raises:
             ProgramFailed: the turn was given the schema of a tool instead of the function.

@@ -213,7 +213,7 @@ class TrainingRun:
         retention = CheckpointRetention(
             checkpoints,
             keep=config.trainer.max_actor_ckpt_to_keep,
-            told=lambda: reports.resumable,
+            recorded_version=lambda: reports.resumable,
             in_use=lambda: None if self.uploader is None else self.uploader.sending,
         )
         # Entered after the workers, so that it is closed before them: they still have to send their traces.

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 def demonstrated(
     chats: Chats, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None
 ) -> list[RowTokens]:
-    """The rows of a conversation, as if each answer in ``messages`` had been sampled, the end of its turn included.
+    """Make the rows of a conversation, as if each answer in ``messages`` had been sampled with its end-of-turn token.
 
     ``tools`` are those that every turn has.
 
     Raises:
-        UserCodeError: ``messages`` are no chat messages, or have no answer after the first one.
+        UserCodeError: ``messages`` are no chat messages, or none after the first one is an answer.
         DataError: the template refuses the messages, or does not write an answer behind its prompt.
-        ConfigError: the template ends answers with no token of the tokenizer's that ends a turn.
+        ConfigError: the template ends answers with none of the tokenizer's end-of-turn tokens.
     """
     chat, record = plain_messages(messages), chats.new_episode()
     answers = [at for at, message in enumerate(chat) if message["role"] == "assistant" and at > 0]
@@ -286,14 +286,14 @@ def demonstrations(
     conversations: int,
     longest: int,
 ) -> Iterator[Example]:
-    """Yield ``conversations`` that the function ``spec`` makes, each when it is asked for, and then again and again,
-    each time in another order.
+    """Yield as many ``conversations`` of the function ``spec``, made one by one; then repeat them for ever, in another
+    order each time.
 
     Args:
-        chats: renders them, and makes rows of them as of an episode's.
-        tools: what the assistant may call.
+        chats: the chat template that renders them.
+        tools: schemas of the tools that the assistant may call.
         held_out: texts of prompts that are left out.
-        longest: most tokens of a row.
+        longest: largest number of tokens of a row.
 
     Raises:
         UserCodeError: the function fails, or what it returns is no conversation, is too long, or is always held out.

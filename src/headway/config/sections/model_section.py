@@ -84,8 +84,8 @@ class WarmupConfig(Section):
     returns one as a list of chat messages, in which ``agent.tools`` may be called. What the assistant says is
     learned, for exactly ``max_steps`` steps."""
     conversations: Positive = 8192
-    """Most demonstrations that are made: rendering one takes about as long as learning from it. A longer warm-up comes
-    back to them, each time in another order."""
+    """Most demonstrations that are made: rendering one takes about as long as learning from it. A longer warm-up
+    repeats them, each time in another order."""
     target: tuple[float, float] = (0.4, 0.6)
     """The window of held-out greedy accuracy in which warm-up stops."""
     batch_size: Positive = 128

@@ -136,7 +136,7 @@ def model_nbytes(model_path: str) -> int:
 
 @dataclass(slots=True)
 class Timeouts:
-    """Time limits of one run, in seconds."""
+    """Time limits of one run, in seconds, each measured from the beginning of what it is for."""
 
     start_timeout_s: float
     """``cluster.start_timeout_s``"""
@@ -189,64 +189,64 @@ class Timeouts:
 
     @property
     def start_s(self) -> float:
-        """All workers are up and hold the model, or one that replaces another."""
+        """Limit for all workers to be up and to hold the model; also for one that replaces another."""
         processes = WORKER_S * max(0, self.workers - WORKERS_AT_ONCE)
         start_s = self.start_timeout_s + processes + self._moving_s + self._compiling_s
         return max(start_s, SLACK * self.first_load_s)
 
     @property
     def killed_s(self) -> float:
-        """A killed process has ended, and its memory is free."""
+        """Limit for a killed process to end, and for its memory to be free."""
         return KILLED_S + STATE_PER_WEIGHT * self.weights_nbytes / RELEASED_BYTES_PER_S
 
     @property
     def checkpoint_s(self) -> float:
-        """A checkpoint is written to the slowest disk, for messages: what ends a checkpoint is `file_quiet_s`."""
+        """Seconds to write a checkpoint to the slowest disk, for messages; the limit is `file_quiet_s`."""
         return FILE_QUIET_S + STATE_PER_WEIGHT * self.weights_nbytes / FILE_RATE
 
     # ---------------------------------------------------------------------------------- an update of the weights
 
     @property
     def transport_s(self) -> float:
-        """One end of a transport waits for the other: half of an attempt, which leaves time to name who failed."""
+        """Limit for one end of a transport to wait for the other: half an attempt, so that who failed can be named."""
         return self.attempt_s / 2
 
     @property
     def mapping_s(self) -> float:
-        """A worker waits for the one that receives for its machine, less than an attempt: only that one is silent."""
+        """Limit for a worker to wait for its machine's receiver: below an attempt, so only the receiver is silent."""
         return 0.9 * self.attempt_s
 
     @property
     def attempt_s(self) -> float:
-        """An attempt to send a version ends; a receiver that has not answered is fenced off."""
+        """Limit of an attempt to send a version; a receiver that has not answered by then is fenced off."""
         return max(self.update_timeout_s + self._moving_s, SLACK * self.first_transfer_s)
 
     # ---------------------------------------------------------------------------------- engines
 
     @property
     def load_s(self) -> float:
-        """A receiver has loaded a version that it received."""
+        """Limit for a receiver to load a version that it received."""
         return self.update_timeout_s + self._moving_s
 
     @property
     def answer_s(self) -> float:
-        """An engine answers, pauses or resumes: between two steps, one of which may read `step_tokens`."""
+        """Limit for an engine to answer, pause or resume: between two steps, one of which may read `step_tokens`."""
         rate = SLOWEST_GPU_PER_S if self.on_gpu else SLOWEST_PER_S
         return max(self.update_timeout_s, self.step_tokens * self.weights_nbytes / rate)
 
     @property
     def probe_s(self) -> float:
-        """A receiver has computed the probe."""
+        """Limit for a receiver to compute the probe."""
         return max(self.answer_s + self._compiling_s, SLACK * self.first_probe_s)
 
     @property
     def silence_s(self) -> float:
-        """A replica with open calls has made a step."""
+        """Limit for a replica with open calls to make a step."""
         return self.answer_s
 
     @property
     def first_silence_s(self) -> float:
-        """A replica with open calls has made its first step, for which it may compile kernels."""
+        """Limit for a replica with open calls to make its first step, for which it may compile kernels."""
         return self.silence_s + self._compiling_s
 
     def look_s(self, interval_s: float) -> float:
@@ -254,40 +254,40 @@ class Timeouts:
         return min(interval_s, self.silence_s / LOOKS)
 
     def seen_silence_s(self, interval_s: float, *, began: bool) -> float:
-        """Return the silence between looks at which a replica is fenced off. A silence begins between two looks and is
-        found at a later one: this is so much less than `silence_s`, or than `first_silence_s` before its first token.
+        """Return the silence between looks at which a replica is fenced off: two looks less than `silence_s`, or than
+        `first_silence_s` before its first token, since a silence begins before the look that finds it.
         """
         return (self.silence_s if began else self.first_silence_s) - 2 * self.look_s(interval_s)
 
     @property
     def objects_s(self) -> float:
-        """Tokens of a batch have come from other machines."""
+        """Limit for the tokens of a batch to come from other machines."""
         return self.update_timeout_s / 2 + self.batch_nbytes / SLOWEST_BYTES_PER_S
 
     # ---------------------------------------------------------------------------------- the watch over all
 
     @property
     def stall_s(self) -> float:
-        """Nothing moves in the whole run: ``stall_timeout_s``, and what size adds to the longest wait within it."""
+        """Limit for the run to stand still: ``stall_timeout_s``, and what size adds to the longest wait within it."""
         longest = max(self.attempt_s, self.load_s, self.probe_s, self.first_silence_s, self.objects_s)
         # What size adds, alone: update_timeout_s is less than stall_timeout_s already.
         return self.stall_timeout_s + longest - self.update_timeout_s
 
     @property
     def trainer_quiet_s(self) -> float:
-        """The trainer's ranks do not move in a call, and are started again: later than a receiver is given up."""
+        """Limit for the trainer's ranks to stand still in a call, before they are started again; above a receiver's."""
         return self.stall_s - (self.stall_timeout_s - self.update_timeout_s) / 2
 
     @property
     def unanswered_s(self) -> float:
-        """Seconds within which a worker answers a heartbeat, also in a step of an engine."""
+        """Limit for a worker to answer a heartbeat, also in a step of an engine."""
         # Before `trainer_quiet_s`: a rank that hangs is named by itself before all ranks are given up together.
         return min(max(2 * HEARTBEAT_S, self.answer_s), 0.75 * self.trainer_quiet_s)
 
     @property
     def ranks_s(self) -> float:
-        """A rank has met the others in a collective. No run ends by this: a peer whose process ended breaks the
-        connection, the driver ends the others, and heartbeats show one that stands still.
+        """Limit for a rank to meet the others in a collective. No run ends by this: a peer whose process ended breaks
+        the connection, the driver ends the others, and heartbeats show one that stands still.
         """
         return RANKS_S + max(self.stall_s, self.checkpoint_s)
 

@@ -68,7 +68,7 @@ class GenerateRequest:
     """
 
     number: int
-    """Number that the client chose, once for each of its calls; the result has it, too."""
+    """Number of the call, unique for its client; the result has it, too."""
     trajectory: TrajectoryId
     input_ids: NDArray[np.int32]
     """[P] the context."""
@@ -77,9 +77,9 @@ class GenerateRequest:
     """Key that tells the calls of one episode apart: 0 for its first one."""
     priority: Priority = Priority.TRAINING
     goes_on: bool = False
-    """The episode may call again with this context and its continuation as a prefix, until it is released."""
+    """True where the episode may call again with this context and its answer as a prefix, until it is released."""
     together: int = 1
-    """Number of calls that have the same context and are asked for beside this one, which counts, too: a group's."""
+    """Number of calls of the group that have the same context and are submitted with this one, itself included."""
 
 
 @record
@@ -87,19 +87,19 @@ class Completion:
     """The result of one call."""
 
     number: int
-    """The call's."""
+    """Number of the call."""
     length: int
-    """Tokens that were sampled, end-of-sequence included."""
+    """Number of sampled tokens, end-of-sequence included."""
     version_spans: list[list[int]]
     """``[[start, version], …]`` of the tokens."""
     finish_reason: FinishReason
     started: float
-    """Seconds on the event clock: when the first token was sampled."""
+    """Time on the event clock at which the first token was sampled."""
     finished: float
     tokens: SampledTokens | None = None
     """The tokens; None where they are only simulated."""
     cached: int = 0
-    """Tokens of the context that needed no prefill: the prefix cache had them, or another call brought them."""
+    """Number of context tokens without prefill: the prefix cache had them, or another call's prefill gave them."""
 
 
 class OnUpdate(StrEnum):

@@ -201,24 +201,24 @@ async def outcome(work: Future[T]) -> T:
 
 @dataclass(eq=False)
 class WeightUpdates:
-    """Receives and loads versions by one `Intake`, one at a time; receives on its own thread.
+    """Receiving and loading of versions by one `Intake`, one at a time. Versions are received on a thread of its own.
 
         decoding thread                 receiving thread               decoding thread, between two steps
         start (paused, if in place) ──▶ finish ◀── a transport ──────▶ load
 
-    A shared pool may have fewer threads than there are replicas, and a transport waits for all of them.
+    No thread pool is shared: it may have fewer threads than there are replicas, and a transport waits for all of them.
     """
 
     intake: Intake
     """The memory that versions arrive in."""
     receive: Callable[[int, IncomingWeights], None]
-    """Lets a version come in, blocking."""
+    """Function that receives a version, and blocks until it is there."""
     device: torch.device
-    """The engine's."""
+    """Device of the engine."""
     take_memory: Callable[[], None] = lambda: None
-    """Called before served weights are written, whose memory may have been given up."""
+    """Function that is called before served weights are written: their memory may have been given up."""
     write: Callable[[BackBuffer], None] | None = None
-    """Writes a staged version over the served weights; None: `load` is given such a function."""
+    """Function that writes a staged version over the served weights; None: `load` gets it as an argument."""
 
     def __post_init__(self) -> None:
         self._state = self.intake.state

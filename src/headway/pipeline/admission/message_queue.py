@@ -5,9 +5,9 @@
 The order of consumption is `takeable`: by group number within a window, else by completion. A resumed run takes the
 batches that its journal has (`take_again`).
 
-A group is *live* from its admission until it is taken or discarded. With a largest lag that is waited for, a
-group is taken only if whatever is due by any coming version still fits, and the batch waits for what must go first;
-with one that drops, overdue groups are discarded when they would be taken.
+A group is *live* from its admission until it is taken or discarded. With ``max_lag`` and ``on_overdue: wait``, a group
+is taken only if all groups that fall due later still fit after it; the batch waits for those that must go first. With
+``on_overdue: drop``, overdue groups are discarded when they would be taken.
 
 It needs no capacity setting: admission lets at most ⌊(1 + η)·B⌋ groups exist behind Generate, and the queue asserts it.
 Nothing is ever dropped to make room.
@@ -40,7 +40,7 @@ class MessageQueue:
         self._closed = False
         self._abandoned = False
         self._resumed = False
-        """True where finished groups may be older than they can be else, or of versions yet to be reached again."""
+        """True in a resumed run: finished groups may be too old, or of versions that are yet to be reached again."""
         self._signal = Signal()
 
     def __len__(self) -> int:
@@ -85,9 +85,10 @@ class MessageQueue:
         self._signal.changed()
 
     async def take_again(self, groups: Mapping[int, tuple[int, ...]], version: int) -> list[Group] | None:
-        """Wait for these groups, number → identity, which ``version`` was trained on before; none when the queue is
-        abandoned meanwhile. None where they do not come: one of them has ended otherwise, is of another prompt or does
-        not fit, there is no room to admit them, or the queue ends first.
+        """Wait for the ``groups``, number → identity, that ``version`` was trained on before the run was resumed.
+
+        Returns an empty list when the queue is abandoned meanwhile. Returns None if they do not come: one of them has
+        ended otherwise, is of another prompt or does not fit, there is no room to admit them, or the queue ends first.
         """
 
         def there() -> bool:
@@ -119,7 +120,7 @@ class MessageQueue:
         """Wait for the next ``count`` groups in the order of consumption that the trainer's ``version`` may train on.
 
         ``drop`` is called with each group that is too old for that version, and must `discard` it. Groups of a resumed
-        run that are too new wait for a later version; where no others can come, they are dropped, too. Returns fewer
+        run that are too new wait for a later version; if no others can come, they are dropped, too. Returns fewer
         groups only when the producer closed and nothing is left, and none when the queue is abandoned meanwhile.
         """
         taken: list[Group] = []
@@ -182,8 +183,8 @@ class MessageQueue:
         return [group for number, group in self._finished.items() if self._live[number] < oldest]
 
     def _fits(self, group: Group, version: int) -> bool:
-        """Tell whether ``version`` may be trained on a group of a resumed run. What is made again there may be admitted
-        at an earlier version than before, and then be too old for its batch.
+        """Tell whether ``version`` may be trained on a group of a resumed run. A group that is made again may be
+        admitted at an earlier version than before, and then be too old for its batch.
         """
         lag, bound = version - group.oldest_version, self._staleness.bound
         return lag >= 0 and (bound is None or lag <= bound)

@@ -1,5 +1,8 @@
 """State that the stages share: the counters of admission, the ledger, and where the trainer stands.
 
+    admit ─▶ rewarded ─▶ taken ─▶ consume(trained, or dropped for a step that is not finite)
+       └──────────┴─▶ discard(filtered, dropped, failed), drop_unscored
+
 Every change of a group's life goes through here, so that counters, ledger and events cannot disagree.
 """
 
@@ -46,7 +49,7 @@ class RunState:
     data_ended: bool = False
     """True once the data ended within a version; that version, though short of groups, counts as one."""
     gave_up: bool = False
-    """True once a stop has given up the rest of the version that was begun, whose groups do not come in time."""
+    """True once a stop has given up the version that was begun, because its groups do not come in time."""
     waiting_again: deque[Prompt] = field(default_factory=deque)
     """Prompts whose groups a resumed run lost; admitted again, before any new one."""
     validating: set[str] = field(default_factory=set)
@@ -62,9 +65,9 @@ class RunState:
     stop_reason: str | None = None
     """Reason why the run stops itself; None where the request came from outside."""
     samples: Samples | None = None
-    """Record of what drawn groups say; None where nothing is drawn."""
+    """Samples of drawn groups; None where none are drawn."""
     journal: RunJournal | None = None
-    """Journal of what is finished; None where a resumed run makes open groups again."""
+    """Journal of what is finished; None where the run keeps none."""
     reopened: dict[tuple[int, int, int], tuple[int, Prompt]] = field(default_factory=dict)
     """Numbers and prompts of the groups that were open at the checkpoint and are to be made again, by identity."""
     _unrewarded: set[int] = field(default_factory=set)
@@ -178,8 +181,9 @@ class RunState:
         return why is None
 
     def admit(self, prompt: Prompt) -> int | None:
-        """Admit a group for ``prompt``, counted against the inequality. Returns its number, which one that was open at
-        the checkpoint has; None where the journal says that it was not trained on: it is ended at once.
+        """Admit a group for ``prompt``, counted against the inequality. Returns its number, the one from before for a
+        group that was open at the checkpoint; None for a group that the journal says was not trained on: it ends at
+        once.
         """
         known = self.reopened.pop(prompt.group_id, None)
         number = self._admit(prompt) if known is None else known[0]
@@ -221,8 +225,8 @@ class RunState:
         self._wake()
 
     def _ended_before(self, number: int, group: tuple[int, int, int]) -> bool:
-        """End a group at once which the journal says was not trained on; False where it does not say so. Those that
-        were filtered are scored and filtered again.
+        """End a group that was not trained on according to the journal; return False for any other. Filtered groups
+        are scored and filtered again.
         """
         end = None if self.journal is None else self.journal.end(number, group)
         if end is None:
@@ -257,13 +261,13 @@ class RunState:
         self._end_early(number, Fate.DROPPED, reason)
 
     def give_up_version(self) -> None:
-        """Give up the version after a stop, when no further group will be scored: nothing more is trained on, unless
-        the groups scored so far are enough.
+        """Train on nothing more after a stop, when no further group will be scored, unless the groups scored so far are
+        enough for the version.
         """
         self._give_up_unless(len(self.ledger.open) - self.unrewarded - self.in_training)
 
     def admit_no_more(self) -> None:
-        """Admit no further group, and give the version that was begun up where those on their way are not enough."""
+        """Admit no further group, and give up the version that was begun if the open groups are not enough for it."""
         self.admits = False
         self._give_up_unless(len(self.ledger.open) - self.in_training)
 
@@ -274,7 +278,7 @@ class RunState:
         self._wake()
 
     def _give_up_unless(self, groups: int) -> None:
-        """Train on nothing more, unless so many ``groups`` are enough for the rest of the run."""
+        """Train on nothing more, unless that number of ``groups`` is enough for the rest of the run."""
         if (self.staleness.total or 0) - self.taken > groups:
             self.give_up()
 

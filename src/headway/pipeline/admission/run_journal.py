@@ -6,7 +6,7 @@
 
 A resumed run does again what was done since its checkpoint: it admits the same groups, which are answered from the
 completions that `headway.data.journal` has, scores and discards them as before, and trains the same batches. Then it
-goes on, without a group that was finished being lost. That holds while the settings that make groups are the same.
+goes on, and no finished group is lost. That holds while the settings that make groups are the same.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RunJournal:
         self._floors: dict[int, int] = {}
         """Version of a boundary → number below which no group was open then."""
         self._given_up: dict[Path, int] = {}
-        """File of each writer that was given up → number below which all groups are that it may have written of."""
+        """File of each writer that was given up → number below which lie all groups that it may have written of."""
         self._oldest_kept: int | None = None
         self._begun = False
         directory.mkdir(exist_ok=True)
@@ -84,12 +84,12 @@ class RunJournal:
         self.run = before.get("run") or uuid4().hex
         """Id of the run. Its files and checkpoints have it, so that those of another run are told apart."""
         self.left_out: str | None = None
-        """Reason why what the journal has is not used; None where it is."""
+        """Reason why the journal is not used; None where it is."""
         if changed := changed_since(directory, config):
             self.left_out = f"{', '.join(changed)} changed"
 
     def _begin(self) -> None:
-        """Write what the journal is of, once; remove what it had of other settings. A start that fails leaves it."""
+        """Write the journal's settings once, and remove records under others. A start that failed changes nothing."""
         if self._begun:
             return
         self._begun = True
@@ -128,7 +128,7 @@ class RunJournal:
         return None if record is None else {number: tuple(of) for number, *of in record.values["groups"]}
 
     def forget_batches(self) -> None:
-        """Compose batches anew from now on: one cannot be as it was."""
+        """Compose batches anew from now on, since one of them cannot be repeated."""
         self._batches.clear()
 
     # ------------------------------------------------------------------------------------- groups
@@ -145,8 +145,8 @@ class RunJournal:
         return scores
 
     def end(self, number: int, group: tuple[int, int, int]) -> tuple[Fate, str, int] | None:
-        """Return how the group ended of this identity that was admitted under this number, and its failed episodes;
-        None where it did not end early."""
+        """Return fate, reason and failed episodes of the group with this number and identity; None where it did not end
+        early."""
         record = self._ends.pop(number, None)
         if record is None or record.values["prompt"] != [*group]:
             return None
@@ -171,9 +171,7 @@ class RunJournal:
         self._floors[version] = floor
 
     def on_event(self, event: Event) -> None:
-        """Remove what no checkpoint needs any more: what is older than the one before the newest. Fence off an episode
-        worker that is lost.
-        """
+        """Remove files from before the last checkpoint but one. Fence off an episode worker that is lost."""
         if isinstance(event, EpisodeWorkerLost):
             give_up(self._directory, event.worker)
             self._given_up.pop(self._directory / f"{GIVEN_UP}{event.worker}", None)  # it has written more since
@@ -192,7 +190,7 @@ class RunJournal:
                 self._floors = {version: of for version, of in self._floors.items() if version >= oldest}
 
     def _until(self) -> dict[Path, int]:
-        """Return, by file of records, the number below which all of its groups are."""
+        """Return the number below which lie all groups of a file, by file of records."""
         return {path: (block_of(path) + 1) * self._block for path in segments(self._directory)}
 
     def close(self) -> None:

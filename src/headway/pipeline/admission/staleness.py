@@ -64,7 +64,7 @@ class Staleness:
     loaded: dict[str, int]
     """Version that each serving replica has loaded."""
     max_lag: int | None = None
-    """Largest lag that a trained group may have, in completion order; None where the order of consumption bounds it."""
+    """Largest lag of a trained group, in completion order; None where the order of consumption bounds the lag."""
     drops_overdue: bool = False
     """True where groups older than ``max_lag`` are dropped; False where a batch waits for those soon too old."""
     admitted: int = 0
@@ -73,13 +73,13 @@ class Staleness:
     """The version that all serving replicas must have loaded before a group is admitted: a resumed run's checkpoint."""
     eta_now: Fraction = field(init=False)
     """The η that limits admission: the configured one, or less after `lower`. The bound on lag stays that of ``eta``,
-    by which earlier groups were admitted."""
+    under which earlier groups were admitted."""
     served_version: int = field(init=False)
     """Oldest version that a serving replica has loaded."""
     bound: int | None = field(init=False)
     """Largest lag that a group may be trained at; None where there is no bound."""
     limit: int = field(init=False)
-    """Number of groups that may have been admitted, kept up to date: ⌊(v + 1 + η) · B⌋, v = ``served_version``."""
+    """Number of groups that may have been admitted by now: ⌊(v + 1 + η) · B⌋, v = ``served_version``."""
 
     def __post_init__(self) -> None:
         self.eta_now = self.eta
@@ -91,13 +91,13 @@ class Staleness:
         return version - self.max_lag if self.max_lag is not None and self.drops_overdue else None
 
     def must_go_first(self, live: Mapping[int, int], version: int, room: int) -> int | None:
-        """Return the version up to whose tokens a group must be of to be taken next; None: any group may be taken.
+        """Return the newest version that the oldest token of the next group may have; None: any group may be taken.
 
-        Otherwise some would exceed ``max_lag``. ``live`` gives the number of live groups by the oldest version that any
-        of a group's tokens can have, ``room`` how many more groups ``version`` trains. A group is due by that oldest
-        version + max_lag. When as many groups are due by ``version`` + k as fit until then, nobody else may be taken.
-        To look at k = 0 alone is not enough: with more than B groups ahead, more of them can fall due at once than one
-        version trains.
+        Taking a younger group would leave another one over ``max_lag``. ``live`` gives the number of live groups by the
+        oldest version that any of a group's tokens can have, ``room`` the number of groups that ``version`` still
+        trains. A group is due at that oldest version + max_lag. If as many groups are due by ``version`` + k as fit
+        until then, no other group may be taken. To look at k = 0 alone is not enough: with more than B groups ahead,
+        more of them can fall due at once than one version trains.
         """
         if self.max_lag is None or self.drops_overdue:
             return None
@@ -107,14 +107,14 @@ class Staleness:
         due = 0
         for ahead in range(self.max_lag + 1):
             due += falling_due[ahead]
-            # These fill all room up to then: any other group would take the place of one of them.
+            # They fill all room up to then: any other group would take the place of one of them.
             if due >= room + ahead * self.groups_per_version:
                 return version + ahead - self.max_lag
         return None
 
     @property
     def serves(self) -> bool:
-        """True where all replicas have loaded the version that the run began with."""
+        """True once all replicas have loaded the version that the run began with."""
         return self.served_version >= self.starts_at
 
     @property

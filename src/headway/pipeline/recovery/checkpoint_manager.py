@@ -8,14 +8,14 @@
 The checkpoint of version 0 has the driver's state alone: ranks that load it keep the initial model.
 
 A snapshot is the same copy, in the memory of other processes. A trainer that is started again loads the newer of both.
-A snapshot may be lost, and has no state of the driver: what is kept since a checkpoint is kept until the next one.
+A snapshot may be lost, and has no state of the driver: batches since a checkpoint are kept until the next checkpoint.
 
 A boundary is the instant at which version k−1 is consumed and nothing of version k has begun: the update to k comes
 after it. When the models are copied, groups of the next version may have been admitted and even finished: nothing
 of them is in it. So a resumed run begins with that update, and admits nothing before it. What is not listed in
 `CheckpointManager` is either configuration, or made anew at every start (docs/resume.md lists it).
 
-One of both is under way at a time. A checkpoint that falls due meanwhile waits; a snapshot is left out. Older
+Only one of them is made at a time: meanwhile a checkpoint that falls due waits, and a snapshot is left out. Older
 checkpoints are removed by `headway.reports.checkpoint_folders.CheckpointRetention` when a newer one is complete.
 """
 
@@ -82,7 +82,7 @@ class CheckpointManager:
     checkpoints: Path
     timeouts: Timeouts
     trainer: TrainerConfig
-    """How often checkpoints and snapshots are made."""
+    """Settings of how often checkpoints and snapshots are made."""
     snapshots: SnapshotStore | None = None
     keep_start: Callable[[DriverState], bool] | None = field(default=None, init=False)
     """Function that writes the checkpoint of version 0, and returns whether it is there; None where none is wanted."""
@@ -189,9 +189,9 @@ class CheckpointManager:
             await self._begin(version, waiting_for, self.snapshots)
 
     async def save(self, version: int) -> None:
-        """Save the run's last checkpoint, that of ``version``, and wait until it is written. What is open comes first.
+        """Save the run's last checkpoint, that of ``version``, after one that is under way. Waits until it is written.
 
-        Does nothing where that is saved already. Raises `RunError` when it cannot be written.
+        Does nothing if it is saved already. Raises `RunError` when it cannot be written.
         """
         await self._written()
         self.state.check_balance()
@@ -272,8 +272,8 @@ class CheckpointManager:
         state.emit(SnapshotKept(time=now(), version=version, span=(started, now())))
 
     def _failed(self, version: int, failure: BaseException, snapshots: SnapshotStore | None = None) -> None:
-        """Report a checkpoint that could not be saved, or the first of several snapshots that were not kept. Raises
-        ``failure`` where that ends the run: it is the third checkpoint in a row, or no matter of its own.
+        """Report a checkpoint that could not be saved, or the first of several snapshots that were not kept. Raises at
+        the third checkpoint in a row, and where ``failure`` is the loss of a rank or a defect.
         """
         # A death is a `RunError`, too, but `RankRestarts.surviving` has to see it: the copy is made again on new ranks.
         if not isinstance(failure, RunError) or isinstance(failure, WorkerDied):
@@ -296,7 +296,7 @@ class CheckpointManager:
         """Load the newest checkpoint, or the trainer's snapshot, into ranks of ``role``, the trainer's or a critic's
         own, which have just been started. Returns its version, or 0: they hold the initial model.
 
-        A snapshot that cannot be loaded is told, and is none any more.
+        A snapshot that cannot be loaded is reported, and not used again.
         """
         kept = self._kept if role == ACTOR else None
         if self.snapshots is not None and kept is not None and kept > (self.saved or 0):

@@ -7,7 +7,7 @@
     no answer, and it computes, waits for   given up after `Timeouts.unanswered_s`: a step, a compiler or the system may
     a core, a disk or memory, or no look    keep a healthy process from answering
 
-Time passes for a worker only while the driver looks: one that stood still itself blames nobody.
+Silence counts only while the driver looks: a driver that stood still itself gives no worker up.
 """
 
 from __future__ import annotations

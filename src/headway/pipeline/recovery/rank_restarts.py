@@ -110,7 +110,7 @@ class RankRestarts:
             self._watching = None
 
     def give_up(self, why: RunError) -> None:
-        """Start the ranks again though they may live. Raises ``why`` where that is impossible."""
+        """Start the ranks again, even if they live. Raises ``why`` where that is impossible."""
         if self.ranks is None:
             raise why
         if self._lost is None:
@@ -118,7 +118,7 @@ class RankRestarts:
             self._changed.changed()
 
     async def again(self, why: RunError) -> None:
-        """Bring the ranks back from the newest checkpoint though they live, or wait for it where they are lost."""
+        """Bring the ranks back from the newest checkpoint though they live, or wait until lost ones are back."""
         self.give_up(why)
         await self._changed.until(lambda: self._given_up is None and self._lost is None)
 
@@ -127,7 +127,7 @@ class RankRestarts:
         await self._changed.until(lambda: self._lost is None)
 
     async def surviving(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``work``, which calls the ranks: where these are lost, of doing it again afterwards."""
+        """Return the result of ``work``, which calls the ranks; it is repeated on new ranks if these are lost."""
         if self.ranks is None:
             return await work()
         while True:
@@ -150,7 +150,7 @@ class RankRestarts:
                 self._changed.changed()
 
     async def _was_lost(self) -> bool:
-        """Tell whether the ranks are lost, for which a call may fail before its end is known."""
+        """Tell whether the ranks are lost, after a call that failed: it may fail before the loss is known."""
         try:
             async with asyncio.timeout(END_KNOWN_S):
                 await self._changed.until(lambda: self._lost is not None)

@@ -2,10 +2,9 @@
 
     watch(member) ──its process ended──▶ died ──▶ lost ──▶ start another ──▶ join
 
-A death is noticed also while nobody calls the one that died. A replica that is started joins as any late replica does:
-it gets the next version with the others, or the trainer's where no other one is left, and serves from then on. An
-episode worker makes groups once it knows the replicas. The run ends when the last member is lost and none can take its
-place.
+A death is noticed even if no call is open. A new replica gets the next version with the others, or the trainer's where
+no other one is left, and serves from then on. A new episode worker makes groups once it knows the replicas. The run
+ends when the last member is lost and none can take its place.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from headway.runtime.task_groups import Tasks
 
 
 class Restarts:
-    """Starts in the place of what is lost that are left to a run, for members of one kind or of several."""
+    """Number of replacements that a run may still start, for members of one kind or of several."""
 
     def __init__(self, left: int, timeouts: Timeouts) -> None:
         self.left = left
@@ -60,7 +59,8 @@ class Supervision:
     watch: Watch | None
     """None: no member is watched."""
     replace: Replace | None
-    """Starts a member in the place of a lost one within `Timeouts.start_s`, while ``restarts`` are left."""
+    """Function that starts a member in the place of a lost one within `Timeouts.start_s`; called while ``restarts`` are
+    left."""
     restarts: Restarts
 
     _replacing: int = field(default=0, init=False)

@@ -56,12 +56,12 @@ class PendingUpdate:
 
 
 class TrainerLease:
-    """Turns of the trainer's ranks, and of their devices where generation shares them and has them between turns."""
+    """Turns of the trainer's ranks. On shared devices, generation has the devices between two turns."""
 
     def __init__(self, state: RunState, pool: ReplicaPool, restarts: RankRestarts, *, shared: bool) -> None:
-        """``shared``: False where the trainer alone has its devices: nothing changes hands."""
+        """``shared``: False where the trainer has devices of its own, and nothing changes hands."""
         self.restarts = restarts
-        """Restarts of the trainer's ranks, which calls of them survive."""
+        """Restarts of the trainer's ranks; calls of the ranks survive them."""
         self.turn = asyncio.Lock()
         """Lock for calls of the trainer, which ActorTrain and ParamUpdate make."""
         self._state, self._pool, self._shared = state, pool, shared
@@ -131,8 +131,8 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
     lease: TrainerLease
     checkpoints: CheckpointManager
     resumed: PendingUpdate | None = field(default=None, init=False)
-    """First input of a resumed run: the trainer holds a checkpoint's version, and no receiver has it. None for version
-    0, the initial model, which all have."""
+    """First input of a resumed run: the update to the checkpoint's version, which only the trainer holds. None for
+    version 0, the initial model, which all have."""
 
     async def get_input_data(self) -> TrainBatch | PendingUpdate | None:
         if (resumed := self.resumed) is not None:

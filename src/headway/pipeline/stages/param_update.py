@@ -56,7 +56,7 @@ class Schedule(ABC):
     restarts: RankRestarts
 
     keeps_version: ClassVar[bool] = False
-    """True where the version that was published last can be sent whatever the trainer does meanwhile."""
+    """True where the last published version can be sent while the trainer goes on."""
 
     @abstractmethod
     async def publish(self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]) -> Published:
@@ -64,12 +64,12 @@ class Schedule(ABC):
 
     @abstractmethod
     async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
-        """Note that a trainer that was started again holds ``version``, for a moment. ``late``: receivers that need it
-        of this moment.
+        """Note that a trainer that was started again holds ``version`` for a moment, in which the receivers ``late``
+        have to get it.
         """
 
     def lacking(self, receivers: Sequence[ReceiverClient], version: int) -> list[ReceiverClient]:
-        """Return those of ``receivers`` that have not loaded ``version``: one that joins has loaded nothing, not 0."""
+        """Return those of ``receivers`` without ``version``; one that joins has loaded none, not even 0."""
         loaded = self.state.staleness.loaded
         # Not of replicas: one that joins has loaded nothing, was taken for one with version 0, and the run stood still.
         others = {one.name: one.version for one in receivers if not isinstance(one, Replica)}
@@ -138,8 +138,8 @@ class Overlapped(Schedule):
             return delivered, await self.loading.load_all(delivered.receivers, version, probe)
 
     async def _send(self, receivers: Sequence[ReceiverClient], version: int) -> Delivery | None:
-        """Send ``version``. Returns None where a newer one came while ``receivers`` finished what was in flight, or
-        while the trainer was started again: its copy has the newest alone.
+        """Send ``version``. Returns None if a newer one came while ``receivers`` finished what was in flight, or while
+        the trainer was started again: its copy holds the newest version only.
         """
         if self._are_overtaken(receivers, version):
             return None
@@ -198,9 +198,9 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         """Bring the trainer's version to replicas that joined, whenever no other one serves, and to other receivers
         that were started again, when they are waited for. Runs until cancelled.
 
-        No group is made meanwhile, so that the next version might never come. Without a copy of the weights, they are
-        the trainer's of this moment: between two steps of a version they count as that version's. Log-probs under that
-        version need it as it was: a trainer that has gone on is brought back to it, and redoes its steps.
+        Without it no group would be made, and the next version might never come. If no copy of the weights is kept,
+        replicas get the trainer's weights of this moment: between two steps of a version they count as that version's.
+        Log-probs need the version as it was: a trainer that has gone on is brought back to it, and redoes its steps.
         """
         state, pool = self.run_state, self._pool
         while True:

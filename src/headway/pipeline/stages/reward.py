@@ -47,11 +47,11 @@ INTERRUPTED = "interrupted"
 
 
 class ScoringAbandoned(ScoringFailed):
-    """Error in place of a score that is no longer waited for: the run was asked to stop, and its scores do not come."""
+    """Error for a score that is no longer waited for: the run was asked to stop, and its scores do not come."""
 
 
 class Scoring:
-    """Access to the run's reward for the stages; a stop can give up scores that do not come."""
+    """The run's reward, as stages call it; a stop can give up scores that do not come."""
 
     def __init__(self, reward: RewardFn | None) -> None:
         """``reward``: None where episodes have the rewards that their programs gave."""

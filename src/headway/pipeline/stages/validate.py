@@ -75,7 +75,7 @@ class Validators:
         self._test_freq = config.rollout.test_freq if prompts else -1
         """Number of versions from one validation to the next; -1 for none."""
         self._finishes = not self.everywhere or state.staleness.eta == 0
-        """Whoever answers finishes before it loads a newer version."""
+        """True where a replica finishes its answers before it loads a newer version."""
 
     def is_due(self, version: int) -> bool:
         """Tell whether ``version`` is to be validated, or one before it that was superseded was."""
@@ -93,7 +93,7 @@ class Validators:
         return self.order(version)
 
     def order(self, version: int) -> Validation:
-        """Make the validation of ``version``, which all replicas have loaded that shall answer."""
+        """Make the validation of ``version``, which all replicas that will answer have loaded."""
         self.newest = max(self.newest, version)
         self.under_way.add(version)
         if self.everywhere:
@@ -105,7 +105,7 @@ class Validators:
         return Validation(version, replica)
 
     def keep(self, replica: Replica) -> None:
-        """Have ``replica`` load nothing newer from now on, if it has to finish a validation first."""
+        """Keep ``replica`` from loading newer versions, if it has to finish a validation first."""
         if self._finishes:
             self._state.validation(replica.name, running=True)
 
@@ -118,7 +118,7 @@ class Validators:
 
 
 Answer = tuple[Group, Scores | ScoringFailed]
-"""Answers to a held-out problem and their scores, or the error why there are none, which counts as 0."""
+"""Answers to a held-out problem with their scores, or the error of the scoring, which counts as 0."""
 
 
 @dataclass(eq=False)

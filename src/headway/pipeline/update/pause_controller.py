@@ -50,7 +50,7 @@ class PauseController:
         """True where a drain finishes all episodes of the groups that were started, whose next turns need the replica,
         before it pauses that."""
         self.gate = asyncio.Event()
-        """Event that is set while some serving replica is not halted, or none serves."""
+        """Event that is set while a serving replica is not halted, or none serves."""
         self.gate.set()
         self._state = state
         self._halts: dict[str, ReplicaPause] = {}
@@ -87,8 +87,7 @@ class PauseController:
         await replica.pause(OnUpdate.INTERRUPT)
 
     async def halt(self, replica: Replica, why: str) -> ReplicaPause:
-        """Halt ``replica`` for the reason ``why``. Returns the halt when it decodes nothing any more. Raises
-        `WorkerUnavailable`."""
+        """Halt ``replica`` by reason ``why``; return its pause once it stands still. Raises `WorkerUnavailable`."""
         # One at a time: a second reason joins the halt that is there, and the engine is paused once.
         async with self._turns.setdefault(replica.name, asyncio.Lock()):
             if (halted := self._halts.get(replica.name)) is not None:

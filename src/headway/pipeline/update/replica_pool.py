@@ -1,11 +1,11 @@
 """Pool of a run's replicas: which serve, which wait to join, and what happens when one is lost.
 
-    join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; episode workers ask its calls again of others
+    join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; episode workers send its calls to others
 
 A replica serves nothing before it has loaded the current version. It is gone when it died, or was fenced off: it did
-not answer, or keeps failing, and its later results are ignored. Where it was the last one that served, its calls,
-groups and validations wait for one that joined, or that is started in its place, to load the trainer's version. The run
-ends when none is left and none can be started. Other receivers of the policy are started again together.
+not answer, or keeps failing, and its later results are ignored. After the loss of the last serving replica, calls,
+groups and validations wait until another one has joined and loaded the trainer's version. The run ends when none is
+left and none can be started. Other receivers of the policy are started again together.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ReplicaPool:
             probe_tolerance: nats by which log-probs of the receiver of a given name may differ by rounding.
         """
         self.lost: Channel[tuple[str, RunError]] = Channel("ReplicaPool")
-        """Names of replicas that are gone, and why, for whoever starts replacements."""
+        """Names of replicas that are gone, and why. Supervision starts replacements for them."""
         self.pauses = pauses
         self.episode_workers = pauses.episode_workers
         self.timeouts = timeouts
@@ -129,7 +129,7 @@ class ReplicaPool:
         self._state.changed.changed()
 
     async def others_back(self) -> int:
-        """Note that they were started again, with the initial model."""
+        """Note that the receivers that generate nothing were started again, with the initial model."""
         # New clients: the old ones are gone for good, and have the version of the ranks that were lost.
         self._others = [ReceiverClient(other.receiver, self.timeouts) for other in self._others]
         self._late = True
@@ -230,14 +230,14 @@ class ReplicaPool:
 
     @asynccontextmanager
     async def losing(self) -> AsyncIterator[None]:
-        """Forget a receiver that is gone, as a call within the block says. Raises as `lose` does."""
+        """Lose the receiver for which a call within the block raises `WorkerUnavailable`. Raises as `lose` does."""
         try:
             yield
         except WorkerUnavailable as gone:
             await self.lose(gone)
 
     async def failed(self, replica: str, error: HeadwayError) -> None:
-        """Forget a replica whose calls ended with ``error``. Raises what is no fault of the replica's."""
+        """Lose a replica whose calls ended with ``error``. Raises ``error`` if the replica is not to blame."""
         if isinstance(error, NonFinite) or not isinstance(error, RunError):
             raise error
         if replica in self._serving:

@@ -3,15 +3,15 @@
     service   tokens that a run would have that had decoded from the start: the same for all, so each one's end
               is fixed when it joins (service then + tokens left), and the next to end is a heap's minimum
 
-Service moves by `DecodeCost`'s closed forms. It is continuous: whoever joins between two steps of the others gets its
-tokens between theirs, and whoever stops between two of its own keeps the whole ones.
+Service moves by `DecodeCost`'s closed forms. It is continuous: a run that joins between two steps of the others gets
+its tokens between theirs, and a run that stops between two of its own keeps the whole tokens.
 
 `SimulatedCall` is a call on its way, `SimulatedActivity` the record of what a replica computed, `SimulatedPrefixCache`
-what needs no prefill. Contexts have lengths and no contents here, so it is the episodes that say what is common: first
-calls of one prompt share a context of the same length while one of them is open, and a further call of an episode
-begins with what the call before it left behind. Where it goes on with only a part of that, all of its ids are the
-number of tokens in that part (`headway.planner.simulation.simulated_prompts`). Of each episode that is what its last
-finished call left: of turns that were asked for at once, the first to finish counts as prefilled again.
+what needs no prefill. Contexts have lengths and no contents here, so prefixes are found by episode. First calls of one
+prompt share a context of the same length while one of them is open. A further call of an episode begins with what its
+last finished call left in the cache; if it continues only a part of that, all of its ids are the number of tokens in
+that part (`headway.planner.simulation.simulated_prompts`). Of turns that were asked for at once, the first to finish
+counts as prefilled again.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class SharedContext:
 
     key: tuple[int, ...]
     calls: int = 0
-    """Open calls that have it."""
+    """Number of open calls that have the context."""
     computed_by: int | None = None
-    """The version whose prefill of it is in the cache; None while there is none."""
+    """Version whose prefill of the context is in the cache; None while there is none."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedCall:
-    """One call inside the engine. ``serial`` orders all of a replica's by submission."""
+    """One call inside the engine. ``serial`` orders the calls of a replica by submission."""
 
     call: GenerateRequest
     client: str
@@ -51,13 +51,13 @@ class SimulatedCall:
     prompt: SharedContext
     """The call's context, which other open calls may have in common with it."""
     tokens: int = 0
-    """Whole tokens when it last stopped decoding."""
+    """Number of whole tokens when the call last stopped decoding."""
     found: int = 0
     """Tokens of the call's context that were in the cache when it was prefilled."""
     spans: list[list[int]] = field(default_factory=list)
     started: float | None = None
     cached: bool = False
-    """The run's context is in the KV cache."""
+    """True while the call's context is in the KV cache."""
     segment: int = 0
     """Number of the uninterrupted stretch in a slot that the run is in; 0 while it is in none."""
     joined: float = 0.0
@@ -90,18 +90,18 @@ ROUNDING = 1e-6
 
 
 class ProcessorSharing:
-    """The runs that decode on one replica. It has no clock: callers say how long it went on.
+    """Runs that decode on one replica. It has no clock: callers say how much time has passed.
 
-    ``kv_tokens`` bounds what is cached: before a step that would exceed it the youngest run has to go (the one
-    that the waiting line served last), unless it is alone.
+    ``kv_tokens`` bounds the KV cache: before a step that would exceed it, the run that started last is preempted,
+    unless it is the only one.
     """
 
     def __init__(self, cost: DecodeCost, kv_tokens: int | None) -> None:
         self.active = 0
         self.sampled = 0.0
-        """Tokens altogether; parts of a token count until their run stops."""
+        """Number of tokens sampled so far; parts of a token count until their run stops."""
         self.cost = cost
-        """The cost of what is decoded from now on."""
+        """Cost of the steps from now on."""
         self._limit = kv_tokens
         self._service = 0.0
         self.cached = 0.0

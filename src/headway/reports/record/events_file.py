@@ -3,9 +3,9 @@
     … version.reached (2) … version.reached (3) … killed │ run.resumed (2) … version.reached (3) …
                           └──────── undone ──────────────┘
 
-A run that is resumed goes on in the same file. Its *surviving history* is what led to the weights that it has: all but
-what was told between the boundary that it went back to and its return. Nothing is ever removed from the file. Places in
-it are byte offsets, so that a reader of the newest versions of a large run reads no others.
+A resumed run goes on in the same file. Its *surviving history* is what led to its weights: all events but those between
+the boundary that it went back to and ``run.resumed``. Nothing is ever removed from the file. Places in it are byte
+offsets, so that a reader of the newest versions of a large run reads no others.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class EventsFile:
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self._reached = -1
-        self.told = -1
+        self.recorded_version = -1
         """The newest version whose boundary, and all events before it, are in the file; -1 for none."""
         self._lines = JsonLines(path, report, self._without_the_rest)
 
@@ -171,7 +171,7 @@ class EventsFile:
         if isinstance(event, AT_ONCE):
             self._reached = event.version
         if self._lines.whole:
-            self.told = self._reached
+            self.recorded_version = self._reached
 
     @property
     def size(self) -> int:
@@ -182,7 +182,7 @@ class EventsFile:
         self._lines.close()
 
     def _without_the_rest(self) -> str:
-        later = "" if self.told < 0 else f" from a later version than {self.told}"
+        later = "" if self.recorded_version < 0 else f" from a later version than {self.recorded_version}"
         return f"it stays incomplete, and the run cannot be resumed{later}"
 
 

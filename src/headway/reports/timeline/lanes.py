@@ -1,12 +1,11 @@
-"""Lanes: what one party did at every instant, as spans side by side, and why it did nothing where it did nothing.
+"""Lanes: what one party did at every instant, as spans, and why it was idle in between.
 
     work spans ──────────────┐
     claims, most telling first ┼─▶ lay_out() ─▶ spans of a lane: sorted, disjoint, without a gap
     the lane's life ─────────┘
 
-Idle time is what is left of a lane's life when the union of its work is taken out. Claims only say why: each one names
-the part of that remainder that it covers and that no earlier one named. So the idle spans of a lane add up to its idle
-time, whatever was claimed how often.
+A lane's idle time is its life without its work. A claim gives the reason for a part of it; where claims overlap, the
+first one counts. So the idle spans of a lane add up to its idle time, however many claims there are.
 
 `Counters` are numbers over the same time, as step functions: answers being generated, groups in the queue, the lag.
 """

@@ -322,8 +322,8 @@ class UserCodeWorker:
     """A process that serves jobs."""
 
     def __init__(self, name: str, note: StepNote | None, on_room: Callable[[UserCodeWorker], object]) -> None:
-        """Make one without a process. ``note``: None where jobs share no event loop; then there is one at a time, and
-        the process is killed when it is to leave it. ``on_room`` is called when it may take a further job.
+        """Make a worker without a process. ``note``: None where jobs share no event loop; then there is one job at a
+        time, and the process is killed to end it. ``on_room`` is called when the worker may take a further job.
         """
         self.process: WorkerProcess
         self.dying = False
@@ -336,12 +336,12 @@ class UserCodeWorker:
         """Numbers of jobs that were cancelled and have not ended yet."""
         self._heard = False
         self._silent_s = 0.0
-        """Seconds of the looks in a row without a sign of life."""
+        """Seconds without a sign of life, over consecutive looks."""
         self._steps = 0
 
     @property
     def load(self) -> int:
-        """Number of jobs that it has, those included that are being cancelled."""
+        """Number of jobs of the worker, those included that are being cancelled."""
         return len(self.jobs) + len(self._leaving)
 
     def begin(self, job: WorkerJob) -> None:
@@ -361,7 +361,7 @@ class UserCodeWorker:
                 job.end(error=error)
 
     def leave(self, job: WorkerJob) -> None:
-        """Have a job ended that has not ended by itself."""
+        """End a job that has not ended by itself."""
         if self.jobs.pop(job.number, None) is None:
             return
         # Before the process is killed: a job that was left is not one whose worker was lost.

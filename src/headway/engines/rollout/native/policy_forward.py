@@ -36,14 +36,15 @@ class PolicyForward(Protocol):
     """A decoder's forward pass. It computes with the module's weights as of the last `refresh`."""
 
     recordable: bool
-    """Whether a step without contexts can be recorded (see `DecodeGraphs`): it never waits for the device, and the
+    """True where a step without contexts can be recorded (see `DecodeGraphs`): it never waits for the device, and the
     weights that it reads stay where they are."""
     shares: bool
-    """Whether a shared prompt can have an attention call of its own (see `SharedPrompts`)."""
+    """True where a shared prompt can have an attention call of its own (see `SharedPrompts`)."""
     in_blocks: bool
-    """Neighbouring rows attend in blocks. On a GPU the time of a step is the number of its kernels: one block."""
+    """True where neighbouring rows attend in blocks. On a GPU there is one block: a step takes as long as it has
+    kernels."""
     varlen: bool
-    """Each row attends to its own length (see `VarlenDecode`): a step needs no blocks of rows with their masks."""
+    """True where each row attends to its own length (see `VarlenDecode`): a step needs no blocks of rows with masks."""
 
     def step(
         self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int

@@ -52,7 +52,7 @@ class _CacheNode:
 
     @property
     def key(self) -> Hashable:
-        """The place among the children of its parent."""
+        """Key of the block among the children of its parent."""
         return _key(self.ids) if self.owner is None else self.owner
 
     def way(self) -> list[_CacheNode]:
@@ -72,20 +72,20 @@ class _OpenEpisode:
     holder: Hashable
     root: _CacheNode
     running: int = 0
-    """Calls of it that decode."""
+    """Number of the episode's calls that decode."""
     leaves: list[_CacheNode] = field(default_factory=list)
-    """The ends of its contexts, which are pinned."""
+    """Last blocks of the episode's contexts, which are pinned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The part of a context that is there."""
+    """Part of a context that the cache has."""
 
     blocks: tuple[int, ...] = ()
     length: int = 0
-    """Tokens; the last block may count in part."""
+    """Number of tokens; the last block may count in part."""
     shared: int = 0
-    """Leading tokens whose bits all episodes share: no sampled token is among them."""
+    """Number of leading tokens whose keys and values all episodes share; none of them was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
