@@ -87,7 +87,7 @@ class PauseController:
         await replica.pause(OnUpdate.INTERRUPT)
 
     async def halt(self, replica: Replica, why: str) -> ReplicaPause:
-        """Halt ``replica`` by reason ``why``; return its pause once it stands still. Raises `WorkerUnavailable`."""
+        """Halt ``replica`` because of ``why``; return its pause once it stands still. Raises `WorkerUnavailable`."""
         # One at a time: a second reason joins the halt that is there, and the engine is paused once.
         async with self._turns.setdefault(replica.name, asyncio.Lock()):
             if (halted := self._halts.get(replica.name)) is not None:
