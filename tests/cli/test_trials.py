@@ -164,3 +164,4 @@ def test_the_first_turn_of_an_environment_or_an_agent_is_rendered(dry_run: Calla
     """Starts a process, which loads the program."""
     output = dry_run(f"rollout.{given}")
     assert f"{given.replace('=', ' ')} begins an episode, and its first turn has " in output
+    assert "step() and tools, was not tried" in output

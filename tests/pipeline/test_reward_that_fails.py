@@ -10,7 +10,14 @@ import pytest
 from headway.data.types import Prompt
 from headway.errors import NothingToTrain
 from headway.events import Note, ValidationFinished
-from headway.pipeline.admission.ledger import FAILED_AT_FIRST, FAILED_AT_VALIDATION, Fate, all_discarded
+from headway.pipeline.admission.ledger import (
+    EPISODE_FAILED,
+    FAILED_AT_FIRST,
+    FAILED_AT_VALIDATION,
+    Fate,
+    all_discarded,
+    cannot_be_scored,
+)
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Scenario
 from tests.tiers import mostly_slow
@@ -156,3 +163,18 @@ def test_reasons_of_many_kinds_are_counted_and_the_rest_added_up():
     assert text.startswith("49 groups in a row were discarded")
     assert "(10× failed: exception: KeyError: 0; " in text
     assert "6× failed: exception: KeyError: 4; 9× something else)" in text
+
+
+def test_reasons_that_quote_the_prompt_are_counted_as_one_by_their_line():
+    said = [f"exception: ValueError: no {k} in 'prompt {k}' (own.py:2, in score)" for k in range(9)]
+    other = "exception: ValueError: no 1 (own.py:3, in score)"
+    text = str(all_discarded(Counter((Fate.FAILED, why) for why in [*said, other])))
+    assert f"(9× failed: {said[0]} and alike; 1× failed: {other})" in text
+
+
+def test_the_advice_names_the_log_of_what_failed():
+    episodes, scores = f"{EPISODE_FAILED}: environment e.py:E: step() raised KeyError: 'a'", BOOM
+    of_both, of_episodes = (cannot_be_scored("2", whys) for whys in ([episodes, scores], [episodes]))
+    assert "logs/*-programs.log" in of_both and "logs/reward.log" in of_both
+    assert "agent.step_timeout_s" in of_episodes and "reward" not in of_episodes
+    assert "programs.log" not in cannot_be_scored("2", [scores])

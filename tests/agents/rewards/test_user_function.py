@@ -305,6 +305,16 @@ def test_what_trl_gives_and_headway_does_not_is_told_at_the_start(function: Call
         user(function)
 
 
+def test_a_function_that_needs_environments_is_pointed_to_what_gives_their_reward() -> None:
+    with pytest.raises(UserCodeError, match=r"get_reward\(\)"):
+        user(lambda completions, environments: [])
+    with pytest.raises(UserCodeError, match=r"needs 'environments', .*get_reward\(\)"):
+        user(lambda environments, **kwargs: []).check_columns([])
+    with pytest.raises(UserCodeError) as other:
+        user(lambda completions, trainer_state: [])
+    assert "get_reward" not in str(other.value)
+
+
 def test_what_headway_does_not_give_may_have_a_default() -> None:
     def score(completions, completion_ids=None, trainer_state=None, environments=None):
         return [(completion_ids, trainer_state, environments)] * len(completions)

@@ -85,6 +85,10 @@ class FurtherNumbers:
 
 NEVER_GIVEN = ("completion_ids", "completions_ids", "environments", "trainer_state")
 """Arguments that TRL's trainer gives and Headway does not: rewards read text, in processes of their own."""
+INSTEAD = {
+    "environments": "; for an environment's own reward, leave reward.function out and have get_reward() return it"
+}
+"""What to do instead of asking for one of them, as the end of a message."""
 LOOKS = 10
 """Sleeps in which the time limit of an asynchronous call is counted, so that one that ends late counts once."""
 LOGGERS = ("log_metric", "log_extra")
@@ -151,7 +155,7 @@ class UserFunction:
             lacks = f" ({lacked[name]} lacks it)" if lacked and name in lacked else ""
             raise UserCodeError(
                 f"reward.function: {self._name} needs {name!r}, but the rows have {have} beside prompt and answer"
-                f"{lacks}; give the parameter a default, or the rows that column"
+                f"{lacks}; give the parameter a default, or the rows that column{INSTEAD.get(name, '')}"
             )
 
     def score(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float) -> Any:
@@ -270,6 +274,7 @@ class UserFunction:
             for name in set(NEVER_GIVEN).intersection(self._takes.lacking(self.params)):
                 raise UserCodeError(
                     f"reward.function: {self._name} needs {name!r}, which Headway does not give; give it a default"
+                    f"{INSTEAD.get(name, '')}"
                 )
 
 

@@ -207,7 +207,10 @@ async def _try_program(
     if tokens is None:
         where = rows.train[rows.train_rows.index(prompt.row)].where or prompt.source
         raise UserCodeError(f"{named} fails in its first turn ({where}): {failure}")
-    return f"tried: {named} begins an episode, and its first turn has {tokens} of {limits_of(config).max_length} tokens"
+    return (
+        f"tried: {named} begins an episode, and its first turn has {tokens} of {limits_of(config).max_length} tokens; "
+        "what an answer leads to, such as step() and tools, was not tried"
+    )
 
 
 async def _first_turn(config: Config, prompt: Prompt, hosting: Hosting) -> tuple[int | None, str | None]:

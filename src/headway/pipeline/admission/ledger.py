@@ -6,6 +6,7 @@ ended: a reward that fails has to be mended, one that is the same for all answer
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -143,11 +144,19 @@ SHOWN = 5
 WORTH_ADVICE = 0.1
 """Smallest share of the groups with a common fate for which the message gives advice on that fate."""
 
+EPISODE_FAILED = "episode failed"
+"""Beginning of the reason of an episode's failure, where it stands for the group or problem that it ends."""
+
+_FAILED = (
+    "What it raised and printed is in {}, in the run's directory; headway eval shows it at single answers. "
+    "Where it took too long, raise {}, or make it faster"
+)
+ON_FAILURES = {
+    False: _FAILED.format("logs/reward.log", "reward.timeout_s"),
+    True: _FAILED.format("logs/*-programs.log", "agent.step_timeout_s"),
+}
+"""What to do about failures: those of a reward, and those of episodes (True)."""
 ADVICE = {
-    Fate.FAILED: (
-        "What it raised and printed is in logs/reward.log, or logs/*-programs.log, in the run's directory; headway "
-        "eval shows it at single answers. Where it took too long, raise reward.timeout_s, or make it faster"
-    ),
     Fate.FILTERED: (
         "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt get the "
         "same reward there is no gradient. If it had been higher before, the model has collapsed: resume with a lower "
@@ -158,10 +167,10 @@ ADVICE = {
         "async_training.on_overdue=wait"
     ),
 }
-"""What to do where nothing is left to train on, by what became of the groups."""
+"""What to do where nothing is left to train on, by what became of the groups that did not fail."""
 
-EPISODE_FAILED = "episode failed"
-"""Beginning of the reason of an episode's failure, where it stands for the group or problem that it ends."""
+_ALIKE = re.compile(r"((?:exception:|raised) \w+): .*( \([^()]+:\d+, in \S+\))$", re.DOTALL)
+"""What an error says, between its type and the user's line: it often quotes the answer, and is another each time."""
 
 Ends = Counter[tuple[Fate, str]]
 """Number of groups by (fate, reason)."""
@@ -171,7 +180,8 @@ def all_discarded(ends: Ends) -> NothingToTrain:
     """Return the error for `DISCARDED_VERSIONS` · B groups in a row that were discarded, counted in ``ends``."""
     reasons = _counted(f"{fate}: {why}" for fate, why in ends.elements())
     fates = Counter(fate for fate, _ in ends.elements()).most_common()
-    advice = ". ".join(ADVICE[fate] for fate, times in fates if times >= WORTH_ADVICE * ends.total())
+    to_do = ADVICE | {Fate.FAILED: _on_failures(why for fate, why in ends if fate is Fate.FAILED)}
+    advice = ". ".join(to_do[fate] for fate, times in fates if times >= WORTH_ADVICE * ends.total())
     return NothingToTrain(
         f"{ends.total()} groups in a row were discarded, nothing is left to train on ({reasons}). {advice}"
     )
@@ -181,7 +191,11 @@ def cannot_be_scored(what: str, reasons: list[str]) -> str:
     """Message for scores that all failed: a sentence on what happened, and one on what to do."""
     of_programs = all(reason.startswith(EPISODE_FAILED) for reason in reasons)
     failed = "no episode could be made of" if of_programs else "the reward failed for all of"
-    return f"{failed} {what} ({_counted(reasons)}). {ADVICE[Fate.FAILED]}"
+    return f"{failed} {what} ({_counted(reasons)}). {_on_failures(reasons)}"
+
+
+def _on_failures(reasons: Iterable[str]) -> str:
+    return ". ".join(dict.fromkeys(ON_FAILURES[reason.startswith(EPISODE_FAILED)] for reason in reasons))
 
 
 def timed_out(reason: str) -> bool:
@@ -190,8 +204,10 @@ def timed_out(reason: str) -> bool:
 
 
 def _counted(reasons: Iterable[str]) -> str:
-    counts = Counter(reasons)
-    shown = counts.most_common(SHOWN)
-    text = "; ".join(f"{count}× {why}" for why, count in shown)
-    rest = counts.total() - sum(count for _, count in shown)
+    kinds: dict[str, list[str]] = {}
+    for reason in reasons:
+        kinds.setdefault(_ALIKE.sub(r"\1\2", reason), []).append(reason)
+    shown = sorted(kinds.values(), key=len, reverse=True)[:SHOWN]
+    text = "; ".join(f"{len(alike)}× {alike[0]}{' and alike' * (len(set(alike)) > 1)}" for alike in shown)
+    rest = sum(map(len, kinds.values())) - sum(map(len, shown))
     return f"{text}; {rest}× something else" if rest else text
