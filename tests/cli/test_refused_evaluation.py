@@ -20,6 +20,7 @@ from tests.cli.test_commands import run
         (["MODEL"], "expected DATA"),
         (["/nonexist"], "MODEL: got /nonexist, which does not exist; expected a Hugging Face folder"),
         (["MODEL", "data.max_response_length=4"], "expected DATA"),
+        (["OF_RUN"], "where MODEL is a run's directory, here RUN, or"),
         (["MODEL", "test.txt"], "DATA: got test.txt: no such file; expected a .jsonl, .csv or .parquet file"),
         (["MODEL", "nowhere.jsonl"], "DATA: got nowhere.jsonl: no such file"),
         (["nowhere", "sort"], "nowhere: no such folder"),
@@ -45,10 +46,10 @@ from tests.cli.test_commands import run
 def test_what_the_user_got_wrong_is_one_message_with_code_2(
     tiny: Path, run_dir: Path, arguments: list[str], message: str
 ) -> None:
-    places = {"MODEL": str(tiny), "RUN": str(run_dir)}
+    places = {"MODEL": str(tiny), "RUN": str(run_dir), "OF_RUN": str(run_dir / "model")}
     done = run("eval", *(places.get(word, word) for word in arguments))
     assert done.exit_code == 2, done.output
-    assert message in done.stderr
+    assert message.replace("RUN", str(run_dir)) in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -149,6 +149,17 @@ def test_a_folder_and_a_binary_file_are_refused(tmp_path) -> None:
             read_file(path)
 
 
+def test_a_runs_directory_is_refused_with_the_file_to_give_instead(tmp_path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=rf"{tmp_path}: .*{tmp_path}/config\.yaml, .*--resume"):
+        read_file(tmp_path)
+
+
+def test_keys_with_an_x_hold_anchors_and_are_no_settings(write: Write) -> None:
+    (layer,) = read_file(write("x-base: &base {lr: 1, beta: 2}\na: {<<: *base, lr: 3}\n"))
+    assert dict(layer.values) == {"a.lr": 3, "a.beta": 2}
+
+
 def test_numbers_in_quotes_decimal_numbers_addresses_and_anchors_are_what_they_look_like(write: Write) -> None:
     text = """
 run: {name: "010", seed: 10}

@@ -185,6 +185,7 @@ def test_an_eta_that_is_no_fraction_from_0_on_is_refused(eta: str) -> None:
         ("actor.optim.learning_rate_warmup_steps", "actor.optim.lr_warmup_steps"),
         ("actor_rollout_ref.rollout.temprature", "rollout.temperature"),
         ("val_n", "rollout.val_n"),
+        ("trainer.n_gpu", "trainer.n_gpus_per_node"),
         ("ppo_epochs", "actor.ppo_epochs or critic.ppo_epochs"),
     ],
 )

@@ -181,7 +181,8 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
     # By the resolved path: a link to a file above would go round for ever.
     if resolved in including:
         raise ConfigError(f"{path}: includes itself, by way of {' and '.join(map(str, including))}")
-    content = _parse_file(path, including)
+    # x-…: where YAML's anchors may stand, as docker-compose has it.
+    content = {key: value for key, value in _parse_file(path, including).items() if not str(key).startswith("x-")}
     defaults = content.pop(DEFAULTS, [])  # a key of the file's own, and no setting
     if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
         raise ConfigError(f"{path}: {DEFAULTS}: got {defaults!r}, expected a list of YAML files, relative to this one")
@@ -231,7 +232,9 @@ def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:
             f"{meant} (headway recipes lists them)"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a YAML file that you may read") from error
+        own = [*path.glob("config.yaml")] if isinstance(error, IsADirectoryError) else []
+        give = f"the run's {own[0]}, or go on with it by --resume" if own else "a YAML file that you may read"
+        raise ConfigError(f"{path}: {error.strerror}; give {give}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8") from error
     except (YAMLError, OmegaConfBaseException, RecursionError) as error:

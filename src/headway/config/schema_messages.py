@@ -226,14 +226,16 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _similar(key: str, keys: Sequence[str]) -> list[str]:
-    """Return the known key most like ``key``, if any: by name in its section, by whole path, or by name alone."""
+    """Return the known key most like ``key``, if any: by name in its section, by whole path, or by name alone; else the
+    only one that begins with it."""
     siblings = [known for known in keys if known.rpartition(".")[0] == key.rpartition(".")[0]]
     ways: list[tuple[Callable[[str], str], Sequence[str]]] = [(_name, siblings), (str, keys), (_name, keys)]
     for spell, candidates in ways:
         by_spelling = {spell(known): known for known in candidates}
         if close := difflib.get_close_matches(spell(key), by_spelling, n=1, cutoff=SIMILARITY):
             return [by_spelling[close[0]]]
-    return []
+    begun = [known for known in siblings if known.startswith(key)]
+    return begun if len(begun) == 1 else []
 
 
 def _name(key: str) -> str:

@@ -93,7 +93,7 @@ def run(
 def test_it_stops_at_the_first_accuracy_in_the_window(model, tokenizer) -> None:
     result, _, said = run(model, tokenizer, [0.1, 0.3, 0.45])
     assert result == WarmupResult(0.45, 12)
-    assert said[-1] == "12 supervised steps, held-out accuracy 0.450"
+    assert said[-1] == "12 of at most 20 supervised steps, held-out accuracy 0.450"
 
 
 def test_a_jump_over_the_window_goes_back_and_on_in_smaller_steps(model, tokenizer) -> None:

@@ -224,6 +224,7 @@ def test_a_value_that_several_settings_give_is_said_to_be_of_the_first() -> None
     found = imported("verl", VERL | engine)
     assert found.values["rollout.name"] == "vllm"
     assert found.origins()["rollout.name"].key == "actor_rollout_ref.rollout.name"
+    assert imported("verl", VERL | dict(reversed(engine.items()))).origins()["rollout.name"].key == next(iter(engine))
 
 
 def test_trls_reward_of_the_form_gives_what_it_gives_there() -> None:

@@ -117,9 +117,11 @@ def settle(
                 f"MODEL: got {model}, which does not exist; expected a Hugging Face folder, a name on the hub, or a "
                 "run's directory"
             )
+        run = Path(path).expanduser().parent
+        of_run = f", here {run}," if RunDirectory(run).config.is_file() else ""
         raise ConfigError(
             f"expected DATA: {DATA_FILES}, or a task ({_tasks()}). It may be left out where MODEL is a "
-            "run's directory or --config is given: their held-out problems are asked then"
+            f"run's directory{of_run} or --config is given: their held-out problems are asked then"
         )
     settings = settings_of(overrides)
     given = frozenset(settings.values)

@@ -173,11 +173,11 @@ async def warm_up(
                         steps += 1
                         go_on()
                     if evaluate is None:
-                        report(f"{steps} supervised steps, loss {sum(losses) / len(losses):.3f}")
+                        report(f"{steps} of {warmup.max_steps} supervised steps, loss {sum(losses) / len(losses):.3f}")
                         continue
                     await trainer.engine.export(tried)
                     accuracy = await evaluate(tried)
-                    report(f"{steps} supervised steps, held-out accuracy {accuracy:.3f}")
+                    report(f"{steps} of at most {warmup.max_steps} supervised steps, held-out accuracy {accuracy:.3f}")
                     if above := accuracy > high:
                         continue
                     # Not where it is above: from these weights the next, smaller steps go on
