@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.sections.learning import GuardConfig
-from headway.errors import NothingToTrain
+from headway.errors import NonFinite, NothingToTrain
 from headway.events import (
     CheckpointSaved,
     Event,
@@ -30,7 +30,7 @@ from headway.pipeline.admission.ledger import Ledger
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.staleness import Staleness
-from headway.pipeline.off_policy_guard import Guard
+from headway.pipeline.off_policy_guard import MOST_SKIPPED, Guard, StepCounter
 from headway.pipeline.run import Status
 from headway.planner.simulation.virtual_clock import run_virtual
 from tests.pipeline.cases import ETAS, Case, cases, faulty, for_each
@@ -342,3 +342,16 @@ def test_it_stops_a_run_in_which_batches_are_taken_ahead_after_all_of_them_were_
     run = scenario.run().assert_clean()
     assert run.status is Status.INTERRUPTED
     assert (run.version, run.groups["trained"]) == (1, 16)
+
+
+# ---------------------------------------------------------------------------------------------- skipped steps
+
+
+def test_steps_that_were_skipped_in_a_row_count_on_from_a_checkpoint():
+    before, after = StepCounter("actor.optim.lr"), StepCounter("actor.optim.lr")
+    for _ in range(MOST_SKIPPED):
+        before.count(skipped=True)
+    after.restore(before.state())
+    assert after.made == MOST_SKIPPED
+    with pytest.raises(NonFinite, match=f"^{MOST_SKIPPED + 1} optimizer steps in a row were skipped .*actor.optim.lr"):
+        after.count(skipped=True)

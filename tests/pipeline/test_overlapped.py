@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import floor
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from headway.data.types import TrajectoryId
@@ -66,6 +67,12 @@ def test_a_replica_stands_for_the_swap_alone():
         assert [end - start for start, end in replica.stood] == [0.125] * len(replica.loads)
 
 
+def test_a_validation_that_a_replica_waits_for_counts_against_the_trainer_only_while_that_waits():
+    run = overlapped(problems=1, lengths=slow_validation).run().assert_completed()
+    for update in run.of(UpdateFinished):
+        assert update.validation_stall_s <= update.trainer_stall_s
+
+
 def test_there_is_one_copy_and_gather_waits_until_it_was_sent():
     """A transfer takes eight seconds, a version one: the next gather begins when the last byte has arrived."""
     run = check_everything(overlapped(eta=2, recv_s=8.0, replicas=3, slots=32).run().assert_completed())
@@ -100,8 +107,9 @@ def test_an_update_that_was_superseded_still_counts_and_is_finished():
     assert finished[2].rollout_stall_s == finished[3].rollout_stall_s == 0
 
 
-def test_a_version_that_is_due_and_superseded_is_validated_with_the_next_one_that_is_served():
-    run = far_behind(problems=1, test_freq=3).run().assert_completed()
+@pytest.mark.parametrize("sections", [{}, {"agent": {"program": "x.py:run"}}], ids=["answers", "programs"])
+def test_a_version_that_is_due_and_superseded_is_validated_with_the_next_one_that_is_served(sections: dict[str, Any]):
+    run = far_behind(problems=1, test_freq=3, sections=sections).run().assert_completed()
     assert [event.version for event in run.of(UpdateSuperseded)] == [2, 3]
     assert run.validated() == [0, 4, 6]
 

@@ -85,6 +85,22 @@ def test_a_version_whose_scores_do_not_come_is_given_up_and_not_saved_as_if_it_w
     assert len(told) == MOST_MISSES
 
 
+def test_a_version_is_given_up_at_once_though_a_batch_of_it_is_being_trained():
+    """The groups of that batch are not among those that may still come."""
+    run = stopped_after(12, hangs(lambda prompt: prompt.row >= 12), trainer={"step_s": lambda _: 30.0})
+    assert run.stopped_at is not None and run.ended - run.stopped_at < 40, "as long as the step takes"
+    assert (run.version, run.groups["trained"], run.status) == (0, 12, Status.INTERRUPTED)
+    assert not [note for note in run.of(Note) if "waits no longer" in note.text]
+
+
+def test_after_a_checkpoint_a_stop_finishes_the_version_where_just_enough_groups_are_under_way():
+    run = stopped_after(16 + 4, FakeReward(), sections={"trainer": {"save_freq": 1}})
+    assert run.stopped_at is not None
+    assert all(event.time <= run.stopped_at for event in run.of(GroupAdmitted))
+    assert (run.version, run.groups["trained"], run.groups["admitted"]) == (2, 32, 32)
+    assert [saved.version for saved in run.of(CheckpointSaved)] == [1, 2]
+
+
 def test_scores_that_are_slow_and_come_are_waited_for():
     slow = FakeReward(seconds=lambda prompt: 20.0)
     run = stopped_after(4, slow)

@@ -298,6 +298,30 @@ def test_a_paused_stage_starts_nothing_and_loses_nothing(concurrency: Literal[1]
     assert started == [(0, 1), (4.5, 2)]
 
 
+def test_a_gate_that_is_shut_again_before_the_stage_wakes_up_lets_nothing_through():
+    started: list[float] = []
+
+    async def work(_: int) -> None:
+        started.append(asyncio.get_running_loop().time())
+
+    async def main() -> None:
+        gate = opened()
+        gate.clear()
+        stage = Doubling(Recorder(), work, gate=gate)
+        running = asyncio.ensure_future(stage.run())
+        await stage.feed(1)
+        await asyncio.sleep(1)
+        gate.set()
+        gate.clear()
+        await asyncio.sleep(1)
+        assert (started, stage.state) == ([], State.PAUSED)
+        gate.set()
+        await running
+
+    run_virtual(main())
+    assert started == [2]
+
+
 def test_a_pause_without_an_item_in_hand_is_waiting_for_input():
     recorder = Recorder()
 

@@ -38,6 +38,14 @@ def test_a_run_that_goes_on_at_version_0_makes_no_validation_again_whose_result_
         assert run.validated() == versions
 
 
+def test_a_run_that_goes_on_at_its_last_version_makes_no_validation_whose_result_is_known():
+    scenario = Scenario("on_policy", problems=3)
+    (_, end), *_ = reversed(scenario.run().assert_completed().trainer.saved)
+    for known, versions in ((None, [6]), (6, [])):
+        run = replace(scenario, resume_from=end, validated=known).run()
+        assert (run.error, run.version, run.validated()) == (None, 6, versions)
+
+
 @mostly_slow("mode", MODES, quick=["one_step_off", "async_partial", "overlapped"])
 def test_a_replica_loads_nothing_newer_until_its_validation_is_done(mode: str):
     run = Scenario(mode, problems=3, lengths=slow_validation).run().assert_completed()

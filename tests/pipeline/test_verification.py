@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,15 @@ def test_replicas_that_load_from_one_copy_compute_the_probe_in_turn(mode: str):
     found = differences(run)
     assert sorted(version for version, _ in found) == [version for version, _ in run.rollouts[0].loads]
     assert {name for _, name in found} == {replica.name for replica in run.rollouts}
+
+
+def test_a_replica_that_joins_computes_the_probe_of_its_first_version_whoevers_turn_it_is():
+    async def beside(run: Run) -> None:
+        await asyncio.sleep(1.0)
+        run.join("late").serves = lambda version: logprobs(version, 0.9)
+
+    joins = scenario(rollout=OfOneMachine, script=probing(), beside=beside)
+    failed(joins, UpdateFailed, "late serves something else than version 1,")
 
 
 @both_schedules
