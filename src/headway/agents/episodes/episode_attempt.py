@@ -36,9 +36,9 @@ class _LoggedCall:
 
     result: asyncio.Future[Completion]
     asked: PendingRequest | None = None
-    """The call while it is not finished; afterwards None, since it holds the whole context."""
+    """Request of the call until it is finished; then None, since it holds the whole context."""
     known: bool = False
-    """An earlier attempt, or an earlier process, had its result, and may have acted upon it."""
+    """True where an earlier attempt, or an earlier process, had the result, and may have acted on it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -52,17 +52,17 @@ class CallLog:
     """Number of the episode's group."""
     calls: RequestDispatcher
     affinity: Affinity
-    """The group's; it is for the first call."""
+    """Affinity of the group, for the first call."""
     on_aborted: Callable[[], object]
-    """Called when an engine has ended a call of this episode."""
+    """Function that is called when an engine has ended a call of this episode."""
     on_failed: Callable[[HeadwayError], None]
-    """Called when no engine takes a call of this episode, with the reason."""
+    """Function that is called with the reason when no engine takes a call of this episode."""
     cut: list[Completion] = field(default_factory=list)
     """Results of calls that engines ended themselves."""
     _log: dict[int, _LoggedCall] = field(default_factory=dict)
     """Calls by their keys."""
     _salt: int = 0
-    """Part of the keys that replicas are given: another one where the episode was begun anew."""
+    """Part of the keys that replicas get; it changes when the episode is begun anew."""
     _replicas: dict[str, None] = field(default_factory=dict)
     """Replicas that may keep a prefix of this episode."""
 
@@ -76,7 +76,7 @@ class CallLog:
     ) -> asyncio.Future[Completion]:
         """Call the policy, or return the logged call. Cancelling the wait does not cancel the call.
 
-        ``stop``, ``stop_token_ids``: strings and tokens that end it, beside the sampling's own.
+        ``stop``, ``stop_token_ids``: further strings and tokens that end it, beside those of the sampling.
         """
         logged = self._log.get(prompted.key)
         if logged is None:
@@ -101,19 +101,19 @@ class CallLog:
         return self._log[prompted.key].known
 
     def run_again(self) -> None:
-        """Note that the program is run again: what is finished now is known to it."""
+        """Note that the program is run again: it may know the results of all finished calls."""
         for logged in self._log.values():
             logged.known |= logged.result.done()
 
     def begin_anew(self) -> None:
-        """Forget all calls. Those that are made from now on are others, also where their contexts are the same."""
+        """Forget all calls. Calls from now on are sampled anew, even with the same contexts."""
         self._drop()
         self._log.clear()
         # Other keys sample other answers. With the old ones the same tools would be called a second time.
         self._salt = xxhash.xxh3_64_intdigest(self._salt.to_bytes(8, "little"))
 
     def close(self) -> None:
-        """End what is under way: the episode is over."""
+        """End all calls under way: the episode is over."""
         self._drop()
         self.calls.release(self.id, self._replicas)
 
@@ -135,7 +135,7 @@ class CallLog:
         )
 
     def _refused(self, logged: _LoggedCall, asked: PendingRequest, error: HeadwayError) -> None:
-        """End a call that no engine takes: that is its episode's failure, unless the one replica for it is gone."""
+        """End a call that no engine takes: its episode fails, unless the only replica for it is gone."""
         logged.asked = None
         if isinstance(error, WorkerDied):
             self.on_failed(error)
@@ -158,7 +158,7 @@ class CallLog:
 
 @dataclass(eq=False, repr=False)
 class EpisodeAttempt:
-    """`headway.agents.endpoint.dialect.Turns`: one run of the program."""
+    """One run of the program of an episode (`headway.agents.endpoint.dialect.Turns`)."""
 
     tokens: EpisodeTokens
     log: CallLog
@@ -166,28 +166,28 @@ class EpisodeAttempt:
     time: EpisodeTime
     trains: bool
     keeps_conversation: bool
-    """The last conversation is wanted in the end."""
+    """True where the end of the episode needs its last conversation."""
     name: str = field(init=False)
     sampling: SamplingParams = field(init=False)
     asked: int = 0
-    """Turns that the program asked for, refused ones and those that it gave up included."""
+    """Number of turns that the program asked for, refused ones and those that it gave up included."""
     calls: list[Completion] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     """Numbers of the answered turns, among all that were asked for."""
     text: str = ""
     """Text of the last answer."""
     cut_off: bool = False
-    """The last answer has as many tokens as the run allows, and not only as its turn was to have."""
+    """True where the run's limit cut the last answer off, and not a limit of the turn's own."""
     limit: str | None = None
     """The limit that has ended the episode; None before."""
     repeats: str | None = None
-    """The tool that would be called again, which must not be; None while there is none."""
+    """Name of a tool that would be called again and must not be; None while there is none."""
     rewards: tuple[float, ...] = ()
-    """Rewards of turns, as the program told them with its last request."""
+    """Rewards of turns, as the program gave them with its last request."""
     noted: Counter[TurnNote] = field(default_factory=Counter)
-    """What the program asked the endpoint for and did not get."""
+    """Number of irregular requests of the program, by kind."""
     notes: dict[TurnNote, str] = field(default_factory=dict)
-    """The first reason of each kind that has one."""
+    """First reason for each kind of irregular request that has one."""
     running: asyncio.Task[EpisodeEnd] | None = None
     over: bool = False
     conversation: Conversation | None = None
@@ -197,9 +197,9 @@ class EpisodeAttempt:
     _taken: set[int] = field(default_factory=set)
     """Keys of the turns that are answered or waited for."""
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Calls are made in the order in which their turns were asked for, however long their texts are encoded."""
+    """Lock that keeps calls in the order of their turns, however long their texts take to encode."""
     _waiting: int = 0
-    """Turns that the program waits for."""
+    """Number of turns that the program waits for."""
 
     def __post_init__(self) -> None:
         self.name, self.sampling = f"episode {tuple(self.log.id)}", self.log.sampling
@@ -220,7 +220,7 @@ class EpisodeAttempt:
                 self.begin_step()
 
     def begin_step(self) -> None:
-        """Begin a step of the program: it has all that it asked for."""
+        """Begin a step of the program, which waits for no turn now."""
         self.time.begin_step(self._end_step)
 
     async def count(self, request: TurnRequest) -> int:
@@ -260,7 +260,7 @@ class EpisodeAttempt:
         return replace(end, turn_rewards=given)
 
     def rewards_of_answers(self, turn_rewards: tuple[float, ...]) -> tuple[float, ...]:
-        """Rewards of turns, by numbers that count answered turns alone."""
+        """Rewards of turns, by numbers that count only answered turns."""
         return tuple(turn_rewards[number] for number in sorted(self.numbers) if number < len(turn_rewards))
 
     # ------------------------------------------------------------------------------------- turns
@@ -329,7 +329,7 @@ class EpisodeAttempt:
         return EpisodeOver(limit)
 
     def _end_step(self) -> None:
-        """End the program where it is. One that was refused a turn and only asked again has that turn's limit."""
+        """End the program where it is. If it was refused a turn and only asked again, the limit is that turn's."""
         if self.time.refused < 2:
             self.limit = "step"
         if self.running is not None:

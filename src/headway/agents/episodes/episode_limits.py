@@ -95,9 +95,9 @@ class EpisodeClock:
 
 
 MOST_STEPS = 32
-"""Most spans that an episode has: its record stays small, however many turns it has."""
+"""Most spans of steps in an episode's events, however many turns it has."""
 SHORTEST_WAIT_S = 1e-3
-"""Shortest wait that is one: a program is handed to its worker faster than that."""
+"""Seconds from which on a wait is recorded: a program is handed to its worker faster than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +117,20 @@ class EpisodeLimits:
     step_timeout_s: float = 60.0
     episode_timeout_s: float = 600.0
     train_on: tuple[str, ...] = ("turns", "tokens")
-    """Limits that leave an episode trained on."""
+    """Limits after which an episode is still trained on."""
     retries: int = 2
-    """Number of times that a program is run again for what is away for a time."""
+    """Number of times that a program is run again because something that it needs was away for a time."""
     side_effects: tuple[str, ...] = ()
     """Names of tools that must not be called twice for one answer; ``*`` for all that a program does."""
 
     def repeated(self, calls: Iterable[str]) -> str | None:
-        """Return which of the tools called in an answer that a program had before must not be called again."""
+        """Return the first of ``calls``, tools that a program called before, that must not be repeated; None for
+        none."""
         once = set(self.side_effects)
         return next((name for name in calls if name in once), "its program" if "*" in once else None)
 
     def text(self, limit: str) -> str:
-        """Say for people that ``limit`` has ended an episode."""
+        """Describe that ``limit`` has ended an episode, for messages."""
         match limit:
             case "turns":
                 return f"agent.max_turns={self.max_turns} was reached"
@@ -144,25 +145,25 @@ class EpisodeLimits:
 class EpisodeTime:
     """The time of one episode, over all attempts of its program: its limit, and its steps, at most one at a time.
 
-    A step is what the program does while it waits for no turn. Of more than `MOST_STEPS` those with the shortest pause
-    between them become one.
+    A step is the time in which the program waits for no turn. If there are more than `MOST_STEPS`, the two with the
+    shortest pause between them become one.
     """
 
     def __init__(self, clock: EpisodeClock, limits: EpisodeLimits) -> None:
         self._clock, self._limits = clock, limits
         self.started = self._until = asyncio.get_running_loop().time()
-        """Time on the event clock."""
+        """Time on the event clock at which the episode began."""
         self.steps: list[Span] = []
         self.waits: list[Span] = []
-        """Waits for a place to run, or for what was away."""
+        """Spans of waits for a place to run, or for something that was away."""
         self.environment_s = 0.0
         """Seconds that the program took in its steps."""
         self.is_over = False
-        """``episode_timeout_s`` is over: the turn that the program waits for is its last."""
+        """True once ``episode_timeout_s`` is over: the turn that the program waits for is its last."""
         self.refused = 0
-        """Turns that were refused, one after the other."""
+        """Number of turns in a row that were refused."""
         self._left_s: float | None = None
-        """Seconds that the program has to end, once a turn was refused; None before."""
+        """Seconds that the program has left to end, once a turn was refused; None before."""
         self._whole: Deadline | None = None
         self._step: Deadline | None = None
         self._began = self._began_at = 0.0
@@ -176,7 +177,7 @@ class EpisodeTime:
             self._whole = self._clock.deadline(self._limits.episode_timeout_s, self._end)
 
     def begin_step(self, on_timeout: Callable[[], object]) -> None:
-        """Begin a step: the program has all that it asked for. ``on_timeout`` is called when it takes too long."""
+        """Begin a step: the program waits for no turn now. ``on_timeout`` is called when the step takes too long."""
         self._began, self._began_at = asyncio.get_running_loop().time(), self._clock.time()
         seconds = self._limits.step_timeout_s if self._left_s is None else self._left_s
         self._step = self._clock.deadline(seconds, on_timeout)
@@ -203,7 +204,7 @@ class EpisodeTime:
         self.refused, self._left_s = 0, None
 
     def refuse(self) -> None:
-        """Count a turn that is refused. From the first one on the program has the time of one step in all, to end."""
+        """Count a refused turn. From the first one on, the program has the time of one step in all to end."""
         self.refused += 1
         if self._left_s is None:
             self._left_s = self._limits.step_timeout_s

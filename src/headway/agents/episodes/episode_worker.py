@@ -39,9 +39,9 @@ class _OpenGroup:
 
     request: Group
     inbox: asyncio.Queue[Group | HeadwayError]
-    """The queue of the `generate` call that asked for the group."""
+    """Queue of the `generate` call that asked for the group."""
     samplings: Sequence[SamplingParams]
-    """Sampling of each episode, by k: the last may be a baseline's."""
+    """Sampling of each episode, by k; the last may be the baseline's."""
     affinity: Affinity
     done: dict[int, MadeEpisode] = field(default_factory=dict)
     """Finished episodes of programs, by k."""
@@ -70,29 +70,29 @@ class EpisodeWorker:
     name: str
     """Name under which replicas know its calls."""
     decode: Callable[[Sequence[int]], str] | None = None
-    """An answer's token ids, less the stop token that ended it, to its text; None where tokens are only simulated."""
+    """Function from an answer's token ids, without its stop token, to its text; None where tokens are simulated."""
     hosting: Hosting | None = None
-    """Hosting of episodes by a user's program; None for the program of one turn."""
+    """Settings of a user's program; None for the program of one turn."""
     _: KW_ONLY
     gather_s: float = 0.0
-    """Seconds from when groups were handed on until the next ones are, unless none is being made any more."""
+    """Least seconds between two hand-overs of groups; the last groups are handed on at once."""
     journal: CompletionJournal | None = None
-    """Journal of finished calls, which are found by who makes their groups again; None for none."""
+    """Journal of finished calls, from which groups are made again; None for none."""
 
     def __post_init__(self) -> None:
         most = None if self.hosting is None else self.hosting.held_out_at_once
         self._room = None if most is None else asyncio.Semaphore(most)
-        """Room for held-out episodes of programs; None for any number."""
+        """Semaphore for held-out episodes of programs; None for any number."""
         self._calls = RequestDispatcher(self.name, self.journal)
         self._clock = EpisodeClock()
         self._groups: dict[_OpenGroup, None] = {}
         """Groups that were started and are not over."""
         self._held: dict[_OpenGroup, None] | None = None
-        """Groups that wait for `go_on`; None while none has to."""
+        """Groups that wait for `go_on`; None while no hold is on."""
         self._changed = asyncio.Event()
-        """Set when a group is over."""
+        """Event that is set when a group is over."""
         self._whole: dict[_OpenGroup, None] = {}
-        """Groups that are over, and were not handed on."""
+        """Groups that are over and were not handed on yet."""
         self._hands_on_at = 0.0
         """Time on the loop's clock before which whole groups are gathered."""
         self._handing_on: asyncio.TimerHandle | None = None
@@ -203,7 +203,7 @@ class EpisodeWorker:
                 self._ask(group, k)
 
     def _ask(self, group: _OpenGroup, k: int) -> None:
-        """Make episode ``k`` by the program of one turn: one call."""
+        """Begin episode ``k`` of one turn: one call."""
         prompt, priority, n = group.request.prompt, group.request.priority, len(group.samplings)
         call = GenerateRequest(
             0, prompt.trajectory_id(k), prompt.token_ids, group.samplings[k], priority=priority, together=n
@@ -293,7 +293,7 @@ class EpisodeWorker:
         self._hands_on_at = asyncio.get_running_loop().time() + self.gather_s
 
     def _abort(self, groups: Iterable[_OpenGroup]) -> None:
-        """End ``groups`` as they are: what replicas have of them comes back."""
+        """End ``groups`` as they are; replicas return what they have of them."""
         # A list: a group that ends is taken out of what is iterated over.
         for group in [group for group in groups if not group.aborted and group in self._groups]:
             group.aborted = True
@@ -331,7 +331,7 @@ def _trains(group: _OpenGroup) -> bool:
 
 
 def _answer(group: _OpenGroup, k: int, decode: Callable[[Sequence[int]], str] | None, index: int) -> MadeEpisode:
-    """The episode of one turn that is answer ``k``. Its row, if it has one, is the group's row ``index``."""
+    """Return the episode of one turn with answer ``k``. Its row, if it has one, is the group's row ``index``."""
     prompt_ids = group.request.prompt.token_ids
     asked, finished = group.answers[k]
     tokens, length = finished.tokens, finished.length
@@ -356,7 +356,7 @@ def _answer(group: _OpenGroup, k: int, decode: Callable[[Sequence[int]], str] | 
 def _whole(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> Group:
     """Put the episodes of ``group`` together, in order of k, and number their rows.
 
-    Answers are read here, all at once, so that one that comes alone costs no more than a look.
+    All answers are decoded here at once, so that each costs little when it comes.
     """
     trajectories: list[Trajectory] = []
     rows: list[RowTokens] = []

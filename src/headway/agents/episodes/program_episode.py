@@ -1,11 +1,11 @@
-"""One episode that a program makes: turns, limits, and the log by which it can be made again.
+"""One episode of a program: turns, limits, and the log of calls by which it can be made again.
 
     program ──TurnRequest──▶ limits ▶ tokens.prompt ▶ known in the log? ─no─▶ a call of the policy
        ▲                                                   │ yes                     │
        └────────────── TurnAnswer ◀── tokens.answered ◀────┴─────────────────────────┘
 
-A worker that dies has its programs run again from the beginning. The log answers the calls that it knows; what is asked
-otherwise than before is sampled anew, and what is not asked again is not trained.
+If a worker dies, its programs run again from the beginning. The log answers the calls that it knows. What a program
+asks otherwise than before is sampled anew, and what it does not ask again is not trained.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 AWAY_S, LOST_S = (0.5, 30.0), (0.05, 1.0)
 """Seconds before a program is run again, the first time and at most: what it needs was away, or its worker was lost."""
 _TOLD = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Settings of sampling that programs are told."""
+"""Settings of sampling that are passed to programs."""
 MOST_LOSSES = 200
-"""Number of workers that an episode may lose to other episodes' doing."""
+"""Number of workers that an episode may lose through the fault of other episodes."""
 
 
 class Programs(Protocol):
@@ -71,7 +71,7 @@ class Hosting:
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a turn, beside those of the sampling."""
     gives_reward: bool = False
-    """Programs have to give rewards: no reward function does, which would get an episode's last conversation."""
+    """True where programs give the rewards, and no reward function gets an episode's last conversation."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables that the run gives to the chat template."""
     held_out_at_once: int | None = None
@@ -80,7 +80,7 @@ class Hosting:
     """The endpoint at which agents ask for turns; None where programs do so by their chat alone."""
 
     def sampling(self, asked: SamplingParams) -> SamplingParams:
-        """The sampling of the turns of an episode for which ``asked`` is."""
+        """Return the sampling of turns in an episode whose request has the sampling ``asked``."""
         return replace(asked, stop_token_ids=tuple(dict.fromkeys((*asked.stop_token_ids, *self.stop_ids))))
 
     async def start(self) -> None:
@@ -106,36 +106,36 @@ class Hosting:
 
 
 MadeEpisode = tuple[Trajectory, list[RowTokens]]
-"""An episode that is over: its metadata, with rows numbered from 0, and their tokens, none where only simulated."""
+"""A finished episode: its metadata, with rows numbered from 0, and the tokens of these, none where simulated."""
 
 
 class ProgramEpisode:
-    """An episode on its way. `make` makes it; `oldest_version` says how old its tokens are meanwhile."""
+    """An episode under way. `make` runs it; `oldest_version` tells how old its tokens are meanwhile."""
 
     def __init__(self, request: Group, log: CallLog, hosting: Hosting, clock: EpisodeClock) -> None:
-        """``log``: of the episode's calls, none of which was made so far."""
+        """``log``: the log of the episode's calls, still empty."""
         self.id: TrajectoryId = log.id
         self._request, self._log, self._hosting, self._limits = request, log, hosting, hosting.limits
         self._losses = 0
         self._tries = 1
         self._again: str | None = None
-        """Why the program was run again, the last time."""
+        """Reason why the program was run again last; None before."""
         self._begun_anew = False
-        """The episode was begun with other answers, so that a tool is not called twice."""
+        """True where the episode was begun again with other answers, so that a tool is not called twice."""
         self._time = EpisodeTime(clock, self._limits)
         self._one = self._try()
-        """The try under way, or the last one."""
+        """The attempt under way, or the last one."""
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version in an answer that this try of the program has got; None before the first token.
+        """The oldest version in an answer of this attempt; None before the first token.
 
-        What only an earlier try had asked for is not trained, however old it is.
+        What only an earlier attempt had asked for is not trained, however old it is.
         """
         return min((version for call in self._one.calls for _, version in call.version_spans), default=None)
 
     async def make(self) -> MadeEpisode:
-        """Run the program to its end. A failure is the episode's, and never raised."""
+        """Run the program to its end. A failure becomes the episode's, and is never raised."""
         end, failure = EpisodeEnd(), None
         try:
             while True:
@@ -163,7 +163,7 @@ class ProgramEpisode:
         return self._made(self._one, end, failure or self._failure_of(self._one, end))
 
     def _failure_of(self, one: EpisodeAttempt, end: EpisodeEnd) -> str | None:
-        """Why an episode has failed whose program ended; None if it has not."""
+        """Return why an episode failed although its program ended; None if it did not fail."""
         if one.limit is not None and (one.limit not in self._limits.train_on or not one.calls):
             before = "" if self._again is None else f"; before, its program was run again: {self._again}"
             return self._limits.text(one.limit) + before
@@ -183,11 +183,10 @@ class ProgramEpisode:
         return None
 
     def aborted(self) -> MadeEpisode:
-        """The episode as it is where its group was aborted: without rows.
+        """Return the episode of an aborted group as it is, without rows.
 
-        What an engine returned of a call that it ended itself counts, like the answers of this try of the program. What
-        was sampled of calls that are still in flight does not: they are dropped, for a group that is thrown away should
-        not keep its place until the last replica has said how far it came.
+        Its tokens are the answers of this attempt, and those of calls that engines ended. Calls in flight are dropped
+        and do not count: the group should not keep its place until the last replica has reported.
         """
         cut = [call for call in self._log.cut if call.length]
         return self._trajectory([*self._one.calls, *cut], FinishReason.ABORTED), []
@@ -207,7 +206,7 @@ class ProgramEpisode:
         )
 
     async def _run(self, one: EpisodeAttempt) -> EpisodeEnd | None:
-        """Run the program once; None where it would have called a tool again that must not be."""
+        """Run the program once; None where it would have repeated a tool call that must not be repeated."""
 
         def begin() -> None:
             self._time.begin()
@@ -266,10 +265,10 @@ class ProgramEpisode:
         return one.rewarded(end)
 
     def _wait_s(self, error: RunnerLost | ProgramAway) -> float:
-        """Seconds before the program is run again. Raises ``error`` where that was one failure too many.
+        """Return the seconds before the program is run again. Raises ``error`` after too many failures.
 
-        Failures that other episodes caused are hardly counted; a program that held its worker's event loop would do so
-        again.
+        Up to `MOST_LOSSES` failures that other episodes caused do not count. A program that held its worker's event
+        loop is not run again: it would do so again.
         """
         given_up = self._tries - self._losses > self._limits.retries
         if isinstance(error, RunnerLost) and error.culprit is False:
@@ -320,7 +319,7 @@ class ProgramEpisode:
         return trajectory, [row for row in rows if isinstance(row, RowTokens)]
 
     def _trajectory(self, calls: Sequence[Completion], finish_reason: FinishReason) -> Trajectory:
-        """The trajectory of ``calls`` so far, without rows."""
+        """Return the trajectory of ``calls`` so far, without rows."""
         now = asyncio.get_running_loop().time()
         return Trajectory(
             id=self.id,

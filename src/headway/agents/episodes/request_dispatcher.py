@@ -42,13 +42,13 @@ class ReplicaClient:
     """The episode worker's name, under which the engine knows the calls."""
     engine: CallEngine
     on_finished: Callable[[str, Sequence[Completion]], None]
-    """Called with the replica's name and a batch."""
+    """Function that is called with the replica's name and a batch of results."""
     on_refused: Callable[[str, Sequence[GenerateRequest], DataError], None]
-    """Called with calls that the engine did not take, all of one message, and why."""
+    """Function that is called with calls that the engine refused, all those of a message, and the reason."""
     on_failed: Callable[[str, HeadwayError], None]
-    """Called once with why the replica is of no use any more."""
+    """Function that is called once, with the reason, when the replica has failed."""
     load: int = 0
-    """Calls that are not finished."""
+    """Number of unfinished calls."""
 
     def __post_init__(self) -> None:
         self._calls: list[GenerateRequest] = []
@@ -64,7 +64,7 @@ class ReplicaClient:
 
     @property
     def has_room(self) -> bool:
-        """Some slot of the replica is free."""
+        """True while some slot of the replica is free."""
         return self.load < self.engine.slots
 
     def submit(self, call: GenerateRequest) -> None:
@@ -73,7 +73,7 @@ class ReplicaClient:
         self._ordered.set()
 
     def abort(self, number: int) -> None:
-        """Order the end of a call. One that was not sent yet is sent all the same: its result comes back."""
+        """Order the end of a call. One that was not sent yet is sent all the same, so that its result comes back."""
         self._aborted.append(number)
         self._ordered.set()
 
@@ -110,7 +110,7 @@ class ReplicaClient:
             self.on_finished(self.engine.name, batch)
 
     async def _work(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do ``work``, and report its failure once, whichever of the two it is."""
+        """Do ``work``, and report a failure once for sending and receiving together."""
         try:
             with boundary(f"{self.client} at {self.engine.name}", RunError):
                 await work()
@@ -125,7 +125,7 @@ class Affinity:
     """The replica that calls with a common prefix go to while it has free slots."""
 
     on: str | None = None
-    """The only replica that may have these calls, whatever its load is; None for any replica."""
+    """The only replica that may have these calls; None for any replica."""
     replica: str | None = None
     """The replica chosen for the first of these calls; None before."""
 
@@ -138,15 +138,15 @@ class PendingRequest:
     """The request to a replica; it gets its number when it is sent."""
     affinity: Affinity
     done: Callable[[PendingRequest, Completion], None]
-    """Called with the result, also with that of an aborted call."""
+    """Function that is called with the result, also that of an aborted call."""
     failed: Callable[[PendingRequest, HeadwayError], None]
-    """Called instead of ``done`` where an engine refuses the call, or its only replica is gone."""
+    """Function that is called instead of ``done`` if an engine refuses the call, or its only replica is gone."""
     replica: str = ""
     """The replica that has the call, or had it; empty before."""
     number: int = 0
     """Number of the call at the replicas; 0 before."""
     group: int = 0
-    """Number of the episode's group, by which the journal keeps its calls."""
+    """Number of the episode's group, under which the journal keeps the call."""
 
 
 class RequestDispatcher:
@@ -211,8 +211,8 @@ class RequestDispatcher:
         return lightest if own is None or lightest.has_room else own
 
     def abort(self, calls: Iterable[PendingRequest]) -> list[PendingRequest]:
-        """End calls as they are: what replicas have of them comes back. Returns those that no replica has: they end
-        here, without a result."""
+        """End calls as they are; replicas return what they have. Returns the calls that no replica has: they end here,
+        without a result."""
         unsent = []
         for pending in calls:
             if pending in self._waiting:
@@ -239,7 +239,7 @@ class RequestDispatcher:
                 client.release(trajectory)
 
     def unused(self, group: int, trajectory: TrajectoryId) -> int:
-        """Return how many finished calls of an episode of group number ``group`` the journal has that were not asked
+        """Return the number of finished calls of an episode of group ``group`` that the journal has and nothing asked
         for."""
         return 0 if self._journal is None else self._journal.unused(group, trajectory)
 
@@ -260,7 +260,7 @@ class RequestDispatcher:
         )
 
     async def leave(self, replica: str) -> None:
-        """Ask the calls of ``replica`` again of others; those that must not go elsewhere fail."""
+        """Send the calls of ``replica`` to others; those that are bound to it fail."""
         if (client := self._clients.pop(replica, None)) is None:
             return
         self._routed = [name for name in self._routed if name != replica]

@@ -32,7 +32,7 @@ BLOCK = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
 )
 MOST_KNOWN = 10_000
-"""Rows of which a process knows that their tests can fail."""
+"""Number of rows of which a process remembers that their tests can fail."""
 PYTHONS = ("python", "py", "python3")
 
 
@@ -127,7 +127,7 @@ def _passes(sandbox: Sandbox, test: Test, answer: str, limits: SandboxLimits) ->
 
 
 def _told(sandbox: Sandbox, answer: str, job: dict[str, Any], limits: SandboxLimits) -> str | None:
-    """Run a job behind the answer; returns what it tells behind the secret word, None where it does not get so far."""
+    """Run a job after the answer. Returns its output after the secret word; None if it does not get so far."""
     word = secrets.token_hex(16)
     files = {ANSWER: answer, JOB: json.dumps(job | {"word": word})}
     ran = sandbox.run_blocking(sandbox.python("-c", DRIVER), files=files, limits=limits)

@@ -32,9 +32,9 @@ START_TIMEOUT_S = 120.0
 GRACE_S = 1.0
 """Seconds by which the limit on a group exceeds the sum of its calls' limits."""
 AT_ONCE = 16
-"""Most groups at once in a process, where all functions are asynchronous."""
+"""Number of groups at once in a process, at most, where all functions are asynchronous."""
 MOST_LOSSES = 8
-"""Most times that a group is tried again, beyond its retries, because another one ended the process of both."""
+"""Number of times that a group is scored again, beyond its retries, because another group ended their process."""
 
 
 @dataclass(eq=False, repr=False)
@@ -51,7 +51,7 @@ class RewardWorkers:
     log_path: Path | None
     """The file that processes print to; None for this process's stderr."""
     on_timeout: Callable[[int], object] | None = None
-    """Called at each try that took too long, with how many there were so far."""
+    """Function that is called at each time-out, with the number of time-outs so far."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables."""
 
@@ -63,8 +63,8 @@ class RewardWorkers:
         self._timeouts = 0
 
     async def load(self) -> None:
-        """Have a worker load the reward once: where all functions are asynchronous, it ends, and workers that groups
-        share are still to start. Otherwise it stays, and the others follow.
+        """Have a worker load the reward. If all functions are asynchronous it ends again: `start` starts workers that
+        groups share. Otherwise it stays, and further workers start when they are needed.
 
         Raises:
             ConfigError: unknown reward or task, or parameters that it does not take.
@@ -100,13 +100,13 @@ class RewardWorkers:
     async def score(
         self, prompt: Prompt, responses: Sequence[str], conversations: Sequence[Conversation] | None = None
     ) -> Scores:
-        """The rewards, and what each part of them gave.
+        """Return the rewards, and the value of each part.
 
         ``conversations``: see `headway.data.interfaces.episode_groups.RewardFn.score`.
 
         Raises `ScoringFailed` with a short reason when every try failed: ``exception: ValueError: …``,
-        ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``. Where there are
-        several parts, the name of the one that failed comes first, if its process lived to tell.
+        ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``. Of several parts,
+        the name of the one that failed comes first, unless its process ended.
         """
         if not responses:
             return Scores(np.zeros(0, np.float32), {part.name: [] for part in self._spec.parts})

@@ -1,4 +1,4 @@
-"""A group as rewards are given it: a prompt and its responses. Plain data that pickles."""
+"""A group as rewards get it: a prompt and its responses. Plain data that pickles."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ScoreRequest:
     source: str
     extra: Mapping[str, Any]
     messages: list[dict[str, Any]] | None = None
-    """The prompt as chat messages, where the row gives it so."""
+    """The prompt as chat messages, if the row has these."""
     conversations: list[Conversation] | None = None
-    """The conversations whose last answers the responses are, n of them, where a program made these."""
+    """The n conversations of which the responses are the last answers, where a program made them."""
 
     def response(self, k: int) -> Response:
-        """Return response ``k``, with its thought told from its answer."""
+        """Return response ``k``, with its thought split from its answer."""
         opened = opened_thought(self.prompt)
         if self.conversations is not None:
             opened = self.conversations[k].opened or opened
@@ -37,7 +37,7 @@ class ScoreRequest:
 
 @record
 class Response:
-    """One response of a group, its thought told from its answer."""
+    """One response of a group, with its thought split from its answer."""
 
     text: str
     opened: str

@@ -3,7 +3,7 @@
 ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None where it does not apply ─┐
              └▶ part: …                                                                           ─┴▶ Σ weight · value
 
-What a user's function tells beside its scores is kept under names of its own, with the parts.
+Further numbers of a user's function are kept under names of its own, beside the parts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CANCELS_S = 0.5
 MOST_CALLS = 8
 """Most responses whose code runs side by side in a process: a container may have fewer processors than it shows."""
 PartScorer = Callable[[ScoreRequest, FurtherNumbers], Values | Coroutine[Any, Any, Values]]
-"""One part of the reward. What it tells beside its values goes to the second argument."""
+"""One part of the reward. Further numbers go to the second argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,15 @@ class RewardSpec:
     sandbox: SandboxSpec = field(default_factory=SandboxSpec)
     """The sandbox of the reward ``code``."""
     answer_keys: tuple[str, ...] = ()
-    """Columns that ground truths are from: a user's function may ask for the answer by these names, too."""
+    """Names of the ground truth's column: a user's function may ask for the answer by these, too."""
     columns: tuple[str, ...] | None = None
-    """Other columns that every row has, where they are known: a user's function must not need another one."""
+    """Other columns that every row has, if known: a user's function must not need any further one."""
     lacked: Mapping[str, str] = field(default_factory=dict)
     """Columns that some rows have → the first row that lacks each."""
     workers: int = 1
     """Processes that score at once on this machine: they share its cores."""
     shared: bool = False
-    """The process scores several groups at once, on its event loop: for parts that are all asynchronous."""
+    """True where the process scores several groups at once on its event loop, as all parts are asynchronous."""
 
     @classmethod
     def of(cls, config: Config) -> RewardSpec:
@@ -142,7 +142,7 @@ class RewardSpec:
 
 
 class Scorer:
-    """The rewards of a run, loaded: what a process that scores holds."""
+    """Loaded rewards of a run, in a process that scores."""
 
     def __init__(self, spec: RewardSpec) -> None:
         """
@@ -239,7 +239,7 @@ def _one_by_one(rule: Rule, timeout_s: float | None) -> PartScorer:
 
 
 def _side_by_side(rule: Rule, limit_s: float, at_once: int) -> PartScorer:
-    """Score with ``at_once`` threads, for a rule that waits for processes. A call takes at most ``limit_s``."""
+    """Score in ``at_once`` threads, for a rule that waits for processes. A call takes at most ``limit_s``."""
 
     def scorer(request: ScoreRequest, _: FurtherNumbers) -> Values:
         n = len(request.responses)

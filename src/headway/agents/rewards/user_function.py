@@ -1,5 +1,5 @@
-"""Calling a user's reward function. The rule is its signature. All arguments are passed by keyword; of those that
-there are, a function gets the ones that it names, and with ``**kwargs`` all of them.
+"""A user's reward function, called by its signature. Arguments are passed by keyword: a function gets those that it
+names, and with ``**kwargs`` all.
 
 | a parameter | makes it | which is given |
 |---|---|---|
@@ -44,7 +44,7 @@ SCORES = ("score", "reward")
 
 
 class FurtherNumbers:
-    """The further numbers of one group, by name. What is no finite number, or has no text as its name, is left out.
+    """Further numbers of one group, by name. Only finite numbers with a text as name are kept.
 
     Example:
         >>> further = FurtherNumbers(2)
@@ -60,7 +60,7 @@ class FurtherNumbers:
         self._logged: dict[str, list[float]] = {}
 
     def take_from(self, value: Any, k: int) -> Any:
-        """Return the score of what a function returned for response ``k``, and keep the rest of a dictionary."""
+        """Return the score in what a function returned for response ``k``; keep the other numbers of a dictionary."""
         key = next((key for key in SCORES if key in value), None) if isinstance(value, Mapping) else None
         if key is None:
             return value
@@ -70,12 +70,12 @@ class FurtherNumbers:
         return value[key]
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Keep a number of the whole group, as TRL's trainer does; of several under a name their mean."""
+        """Keep a number of the whole group, as TRL's trainer does; of several numbers with one name, the mean."""
         if isinstance(name, str) and (number := finite_number(value)) is not None:
             self._logged.setdefault(name, []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keep nothing: TRL's trainer shows these columns beside its completions."""
+        """Ignore the column: TRL's trainer shows it beside its completions."""
 
     @property
     def values(self) -> dict[str, list[float | None]]:
@@ -90,13 +90,13 @@ INSTEAD = {
 }
 """What to do instead of asking for one of them, as the end of a message."""
 LOOKS = 10
-"""Sleeps in which the time limit of an asynchronous call is counted, so that one that ends late counts once."""
+"""Number of sleeps that make up the time limit of an asynchronous call, so that one that ends late counts once."""
 LOGGERS = ("log_metric", "log_extra")
 """Functions that TRL's trainer gives."""
 
 
 class CallingConvention(Enum):
-    """Calling convention of a reward function: parameters that show it, what is always given, whether per group."""
+    """Calling convention of a reward function: parameters that mark it, arguments always given, whether per group."""
 
     RESPONSE = (("response",), ("prompt", "response", "answer", "source", "extra"), False)
     RESPONSES = (("responses",), ("prompt", "responses", "answer", "source", "extra"), True)
@@ -116,7 +116,7 @@ class CallingConvention(Enum):
 
 @dataclass(eq=False, repr=False)
 class UserFunction:
-    """A reward function of the user's own, called by what its signature asks for.
+    """A reward function of the user's own, called by its signature.
 
     Raises:
         UserCodeError: the signature does not fit the rule, or does not take ``params``.
@@ -159,8 +159,8 @@ class UserFunction:
             )
 
     def score(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float) -> Any:
-        """Score the group. What the function tells beside it goes to ``further``. A call that takes longer than
-        ``timeout_s`` ends the process."""
+        """Score the group; further numbers go to ``further``. A call that takes longer than ``timeout_s`` ends the
+        process."""
         returned = []
         for arguments in self._calls(request, further):
             with killed_after(timeout_s):
@@ -201,14 +201,14 @@ class UserFunction:
             looking.cancel()
 
     def _scores_of(self, returned: Sequence[Any], further: FurtherNumbers) -> Any:
-        """Return the scores of what the calls returned, and keep what they tell beside them."""
+        """Return the scores in what the calls returned, and keep their further numbers."""
         values = returned[0] if self.dialect.per_group else returned
         if not isinstance(values, list | tuple) or len(values) != further.n:
             return values
         return [further.take_from(value, k) for k, value in enumerate(values)]
 
     def _calls(self, request: ScoreRequest, further: FurtherNumbers) -> list[dict[str, Any]]:
-        """Return all arguments that there are for each call: the group's one, or that of each response."""
+        """Return all arguments of each call: one call of the group, or one for each response."""
         texts = request.responses
         match self.dialect:
             case CallingConvention.RESPONSE:
