@@ -62,12 +62,12 @@ class PlanSetting:
 
     @property
     def values(self) -> Values:
-        """The preset's values, over which this setting's own η and trigger take precedence."""
+        """The preset's values, with this setting's own η and trigger."""
         return preset(self.preset)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration's keys that this setting is, but devices and meshes."""
+        """The setting as configuration keys, without devices and meshes."""
         return {
             "mode": self.preset,
             "async_training.staleness_threshold": float(self.eta),

@@ -1,4 +1,4 @@
-"""Measures one row while it is simulated, from events alone, and stops the run when enough is known.
+"""Measures one row of a plan: simulates its setting, and stops when the time of a version is known.
 
     version   0 … fill-1 │ fill … fill+n-1                 step time = (end of the last − end of the fill) / n
               filling    │ measured, window of all shares  stops at n ≥ 4 and known within 2%, or n = 30

@@ -170,10 +170,10 @@ class _Route:
 
 
 class WeightSendRole:
-    """Outbox of one rank. Ranks without a share take part in gathering and send nothing."""
+    """Sending of one rank's share of the weights. Ranks without a share take part in gathering and send nothing."""
 
     def __init__(self, config: Config, rank: int, here: EndContext) -> None:
-        """Create the outbox of rank number ``rank``, which sends the share of that number, if there is one."""
+        """Create the role for rank ``rank``, which sends the share of that number, if there is one."""
         self._rank, self._here = rank, here
         self._bucket_bytes = bucket_bytes(config.rollout.param_update_preduce_bucket_size_mb)
         self._with_delta = config.param_update.encoding == "delta"

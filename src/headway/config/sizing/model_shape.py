@@ -22,18 +22,18 @@ class ModelFamily:
 
     norm: Literal["rms", "gemma", "layer"] = "rms"
     norms: int = 2
-    """Norms of a layer."""
+    """Number of norms of a layer."""
     qkv_bias: bool = False
     all_biases: bool = False
-    """Biases of all matrices, the head's too."""
+    """True where all matrices have biases, the head's too."""
     qk_norm: bool = False
     gated: bool = True
-    """An MLP with a gate: three matrices in place of two."""
+    """True for an MLP with a gate: three matrices in place of two."""
     fused_qkv: bool = False
     tied: bool = False
-    """Whether the head is the embedding where the config does not say."""
+    """True where the head is the embedding unless the config says otherwise."""
     joined: bool = False
-    """Served by the native engine in few large operations, whose matrices have a second copy on a CPU."""
+    """True where the native engine serves it in few large operations, whose matrices have a second copy on a CPU."""
 
 
 FAMILIES: Mapping[str, ModelFamily] = {
@@ -65,7 +65,7 @@ class ModelShape:
     vocabulary: int
     tied: bool
     experts: int = 0
-    """Experts of each layer; 0 in a dense model."""
+    """Number of experts in each layer; 0 in a dense model."""
     experts_per_token: int = 0
     attention_bias: bool = False
     mlp_bias: bool = False

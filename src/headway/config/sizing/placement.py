@@ -1,5 +1,5 @@
-"""Placement of roles on devices: arithmetic over device numbers. Which of them have to be on one machine is said here
-(see `headway.config.sizing.placement`); which machine that is, the cluster knows.
+"""Placement of roles on devices: arithmetic over device numbers. It says which devices have to be on one machine; the
+cluster chooses the machine (`headway.cluster.on_ray.resource_pool`).
 
 counts    │ actor ... │ rollout ... │ ref ... │ logp ... │ critic ... │   (the last three, or on the actor's)
 shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout │               (logp and ref, or on the actor's)
@@ -49,7 +49,7 @@ ACTOR, ROLLOUT, REF, LOGP, CRITIC = "actor", "rollout", "ref", "logp", "critic"
 SHARE_NAMES = ("train", "logp", "ref_logp", "generate")
 
 MOST_SLOTS = 256
-"""Most trajectories that a replica decodes at once without being told to: a step's cost per row falls little beyond."""
+"""Most trajectories that a replica decodes at once by default: a step's cost per row falls little beyond."""
 ALWAYS_SLOTS = 64
 """Trajectories that a replica decodes at once, if there are so many, however long their contexts may become."""
 WHOLE_CONTEXT_TOKENS = 2**18
@@ -79,7 +79,7 @@ class Placement:
     total: int
     """Number of devices, idle ones included."""
     shares: tuple[NodeShare, ...]
-    """What has to be on one machine, for every device, in the devices' order."""
+    """Shares of machines, one after the other, in the devices' order: each share is on one machine."""
     per_replica: int = 1
     """Number of devices of one replica, which divides those of the rollout role."""
 

@@ -23,7 +23,7 @@ class Counts(ABC):
         self._stats = EngineStats()
 
     def take(self, running: int, waiting: int, version: int) -> EngineStats:
-        """Everything since the last call."""
+        """Return all activity since the last call."""
         self.stop()
         stats, self._stats = self._stats, EngineStats()
         stats.running, stats.waiting, stats.version = running, waiting, version
@@ -48,15 +48,15 @@ class DecodeStep:
     """The record of one step; filled in while it runs."""
 
     active: int = 0
-    """Rows that were given a token."""
+    """Number of rows that were given a token."""
     prefilled: int = 0
-    """Tokens that were prefilled."""
+    """Number of prefilled tokens."""
     found: int = 0
     """Tokens of contexts that need no prefill: they were found, or a call that started beside them brought them."""
     cached: int = 0
-    """Tokens in the KV cache."""
+    """Number of tokens in the KV cache."""
     preempted: int = 0
-    """Rows that were parked before it for want of memory."""
+    """Number of rows that were parked before the step for want of memory."""
 
 
 class NativeActivity(Counts):
@@ -69,12 +69,12 @@ class NativeActivity(Counts):
         self._open: Span | None = None
 
     def begin(self) -> None:
-        """A step begins. Consecutive ones without a `stop` in between count as one busy span."""
+        """Note that a step begins. Consecutive steps without a `stop` in between count as one busy span."""
         self._start = self.clock()
         self._open = self._open or (self._start, self._start)
 
     def end(self, step: DecodeStep) -> None:
-        """``step`` has given its tokens, and lasted from the end of the one before."""
+        """Note that ``step``, which began at the end of the one before, has given its tokens."""
         end = self.clock()
         opened, before = self._open or (self._start, self._start)
         self._open = (opened, end)
@@ -93,8 +93,8 @@ class NativeActivity(Counts):
 
 
 class VllmActivity(Counts):
-    """The activity of vLLM, which steps for as long as it has a call and is not paused; what a step did, it says
-    behind each.
+    """The activity of vLLM, which steps for as long as it has a call and is not paused, and reports on each step
+    after it.
 
     Prefilled tokens are those that a step computed beside one for each call that goes on: of an interrupted
     call's context all but the last, and nothing of what is found in the prefix cache.
@@ -134,7 +134,7 @@ class VllmActivity(Counts):
             self._since = None
 
     def interrupted(self) -> None:
-        """Keys and values of all calls are gone, by an order: vLLM calls that a preemption, too."""
+        """Note that an order cleared the cache of all calls; vLLM reports that as a preemption, too."""
         self._cut += self._inside
         self._inside = 0
 

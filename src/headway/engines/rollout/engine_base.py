@@ -87,7 +87,7 @@ class EngineBase(ABC):
         self._closing = False
         self._updates: WeightUpdates | None = None
         self._inboxes: dict[str, ClientInbox] = {}
-        """Inboxes by client, from its first word until it leaves."""
+        """Inboxes by client, from its first call until it leaves."""
         self._dropped: set[str] = set()
 
     @abstractmethod
@@ -188,7 +188,7 @@ class EngineBase(ABC):
             return await outcome(filling)
 
     async def activate(self, version: int) -> float:
-        """Serve ``version`` from the next step on; seconds taken. `UpdateFailed` if it is not what was staged.
+        """Serve the staged ``version`` from the next step on. Returns the seconds taken. Raises `UpdateFailed`.
 
         A version that is only loaded in part leaves nothing that is served, until another one is activated.
         """

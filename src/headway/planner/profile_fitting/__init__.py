@@ -1,1 +1,1 @@
-"""Profiles measured from a run's record."""
+"""``headway profile``: a profile is fitted to a run's record."""

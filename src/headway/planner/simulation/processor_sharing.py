@@ -80,7 +80,7 @@ class SimulatedCall:
             self.context += tokens
 
     def finished(self, reason: FinishReason, now: float) -> Completion:
-        """The call as it is now."""
+        """Return the call as it is now, ended by ``reason``."""
         started = now if self.started is None else self.started
         return Completion(self.call.number, self.tokens, self.spans, reason, started, now, cached=self.found)
 
@@ -126,7 +126,7 @@ class ProcessorSharing:
         return self.cached + cached + run.context + active + 1 <= self._limit + ROUNDING
 
     def join(self, runs: Sequence[SimulatedCall]) -> None:
-        """``runs`` decode from now on."""
+        """Have ``runs`` decode from now on."""
         self._segments += 1
         segment, service = self._segments, self._service
         for run in runs:
@@ -150,7 +150,7 @@ class ProcessorSharing:
         run.gain(whole, version)
 
     def leave_all(self, version: int) -> list[SimulatedCall]:
-        """Everything stops; in order of submission."""
+        """Stop all runs. Returns them in order of submission."""
         decoding = (run for _, _, segment, run in self._ends if run.segment == segment)
         # All of them first: the last one that leaves clears the heap.
         runs = sorted(decoding, key=lambda run: run.serial)

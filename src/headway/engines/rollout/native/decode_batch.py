@@ -55,7 +55,7 @@ class DecodeRows:
         self.sampled = np.zeros(slots, np.int64)
         """Tokens of each row's call, those included that were launched and not read."""
         self.changed = False
-        """Rows were added, removed or moved since the last step was launched."""
+        """True where rows were added, removed or moved since the last step was launched."""
         self._written = np.zeros(slots, np.int64)
         self._limits = np.zeros(slots, np.int64)
         self._keys = np.zeros(slots, np.uint64)
@@ -70,7 +70,7 @@ class DecodeRows:
 
     @property
     def cached(self) -> int:
-        """Tokens in the KV cache, of all rows."""
+        """Number of tokens of all rows in the KV cache."""
         return int(self.lengths[: self.active].sum())
 
     def add(self, run: RequestState) -> None:
@@ -90,11 +90,11 @@ class DecodeRows:
 
     @property
     def complete(self) -> bool:
-        """Every row's last token is on its way."""
+        """True where every row's last token was launched."""
         return bool((self.sampled[: self.active] >= self._limits[: self.active]).all())
 
     def written(self, row: int) -> int:
-        """Tokens of ``row``'s call that were read."""
+        """Number of tokens of ``row``'s call that were read."""
         return int(self._written[row])
 
     def context(self, row: int) -> NDArray[np.int64]:
@@ -127,7 +127,7 @@ class DecodeRows:
     def record(
         self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
     ) -> None:
-        """Append one sampled token [R] to each of ``rows`` [R]."""
+        """Append a sampled token [R] to each of ``rows`` [R]."""
         at = self._written[rows]
         self._ids[rows, at] = tokens
         self._logprobs[rows, at] = logprobs
@@ -236,25 +236,25 @@ class DecodeBatch:
         self._unread: deque[LaunchedStep] = deque()
         """Steps whose tokens have not been read, the oldest first."""
         self._last: Sequence[RequestState] = ()
-        """Calls that get a token in the last one."""
+        """Calls that get a token in the last launched step."""
         # What the steps read on the device, of the rows as they were when the last one was launched.
         self._tokens = torch.empty(0, dtype=torch.int64, device=runner.device)
         self._lengths = self._penalised = self._tokens
         self._uniforms = deque[torch.Tensor]()
         self._sampling = BatchSampling()
         self._bars = False
-        """A row may not stop yet: its stop tokens are barred."""
+        """True where the stop tokens of a row are barred: it may not stop yet."""
 
     @property
     def active(self) -> int:
-        """Rows that decode."""
+        """Number of rows that decode."""
         return self.rows.active
 
     # ------------------------------------------------------------------------------------- memory
 
     @property
     def fits(self) -> bool:
-        """There is memory for every row's next token."""
+        """True where there is memory for every row's next token."""
         return self._runner.cache.fits(self.active, self._longest + 1)
 
     def make_room(self) -> None:
@@ -268,7 +268,7 @@ class DecodeBatch:
 
     @property
     def _longest(self) -> int:
-        """Positions that the longest row has."""
+        """Number of positions of the longest row."""
         return int(self.rows.lengths[: self.active].max(initial=0))
 
     # ------------------------------------------------------------------------------------- a step

@@ -41,8 +41,8 @@ class NativeEngine(EngineBase):
 
     Args:
         model: a decoder on the device that it is to be served from; its first weights are version 0.
-        receive: lets a version come in, blocking; a transport's end. Without it there are no updates.
-        manifest: the layout of what it brings.
+        receive: blocking function that receives a version; a transport's end. Without it there are no updates.
+        manifest: layout of the received weights.
         dual_buffer: weights arrive in a back buffer while decoding goes on: in host memory, which may be another
             process's, or on the device where they come from one. Else they are written over the served ones, for which
             the engine has to be paused or asleep.
@@ -85,7 +85,7 @@ class NativeEngine(EngineBase):
         self._pausing: list[tuple[Future[Any], Any]] = []
         """Answers to pauses, which are given when nothing decodes any more."""
         self._over = threading.Lock()
-        """Held to post a command, and to declare that none will be read any more."""
+        """Lock for posting a command, and for declaring that none will be read any more."""
         self._ended: Callable[[], HeadwayError] | None = None
         self._thread = threading.Thread(target=self._serve, name=f"headway-decode-{self.name}", daemon=True)
         self._thread.start()

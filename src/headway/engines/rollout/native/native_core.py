@@ -43,12 +43,12 @@ class EngineCore:
 
     Args:
         model: a decoder on the device that it is to be served from; its first weights are version 0.
-        name: of the replica, in results and messages.
-        seed: of the run; with a trajectory's id, a call's key and a position it determines the uniform that a token is
-            sampled with.
-        slots: calls that decode at once.
+        name: name of the replica, for results and messages.
+        seed: the run's seed; with a trajectory's id, a call's key and a position it determines the uniform by which a
+            token is sampled.
+        slots: number of calls that decode at once.
         max_context: most tokens of context and continuation together.
-        max_batched_tokens: prefilled in one step, unless one context alone is longer.
+        max_batched_tokens: most tokens prefilled in one step, unless one context alone is longer.
         kv_cache_bytes: for rows that decode and contexts kept for later calls, together. Where they are short, contexts
             are prefilled again, and calls wait or are parked. Default: enough for ``slots`` of either kind.
         recorder: of decoding steps, which are then replayed.
@@ -216,7 +216,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """A step would sample something, or return calls that have finished meanwhile."""
+        """True where a step would sample something, or return calls that have finished meanwhile."""
         return bool(self._finished) or self._computes
 
     @property
@@ -316,5 +316,5 @@ class EngineCore:
 
 
 def _later(run: RequestState) -> tuple[bool, int]:
-    """Sorts by who has to give way: training before validation, then the younger."""
+    """Sort key by which calls give way: the largest first, that is training before validation, then the youngest."""
     return run.trains, run.serial

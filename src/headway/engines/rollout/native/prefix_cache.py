@@ -113,7 +113,7 @@ class PrefixCache:
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
         self.lost = 0
-        """Times that an open episode lost its pins and had nothing in a row, since this was last set to 0."""
+        """Number of times that an open episode without a row lost its pins, since this was last set to 0."""
         self.clear()
 
     def clear(self) -> None:
@@ -132,7 +132,7 @@ class PrefixCache:
         """Open episodes, the youngest last."""
 
     def __len__(self) -> int:
-        """Blocks in use."""
+        """Number of blocks in use."""
         return len(self._nodes)
 
     # ------------------------------------------------------------------------------------- contexts
@@ -158,7 +158,7 @@ class PrefixCache:
         return Found(tuple(node.block for node in way), length, shared)
 
     def store(self, ids: Ids, trajectory: TrajectoryId, shared: int) -> list[BlockCopy]:
-        """Keep the context ``ids`` [T] of an open episode; what has to be copied for that.
+        """Keep the context ``ids`` [T] of an open episode. Returns what has to be copied for that.
 
         The first ``shared`` tokens were prefilled behind shared ones. Keeps nothing for an episode that is
         not open, and only a part where memory runs out and this is the youngest.
@@ -194,13 +194,13 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------- episodes
 
     def begin(self, trajectory: TrajectoryId, holder: Hashable) -> None:
-        """A call of an episode decodes; the episode is open from now on, until it is released or ``holder`` leaves."""
+        """Note that a call of an episode decodes; the episode is open until it is released or ``holder`` leaves."""
         episode = self.episodes.setdefault(trajectory, _OpenEpisode(holder, self._root))
         episode.root = self._root_of(trajectory)
         episode.running += 1
 
     def end(self, trajectory: TrajectoryId) -> None:
-        """A call of an episode decodes no longer."""
+        """Note that a call of an episode decodes no longer."""
         if (episode := self.episodes.get(trajectory)) is not None:
             episode.running = max(0, episode.running - 1)
 

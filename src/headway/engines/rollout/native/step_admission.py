@@ -39,7 +39,7 @@ class Share:
     """The whole context: of an earlier prefill, or of this step once it has run."""
     runs: list[RequestState] = field(default_factory=list)
     missing: int = field(init=False)
-    """Tokens to prefill."""
+    """Number of tokens to prefill."""
 
     def __post_init__(self) -> None:
         self.missing = 0 if self.prefilled is not None else len(self.ids) - self.found.length
