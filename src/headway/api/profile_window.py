@@ -75,7 +75,7 @@ def _check(versions: int, seconds: float) -> None:
 
 
 class ProfileWindow:
-    """Window of one run, an observer of its events. One is open at a time.
+    """Profiles a run in windows, one after the other; observes the run's events.
 
     async with ProfileWindow(processes, run_directory, emit, since_first):
         …                                       # the pipeline runs, and tells the window what happens
@@ -94,12 +94,12 @@ class ProfileWindow:
         """Create the window.
 
         Args:
-            processes: those to profile, as they are when a window opens.
-            directory: the run's, with the request and the folder in which each window makes one.
-            emit: takes what is reported: `ProfileTaken`, and notes of what the window does.
-            since_first: seconds of the run's record at a moment on the event loop's clock.
-            version: that the run begins with.
-            remark: what is not profiled.
+            processes: function that returns the processes to profile, when a window opens.
+            directory: directory of the run, which has the request and gets a folder for each window.
+            emit: function that takes the events: `ProfileTaken`, and notes of what the window does.
+            since_first: function from a time on the event loop's clock to seconds of the run's record.
+            version: the version that the run begins with.
+            remark: a sentence on what is not profiled.
         """
         self._processes = processes
         self._request, self._folder, self._lock = directory.profile_request, directory.profiles, directory.lock

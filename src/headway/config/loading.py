@@ -70,8 +70,8 @@ class LoadedConfig:
     notes: list[str] = field(default_factory=list)
     """Remarks for the user on decisions that loading made."""
     usual_keys: frozenset[str] = frozenset()
-    """Keys of ``user_keys`` to which a file gives what the mode or the schema says anyway: a run's own file is full
-    of them."""
+    """Keys of ``user_keys`` to which a file gives the value that the mode or the schema has anyway: a run's own file
+    is full of them."""
     typed_keys: frozenset[str] = frozenset()
     """Keys of ``user_keys`` that were given beside the file, on the command line or in Python."""
 
@@ -81,8 +81,8 @@ def load(
 ) -> LoadedConfig:
     """Read ``path`` and ``overrides``, put the mode's preset beneath them, and check keys, types and ranges.
 
-    The doctor, not this, asks whether the settings make sense together. With an ``environment`` variables that it lacks
-    stay as they are written, for those who only look at a run.
+    Whether the settings make sense together is the doctor's question. Variables that a given ``environment`` lacks stay
+    as they are written, for code that only looks at a run.
 
     Raises:
         ConfigError: in one message, everything that is wrong with the keys and their values.

@@ -228,9 +228,9 @@ class Packing:
     token_budget: int
     """Most tokens of a micro-batch: those that are computed. A row that is longer is one of its own."""
     packed: bool = True
-    """Put rows into one line; False: pad them to the longest of their micro-batch."""
+    """True: put rows into one line; False: pad them to the longest of their micro-batch."""
     shared: bool = True
-    """Compute once what the rows of a group have in common."""
+    """True: compute once what the rows of a group have in common."""
 
     @classmethod
     def of(cls, config: Config) -> Packing:

@@ -195,7 +195,7 @@ class RowAt:
     """A row's index and lengths, without its tokens."""
 
     index: int
-    """Its index in `GroupTokens`."""
+    """Index of the row in `GroupTokens`."""
     prompt_length: int
     """Number of prompt tokens, P."""
     length: int

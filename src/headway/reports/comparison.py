@@ -241,7 +241,7 @@ def _print_table(
 
 
 def _as_it_is(text: str, width: int | None = None, *, words: bool = False) -> Text:
-    """Return what a file says for a terminal: brackets are no markup, and what a terminal would obey is spelled.
+    """Return text of a file for a terminal: brackets are no markup, and control characters are spelled out.
 
     ``width``: most characters of a line, or with ``words`` of a word; None: any number.
     """

@@ -144,7 +144,7 @@ class RunDirectory:
 
     path: Path
     made: bool = False
-    """Whether `create` made it, and did not find it empty."""
+    """True where `create` made the directory, and did not find it empty."""
     lock = _Inside("run.lock")
     profile_request = _Inside("profile.json")
     profiles = _Inside("profiles")
@@ -388,7 +388,7 @@ class RunStatus:
     status: str
     reason: str | None
     trained: bool | None
-    """Whether somebody trains it; None where that cannot be known."""
+    """True while a process trains the run; None where that cannot be known."""
 
     @property
     def goes_on(self) -> bool:

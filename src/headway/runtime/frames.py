@@ -45,7 +45,7 @@ class FrameChannel:
         """Frames that are sent together at the end of this turn of the loop."""
         self._unsent = bytearray()
         self.is_open = True
-        """Neither end is closed, as far as is known."""
+        """True while neither end is known to be closed."""
         self._loop.add_reader(sock, self._read)
 
     def send(self, frame: Frame) -> None:

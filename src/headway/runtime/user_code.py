@@ -125,7 +125,7 @@ class Parameters:
     named: Mapping[str, Parameter]
     """Parameters that can be given by name, ``self`` aside."""
     takes_all: bool
-    """The function has ``**kwargs``."""
+    """True where the function has ``**kwargs``."""
     order: tuple[str, ...] = ()
     """Names of all parameters but ``self`` and ``**kwargs``, those that cannot be given by name included."""
     readable: bool = True

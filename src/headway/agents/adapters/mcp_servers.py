@@ -273,7 +273,7 @@ class _McpConnection:
 
     @property
     def lost(self) -> bool:
-        """The connection is over, or is ending."""
+        """True once the connection is over or ending."""
         return self.holder.done() or self._ending.is_set()
 
     def lose(self) -> None:

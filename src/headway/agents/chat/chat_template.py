@@ -165,7 +165,7 @@ class ChatRenderer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """The template tells the model of its tools, and of their results."""
+        """True where the template shows tools, and their results, to the model."""
         name = f"{MARK}tool"
         call = calls_made("", [(CALL_ID, name, {})])
         try:

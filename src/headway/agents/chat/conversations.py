@@ -62,10 +62,10 @@ class ChatPrompt:
 
     @property
     def extends(self) -> bool:
-        """The ids of an earlier prompt, those sampled after it, and the rendered tail are its ids.
+        """True where the ids are those of an earlier prompt, those sampled after it, and a rendered tail.
 
-        Else it was rendered whole: its messages go on with no answer of this episode, or the template writes what came
-        before differently.
+        Else the chat was rendered whole: it continues no answer of this episode, or the template now writes its past
+        differently.
         """
         return len(self.parts) > 1
 

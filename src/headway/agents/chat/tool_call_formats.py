@@ -32,7 +32,7 @@ class WrittenCall:
     problem: str = ""
     """Why it cannot be read."""
     as_text: bool = False
-    """The arguments are texts, whose types are those of the tool's schema."""
+    """True where the arguments are texts, to be typed by the tool's schema."""
 
 
 @dataclass(frozen=True, slots=True)

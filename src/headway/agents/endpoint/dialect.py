@@ -76,7 +76,7 @@ class Turns(Protocol):
     sampling: SamplingParams
     """Sampling of all its turns. A request cannot change it."""
     trains: bool
-    """The episode is trained on, so that its samples have to follow the run's distribution."""
+    """True where the episode is trained on, so that its samples have to follow the run's distribution."""
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
         """Have the policy make a turn. Cancelled, the turn is given up; asked for again, it is the same turn.

@@ -77,7 +77,7 @@ class Endpoint:
     tokenizer: str = ""
     """Place of the policy's tokenizer, which agents are told."""
     strict: bool = False
-    """Requests for other sampling than the run's are refused, not overridden."""
+    """True where requests for other sampling than the run's are refused, not overridden."""
     max_length: int | None = None
     """Most tokens of a context with its answer, as clients are told; None where nothing bounds them."""
     host: str = "127.0.0.1"

@@ -29,15 +29,15 @@ class _Request:
 
     turn: asyncio.Task[MadeTurn]
     clients: int = 0
-    """Clients that wait for the answer, or are getting it."""
+    """Number of clients that wait for the answer, or are getting it."""
     delivered: bool = False
-    """A client has got the whole answer."""
+    """True once a client has got the whole answer."""
     sent: int = 1
     """Number of times that it was sent."""
 
     @property
     def given_up(self) -> bool:
-        """Its client hung up before there was an answer."""
+        """True where the client hung up before there was an answer."""
         return self.turn.cancelling() > 0 or self.turn.cancelled()
 
 

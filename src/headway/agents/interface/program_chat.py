@@ -63,9 +63,9 @@ class Program(ABC):
     who = ""
     """Name of the program in messages, as `ProgramSpec.shown` has it."""
     is_async: bool = True
-    """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
+    """True where the program shares an event loop with others; else it blocks, and needs a separate process."""
     gives_reward: bool | None = None
-    """The program gives rewards; None where only its episodes tell."""
+    """True where the program gives rewards; None where only its episodes tell."""
 
     def describe(self) -> ProgramDescription:
         """Return what is known before the first episode. May make an environment for that.

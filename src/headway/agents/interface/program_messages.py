@@ -294,10 +294,10 @@ class ProgramDescription:
     """The facts of a program that are known before its first episode."""
 
     is_async: bool
-    """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
+    """True where the program shares an event loop with others; else it blocks, and needs a separate process."""
     tools: tuple[ToolSchema, ...] = ()
     """Schemas of the tools that are known beforehand."""
     gives_reward: bool | None = None
-    """The program gives rewards; None where only its episodes tell."""
+    """True where the program gives rewards; None where only its episodes tell."""
     columns: tuple[str, ...] = ()
     """Columns that every row of the data has to have."""

@@ -37,7 +37,7 @@ class ToolResult:
     text: str
     """Text for the model: what the tool returned, or what it raised."""
     failed: bool = False
-    """The tool raised, or said that it failed."""
+    """True where the tool raised, or said that it failed."""
     reward: float | None = None
     """Reward of the turn that made the call; None where the tool gives none."""
 
@@ -54,7 +54,7 @@ class Tool:
     show: Callable[[Any], str] = field(default_factory=lambda: shown_to_model, repr=False)
     """Turns what the function returns into the text that the model is told."""
     blocks: bool | None = None
-    """Whether the function runs in the calling thread, and blocks it. Default: True, but for a coroutine function."""
+    """True where the function runs in the calling thread, and blocks it. Default: False for coroutine functions alone."""
     origin: str = ""
     """The setting that names the tool, for messages."""
 
@@ -72,7 +72,7 @@ class Tool:
 
     @property
     def is_async(self) -> bool:
-        """The function shares an event loop with others; any other one runs, and blocks, where it is called."""
+        """True where the function shares an event loop with others; else it blocks where it is called."""
         return inspect.iscoroutinefunction(self.function) if self.blocks is None else not self.blocks
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
@@ -121,7 +121,7 @@ class ToolSource(Protocol):
 
     @property
     def gives_reward(self) -> bool:
-        """The tools may give rewards."""
+        """True where the tools may give rewards."""
         ...
 
     def episode(self, start: EpisodeStart) -> AbstractAsyncContextManager[OpenToolbox]:
@@ -216,12 +216,12 @@ class Toolbox:
 
     @property
     def is_async(self) -> bool:
-        """None of the tools blocks the event loop that it is called in."""
+        """True where none of the tools blocks the event loop that it is called in."""
         return all(tool.is_async for tool in self.tools)
 
     @property
     def gives_reward(self) -> bool:
-        """Some of the tools may give rewards."""
+        """True where some of the tools may give rewards."""
         return any(one.gives_reward for one in self._given if not isinstance(one, Tool))
 
     @asynccontextmanager

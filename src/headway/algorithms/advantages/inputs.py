@@ -112,7 +112,7 @@ class AdvantageInputs:
         return self.rewards.double()
 
     def rewards_of_tokens(self) -> Float[Tensor, "S T"]:
-        """Rewards of tokens, float64, 0 at those that do not count. A trajectory without any has none.
+        """Rewards of tokens, float64, 0 at those that do not count. A trajectory without tokens has no reward.
 
         Raises:
             RunError: a reward is not finite.

@@ -193,7 +193,7 @@ def check_built(config: Config, model_config: Any) -> None:
     """Check the weights in their files' headers against the model of ``config.json``: names, shapes, dtypes.
 
     Tensors that transformers converts, such as experts that it fuses, are compared as the model's files have them.
-    What it knows in several forms is left to loading, and so are files of another kind.
+    Tensors that transformers reads in several forms, and files of other kinds, are left to loading.
 
     Raises:
         ModelError: a tensor of another shape, one that the model or the file lacks, integers, or two tensors that

@@ -93,7 +93,7 @@ class Figures:
     accuracy: Estimate
     """Mean reward, as validation during training has it: of each problem over the episodes that did not fail."""
     of_right_and_wrong: bool
-    """Whether each reward is 1 or 0, so that their mean may be called an accuracy."""
+    """True where each reward is 1 or 0, so that their mean may be called an accuracy."""
     pass_at: dict[int, Estimate]
     """k → pass@k over the problems that have k answers which count; without those k that no problem has."""
     too_few: dict[int, int]

@@ -174,7 +174,7 @@ class _Layouts:
     sizes: tuple[int, ...]
     """GPUs that a replica may have."""
     shared: bool | None
-    """Whether training and generation have to take turns; None: as it comes."""
+    """True where training and generation have to take turns, False where they must not; None: either."""
     trains: int | None
     """How many GPUs the user wants to train."""
 

@@ -28,9 +28,9 @@ LENGTH = 0x9E3779B97F4A7C15
 WORD = 8
 """Bytes of a word."""
 _PIECE = 4096 * COLUMNS * WORD
-"""Most bytes that are summed at once, 17 MB: an accelerator writes their products to memory."""
+"""Number of bytes that are summed at once, 17 MB: an accelerator writes their products to memory."""
 _COPIED = 32 * COLUMNS * WORD
-"""Most bytes that a CPU copies because they lie across the words of its memory: they stay in its second cache."""
+"""Number of misaligned bytes that a CPU copies at once: they stay in its second cache."""
 _TOGETHER = 64
 """Number of tensors whose sums are mixed at once."""
 _KEYS = 2**40

@@ -76,8 +76,8 @@ class ServedWeights:
 
         Args:
             manifest: the layout. Raises `ModelError` where it is not this model's.
-            receive: lets a version come in, blocking.
-            window: bytes that are copied at a time, a multiple of the layout's alignment.
+            receive: blocking function that receives a version.
+            window: number of bytes that are copied at a time, a multiple of the layout's alignment.
         """
         check_layout(manifest, self._shapes, "the receiving model")
         kind, target = kind_of(self.device), self.target(manifest)

@@ -100,7 +100,7 @@ class RetryDecision:
     again: Sequence[Sequence[ReceiverClient]] = ()
     """Receivers of each further attempt."""
     failures: int = 0
-    """`Attempt.failures` of these."""
+    """`Attempt.failures` of the further attempts."""
     reason: str = ""
 
 

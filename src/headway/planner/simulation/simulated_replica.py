@@ -52,11 +52,11 @@ class DecodingReplica:
         contention: Contention | None = None,
     ) -> None:
         self.version = 0
-        """Stamped on every token that is sampled from now on."""
+        """Version of all tokens that are sampled from now on."""
         self.stopped = asyncio.Event()
         """A pause is in force and nothing computes any more."""
         self.paused = False
-        """A pause was asked for, and no `resume` since."""
+        """True from a pause to the next `resume`."""
         self._name = name
         self._profile = profile
         self._lengths = lengths
@@ -86,11 +86,11 @@ class DecodingReplica:
         self._prefill_began = 0.0
         self._prefill_ends = 0.0
         self._prefill_matters = False
-        """The timer is set for the end of the prefill: something waits that could start then."""
+        """True where the timer is set for the end of the prefill: something waits that could start then."""
         self._halted = False
-        """A pause that cuts holds: nothing may start."""
+        """True during a pause that cuts: nothing may start."""
         self._in_place = False
-        """What the present pause has cut goes on with what it has in the cache."""
+        """True where calls that the present pause has cut go on with what they have in the cache."""
 
         self._settled = 0.0
         self._timer: asyncio.TimerHandle | None = None

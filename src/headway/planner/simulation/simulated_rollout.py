@@ -57,11 +57,11 @@ class SimulatedRollout:
     contention: Contention | None = None
     """Contention with the trainer, where it slows this replica down."""
     _loaded: bool = False
-    """A version was loaded since the last `resume`."""
+    """True where a version was loaded since the last `resume`."""
     _staged: int | None = None
     _asleep: bool = False
     _whole: bool = True
-    """The engine holds a complete version."""
+    """True while the engine holds a complete version."""
     _busy_with: str | None = None
     """``load``, ``sleep`` or ``wake`` while it is under way."""
     _died: BaseException | None = None

@@ -86,7 +86,7 @@ class JsonLines:
 
     @property
     def failure(self) -> OSError | None:
-        """The error for which the file lacks something; None while it is whole."""
+        """The error that keeps lines out of the file; None while it is whole."""
         return None if self.whole else self._refused
 
     @property

@@ -293,7 +293,7 @@ class TrackerThread:
         return taken
 
     def _call(self, call: str, value: Any, form: Callable[[Any], Any] = lambda value: value) -> bool:
-        """Call the tracker with ``value`` in this form. Return whether it took it; if not, the user is warned once."""
+        """Call the tracker with ``value`` in this form. Return whether that succeeded; if not, warn the user once."""
         if (tracker := self._tracker) is None or self._given_up:
             return False
         self._asked_at = self._clock()

@@ -50,7 +50,7 @@ class WorkerProcess:
     end_of: Callable[[int], Awaitable[str]]
     """Returns how the process ended, which stays unreaped until this is awaited."""
     guarded: bool = False
-    """``pid`` is the process's guard (`headway.runtime.process_tree`)."""
+    """True where ``pid`` is the process's guard (`headway.runtime.process_tree`)."""
 
     def __post_init__(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -185,7 +185,7 @@ class ForkServer:
         """Start it by ``start``, a function of what is called with its frames. Raises `OSError` as that does."""
         self.process = start(self._on_frame)
         self.lost = False
-        """It forks no more."""
+        """True once the fork server forks no more."""
         self.process.ended.add_done_callback(self._on_end)
         self._orders: dict[int, asyncio.Future[int]] = {}
         self._last = 0
@@ -327,9 +327,9 @@ class UserCodeWorker:
         """
         self.process: WorkerProcess
         self.dying = False
-        """Whether the worker takes no more jobs."""
+        """True once the worker takes no more jobs."""
         self.failed = False
-        """Whether the user's code raised in the last job."""
+        """True where the user's code raised in the last job."""
         self.jobs: dict[int, WorkerJob] = {}
         self._name, self._note, self._on_room = name, note, on_room
         self._leaving: set[int] = set()

@@ -66,12 +66,12 @@ class WorkerStart:
     """The pickled `HostedSpec`; apart, so that one that does not unpickle is told as a failure to load."""
     shown: str
     forks: bool
-    """The process is a fork server: it serves nothing itself, and forks workers."""
+    """True for a fork server, which serves nothing itself and forks workers."""
     alone: bool
-    """One job at a time, without an event loop."""
+    """True: one job at a time, without an event loop."""
     secrets: tuple[str, ...]
     prints: bool
-    """Tracebacks of failures to load are printed."""
+    """True where tracebacks of failures to load are printed."""
 
 
 def main(descriptor: int, note: int = -1) -> None:

@@ -33,7 +33,7 @@ from headway.engines.rollout.native.step_attention import PrefillContext, Shared
 from headway.engines.rollout.scheduler import RequestState, not_finite, uniforms
 
 ALIKE = 32
-"""Rows whose lengths differ by less are not told apart: to attend to so few positions costs less than to move a row."""
+"""Difference in length below which rows count as equal: to attend to so few positions costs less than to move a row."""
 
 
 class DecodeRows:

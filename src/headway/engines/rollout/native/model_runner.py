@@ -42,7 +42,7 @@ from headway.errors import ConfigError
 TOGETHER = 34
 ALONE = (1, 2, 3, 4, 5, 8, 16, 17, 33)
 MOST = 16
-"""More rows than that are not worth filling up."""
+"""Number of rows above which filling up is not worth it."""
 
 
 def least_invariant_rows(decode: Callable[[int], torch.Tensor]) -> int | None:

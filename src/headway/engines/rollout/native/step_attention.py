@@ -31,12 +31,12 @@ TOGETHER = 8
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompt:
-    """Some of the rows that have one prompt."""
+    """Up to `TOGETHER` rows that share a prompt."""
 
     rows: NDArray[np.int64]
     """[1 … TOGETHER]"""
     length: int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
 
 
 class SharedPrompts:
@@ -50,11 +50,11 @@ class SharedPrompts:
 
     def __init__(self, slots: int) -> None:
         self._prompts: list[tuple[int, bytes, int] | None] = [None] * slots
-        """The prompt of each row that is attended to apart: the weights' generation, its ids, its length."""
+        """Prompt of each row that attends to it separately: generation of the weights, ids, length."""
         self._generation = 0
 
     def add(self, row: int, ids: NDArray[np.int32], together: int) -> None:
-        """A call has got ``row``, in whose cache its prompt was prefilled under the weights that are served.
+        """Note that a call has got ``row``, in whose cache its prompt was prefilled under the served weights.
 
         ``together``: number of calls with the prompt ``ids`` [P].
         """

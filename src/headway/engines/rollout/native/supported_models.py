@@ -133,7 +133,7 @@ class Windows:
 
     @property
     def mixed(self) -> bool:
-        """Some layers are windowed and some are not."""
+        """True where some layers are windowed and some are not."""
         return len(set(self.layers)) > 1
 
     def causal(self, queries: range, dtype: torch.dtype, device: torch.device, *, windowed: bool) -> torch.Tensor:

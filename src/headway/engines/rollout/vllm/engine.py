@@ -59,11 +59,11 @@ class VllmSettings:
     kv_cache_gib: float | None = None
     """Memory for keys and values. None: `KV_CACHE_GIB` on a CPU, a share of the device elsewhere."""
     enforce_eager: bool = False
-    """Run without CUDA graphs; on a CPU that is always so."""
+    """True: run without CUDA graphs, as always on a CPU."""
     trust_remote_code: bool = False
     """Run code that the model folder brings."""
     sleep: bool = False
-    """The device's memory is given back on demand; not on a CPU."""
+    """True where the device's memory is given back on demand; not on a CPU."""
     tensor_parallel: int = 1
     """Devices that divide each layer, those that this process sees first: each has a process of vLLM's."""
     options: Mapping[str, Any] = field(default_factory=dict)

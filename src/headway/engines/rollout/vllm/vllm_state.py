@@ -50,9 +50,9 @@ class VllmState:
     version: int = 0
     """The version of the weights, stamped on what is sampled."""
     halted: bool = False
-    """vLLM is paused."""
+    """True while vLLM is paused."""
     cleared: bool = False
-    """Paused, and all keys and values are gone."""
+    """True while vLLM is paused and all keys and values are gone."""
 
     def __post_init__(self) -> None:
         self._ended = asyncio.Event()

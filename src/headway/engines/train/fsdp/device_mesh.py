@@ -42,23 +42,23 @@ class TrainMesh:
     parallel: ParallelConfig
     dense: DeviceMesh
     experts: DeviceMesh
-    """The same ranks, as experts are divided over them; ``dense`` where they are not."""
+    """Mesh of the same ranks for experts; ``dense`` where experts are not divided."""
     copy: ProcessGroup
     """Ranks that hold one copy of the model together with this one: all of them, or those of a replica (HSDP)."""
     rows: ProcessGroup
     """Ranks that have rows of their own, beside this one: one of each inner mesh."""
     inner: ProcessGroup | None
-    """Ranks that compute the same rows as this one; None where it does so alone."""
+    """Ranks that compute the same rows as this one; None where no other rank does."""
     sequence: SequenceRanks | None
-    """Ranks that divide lines of tokens with this one; None where it has them whole."""
+    """Ranks that divide lines of tokens with this one; None where lines are not divided."""
     files: ProcessGroup
-    """All ranks, for collectives on other threads than those that compute: what writes checkpoints."""
+    """All ranks, for collectives of threads that write checkpoints."""
 
     @classmethod
     def make(cls, parallel: ParallelConfig, device: torch.device, timeout: timedelta | None = None) -> TrainMesh:
         """Arrange the ranks of the default process group. Collective; each call makes process groups.
 
-        ``timeout``: for which ranks wait for each other; None: torch's.
+        ``timeout``: how long ranks wait for each other; None: torch's default.
 
         Raises:
             ValueError: the dimensions do not divide the number of ranks.
