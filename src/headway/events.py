@@ -58,7 +58,7 @@ class RunStarted(Event):
 
 @event("worker.described")
 class WorkerDescribed(Event):
-    """Event: a worker of the run is up. ``cpu`` and ``gpu`` are models; it may use so many ``cores`` of ``host``."""
+    """Event: a worker of the run is up. ``cpu`` and ``gpu`` are models, ``cores`` the number that it may use."""
 
     worker: str
     host: str

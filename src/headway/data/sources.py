@@ -144,10 +144,10 @@ class RowSource:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, and note in `changes` what differs.
 
-        Over another number of rows the order is another one: it goes on at the same place of that.
+        With another number of rows the order differs; the source goes on at the same position.
 
         Raises:
-            DataError: that was over other data, another mix or seed, and changes are not accepted; or by another model.
+            DataError: data, mix or seed differ and changes are not accepted, or the model differs.
         """
         if state.get("model", self._model) != self._model:
             raise DataError(

@@ -23,7 +23,7 @@ from headway.errors import ModelError, boundary
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of the files: a box of a parameter."""
+    """A tensor of the model's files: a box of a parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,12 +31,11 @@ class FileTensor:
     start: tuple[int, ...]
     """Indices of its first element in the parameter."""
     dims: tuple[int, ...]
-    """The parameter's dimension that each of its own is; the box has one element in each other."""
+    """Dimension of the parameter for each dimension of the tensor; in all others the box has one element."""
 
     def within(self, start: Sequence[int], box: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
-        """Return what a ``box`` of the parameter, from ``start`` on, has of the tensor: its start there, and a view.
-
-        None where it has none of it.
+        """Return the part of the tensor that lies in a ``box`` of the parameter, which begins at ``start``: where the
+        part begins in the tensor, and a view of it. None where they have nothing in common.
         """
         place, view = [], box
         for dim, first in enumerate(self.start):
@@ -53,7 +52,7 @@ class FileTensor:
 
 
 def persistent_buffers(lm: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return what the files of ``lm`` have beside its parameters, and training leaves as it is: biases of routers."""
+    """Return the tensors in the files of ``lm`` beside its parameters, which training leaves as they are."""
     kept = lm.state_dict().keys()
     return {name: buffer for name, buffer in lm.named_buffers() if name in kept}
 

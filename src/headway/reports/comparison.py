@@ -26,7 +26,7 @@ from headway.reports import human
 from headway.reports.metrics.summary import summary
 from headway.reports.record.file_access import replace_file
 from headway.reports.report import metrics_of
-from headway.reports.run_directory import RunDirectory, standing
+from headway.reports.run_directory import RunDirectory, status_of
 from headway.reports.terminal import UNBOUNDED, print_fitting, visible
 from headway.reports.timeline.html_timeline import filled
 from headway.reports.timeline.run_history import ACCURACY, KINDS, ChartKind, CurveLog, CurvePoint, point_at
@@ -101,7 +101,7 @@ def _read(path: Path, name: str) -> RunRead:
     metrics = metrics_of(path, curves)
     figures = summary(metrics)
     metrics.close()  # after the figures: it hands out rows of versions that are not over
-    status = standing(metrics.started, metrics.finished, RunDirectory(path).lock).status
+    status = status_of(metrics.started, metrics.finished, RunDirectory(path).lock).status
     return RunRead(name, _settings(path), curves, figures, status)
 
 

@@ -14,7 +14,7 @@ from headway.reports.metrics.metrics_state import newest
 from headway.reports.metrics.run_metrics import RowSink, RunMetrics
 from headway.reports.record.events_file import ALL, EventReader, SurvivingRecord, look_through, read_events
 from headway.reports.record.file_access import FULL, Rewritten
-from headway.reports.run_directory import RunDirectory, is_trained, standing
+from headway.reports.run_directory import RunDirectory, is_trained, status_of
 from headway.reports.samples.samples_file import Sample, for_page, read_all
 from headway.reports.timeline.html_timeline import write_html
 from headway.reports.timeline.run_history import GroupLog
@@ -144,7 +144,7 @@ def _timeline(run: Path, sampled: Sequence[Sample], versions: str | None) -> Tim
         for sample in sampled:
             builder.groups.add_sampled(sample)
     timeline = builder.build()
-    found = standing(builder.metrics.started, builder.metrics.finished, RunDirectory(run).lock)
+    found = status_of(builder.metrics.started, builder.metrics.finished, RunDirectory(run).lock)
     return replace(timeline, summary=timeline.summary | {"status": found.status, "reason": found.reason})
 
 

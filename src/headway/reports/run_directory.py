@@ -383,7 +383,7 @@ def is_trained(lock: Path, now: Callable[[], float] = time.time) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run's status: that of its end, or ``running``, ``not begun`` or ``killed``; ``reason``: why."""
+    """A run's status: that of its end, or ``running``, ``not begun`` or ``killed``; and the ``reason``."""
 
     status: str
     reason: str | None
@@ -392,12 +392,12 @@ class RunStatus:
 
     @property
     def goes_on(self) -> bool:
-        """True where somebody trains the run, or may."""
+        """True where a process trains the run, or may."""
         return self.trained is True or self.status == "running"
 
 
-def standing(started: RunStarted | None, finished: RunFinished | None, lock: Path) -> RunStatus:
-    """Say how a run stands, by what its record has of its start and end, and by who holds its ``lock``."""
+def status_of(started: RunStarted | None, finished: RunFinished | None, lock: Path) -> RunStatus:
+    """Return a run's status, by the start and end in its record, and by its ``lock``."""
     trained = is_trained(lock)
     if finished is not None:
         return RunStatus(finished.status, finished.reason, trained)

@@ -54,7 +54,7 @@ class Tool:
     show: Callable[[Any], str] = field(default_factory=lambda: shown_to_model, repr=False)
     """Turns what the function returns into the text that the model is told."""
     blocks: bool | None = None
-    """True where the function runs in the calling thread, and blocks it. Default: False for coroutine functions alone."""
+    """True where the function runs in the calling thread and blocks it. Default: all but coroutine functions do."""
     origin: str = ""
     """The setting that names the tool, for messages."""
 

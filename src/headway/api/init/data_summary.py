@@ -184,7 +184,7 @@ BESIDE: Mapping[str, Sequence[str]] = {
     "input": ("instruction", "question"),
     "context": ("instruction", "question"),
 }
-"""Columns that belong to the question, and those that they belong to."""
+"""Columns that are a part of the question → usual names of the column that has the rest."""
 VERL = ("reward_model", "ground_truth")
 
 

@@ -1,4 +1,4 @@
-"""A run's storage, ``run.storage``: what a run has closed goes to a directory or an object store, and comes back.
+"""A run's storage, ``run.storage``: finished files of a run go to a directory or an object store, and come back.
 
 run.dir ── uploader: pieces, then run.json; checkpoints, state.json last ──▶ run.storage ── brought_back ──▶ run.dir
 """

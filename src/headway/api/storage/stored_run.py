@@ -51,8 +51,8 @@ class Ownership:
         return json.dumps({**asdict(self), "files": files}).encode()
 
     def check(self, store: StorageClient) -> bool:
-        """Raise `ConfigError` where another process has taken the storage over. Returns False where an earlier one,
-        which did not know of this one yet, has written ``run.json`` since.
+        """Raise `ConfigError` where another process has taken the storage over. Returns False where an earlier process,
+        unaware of this one, has written ``run.json`` since.
         """
         found = manifest_of(store)
         if found is not None and found["epoch"] < self.epoch:
@@ -75,7 +75,7 @@ def manifest_of(store: StorageClient) -> dict[str, Any] | None:
 
 
 def store_of(config: Config, run_dir: Path | None) -> StorageClient | None:
-    """Return the storage of ``config``; None where it names none. Nothing is asked of it yet.
+    """Return the storage of ``config``; None where it names none. Makes no request yet.
 
     Raises `ConfigError` for a URL that cannot be used here, and where storage and ``run_dir`` are inside each other.
     """

@@ -116,7 +116,7 @@ def micro_batch(value: Any, given: Given) -> Translated:
 
 
 def micro_batch_of_all(value: Any, given: Given) -> Translated:
-    """Return the answer for answers of a micro-batch over all ranks, which verl divides by the ranks of data."""
+    """Return `micro_batch` for a size over all ranks, which verl divides by the data ranks."""
     return micro_batch(max(1, whole(value) // lines(given)), given)
 
 
@@ -126,7 +126,7 @@ def warmup_of_ratio(value: Any, given: Given) -> Translated:
 
 
 def updates(role: str, given: Given) -> int:
-    """Optimizer steps of one of verl's training steps, after each of which its learning rate moves once."""
+    """Number of optimizer steps in a training step of verl, whose learning rate moves once per training step."""
     return max(1, int(batches(given))) * whole(given.get(f"{role}.ppo_epochs", 1))
 
 

@@ -46,25 +46,25 @@ def slot_dtype(slot: TensorSlot) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements of a tensor that are neighbours in all of its dimensions: a box, all of it or what a rank holds."""
+    """A box of a tensor: all of it, or the part that a rank holds."""
 
     start: tuple[int, ...]
-    """Indices of the first one in the tensor."""
+    """Indices of the box's first element in the tensor."""
     values: torch.Tensor
     """The elements: of any dtype, on any device, in any memory layout."""
 
 
 Parts = Mapping[str, Sequence[Part]]
-"""What is here of each tensor, by name."""
+"""Parts of each tensor that are here, by name."""
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Part]]:
-    """Return ``tensors``, all of each, as parts."""
+    """Return whole ``tensors`` as parts."""
     return {name: (Part((0,) * tensor.ndim, tensor.detach()),) for name, tensor in tensors.items()}
 
 
 def parts_of_files(held: Parts, files: Iterable[FileTensor]) -> dict[str, list[Part]]:
-    """Return what is here of each tensor of a model's ``files``, given what is ``held`` of its parameters."""
+    """Return the parts of each tensor of a model's ``files``, given the parts that are ``held`` of its parameters."""
     found: dict[str, list[Part]] = {}
     for file in files:
         there = (file.within(box.start, box.values) for box in held[file.parameter])

@@ -89,7 +89,8 @@ class RunJournal:
             self.left_out = f"{', '.join(changed)} changed"
 
     def _begin(self) -> None:
-        """Write the journal's settings once, and remove records under others. A start that failed changes nothing."""
+        """Write the journal's settings once, and remove records made under others. Not at the start: one that fails
+        changes nothing."""
         if self._begun:
             return
         self._begun = True

@@ -86,8 +86,8 @@ T = TypeVar("T")
 
 
 class Series(Generic[T]):
-    """Items of a run in the order in which they come, each with a value. Few are kept: the first, the last, and of each
-    stretch those with the extremes. All stretches are equally long, and their length doubles when they become too many.
+    """Items of a run with a value each, in order. Few are kept: the first, the last, and those with the extreme values
+    of each stretch. All stretches are equally long, and their length doubles when they become too many.
 
     Example:
         >>> series = Series(most=4)
@@ -98,7 +98,7 @@ class Series(Generic[T]):
     """
 
     def __init__(self, most: int) -> None:
-        """``most``: of the items that are kept; 4 or more. Half as many are all kept."""
+        """``most``: number of items that are kept, 4 or more. Of up to half as many, all are kept."""
         self.count = 0
         """Number of items that came."""
         self._most, self._length = most // 2 - 1, 1  # two items a stretch, and the two ends

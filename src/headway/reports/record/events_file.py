@@ -44,7 +44,7 @@ DENSE = (
 """Events that come with every answer, group or few seconds: nearly all of a large run's."""
 DENSE_PREFIXES = line_prefixes(DENSE)
 AT_ONCE = (events.VersionReached, events.RunResumed, events.RunFinished)
-"""Events that are flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
+"""Events that are flushed when they happen: checkpoints, and readers of the file after a kill, rely on them."""
 AT_ONCE_LINE = re.compile(b"|".join(map(re.escape, line_prefixes(AT_ONCE))))
 """Beginning of a line that holds one of these, which no text in JSON contains."""
 ALL = 1 << 62

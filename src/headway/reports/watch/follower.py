@@ -24,7 +24,7 @@ from headway.reports.metrics.summary import summary
 from headway.reports.record.events_file import EventReader, SurvivingRecord, look_through, to_json_line
 from headway.reports.record.file_access import Rewritten
 from headway.reports.report import draw, newest_versions
-from headway.reports.run_directory import RunDirectory, only_starts, standing
+from headway.reports.run_directory import RunDirectory, only_starts, status_of
 from headway.reports.samples.samples_file import Key, SampleIndex
 from headway.reports.timeline.html_timeline import cards, live_parts
 from headway.reports.timeline.run_history import GroupLog, ledger
@@ -237,7 +237,7 @@ class Follower:
         if not self._directory.path.is_dir():
             return {"status": "unreadable", "reason": "the run's directory is gone"}
         metrics = self._read.builder.metrics
-        found = standing(metrics.started, metrics.finished, self._directory.lock)
+        found = status_of(metrics.started, metrics.finished, self._directory.lock)
         if not found.goes_on:
             return {"status": found.status, "reason": found.reason}
         words = self._words() + ("; the lock does not tell whether it goes on" if found.trained is None else "")

@@ -177,7 +177,7 @@ def sample_rows(
     """Sample one token per row of ``logits`` [A, V] in any floating dtype, at ``uniform`` [A] float64.
 
     The rest are fields of `BatchSampling`. Returns tokens [A] int64 and their log-probs [A] float32, which are NaN
-    where a logit is NaN or infinite upwards.
+    where a logit is NaN or +inf.
     """
     rows, size = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
