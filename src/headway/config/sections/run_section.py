@@ -57,7 +57,7 @@ class TrainerConfig(Section):
     """Shares [train, logp, ref_logp, generate]: fractions of all ``nnodes × n_gpus_per_node`` devices, instead of
     counts. Exact: 0.25 or 1/3."""
     generate_ahead_steps: Positive | None = None
-    """η + 1, another way to set ``async_training.staleness_threshold``. Loading replaces it by that setting."""
+    """η + 1, another way to set ``async_training.staleness_threshold``, which loading sets instead."""
     threads: NonNegative = 0
     """Number of Torch threads of one training rank; 0 divides the cores of the machine that it is on among the run's
     processes there."""
