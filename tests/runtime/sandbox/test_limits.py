@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from headway.runtime.sandbox import sandbox_call
 from headway.runtime.sandbox.bubblewrap import MOST_SIGNALS
 from headway.runtime.sandbox.sandbox import Sandbox
 from headway.runtime.sandbox.sandbox_call import MOST_FILES, Limit, exceeded
@@ -184,6 +185,18 @@ def test_empty_files_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     assert exceeded([], "/tmp", replace(SMALL, memory_mib=16)) == "memory"
     assert exceeded([], "/tmp", replace(SMALL, memory_mib=32)) is None
+
+
+@pytest.mark.parametrize(("looks", "limit"), [([300, 300], "memory"), ([300, 200], None), ([200], None)])
+def test_memory_counts_that_is_found_at_two_looks(
+    looks: list[int], limit: Limit | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When processes that share pages end during a look, it finds more than there is."""
+    found = iter(looks)
+    monkeypatch.setattr(sandbox_call, "_exact", lambda _: next(found) << 20)
+    process = sandbox_call.ProcEntry("/proc/none", False, 1, 1, 0.0, 300 << 20)
+    assert exceeded([process], "/nowhere", replace(SMALL, memory_mib=256)) == limit
+    assert next(found, None) is None
 
 
 def test_timers_are_few_for_all_processes_together(run: Run) -> None:

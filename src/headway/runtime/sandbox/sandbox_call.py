@@ -139,8 +139,9 @@ def exceeded(processes: Iterable[ProcEntry], scratch: str, limits: SandboxLimits
     files += SOCKET * sum(map(_sockets, processes))
     if files + sum(one.resident for one in processes) <= most:
         return None
-    # Forked processes share pages: only the exact figure counts, which is slower to get.
-    return "memory" if files + sum(map(_exact, processes)) > most else None
+    # Forked processes share pages: only the exact figure counts, which is slower to get. It has to be found twice: when
+    # processes end during a look, the shares of those that are read after them grow, and the sum is too high.
+    return "memory" if all(files + sum(map(_exact, processes)) > most for _ in range(2)) else None
 
 
 def _sockets(process: ProcEntry) -> int:
