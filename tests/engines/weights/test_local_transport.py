@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Event
+from threading import Condition, Event, get_ident
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from headway.engines.weights.incoming_version import BackBuffer, Receive
 from headway.engines.weights.protocols import Chunk, EndContext, OutgoingWeights, open_receiver
 from headway.engines.weights.weight_layout import build_manifest
 from headway.errors import UpdateFailed
-from tests.engines.weights.ends import Site
+from tests.engines.weights.ends import Ends, Site
 from tests.engines.weights.versions import MANIFEST, assert_same, contents, stream, weights
 
 
@@ -41,9 +42,58 @@ class Held:
         return self.inner.digests
 
 
+class Clock(Condition):
+    """The condition of an exchange, whose waits are as long as the test lets time pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._waits: dict[int, tuple[float, Callable[[], bool]]] = {}
+        """By thread: when a wait's time is over, and what it waits for."""
+
+    @classmethod
+    def of(cls, ends: Ends) -> Clock:
+        """A clock for the exchange of ``ends``, at which nobody waits yet."""
+        exchange: Any = ends.sender
+        exchange._changed = clock = cls()
+        return clock
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        assert timeout is not None, "a wait without a limit"
+        until = self._now + timeout
+        self._waits[get_ident()] = until, predicate
+        self.notify_all()
+        while not (met := predicate()) and self._now < until:
+            self.wait()
+        del self._waits[get_ident()]
+        self.notify_all()
+        return met
+
+    def until_waiting(self, number: int) -> None:
+        """Return when so many threads wait for what has not come."""
+
+        def waiting() -> bool:
+            return len(self._waits) == number and not any(comes() for _, comes in self._waits.values())
+
+        with self:
+            assert super().wait_for(waiting, 60), f"{len(self._waits)} wait, expected {number}"
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and return when nobody waits any more whose time is over by then."""
+        with self:
+            self._now += seconds
+            self.notify_all()
+            assert super().wait_for(lambda: all(until > self._now for until, _ in self._waits.values()), 60)
+
+
 def test_a_missing_receiver_is_named_when_the_time_is_over(site: Site) -> None:
     ends = site.meet("local", "a", "b", timeout_s=0.3)
-    outcome = ends.update(1, stream(1), targets("a"))
+    clock = Clock.of(ends)
+    with ThreadPoolExecutor(1) as pool:
+        updated = pool.submit(ends.update, 1, stream(1), targets("a"))
+        clock.until_waiting(2)
+        clock.advance(0.3)
+        outcome = updated.result(20)
     with pytest.raises(UpdateFailed, match=r"waited for b .*0\.3 s"):
         raise outcome.sent or AssertionError
     assert isinstance(outcome.errors["a"], UpdateFailed)
@@ -51,11 +101,16 @@ def test_a_missing_receiver_is_named_when_the_time_is_over(site: Site) -> None:
 
 def test_who_has_come_is_told_when_the_sender_waits_for_another_no_longer(site: Site) -> None:
     ends = site.meet("local", "a", "b", timeout_s=1.0)
+    clock = Clock.of(ends)
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(ends.sender.send, 1, stream(1))
-        Event().wait(0.5)
+        clock.until_waiting(1)
+        clock.advance(0.5)
+        came = ends.fill("a", 1, BackBuffer(MANIFEST), None)
+        clock.until_waiting(2)
+        clock.advance(0.5)
         with pytest.raises(UpdateFailed, match="sender of version 1 waited for b"):
-            ends.fill("a", 1, BackBuffer(MANIFEST), None).result(20)
+            came.result(20)
         assert isinstance(sent.exception(20), UpdateFailed)
 
 
@@ -63,7 +118,8 @@ def test_who_has_come_is_told_when_the_sender_waits_for_another_no_longer(site: 
 def test_a_sender_held_between_buckets_does_not_hold_its_receivers_nor_writes_to_them_afterwards(
     site: Site, closed: bool
 ) -> None:
-    ends = site.meet("local", "a", "b", timeout_s=60 if closed else 0.5)
+    ends = site.meet("local", "a", "b", timeout_s=60)
+    clock = Clock.of(ends)
     begun, go_on, filled = Event(), Event(), targets("a", "b")
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(ends.sender.send, 1, Held(stream(1), begun, go_on))
@@ -71,6 +127,9 @@ def test_a_sender_held_between_buckets_does_not_hold_its_receivers_nor_writes_to
         assert begun.wait(20)
         if closed:
             ends.receivers["b"].close()
+        else:
+            clock.until_waiting(2)
+            clock.advance(60)
         for one in waiting:
             with pytest.raises(UpdateFailed, match="an end was closed" if closed else "waited .*sender of version"):
                 one.result(20)
@@ -81,7 +140,7 @@ def test_a_sender_held_between_buckets_does_not_hold_its_receivers_nor_writes_to
 
 
 def test_a_missing_sender_is_named_when_the_time_is_over(site: Site) -> None:
-    ends = site.meet("local", "a", timeout_s=0.05)
+    ends = site.meet("local", "a", timeout_s=0.05)  # by the wall's clock
     with pytest.raises(UpdateFailed, match=r"receiver a waited .*version 4"):
         ends.fill("a", 4, BackBuffer(MANIFEST), None).result(20)
 
@@ -89,20 +148,22 @@ def test_a_missing_sender_is_named_when_the_time_is_over(site: Site) -> None:
 def test_the_time_is_that_of_one_wait_and_not_of_a_whole_update(site: Site) -> None:
     """Each bucket takes most of the time-out to gather; all of them take several."""
 
+    ends = site.meet("local", "a", timeout_s=1.2)
+    clock = Clock.of(ends)
+
     @dataclass(frozen=True)
     class Slow:
         inner: OutgoingWeights
 
         def __iter__(self) -> Iterator[Chunk]:
             for chunk in self.inner:
-                Event().wait(0.25)
+                clock.advance(1.0)
                 yield chunk
 
         @property
         def digests(self) -> tuple[int, ...]:
             return self.inner.digests
 
-    ends = site.meet("local", "a", timeout_s=1.2)
     outcome = ends.update(1, Slow(stream(1)), targets("a"))
     assert outcome.sent is None and not outcome.errors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
@@ -194,6 +195,7 @@ def test_no_program_outlives_who_asked_for_it_whenever_that_is_killed(sandbox: S
 
 def test_descriptors_do_not_add_up(sandbox: Sandbox) -> None:
     sandbox.run_blocking("pass", limits=SMALL)
+    gc.collect()  # what nobody holds any more is closed now, and not meanwhile
     before = len([*Path("/proc/self/fd").iterdir()])
     for code in ("pass", "1 / 0", "while True: print('x' * 1000)"):
         sandbox.run_blocking(code, limits=SMALL)

@@ -16,6 +16,7 @@ from headway.errors import RunnerLost
 from headway.runtime.process_tree import descendants
 from headway.runtime.workers import user_code_worker as process
 from headway.runtime.workers import worker_pool
+from headway.runtime.workers.user_code_worker import UserCodeWorker
 from headway.runtime.workers.worker_pool import WorkerPool
 from tests.runtime.user_code.test_workers import ended, workers_of
 from tests.tiers import mostly_slow
@@ -23,6 +24,12 @@ from tests.tiers import mostly_slow
 STALL_S = 0.4
 PATIENT_S = 0.8
 """The limit where no loop is to be taken for held, on a busy machine either."""
+
+
+def sleeps(worker: UserCodeWorker, jobs: int) -> bool:
+    """Whether a worker's ``jobs`` have all gone on from their first ask, and none of them is in a step."""
+    assert worker._note is not None
+    return worker._note.steps >= 2 * jobs and worker._note.whose == 0
 
 
 async def patiently(workers: WorkerPool, *job: Any, on_ask: Any = None, tries: int = 5) -> Any:
@@ -82,9 +89,11 @@ async def test_of_a_worker_that_somebody_else_kills_or_stops_no_job_is_to_blame(
 
     async with workers_of("shared", processes=2, stall_s=STALL_S) as workers:
         await workers.start()
-        jobs = [asyncio.create_task(workers.run(("asks", 1, 3 * STALL_S), count_up)) for _ in range(6)]
+        jobs = [asyncio.create_task(workers.run(("asks", 1, 4 * STALL_S), count_up)) for _ in range(6)]
         await all_asked.wait()
-        await asyncio.sleep(0.1)  # until none of them is in a step
+        async with asyncio.timeout(60):
+            while not all(sleeps(worker, jobs=3) for worker in workers._workers):  # noqa: ASYNC110 - other processes
+                await asyncio.sleep(0.01)
         os.kill(descendants(workers._workers[0].process.pid)[0], number)
         ends = await asyncio.gather(*jobs, return_exceptions=True)
         lost = [end for end in ends if isinstance(end, RunnerLost)]
@@ -233,9 +242,9 @@ async def test_a_fork_server_that_was_killed_while_idle_costs_no_job() -> None:
 async def test_an_idle_worker_that_was_killed_costs_no_job_once_its_end_is_seen() -> None:
     async with workers_of("spawned") as workers:
         pid = await workers.run(("pid",))
-        with ended(pid):
-            os.kill(pid, signal.SIGKILL)
-        await asyncio.sleep(0.05)
+        seen = workers._workers[0].process.ended
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(asyncio.shield(seen), 60)
         assert await workers.run(("pid",)) != pid
 
 

@@ -31,7 +31,7 @@ def wait_for_the_end(process: int) -> None:
         return
     waiting = select.poll()
     waiting.register(ends, select.POLLIN)
-    assert waiting.poll(10_000), f"process {process} has survived its worker"
+    assert waiting.poll(60_000), f"process {process} has survived its worker"
     os.close(ends)
 
 

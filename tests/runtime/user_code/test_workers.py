@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import gc
 import os
 import select
 import signal
+import socket
+import struct
+import termios
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -40,6 +45,12 @@ async def workers_of(kind: str, *, processes: int = 1, loading: str = "", **othe
         yield workers
     finally:
         await workers.close()
+
+
+def unread(connection: socket.socket) -> int:
+    """Number of bytes that have come and were not read."""
+    (number,) = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
+    return int(number)
 
 
 async def answered(message: Any) -> Any:
@@ -192,7 +203,10 @@ async def test_what_a_process_said_before_it_ended_counts(monkeypatch: pytest.Mo
         pid = await workers.run(("pid",))
         job = asyncio.create_task(workers.run(("echo", "x" * 10_000)))
         await asyncio.sleep(0)
-        time.sleep(0.5)  # noqa: ASYNC251 - until it has said all
+        said, until = workers._workers[0].process.channel._sock, time.monotonic() + 60
+        while unread(said) < 10_000:
+            assert time.monotonic() < until, "it says nothing"
+            time.sleep(0.005)  # noqa: ASYNC251 - this loop is to read nothing of it yet
         with ended(pid):
             os.kill(pid, signal.SIGKILL)
         assert await job == "x" * 10_000
@@ -348,6 +362,7 @@ async def test_jobs_that_wait_for_code_that_does_not_load_fail_with_its_error() 
 
 @mostly_slow("kind", KINDS, quick=["shared"])
 async def test_closing_leaves_no_process_descriptor_or_task_and_fails_what_is_awaited(kind: str) -> None:
+    gc.collect()  # what nobody holds any more is closed now, and not meanwhile
     descriptors = open_descriptors()
     busy = ("sleeps", 60) if kind == "shared" else ("backtracks",)
     async with workers_of(kind, processes=2, at_once=2 if kind == "shared" else 1) as workers:
