@@ -116,7 +116,7 @@ class EchoRole(Role):
 
     def was_left(self) -> bool:
         """Whether `endless` ends in time."""
-        return self._left.wait(10)
+        return self._left.wait(60)
 
 
 def column(handle: Any, index: int) -> Column:

@@ -42,7 +42,7 @@ async def test_a_meeting_that_hangs_holds_no_later_one_up_and_takes_no_place_whe
         ends[link.transport] = End(link)
         if link.transport == "first":
             began.set()
-            assert goes_on.wait(10)
+            assert goes_on.wait(60)
         return ends[link.transport]
 
     monkeypatch.setattr(weight_roles, "open_receiver", open_receiver)

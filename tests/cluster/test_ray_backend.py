@@ -26,7 +26,7 @@ from tests.cluster.one_version import N, generate, one_version, request, tiny_co
 
 pytestmark = pytest.mark.usefixtures("workers_can_import_tests")
 
-WAIT_S = 120.0
+WAIT_S = 240.0
 """For processes to start, and to be seen to have ended, on a machine with other work."""
 
 

@@ -21,7 +21,7 @@ from headway.errors import ConfigError, ModelError, StallError
 from tests.cluster.fakes import echo_plan, echo_specs
 from tests.cluster.one_version import tiny_config
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 """For Ray to answer, on a machine with other work."""
 
 

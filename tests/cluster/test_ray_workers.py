@@ -39,7 +39,7 @@ from headway.data.types import TrainSample
 from headway.errors import RunError, TokensLost, UpdateFailed, WorkerDied
 from tests.cluster.fakes import EchoRole, echo_plan, echo_specs, group_tokens, sample
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 """For a worker to answer, or to be seen to have ended, on a machine with other work."""
 
 

@@ -33,7 +33,7 @@ from tests.cluster.fakes import EchoRole, echo_plan, echo_specs, group_tokens, s
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STORE = 80 * 2**20
-WAIT_S = 120.0
+WAIT_S = 240.0
 """For workers to start, or a node to be missed, on a machine with other work."""
 
 

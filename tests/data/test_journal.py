@@ -124,7 +124,7 @@ def test_what_was_written_is_synced_within_the_limit(tmp_path: Path, monkeypatch
         one = JournalWriter(tmp_path, "driver", groups_per_block=4, sync_s=0.001)
         one.append(0, Record({}))
         one.append(9, Record({}))
-        names = {await asyncio.to_thread(synced.get, timeout=10) for _ in range(2)}
+        names = {await asyncio.to_thread(synced.get, timeout=60) for _ in range(2)}
         one.close()
         return names
 
@@ -146,7 +146,7 @@ def test_syncing_goes_on_after_a_moment_without_descriptors(tmp_path: Path, monk
         one = JournalWriter(tmp_path, "driver", groups_per_block=4, sync_s=0.001)
         for _ in range(2):
             one.append(0, Record({}))
-            await asyncio.to_thread(asked.get, timeout=10)
+            await asyncio.to_thread(asked.get, timeout=60)
         one.close()
 
     monkeypatch.setattr(os, "dup", duplicate)

@@ -77,8 +77,8 @@ def killed(folder: Path, at: float, checkpoint: int = -1) -> tuple[Path, dict[st
     """What a kill leaves, the last line half written; and the driver's state of a checkpoint, by default the last."""
     reports = open_reports(SCENARIO.config, folder / "before", quiet())
     run = observed(SCENARIO, reports, at)
-    reports._states._thread.submit(int).result(10)  # a kill may come earlier; this one finds all states, every time
-    until = time.monotonic() + 10.0
+    reports._states._thread.submit(int).result(60)  # a kill may come earlier; this one finds all states, every time
+    until = time.monotonic() + 60.0
     for tracker in reports._trackers._threads:  # and all rows with the trackers, which are threads, too
         state = memory_file(tracker._setting.folder, tracker.name)
         while TrackerState.read(state).rows < tracker._rows:

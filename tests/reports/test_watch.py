@@ -243,7 +243,7 @@ def test_a_page_gets_its_message_while_files_are_read(run: Path, monkeypatch: py
     def slow(tail: Tail) -> Iterator[tuple[int, bytes]]:
         asking = threading.Thread(target=lambda: answered.append(follower.news(0, timeout_s=0)), daemon=True)
         asking.start()
-        asking.join(5)
+        asking.join(60)
         assert not asking.is_alive(), f"a page waits for {tail.path.name}"
         return read(tail)
 

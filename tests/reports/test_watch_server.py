@@ -51,7 +51,7 @@ def served(run: Path) -> Iterator[WatchServer]:
 def ask(
     server: WatchServer, path: str, host: str | None = None, method: str = "GET"
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.putrequest(method, path, skip_host=True)
     connection.putheader("Host", host or f"127.0.0.1:{server.port}")
     connection.endheaders()
@@ -140,7 +140,7 @@ def test_idle_connections_of_others_are_hung_up_on_and_keep_nobody_out(
     with served(run) as server, streamed(server) as messages, ExitStack() as idle:
         next(messages)
         address = ("127.0.0.1", server.port)
-        connections = [idle.enter_context(socket.create_connection(address, timeout=10)) for _ in range(4)]
+        connections = [idle.enter_context(socket.create_connection(address, timeout=60)) for _ in range(4)]
         for connection in connections[:2]:
             assert connection.recv(1) == b""  # the oldest
         for _ in range(3):

@@ -60,7 +60,7 @@ class Held(ChatRenderer):
         self.let_go = threading.Event()
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        assert len(text) < LONG or self.let_go.wait(10), "the other episode had no answer while a text was encoded"
+        assert len(text) < LONG or self.let_go.wait(60), "the other episode had no answer while a text was encoded"
         return super().encode(text)
 
 

@@ -17,7 +17,7 @@ from tests.engines.rollout.serving import Source
 from tests.engines.rollout.support import make_model
 
 SEED = 7
-WAIT_S = 60.0
+WAIT_S = 200.0
 """No test comes near it."""
 
 

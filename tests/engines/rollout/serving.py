@@ -22,7 +22,7 @@ from headway.engines.weights.weight_layout import Manifest, buckets, build_manif
 from tests.engines.rollout.support import CONTEXT, decode, make_model, make_request, tensors_of_files
 
 MODEL = make_model()
-WAIT_S = 60.0
+WAIT_S = 200.0
 """No wait of these tests comes near it."""
 BUCKET = 4096
 _WORKERS = count()

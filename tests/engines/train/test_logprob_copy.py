@@ -56,7 +56,7 @@ class Link:
                 raise UpdateFailed("the trainer died")
             if chunk.header.index == 2 and self.hold is not None:
                 self.held.set()
-                assert self.hold.wait(10), "nobody let the transfer go on"
+                assert self.hold.wait(60), "nobody let the transfer go on"
             sink.room(chunk.header).copy_(chunk.payload)
             sink.filled(chunk.header)
             self.nbytes += chunk.header.payload_nbytes
