@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class TimedRecord:
-    """A record of chats whose CPU seconds are added up. Its texts are short: nothing else runs in ``prompt``."""
+    """Tokens of an episode, with the CPU seconds added up. Texts are short: nothing else runs in ``prompt``."""
 
     def __init__(self, chats: Chats, seconds: list[float]) -> None:
         self._record, self._seconds = chats.new_episode(), seconds

@@ -48,7 +48,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def explained(error: Exception, who: str, doing: str) -> Exception:
-    """Return the error to raise for ``error``: of one of memory who ran out of it, doing what, and what needs less.
+    """Return the error to raise for ``error``. For a lack of memory: who ran out, doing what, and what needs less.
 
     An error of Headway's own that a memory error has caused keeps its text, to which the advice is added.
     """
@@ -130,7 +130,7 @@ class RoleHost:
 
     @contextmanager
     def _failures_told(self, method: str) -> Iterator[None]:
-        """Log a failure of a call with its traceback: who called gets the message alone."""
+        """Log a failure of a call with its traceback: the caller gets the message alone."""
         try:
             yield
         except Exception as failure:

@@ -373,8 +373,8 @@ class Startup:
         return found
 
     async def _restart(self, role: str) -> None:
-        """Start other ranks, with the initial model, and prepare them for updates, at the next of which they meet their
-        receivers or the trainer.
+        """Start other ranks, with the initial model, and prepare them for updates. At the next update they connect to
+        their receivers or the trainer.
         """
         group, waits = self._groups[role], StartWaits()
         try:
@@ -471,7 +471,7 @@ class Startup:
                 return {rank: places[rank.worker] for rank in found}
 
     def _of_fewer(self, count: int, asked: int) -> dict[str, Any]:
-        """Return what differs for a role's ranks where there are ``count``, fewer than ``asked``; nothing for all."""
+        """Return changed arguments for ``count`` ranks of a role, fewer than ``asked``; none where all are there."""
         if count == asked:
             return {}
         config = self._config

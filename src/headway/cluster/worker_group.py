@@ -63,7 +63,7 @@ class Collect(StrEnum):
     """Return rank zero's result with what the other ranks that have a share add to it: ``first.joined(others)``."""
     COLUMNS = "columns"
     """Return one `Column` per sample, the first argument, in order. Arrays stay where they are, those of each group
-    behind a handle of its own: whoever needs a group's needs no other's. Not for ``Dispatch.ONE_TO_ALL``."""
+    behind a handle of its own, so that readers of one group need no other's. Not for ``Dispatch.ONE_TO_ALL``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class ClusterPlan:
     shared: bool
     """True where each replica shares the device, and the process, of a training rank."""
     shares: tuple[NodeShare, ...]
-    """What has to be on one machine, of the devices that have a worker."""
+    """Shares of machines, of the devices that have a worker."""
 
     def workers_of(self, *roles: str) -> list[str]:
         """Return the names of the workers that have ranks of these roles."""

@@ -25,8 +25,8 @@ Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]
 
 
 class BatchShare(list[TrainSample]):
-    """A rank's samples of one call that is about a ``batch``: they tell the rank themselves when another one begins,
-    since a call for that would cost the driver a millisecond.
+    """A rank's samples of one call about ``batch``. They also tell the rank that another batch has begun: a call for
+    that would cost the driver a millisecond.
     """
 
     def __init__(self, samples: Iterable[TrainSample], batch: int) -> None:

@@ -121,10 +121,10 @@ class LogProbCopy:
 
         Args:
             manifest: layout of the weights of an update.
-            receive: lets a version come in, blocking.
+            receive: blocking function that receives a version.
 
         Raises:
-            ModelError: the model cannot be used, or ``manifest`` is not its.
+            ModelError: the model cannot be used, or ``manifest`` is another model's.
         """
         self._name = name
         self._policy = frozen_policy(model_path, config, mesh)

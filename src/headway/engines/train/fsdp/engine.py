@@ -55,7 +55,7 @@ class SampledRows:
     """
 
     def __init__(self, rows: Sequence[CollatedRow], groups: Collection[GroupId]) -> None:
-        """Look out for those of this rank's ``rows`` that are of ``groups``."""
+        """Select those of this rank's ``rows`` that belong to ``groups``."""
         self._wanted = {
             id(row): place for place, row in enumerate(rows) if row.episode is not None and row.episode[:3] in groups
         }

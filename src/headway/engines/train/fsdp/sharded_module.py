@@ -173,7 +173,7 @@ class ValueModule(ShardedModule):
     """The decoder of a Hugging Face causal LM with a head of one number: V(s_t), before each response token.
 
     An output layer of the LM's own is left out, so that no file is read for it; a tied one is the embedding. The new
-    head begins at zero: a critic that knows nothing expects nothing.
+    head begins at zero, and so do all values.
     """
 
     def __init__(self, lm: PreTrainedModel, mesh: TrainMesh | None = None) -> None:
