@@ -32,7 +32,7 @@ def pickled_by_fields(record: type[T]) -> type[T]:
 def record(plain: type[T]) -> type[T]:
     """Make a dataclass with slots, `pickled_by_fields` unless it says itself how, that type checkers take for frozen.
 
-    It is not frozen when the program runs: making an instance that is takes five times as long.
+    At run time it is not frozen: an instance of a frozen class takes five times as long to make.
     """
     made = dataclass(slots=True)(plain)
     return made if "__reduce__" in vars(made) else pickled_by_fields(made)

@@ -1,9 +1,9 @@
-"""Snapshots: what a checkpoint has of each training rank, in the memory of a process on another machine.
+"""Snapshots: the state of each training rank, as in a checkpoint, in the memory of an episode worker.
 
     rank: its copy in host memory ──chunks──▶ episode worker ──chunks──▶ the rank that was started in its place
 
-Where all episode workers are on a rank's own machine, its snapshot outlives processes alone. There are two snapshots of
-a rank at most: the older one goes when the newer one of every rank is complete.
+If possible that is on another machine than the rank; else the snapshot outlives processes, but not the machine. There
+are two snapshots of a rank at most: the older one goes when the newer one of every rank is complete.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from headway.engines.train.fsdp.learner import Learner
 
 CHUNK = 2**20
-"""Bytes that are sent at once: a keeper's event loop takes them in milliseconds."""
+"""Number of bytes that are sent at once: an episode worker's event loop takes them in milliseconds."""
 
 
 class SnapshotMemory:
-    """Keeper's end: chunks of the snapshots of ranks.
+    """The episode worker's end: chunks of ranks' snapshots.
 
     Example:
         >>> memory = SnapshotMemory()
@@ -53,35 +53,35 @@ class SnapshotMemory:
 
 
 class RankSnapshot:
-    """Rank's end: sends the copy of its state to a keeper, and brings it back. Raises `RunError` where that fails."""
+    """Rank's end: sends the copy of its state, and brings it back. Raises `RunError` where that fails."""
 
     def __init__(self) -> None:
         self.learners: list[Learner] = []
 
-    async def send(self, rank: int, version: int, keeper: Peer) -> None:
+    async def send(self, rank: int, version: int, holder: Peer) -> None:
         """Send the copy."""
-        # As bytes: a memoryview cannot be pickled, and a keeper in this process would see the next copy in it.
-        await self._each(keeper, lambda i, chunk: keeper.call("snapshots.put", rank, version, i, bytes(chunk)))
+        # As bytes: a memoryview cannot be pickled, and a holder in this process would see the next copy in it.
+        await self._each(holder, lambda i, chunk: holder.call("snapshots.put", rank, version, i, bytes(chunk)))
 
-    async def fetch(self, rank: int, version: int, keeper: Peer) -> None:
+    async def fetch(self, rank: int, version: int, holder: Peer) -> None:
         """Set the copy to a snapshot."""
 
         async def get(index: int, chunk: memoryview) -> None:
-            data: bytes | None = await keeper.call("snapshots.get", rank, version, index)
+            data: bytes | None = await holder.call("snapshots.get", rank, version, index)
             if data is None or len(data) != len(chunk):
-                raise RunError("its keeper does not have it")
+                raise RunError("its episode worker does not have it")
             chunk[:] = data
 
         for learner in self.learners:
             await asyncio.to_thread(learner.copy_state)  # makes the memory that the chunks are written into
-        await self._each(keeper, get)
+        await self._each(holder, get)
 
     def restore(self) -> None:
         """Set the state to the copy."""
         for learner in self.learners:
             learner.restore_copy()
 
-    async def _each(self, keeper: Peer, do: Callable[[int, memoryview], Awaitable[object]]) -> None:
+    async def _each(self, holder: Peer, do: Callable[[int, memoryview], Awaitable[object]]) -> None:
         try:
             with ExitStack() as copies:
                 views = [view for one in self.learners for view in copies.enter_context(one.copy_bytes())]
@@ -91,21 +91,21 @@ class RankSnapshot:
                         await do(index, chunk)
         except TimeoutError:
             raise RunError(f"a megabyte was not through within {SNAPSHOT_S:g} s") from None
-        except HeadwayError as error:  # a keeper's death must not pass for this rank's
+        except HeadwayError as error:  # a holder's death must not pass for this rank's
             raise RunError(said_by(error)) from None
         finally:
-            keeper.close()
+            holder.close()
 
 
 class Snapshots:
     """Driver's end: `headway.pipeline.recovery.checkpoint_manager.SnapshotStore` over ranks and episode workers."""
 
-    def __init__(self, ranks: WorkerGroup, keepers: Callable[[], Sequence[Worker]]) -> None:
-        """Set up. ``keepers``: returns the present episode workers."""
+    def __init__(self, ranks: WorkerGroup, holders: Callable[[], Sequence[Worker]]) -> None:
+        """Set up. ``holders``: returns the present episode workers."""
         self._ranks = ranks
-        self._keepers = keepers
+        self._holders = holders
         self._kept: list[Worker] = []
-        """Keeper of each rank's snapshot."""
+        """Episode worker that holds each rank's snapshot."""
         self._versions: list[int] = []
         """Version of the snapshot that is complete, if there is one."""
 
@@ -114,13 +114,13 @@ class Snapshots:
         here = await concurrently(rank.call("lookout.place") for rank in self._ranks.workers)
         kept: list[Worker] = []
         for index, machine in enumerate(here):
-            others = [keeper for keeper, there in machines.items() if there != machine] or list(machines)
+            others = [holder for holder, there in machines.items() if there != machine] or list(machines)
             kept.append(others[index % len(others)])
         await self._on_all("send", version, kept)
         # Not before all ranks have sent: until then the snapshot before is the only whole one.
         self._versions, self._kept = [version], kept
         await self._make_room()
-        return all(machines[keeper] != machine for keeper, machine in zip(kept, here, strict=True))
+        return all(machines[holder] != machine for holder, machine in zip(kept, here, strict=True))
 
     async def load(self, version: int) -> None:
         if len(self._kept) != len(self._ranks.workers):
@@ -128,27 +128,27 @@ class Snapshots:
         await self._on_all("fetch", version, self._kept)
         await concurrently(rank.call("snapshot.restore") for rank in self._ranks.workers)
 
-    async def _on_all(self, step: str, version: int, keepers: Sequence[Worker]) -> None:
+    async def _on_all(self, step: str, version: int, holders: Sequence[Worker]) -> None:
         """Take a step on all ranks, to its end: one whose copy is still being sent could make no other one."""
-        at = enumerate(zip(self._ranks.workers, keepers, strict=True))
-        calls = [rank.call(f"snapshot.{step}", index, version, keeper.peer()) for index, (rank, keeper) in at]
+        at = enumerate(zip(self._ranks.workers, holders, strict=True))
+        calls = [rank.call(f"snapshot.{step}", index, version, holder.peer()) for index, (rank, holder) in at]
         failures = [failure for failure in await asyncio.gather(*calls, return_exceptions=True) if failure is not None]
         # A death first: by it ranks are started again, and other failures may be its doing.
         for failure in sorted(failures, key=lambda failure: not isinstance(failure, WorkerDied)):
             raise failure
 
     async def _make_room(self) -> dict[Worker, str]:
-        """Have keepers forget all but the complete snapshot. Returns the machines of those that answer."""
+        """Have holders forget all but the complete snapshot. Returns the machines of those that answer."""
 
-        async def room(keeper: Worker) -> str:
+        async def room(holder: Worker) -> str:
             async with asyncio.timeout(SNAPSHOT_S):
-                await keeper.call("snapshots.keep_only", self._versions)
-                machine: str = await keeper.call("lookout.place")
+                await holder.call("snapshots.keep_only", self._versions)
+                machine: str = await holder.call("lookout.place")
                 return machine
 
-        keepers = self._keepers()
-        answers = await asyncio.gather(*map(room, keepers), return_exceptions=True)  # those that fail are passed over
-        found = {keeper: answer for keeper, answer in zip(keepers, answers, strict=True) if isinstance(answer, str)}
+        holders = self._holders()
+        answers = await asyncio.gather(*map(room, holders), return_exceptions=True)  # those that fail are passed over
+        found = {holder: answer for holder, answer in zip(holders, answers, strict=True) if isinstance(answer, str)}
         if not found:
             raise RunError("no episode worker answers")
         return found

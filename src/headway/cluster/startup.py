@@ -234,7 +234,7 @@ class Startup:
         restarted = plan.workers_of(*restartable)
         snapshots = None
         if config.trainer.snapshot is not None:
-            snapshots = Snapshots(actor, lambda: [keeper.worker for keeper in episode_workers])
+            snapshots = Snapshots(actor, lambda: [one.worker for one in episode_workers])
         critic, reference = (
             actor if role in plan.on_trainer_ranks else self._groups.get(role) for role in (CRITIC, REF)
         )

@@ -1,8 +1,8 @@
 """A run's storage: whose it is, and the run brought back from it into a directory, to be resumed there.
 
-A storage is one run's, and of its processes the one's that began or resumed it last. A process that trains writes its
-name into ``run.json`` when training begins. One that was taken for dead, and finds another name there, writes nothing
-any more. ``RUN/.storage.json`` says which state of a storage a run's directory has.
+A storage belongs to one run, and to the process that began or resumed the run last: that writes its name into
+``run.json`` when training begins. A process that was taken for dead, and finds another name there, writes nothing any
+more. ``RUN/.storage.json`` says which state of a storage a run's directory has.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class SandboxConfig(Section):
     """Most seconds of a call, and of processor time of its processes (10 at least). A test of the reward ``code`` has
     its own limit, ``reward.params.timeout_s``."""
     memory_mib: int = Field(512, ge=LEAST_MIB)
-    """Most MiB of memory, of all processes of a call together, its files included."""
+    """Largest memory of all processes of a call together, files included, in MiB."""
 
     @property
     def spec(self) -> SandboxSpec:

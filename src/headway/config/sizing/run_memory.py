@@ -95,7 +95,7 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     if ROLLOUT in roles and not apart:
         found.append(RunProcess("machine with replicas", len(placement.on_nodes(ROLLOUT)), copy))
     tokens = MemoryItem("tokens of groups that wait, or may be trained on again", token_bytes(config), not on_cpu)
-    # One of the keepers may be on the ranks' machine: they take others.
+    # One of their episode workers may be on the ranks' machine: they take others.
     ranks = up(step.mesh.ranks, max(1, len(placement.on_nodes(ROLLOUT)) - 1))
     nbytes = SNAPSHOTS * ranks * 3 * FLOAT * step.mesh.share(shape) * (2 if placement.shared(CRITIC, ACTOR) else 1)
     snapshots = MemoryItem(f"snapshots of training ranks: {SNAPSHOTS} of {ranks}", nbytes, on_host=not on_cpu)

@@ -49,7 +49,7 @@ LATER_S = 60.0
 """Seconds by which the stall detector waits longer for stuck work with files than its caller, which can name the work.
 """
 SNAPSHOT_S = 30.0
-"""Seconds for a megabyte of a snapshot to be with its keeper, whose event loop has other work."""
+"""Seconds for a megabyte of a snapshot to be with its episode worker, whose event loop has other work."""
 SETTLE_S = 5.0
 """Seconds for the other receivers to notice that one is gone, and to stop receiving."""
 RANKS_S = 7 * 86_400.0

@@ -94,7 +94,7 @@ class Bubblewrap:
 
     @cached_property
     def counts_processes(self) -> bool:
-        """The kernel counts the processes of a sandbox apart from all others of its user."""
+        """True where the kernel counts the processes of a sandbox apart from all others of its user."""
         numbers = platform.release().split("-")[0].split(".")[:2]
         return os.geteuid() == 0 or tuple(map(int, numbers)) >= COUNTS_BY_NAMESPACE
 
