@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 
 from headway.cluster import backend, startup
@@ -312,6 +313,70 @@ async def test_a_machine_on_which_a_restarted_rank_does_not_see_the_runs_files_g
             await begun._replace_ranks("actor", StartWaits())
         assert avoided == ["actor-1"]
         await begun._replace_ranks("actor", StartWaits())
+
+
+class Asked(PlannedCluster):
+    """Notes what workers are asked for, and finds a place for each where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def answer(self, name: str, method: str) -> Any:
+        self.asked.append(f"{name} {method}")
+        return np.zeros(2, np.float32) if method.endswith("probe") else await super().answer(name, method)
+
+    async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
+        return spec.device
+
+
+class Seen:
+    """Files that every machine sees; notes who was asked for them."""
+
+    def __init__(self) -> None:
+        self.by: list[tuple[str, bool]] = []
+
+    async def check_rank(self, worker: Any) -> None: ...
+
+    async def check_later(self, worker: Any, *, receives: bool) -> None:
+        self.by.append((worker.name, receives))
+
+
+async def everything(cluster: Asked, stack: AsyncExitStack, tmp_path: Path) -> tuple[backend.Workers, Seen]:
+    """All workers of a run with log-probs on ranks of their own; what they were asked for so far is forgotten."""
+    logp = {"logp": {"nnodes": 1, "n_gpus_per_node": 1}, "async_training": {"use_rollout_log_probs": False}}
+    begun = startup.Startup(
+        tiny_config("ray", **logp), cluster, stack, model_path="m", total_optimizer_steps=1, run_dir=tmp_path
+    )
+    await begun.launch()
+    workers = await begun.run()
+    cluster.asked.clear()
+    begun._files = seen = Seen()
+    return workers, seen
+
+
+@pytest.mark.parametrize(
+    ("role", "prepared"),
+    [("actor", ["layout", "open_route"]), ("logp", ["memory_domain", "serve"])],
+)
+async def test_ranks_that_were_started_again_are_prepared_for_updates(
+    role: str, prepared: list[str], tmp_path: Path
+) -> None:
+    cluster = Asked()
+    async with AsyncExitStack() as stack:
+        workers, _ = await everything(cluster, stack, tmp_path)
+        await workers.restartable[role].restart()
+    assert cluster.asked == [f"{role}-0+1 {method}" for method in ("up", "open_store", "build", *prepared)]
+
+
+async def test_what_takes_a_lost_ones_place_sees_the_files_and_a_replicas_rounding_is_measured(tmp_path: Path) -> None:
+    cluster = Asked()
+    async with AsyncExitStack() as stack:
+        workers, seen = await everything(cluster, stack, tmp_path)
+        assert workers.replace_replica is not None
+        await workers.replace_replica("rollout-0")
+        assert "probe" in cluster.asked[-1]
+    assert seen.by == [("rollout-0+1", True)]
 
 
 async def test_the_first_worker_that_fails_ends_the_start_and_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,6 +394,7 @@ def test_where_memory_is_short_contexts_are_prefilled_again_and_nothing_else_cha
     play(core, played)
     assert_reference(model, played)
     assert core.stats().unpinned > 0
+    assert core.stats().unpinned == 0, "each is told once"
     assert len(core._scheduler) == 0
 
 
