@@ -16,11 +16,14 @@ from transformers import PreTrainedModel
 from headway.data.interfaces.rollout import Completion, GenerateRequest, OnUpdate, Priority, SamplingParams
 from headway.data.types import FinishReason, TrajectoryId
 from headway.engines.rollout.native.fused_forward import FusedForward
+from headway.engines.rollout.native.model_runner import Prefilled
 from headway.engines.rollout.native.native_core import EngineCore
 from headway.engines.rollout.native.policy_forward import ModuleForward
-from headway.engines.rollout.native.prefix_cache import BLOCK
+from headway.engines.rollout.native.prefix_cache import BLOCK, Found, PrefixCache
+from headway.engines.rollout.native.step_admission import KeptContexts, StepAdmission
 from headway.engines.rollout.native.step_attention import PrefillContext
 from headway.engines.rollout.native.supported_models import Windows
+from headway.engines.rollout.scheduler import RequestState, Scheduler
 from tests.engines.rollout.support import (
     FAMILIES,
     MIXTURES,
@@ -360,6 +363,52 @@ def test_an_interrupt_and_sleep_drop_what_is_there() -> None:
     again = Episode(0, played[0].contexts[1], 1)
     play(core, [again])
     assert again.calls[0].cached == 0
+
+
+def test_a_call_that_was_ended_leaves_no_context_behind() -> None:
+    core = long_core(long_model())
+    (episode,) = episodes(1)
+    core.submit("me", [episode.call()])
+    step(core)
+    core.abort("me", [episode.k])
+    assert [call.finish_reason for call in step(core)] == [FinishReason.ABORTED]
+    assert len(core._tree) == 0
+
+
+# ------------------------------------------------------------------------------------------ admission
+
+
+class OwnBlocks(PrefixCache):
+    """Finds a block of an episode's own for each, and nothing for the first."""
+
+    def find(self, ids: NDArray[Any], trajectory: TrajectoryId) -> Found:
+        return Found((trajectory.k,), BLOCK, 0) if trajectory.k else Found()
+
+
+def waiting(count: int) -> list[RequestState]:
+    """Calls of so many episodes with one context, none of which has started."""
+    scheduler = Scheduler(seed=0, max_context=LONG, vocabulary=VOCABULARY)
+    return scheduler.submit("me", [episode.call() for episode in episodes(count)])
+
+
+def test_calls_of_one_context_share_a_prefill_only_where_they_begin_with_the_same_blocks() -> None:
+    for tree, shared in ((PrefixCache(), [3]), (OwnBlocks(), [1, 1, 1])):
+        admission = StepAdmission(
+            rows=0, positions=0, budget=LONG, fits=lambda *_: True, contexts=KeptContexts(tree, LONG)
+        )
+        assert all(admission(run) for run in waiting(3))
+        assert [len(share.runs) for share in admission.shares.values()] == shared
+
+
+def test_a_prefill_of_others_is_not_taken_where_an_episodes_own_bits_are_there() -> None:
+    contexts, (first, then) = KeptContexts(PrefixCache(), LONG), waiting(2)
+    contexts.expect([first, then])
+    share = contexts.share(first, first.context, Found())
+    share.runs.append(first)
+    share.prefilled = Prefilled(torch.zeros(1, 2, len(first.context), 1), torch.zeros(VOCABULARY))
+    contexts.start(share)
+    for found, taken in ((Found(), True), (Found((0,), BLOCK, BLOCK), True), (Found((0,), BLOCK, BLOCK - 1), False)):
+        assert (contexts.share(then, then.context, found).prefilled is not None) == taken
 
 
 # ------------------------------------------------------------------------------------------ memory
