@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from headway.agents.adapters.environment_loop import ToolLoop
-from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec
+from headway.agents.adapters.mcp_servers import McpServer, McpServerSpec, _McpConnection
 from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.interface.tool import Toolbox, make_tool
-from headway.errors import ProgramAway, ProgramFailed, UserCodeError
+from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError
 from headway.planner.simulation.virtual_clock import run_virtual
 from tests.agents.programs.scripted import Script, calling, play, start
 from tests.agents.programs.served import served
@@ -265,6 +265,20 @@ async def test_what_structured_content_says_is_told_where_there_is_no_text():
     loaded = program(in_memory(make=written(answering({"content": [], "structuredContent": {"at": 3}}))))
     await play(loaded, ask := Script(calling(("place", {})), "x"))
     assert heard(ask) == ['{"at": 3}']
+
+
+async def test_a_connection_that_does_not_come_in_time_or_is_given_up_is_ended():
+    silent = written({"initialize": None})
+    late = _McpConnection(McpServerSpec("far", timeout_s=0.05), silent)
+    with pytest.raises(Unavailable, match=r"far: it was waited for 0\.05 s"):
+        await late.open()
+    assert late.holder.done()
+    left = _McpConnection(McpServerSpec("far"), silent)
+    opening = asyncio.create_task(left.open())
+    await asyncio.sleep(0)  # until it waits
+    opening.cancel()
+    await asyncio.wait({opening, left.holder}, timeout=5)
+    assert opening.cancelled() and left.holder.done()
 
 
 @pytest.mark.usefixtures("on_a_virtual_clock")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, Packing
 from headway.data.types import TrajectoryId
+from headway.engines.train.fsdp import sharded_module
 from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -412,6 +414,18 @@ def test_a_refused_model_is_padded_on_every_rank(
     expected, *_ = look(path, configured("padded"), [rows])
     for grads, *_ in run_ranks(2, look, (path, configured("shared", 60), [rows[:3], rows[3:]])):
         assert_close(grads, expected)
+
+
+@pytest.mark.parametrize(("rank", "set_to"), [(0, ["sdpa"]), (1, [])])
+def test_where_another_rank_cannot_pack_one_that_could_attends_as_before(
+    rank: int, set_to: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded_module, "on_all_ranks", lambda try_out: (None, "no kernel"))
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    told: list[str] = []
+    lm: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"), set_attn_implementation=told.append)
+    assert sharded_module._agreed(lm, lambda: None) == "no kernel"
+    assert told == set_to
 
 
 def test_a_packed_model_is_exported_with_its_own_attention(

@@ -34,7 +34,7 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.learner import count
 from headway.engines.train.fsdp.micro_batches import collate
-from headway.engines.train.fsdp.objective import Objective
+from headway.engines.train.fsdp.objective import DEFAULT_BOUND, Objective, _correction
 from tests.engines.train.rows import random_rows, with_columns
 from tests.tiers import mostly_slow
 
@@ -359,3 +359,19 @@ def test_as_pure_functions_the_modes_differ_by_rounding_alone(progress: float) -
         loss = (weights * ppo_clip(inputs, PolicyLossParams(PpoClip()))[0]).sum()
         results.append((loss.detach(), torch.autograd.grad(loss, current)[0]))
     torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("given", "bound"),
+    [
+        ({"name": "truncate"}, DEFAULT_BOUND),
+        ({"name": "truncate", "bound": 5.0}, 5.0),
+        ({"name": "mask", "lower": 0.5}, None),
+        ({"name": "off_policy_sequence_mask", "delta": 0.1}, None),
+    ],
+)
+def test_a_correction_has_the_usual_bound_only_where_neither_bound_is_given(
+    given: dict[str, Any], bound: float | None
+) -> None:
+    _, params = _correction(CorrectionConfig(**given))
+    assert (params.bound, params.lower) == (bound, given.get("lower"))
