@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headway.agents.adapters.environment_forms import GymProgram
+from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.interface.program_messages import EpisodeStart, said
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.agents.programs.scripted import Script, play, start
@@ -52,6 +53,12 @@ async def test_observations_are_the_users_messages_and_rewards_of_steps_those_of
         ("user", "<"),
     ]
     assert len(ask.requests) == 4, "a step after the end is never asked for"
+
+
+def test_tools_beside_it_are_refused(environment, tools):
+    more = tools('def look() -> int:\n    """Look."""\n    return 1', "look")
+    with pytest.raises(UserCodeError, match=r"agent\.tools beside environment game\.py:Game"):
+        ProgramSpec(environment=environment(GAME).environment, tools=more.tools).load()
 
 
 async def test_the_same_seed_is_the_same_game_whether_its_environment_is_new_or_used(environment):
