@@ -82,6 +82,14 @@ def test_a_recipe_that_is_not_there_gets_one_that_is() -> None:
     assert "gsm8k: there is no such recipe; headway recipes lists all, such as gsm8k-grpo" in outcome.stderr
 
 
+def test_a_file_of_the_users_is_no_recipe_that_comes_with_headway(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("mode: on_policy\n")
+    outcome = CliRunner().invoke(cli, ["recipes", str(file)])
+    assert outcome.exit_code == ConfigError.exit_code
+    assert "mine.yaml: there is no such recipe" in outcome.stderr
+
+
 def test_demo_is_the_recipe_wherever_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(cli, ["demo", "run.seed=7", "--dry-run"])

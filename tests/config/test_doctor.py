@@ -252,6 +252,7 @@ FILES = ("data.train=a.jsonl", "data.val=b.jsonl")
         ("rollout.nnodes", (*RATIOS, "rollout.nnodes=1"), "trainer.use_nodes_ratios divides"),
         ("rollout.n_gpus_per_node", (*RATIOS, "rollout.n_gpus_per_node=1"), "trainer.use_nodes_ratios divides"),
         ("cluster.address", ("cluster.backend=inline", "cluster.address=auto"), "uses no Ray cluster"),
+        ("trainer.snapshot_freq", ("trainer.snapshot_freq=2",), "there are snapshots with trainer.snapshot alone"),
     ],
 )
 def test_a_setting_of_the_users_without_effect_is_refused_with_the_reason(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headway.planner.profile_fitting.cost_fitting import fit_slowdown
+from headway.planner.profile_fitting.cost_fitting import Overlap, fit_slowdown
 from headway.planner.profile_fitting.run_profiler import profile_run
 from headway.planner.profiles.costs import Contention
 from headway.planner.profiles.job_profile import ContentionProfile, RolloutProfile
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.virtual_clock import run_virtual
+from headway.reports.metrics.intervals import IntervalUnion
 
 from .replica import arrives_at_once, calls, generate
 from .test_profiling_simulations import TRUE, record
@@ -121,6 +123,23 @@ def test_stretches_that_are_all_alike_say_nothing() -> None:
 
 def test_what_is_faster_beside_the_other_side_is_not_slowed_down() -> None:
     assert fit_slowdown([(0.0, 2.0, 1, 1), (1.0, 1.0, 1, 1)] * 10) == 1.0
+
+
+def test_steps_of_the_warm_up_do_not_count_in_the_slowdown_of_training() -> None:
+    """They are alone, and as slow as those beside generation: with them nothing would seem to be slowed down."""
+    cold, alone, beside = range(20), range(100, 120), range(200, 220)
+    steps = [SimpleNamespace(began=float(at), seconds=0.8, tokens=1) for at in cold]
+    steps += [SimpleNamespace(began=float(at), seconds=0.5, tokens=1) for at in alone]
+    steps += [SimpleNamespace(began=float(at), seconds=0.75, tokens=1) for at in beside]
+    busy = IntervalUnion()
+    busy.add((float(beside.start), float(beside.stop)))
+    recording: Any = SimpleNamespace(
+        training=SimpleNamespace(steps=steps, forwards=[]),
+        busy={"rollout-0": busy},
+        warm=lambda items: [item for item in items if item.began >= alone.start],
+        warm_activity=lambda name: [],
+    )
+    assert Overlap(recording).training == pytest.approx(1.5)
 
 
 @pytest.mark.slow
