@@ -290,6 +290,11 @@ def test_train_hands_over_the_checked_configuration_and_ends_with_the_runs_code(
     [
         (WorkerDied("rollout-0 ended with signal 9"), 1, "error: rollout-0 ended with signal 9"),
         (HeadwayError("no"), 1, "error: no"),
+        (
+            PermissionError(13, "Permission denied", "a/b"),
+            2,
+            "error: a/b: Permission denied; give a path that you may read",
+        ),
         (ZeroDivisionError("division by zero"), 1, "error: unexpected ZeroDivisionError: division by zero"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],

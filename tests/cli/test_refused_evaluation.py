@@ -127,6 +127,7 @@ def test_a_run_without_its_model_says_so(run_dir: Path) -> None:
     done = run("eval", str(run_dir))
     assert done.exit_code == 2
     assert "has no model/, which is written at its end" in done.stderr
+    assert "headway train --resume" in done.stderr
 
 
 def test_a_data_file_that_is_not_there_is_named(tiny: Path) -> None:

@@ -34,6 +34,12 @@ def test_a_setting_with_dashes_is_answered_with_how_it_is_written(command: str, 
     assert done.stderr.splitlines()[-1] == f"Error: No such option: {answer}"
 
 
+def test_another_value_of_dry_run_is_answered_with_the_one_that_there_is() -> None:
+    done = CliRunner().invoke(cli, ["train", "recipe.yaml", "--dry-run=full"])
+    assert done.exit_code == 2
+    assert "--dry-run=static" in done.stderr
+
+
 def test_an_evaluation_answers_so_too_and_its_own_options_are_options() -> None:
     done = CliRunner().invoke(cli, ["eval", "model", "test.jsonl", "--n", "0", "--max-new-tokens", "8"])
     assert done.stderr.splitlines()[-1].endswith("Settings have no dashes: data.max_response_length=8")

@@ -123,6 +123,13 @@ def test_a_directory_without_a_record_is_told_by_what_else_is_there(
             RunDirectory.existing_sft(tmp_path)
 
 
+def test_a_folder_of_a_run_in_its_place_is_answered_with_the_run(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match=rf"did you mean {tmp_path}\?"):
+        RunDirectory.existing(tmp_path / "model")
+
+
 def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, CONFIG)
     run.write_summary({"version": 1})

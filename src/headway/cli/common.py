@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from headway.errors import EXIT_INTERRUPTED, ConfigError, HeadwayError, RunError
+from headway.errors import EXIT_INTERRUPTED, ConfigError, HeadwayError, RunError, UserError
 from headway.runtime.signals import terminations_as_interrupts
 
 
@@ -101,6 +101,8 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
             raise typer.Exit(give_up_stdout(error)) from None
         if debug:
             traceback.print_exc()
+        if isinstance(error, PermissionError) and error.filename is not None:  # in a folder that one may not look into
+            error = UserError(f"{error.filename}: {error.strerror}; give a path that you may read")
         expected = isinstance(error, HeadwayError)
         say(f"error: {error}" if expected else f"error: unexpected {type(error).__name__}: {error}")
         if isinstance(error, MemoryError):
@@ -257,6 +259,9 @@ class TakesSettings(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:  # typer does not export click's `NoSuchOption`, whose attributes these are
             name, options = getattr(error, "option_name", None), getattr(error, "possibilities", None) or ()
+            if name == "--dry-run":
+                error.message = "--dry-run takes no value but static: --dry-run=static"  # type: ignore[attr-defined]
+                raise
             if name is not None and not difflib.get_close_matches(name, options, n=1, cutoff=A_TYPING_ERROR):
                 error.message = _as_a_setting(name, typed) or error.message  # type: ignore[attr-defined]
                 error.possibilities = None  # type: ignore[attr-defined]

@@ -220,7 +220,9 @@ def needs_own_code(path: str | Path) -> ModelError:
 
 def without_config(path: str | Path) -> ModelError:
     """Return the error for a folder without ``config.json``."""
-    return ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
+    own = Path(path, "model")
+    of_run = f", as {own}" if (own / "config.json").is_file() else ""
+    return ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder{of_run}")
 
 
 def _adapter(path: str, folder: Path) -> ModelError:

@@ -100,9 +100,9 @@ class CheckpointRetention:
 
 
 def _versions(folder: Path) -> Iterator[tuple[int, Path]]:
-    for path in folder.glob(f"{PREFIX}*"):
+    for path in folder.iterdir() if folder.is_dir() else ():  # not by glob: to that a folder without the right is empty
         number = path.name.removeprefix(PREFIX)
-        if path.is_dir() and number.isdecimal():
+        if path.name.startswith(PREFIX) and path.is_dir() and number.isdecimal():
             yield int(number), path
 
 

@@ -239,6 +239,8 @@ class RunDirectory:
                 f". It is a run of headway sft: its figures are in {self.metrics.name} and the trackers, and it goes "
                 "on with headway sft --resume"
             )
+        if ((above := self.path.absolute().parent) / self.events.name).is_file():
+            return f"; did you mean {above}?"
         newest = max(self.path.glob(f"*/{self.events.name}"), key=lambda found: found.stat().st_mtime, default=None)
         return f"; did you mean {newest.parent}?" if newest else ""
 

@@ -186,6 +186,8 @@ def test_it_notes_what_its_user_may_not_expect(model: Path, tmp_path: Path) -> N
 def test_it_says_what_it_needs(model: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.val_size=2 .*of 2 rows"):
         check(settings(model, sums(2), tmp_path / "run", "data.val_size=2").config)
+    with pytest.raises(DataError, match="no rows"):
+        check(settings(model, sums(0), tmp_path / "run", "data.val_size=2").config)
     with pytest.raises(UserError, match="it holds no run"):
         RunDirectory.existing_sft(tmp_path)
 

@@ -35,6 +35,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "nothing").mkdir()
     (folder / "coded").mkdir()
+    (folder / "run" / "model").mkdir(parents=True)
+    (folder / "run" / "model" / "config.json").touch()
     config = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Config"}}
     (folder / "coded" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "coded" / "configuration_mine.py").write_text("raise SystemExit('executed')", encoding="utf-8")
@@ -47,6 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["nowhere", "sums.jsonl"], "nowhere: no such folder; give a Hugging Face model folder or a model's name"),
         (["nothing", "sums.jsonl"], "nothing: the folder has no config.json; give a Hugging Face model folder"),
+        (["run", "sums.jsonl"], "run: the folder has no config.json; give a Hugging Face model folder, as run/model"),
         (["sums.jsonl", "sums.jsonl"], "sums.jsonl is a file; give a Hugging Face model folder"),
         (["coded", "sums.jsonl"], "which runs only with model.trust_remote_code=true; set that if you trust the code"),
         (["model", "missing.jsonl"], "missing.jsonl: no such file"),

@@ -44,6 +44,11 @@ def message(*arguments: str) -> str:
         ("a.sh", "uv run rl @ rl.toml\n", "its settings are in rl.toml; expected that file itself"),
         ("a.ipynb", "{}", f"a .ipynb file; {KINDS}"),
         ("a.yaml", "mode: on_policy\nrollout: {n: 4}\n", "is a recipe of Headway already; run it: headway train "),
+        (
+            "config.yaml",
+            "mode: on_policy\nrollout: {n: 4}\ndata: {task: {name: sort, params: {max_length: 3}}}\n",
+            "is a recipe of Headway already; run it: headway train ",
+        ),
     ],
 )
 def test_a_file_that_is_none_of_these_is_refused(name: str, text: str, answer: str, tmp_path: Path) -> None:

@@ -67,6 +67,22 @@ def newest(folder: Path) -> int | None:
     return Checkpoints(folder).newest(range(100), with_critic=False)
 
 
+def test_checkpoints_in_a_folder_that_may_not_be_read_are_not_taken_for_none(tmp_path: Path, monkeypatch) -> None:
+    """A resumed run said that there was none, and to start over."""
+    assert newest(tmp_path / "nowhere") is None
+    (tmp_path / "version_3").mkdir()
+    (tmp_path / "4").mkdir()
+    assert newest(tmp_path) == 3
+
+    def denied(path: str | Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, denied)
+    with pytest.raises(PermissionError, match=str(tmp_path)):
+        newest(tmp_path)
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 

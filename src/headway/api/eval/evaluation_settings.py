@@ -174,8 +174,8 @@ def _model(model: str) -> tuple[str, Path | None]:
         return model, None
     if not directory.model.is_dir():
         raise UserError(
-            f"{model}: this run has no {directory.model.name}/, which is written at its end; wait for that, or give a "
-            "Hugging Face folder"
+            f"{model}: this run has no {directory.model.name}/, which is written at its end; wait for that, go on with "
+            f"one that ended early (headway train --resume {model}), or give a Hugging Face folder"
         )
     return str(directory.model), directory.config
 

@@ -92,7 +92,7 @@ class SftData:
         data, sft = config.data, config.sft
         train = [row for source in data.train_sources for row in rows_of(source, TRAIN_SPLIT)]
         val = [row for source in data.held_out_sources for row in rows_of(source, VAL_SPLIT)]
-        if not data.held_out_sources and data.val_size:
+        if train and not data.held_out_sources and data.val_size:
             if data.val_size >= len(train):
                 raise DataError(
                     f"{data.label}: data.val_size={data.val_size} held-out rows leave nothing of {len(train)} rows to "

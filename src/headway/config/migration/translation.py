@@ -157,7 +157,7 @@ def _project_of(source: SettingsFile) -> Project | None:
     """Return the project that a file names, or of which it has keys that no other has."""
     if source.project:
         return next(project for project in PROJECTS.values() if project.name == source.project)
-    if "mode" in source.settings and set(source.settings) <= {*known_keys(), "data.train", "data.val"}:
+    if "mode" in source.settings and 2 * len({*known_keys()} & source.settings.keys()) > len(source.settings):
         raise ConfigError(f"{source.name}: is a recipe of Headway already; run it: headway train {source.name}")
     best, most = None, (0, 0)
     for project in PROJECTS.values():
