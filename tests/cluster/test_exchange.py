@@ -198,6 +198,26 @@ async def test_a_receiver_that_dies_at_a_meeting_fails_the_meeting_and_not_the_r
     await together(between, 1, ["a"])
 
 
+async def test_a_meeting_that_failed_half_way_is_held_again() -> None:
+    between, trainer, (_, b) = await exchange(SETTINGS, TWO)
+    b.failure = WorkerDied("its process ended")
+    for meetings in (1, 2):
+        with pytest.raises(UpdateFailed, match="b died before it met the trainer"):
+            await between.reach(["a", "b"])
+        assert len(trainer.links) == meetings
+
+
+async def test_apart_a_failure_at_one_receiver_leaves_the_links_of_the_others() -> None:
+    between, trainer, (a, _) = await exchange({**SETTINGS, **APART}, TWO)
+    await apart(between, 1, "a", "b")
+    a.failure = UpdateFailed("a bucket came twice")
+    with pytest.raises(UpdateFailed, match="came twice"):
+        await apart(between, 2, "a")
+    a.failure = None
+    await apart(between, 3, "a", "b")
+    assert [key for key, _ in trainer.links] == ["float32/a", "float32/b", "float32/a"]
+
+
 async def test_after_a_failure_everybody_meets_anew_and_all_bytes_are_sent() -> None:
     between, trainer, (a, b) = await exchange(SETTINGS, TWO)
     await together(between, 1, ["a", "b"])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headway.cluster.roles.training_roles import ActorRole
-from headway.cluster.roles.weight_roles import Send, Sent
+from headway.cluster.roles.weight_roles import Send, Sent, WeightSendRole
 from headway.data.interfaces.weights import SendReport
 from headway.engines.train.fsdp import column_engines, engine
+from headway.engines.weights.protocols import EndContext
+from headway.engines.weights.weight_layout import Manifest, build_manifest
 from headway.errors import UpdateFailed
 from tests.cluster.one_version import tiny_config
 
@@ -71,3 +75,20 @@ def test_a_snapshot_has_the_state_of_a_critic_that_shares_the_trainers_ranks(
     one._mesh = None
     one._load_models()
     assert one.snapshot.learners == ["the policy's", "the critic's"][: 1 if steps is None else 2]
+
+
+@pytest.mark.parametrize("settings", [{"encoding": "delta"}, {}], ids=["with copies", "without"])
+def test_a_rank_without_a_share_takes_part_in_gathering(settings: dict[str, str]) -> None:
+    manifest = build_manifest([("w", (4,), torch.float32)])
+    outbox = WeightSendRole(tiny_config("inline", param_update=settings), 1, EndContext("127.0.0.1", id, list))
+    outbox.open_route("float32", manifest, pinned=False)
+    drawn: list[int] = []
+
+    def gather(manifest: Manifest, nbytes: int) -> Iterator[Any]:
+        for window in range(3):
+            drawn.append(window)
+            yield window
+
+    assert outbox.send(1, SEND, gather) is None
+    assert outbox.gather(2, gather).nbytes == 0
+    assert drawn == [0, 1, 2] * 2
