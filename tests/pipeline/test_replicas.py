@@ -85,6 +85,24 @@ def test_a_replica_that_dies_before_it_joined_costs_nothing():
     assert run.groups["dropped"] == 0
 
 
+def test_a_load_that_ends_when_its_replica_is_lost_or_was_overtaken_counts_for_nothing():
+    """Admission would go by a version that nobody serves."""
+    seen: list[dict[str, int]] = []
+
+    async def beside(run: Run) -> None:
+        pool, state = run.pipeline._wiring.pool, run.pipeline._state
+        await state.changed.until(lambda: state.staleness.served_version == 2)
+        lost, late = pool.serving[1], run.join("late")
+        await pool.died(lost.engine, WorkerDied("was killed"))
+        pool.serve(lost, 2)
+        pool.serve(pool.joining[0], 1)
+        assert [replica.engine for replica in pool.joining] == [late]
+        seen.append(dict(state.staleness.loaded))
+
+    Scenario("on_policy", replicas=2, beside=beside).run().assert_completed()
+    assert seen == [{"rollout-0": 2}]
+
+
 def test_a_late_replica_may_take_over_when_the_first_one_dies():
     async def beside(run: Run) -> None:
         run.join("late")
