@@ -165,6 +165,20 @@ def test_episode_workers_are_started_as_often_as_replicas_may_be() -> None:
     assert sum("takes its place, and makes its groups again" in note.text for note in run.of(Note)) == 2
 
 
+def test_the_restarts_of_replicas_are_not_those_of_episode_workers() -> None:
+    async def beside(run: Run) -> None:
+        await asyncio.sleep(3.0)
+        run.rollouts[0].die(WorkerDied("rollout-0 was killed"))
+        await asyncio.sleep(8.0)
+        run.episode_workers[0].die()
+
+    sections = {"cluster": {"max_replica_restarts": 1}}
+    scenario = Scenario("async_partial", sections=sections, replica_start_s=1.0, supervised=True, beside=beside)
+    run = scenario.run().assert_completed()
+    assert [replica.name for replica in run.rollouts] == ["rollout-0", "rollout-0+1"]
+    assert [worker.name for worker in run.episode_workers] == ["episode-worker-0", "episode-worker-0+1"]
+
+
 class Started:
     """Episode workers without a pipeline."""
 

@@ -250,6 +250,13 @@ def test_a_run_without_a_replica_says_who_waits_for_whom_and_ends_when_restarts_
     run.assert_clean()
 
 
+def test_in_one_process_the_end_of_the_only_replica_is_that_of_the_run():
+    dies = at(3.0, lambda run: run.rollouts[0].die(WorkerDied("rollout-0 was killed")))
+    inline = {"cluster": {"backend": "inline"}}
+    run = Scenario("on_policy", sections=inline, replica_start_s=1.0, supervised=True, beside=dies).run()
+    assert (str(run.error), run.ended) == ("rollout-0 was killed", 3.0)
+
+
 def test_a_start_that_takes_longer_than_the_stall_limit_is_no_stall():
     sections = {"cluster": {"stall_timeout_s": 50.0, "start_timeout_s": 1000.0}, "param_update": {"timeout_s": 40.0}}
     dies = at(3.0, lambda run: run.rollouts[0].die(WorkerDied("rollout-0 was killed")))
