@@ -51,11 +51,11 @@ def test_a_script_gives_what_only_it_has_and_a_module_beside_it(tmp_path: Path) 
         "RIGHT = 8\ndef score(response):\n    return half(RIGHT)\n"
         "Functions({'reward.function': score}).write(Path('code'))\n"
     )
-    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=240)
     function = f"{tmp_path}/code/score.py:score"
     load = f"from headway.runtime.user_code import load_function; print(load_function('{function}')('?'))"
     found = subprocess.run(
-        [sys.executable, "-c", load], cwd="/", check=True, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", load], cwd="/", check=True, timeout=240, capture_output=True, text=True
     )
     assert found.stdout == "4.0\n"
 

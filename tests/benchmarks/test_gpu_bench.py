@@ -209,7 +209,7 @@ def test_lanes_are_made_side_by_side_on_a_gpu_and_those_that_measure_when_they_h
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = {check.lane: name for name, check in reversed(CHECKS.items()) if check.lane != ALONE}
-    names, all_there, order = [*first.values(), "sleep", "steps"], threading.Barrier(len(first), timeout=20), []
+    names, all_there, order = [*first.values(), "sleep", "steps"], threading.Barrier(len(first), timeout=60), []
 
     def make(self: Lane, name: str, *_: object) -> dict[str, Any]:
         if name in first.values():
@@ -230,7 +230,7 @@ def test_what_needs_compiled_kernels_begins_when_they_are_compiled(
 
     def make(self: Lane, name: str, *_: object) -> dict[str, Any]:
         if name == WARM_UP:  # until all have been made that can be made meanwhile
-            free_ones.wait(20)
+            free_ones.wait(60)
         order.append(name)
         if name == "update":
             free_ones.set()

@@ -208,7 +208,7 @@ def test_ctrl_c_ends_it_with_what_was_answered_on_disk(tiny: Path, tmp_path: Pat
             assert line, "it ended before it had answered anything"
         workers = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its processes
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

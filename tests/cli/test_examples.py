@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_the_examples_reward_scores_the_examples_data(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    subprocess.run([sys.executable, EXAMPLES / "make_data.py", path, "--rows", "20"], check=True, timeout=60)
+    subprocess.run([sys.executable, EXAMPLES / "make_data.py", path, "--rows", "20"], check=True, timeout=240)
     records = read_records(str(path), Columns("prompt", "answer"))
     assert len(records) == 20
     scorer = Scorer(RewardSpec((part_of(f"{EXAMPLES / 'reward.py'}:score"),), timeout_s=10))
@@ -32,7 +32,7 @@ def test_the_examples_reward_scores_the_examples_data(tmp_path: Path) -> None:
 def test_the_examples_prompts_may_be_worded_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     wording = ["--rows", "1", "--prompt", "{a} plus {b}?"]
-    subprocess.run([sys.executable, EXAMPLES / "make_data.py", path, *wording], check=True, timeout=60)
+    subprocess.run([sys.executable, EXAMPLES / "make_data.py", path, *wording], check=True, timeout=240)
     assert " plus " in json.loads(path.read_text())["prompt"]
 
 

@@ -142,5 +142,5 @@ def test_names_files_and_settings_are_completed(tmp_path: Path, monkeypatch: pyt
 def test_each_shell_is_answered(shell: str, environment: dict[str, str], expected: str) -> None:
     asked = os.environ | environment | {"_HEADWAY_COMPLETE": f"complete_{shell}"}
     command = [sys.executable, "-c", "import sys; sys.argv = ['headway']; import headway.cli; headway.cli.main()"]
-    answer = subprocess.run(command, env=asked, capture_output=True, text=True, timeout=60, check=False)
+    answer = subprocess.run(command, env=asked, capture_output=True, text=True, timeout=240, check=False)
     assert expected in answer.stdout, answer.stderr

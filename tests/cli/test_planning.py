@@ -68,7 +68,7 @@ assert not heavy, heavy
 """
     environment = os.environ | {"PYTHONPATH": str(Path(headway.__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -89,7 +89,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_data(path: Path, kind: str, *options: str) -> Path:
     script = ROOT / "examples" / "make_data.py"
-    subprocess.run([sys.executable, script, path, "--like", kind, *options], check=True, timeout=60)
+    subprocess.run([sys.executable, script, path, "--like", kind, *options], check=True, timeout=240)
     return path
 
 
@@ -206,7 +206,7 @@ def test_math_verify_reads_answers_in_the_form_that_the_prompts_ask_for(kind: st
 def test_the_data_script_refuses_a_file_of_another_kind(tmp_path: Path) -> None:
     script = ROOT / "examples" / "make_data.py"
     done = subprocess.run(
-        [sys.executable, script, tmp_path / "train.csv"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script, tmp_path / "train.csv"], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 2
     assert ".jsonl or .parquet" in done.stderr

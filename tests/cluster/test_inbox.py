@@ -75,7 +75,7 @@ class Handing:
 
     def receive(self, version: int, sink: WeightSink, stored: StoredVersion | None) -> None:
         self.stored = stored
-        self._all_there.wait(20)
+        self._all_there.wait(60)
         if self._failure is not None:
             raise self._failure
         put(Stream(self._share, windows(VALUES, self._share)), sink)

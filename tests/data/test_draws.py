@@ -27,7 +27,7 @@ def test_a_smaller_share_draws_some_of_the_same_groups() -> None:
 def test_the_seed_and_the_number_alone_decide_in_every_process() -> None:
     code = "from headway.data.mixing import *\n"
     code += "print([place_of_group(7, n) for n in range(5)], *drawn_problems(7, range(9), 3))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     problems = " ".join(map(str, drawn_problems(7, range(9), 3)))
     assert done.stdout.strip() == f"{[place_of_group(7, n) for n in range(5)]} {problems}"
     assert drawn(7, 0.1, 500) != drawn(8, 0.1, 500)

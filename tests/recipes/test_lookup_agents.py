@@ -78,7 +78,7 @@ def ended(form: str, base_url: str) -> Any:
         there = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "hw-key"}
         command = [sys.executable, str(FOLDER / "lookup_command.py")]
         done = subprocess.run(
-            command, input=json.dumps(ROW), env=there, capture_output=True, text=True, timeout=60, check=False
+            command, input=json.dumps(ROW), env=there, capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])["reward"]

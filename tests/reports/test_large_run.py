@@ -210,7 +210,7 @@ def test_a_state_is_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
     written, may = threading.Event(), threading.Event()
 
     def slow(*args: Any) -> None:
-        assert may.wait(20)
+        assert may.wait(60)
         save(*args)
         written.set()
 
@@ -227,7 +227,7 @@ def test_a_slow_disk_costs_states_and_no_time_of_the_run(tmp_path: Path, monkeyp
     may, kept = threading.Event(), list[int]()
 
     def slow(run: RunDirectory, state: bytes, version: int, *_: Any) -> None:
-        assert may.wait(20)
+        assert may.wait(60)
         kept.append(version)
 
     monkeypatch.setattr("headway.reports.metrics.metrics_state.save", slow)

@@ -63,7 +63,7 @@ def ask(
 
 @contextmanager
 def streamed(server: WatchServer) -> Iterator[Iterator[dict[str, Any]]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("GET", f"/{server.token}/stream")
     response = connection.getresponse()
     assert response.headers["Content-Type"] == "text/event-stream"

@@ -59,7 +59,7 @@ def test_bash_agrees() -> None:
     script = "run() { printf '%s\\037' run \"$@\"; printf '\\036'; }\n" + "\n".join(
         f"( set --\n{text}\n)" for text, _ in KNOWN
     )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=20)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=240)
     assert [command.split("\037")[:-1] for command in done.stdout.split("\036")[:-1]] == [words for _, words in KNOWN]
 
 

@@ -222,12 +222,12 @@ def test_a_receiver_that_falls_silent_is_given_up_and_the_others_fail_at_once(si
         with pytest.raises(UpdateFailed, match=r"version 1: .*silent did not answer"):
             ends.sender.send(1, stream(1))
         with pytest.raises(UpdateFailed, match="version 1: well waited"):
-            well.result(20)
+            well.result(60)
         assert survivor.version is None
     finally:
         woken.set()
     with pytest.raises(UpdateFailed):
-        silent.result(20)
+        silent.result(60)
 
 
 def test_a_sender_leaves_the_group_before_it_asks_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +314,7 @@ def test_after_a_receiver_gave_up_a_new_generation_works(site: Site) -> None:
     assert "bucket 0 has 512 bytes" in str(outcome.errors["a"])
     assert time.monotonic() - started < 30
     with pytest.raises(UpdateFailed, match="connect a new generation"):
-        ends.fill("a", 2, BackBuffer(MANIFEST), None).result(20)
+        ends.fill("a", 2, BackBuffer(MANIFEST), None).result(60)
     back = BackBuffer(MANIFEST)
     assert not site.meet("broadcast", "a").update(2, stream(2), {"a": back}).errors
     assert back.version == 2

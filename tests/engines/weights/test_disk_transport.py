@@ -81,12 +81,12 @@ def test_the_version_before_can_still_be_received_and_older_ones_are_told_to_be_
     ends = site.meet("disk", "a")
     stored_versions = [ends.sender.send(version, stream(version)) for version in (1, 2, 3)]
     back = BackBuffer(MANIFEST)
-    ends.fill("a", 2, back, stored_versions[1]).result(20)
+    ends.fill("a", 2, back, stored_versions[1]).result(60)
     assert_same(contents(back), weights(2))
     with pytest.raises(
         UpdateFailed, match=r"version 1: a cannot read .*version_1\.safetensors \(set param_update.*No such file"
     ):
-        ends.fill("a", 1, back, stored_versions[0]).result(20)
+        ends.fill("a", 1, back, stored_versions[0]).result(60)
 
 
 def test_weights_in_another_dtype_lie_beside_the_others(site: Site) -> None:
@@ -96,7 +96,7 @@ def test_weights_in_another_dtype_lie_beside_the_others(site: Site) -> None:
     back, other = BackBuffer(MANIFEST), BackBuffer(half)
     stored = ends.sender.send(1, stream(1))
     assert not others.update(1, Stream(half, windows(tensors, half)), {"b": other}).errors
-    ends.fill("a", 1, back, stored).result(20)
+    ends.fill("a", 1, back, stored).result(60)
     assert_same(contents(back), weights(1))
     assert_same(contents(other), tensors)
 
@@ -200,7 +200,7 @@ def test_a_file_that_was_cut_short_is_told(site: Site, kept: int) -> None:
     stored = ends.sender.send(1, stream(1))
     os.truncate(folder(site) / "version_1.safetensors", kept)
     with pytest.raises(UpdateFailed, match=r"version_1\.safetensors ends within bucket \d|not those that the trainer"):
-        ends.fill("a", 1, BackBuffer(MANIFEST), stored).result(20)
+        ends.fill("a", 1, BackBuffer(MANIFEST), stored).result(60)
 
 
 def test_deltas_are_not_written(site: Site) -> None:

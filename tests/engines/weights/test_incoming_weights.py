@@ -173,16 +173,16 @@ def test_of_two_updates_that_race_the_second_is_refused_and_the_first_completes(
 
     def slow(incoming: IncomingWeights) -> None:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         hand_over(stream(1))(incoming)
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(target.fill, 1, slow)
-        assert begun.wait(20)
+        assert begun.wait(60)
         with pytest.raises(UpdateFailed, match="still receiving version 1; receiving version 2"):
             target.fill(2, hand_over(stream(2)))
         go_on.set()
-        report = first.result(20)
+        report = first.result(60)
     assert report.nbytes == MANIFEST.nbytes
     assert target.fill(2, hand_over(stream(2))).nbytes == MANIFEST.nbytes
 

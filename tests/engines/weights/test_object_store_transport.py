@@ -73,11 +73,11 @@ def test_versions_that_somebody_still_holds_can_be_received_late(site: Site) -> 
     stored_versions = [ends.sender.send(version, stream(version)) for version in (1, 2)]
     for version, stored in zip((1, 2), stored_versions, strict=True):
         back = BackBuffer(MANIFEST)
-        ends.fill("a", version, back, stored).result(20)
+        ends.fill("a", version, back, stored).result(60)
         assert_same(contents(back), weights(version))
 
 
 def test_who_was_given_no_stored_version_is_told_so(site: Site) -> None:
     ends = site.meet("object_store", "a")
     with pytest.raises(UpdateFailed, match=r"\ba .*version 1, .*nothing was sent"):
-        ends.fill("a", 1, BackBuffer(MANIFEST), None).result(20)
+        ends.fill("a", 1, BackBuffer(MANIFEST), None).result(60)

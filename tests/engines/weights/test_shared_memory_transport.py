@@ -61,7 +61,7 @@ def test_a_version_that_is_sent_again_leaves_what_is_still_being_read_alone(site
     with pytest.raises(ValueError, match="no memory"):
         ends.sender.send(1, GivesUp(stream(5), ValueError("no memory")))
     late = BackBuffer(MANIFEST)
-    ends.fill("a", 1, late, first).result(20)
+    ends.fill("a", 1, late, first).result(60)
     assert_same(contents(late), weights(1))
     assert not ends.update(1, stream(1), {"a": late}).errors
 
@@ -72,7 +72,7 @@ def test_who_reads_a_version_that_the_next_one_has_overwritten_is_told_by_the_di
     ends.sender.send(2, stream(2))
     back = BackBuffer(MANIFEST)
     with pytest.raises(UpdateFailed, match="not those that the trainer sent"):
-        ends.fill("a", 1, back, first).result(20)
+        ends.fill("a", 1, back, first).result(60)
     assert back.version is None
 
 
@@ -81,7 +81,7 @@ def test_memory_that_its_sender_gave_up_is_not_read(site: Site) -> None:
     stored = ends.sender.send(1, stream(1))
     ends.sender.close()
     with pytest.raises(UpdateFailed, match=r"/proc/\d+/fd/\d+ cannot be mapped|not those that the trainer"):
-        ends.fill("a", 1, BackBuffer(MANIFEST), stored).result(20)
+        ends.fill("a", 1, BackBuffer(MANIFEST), stored).result(60)
 
 
 def test_two_senders_of_one_meeting_do_not_touch_each_others_files(site: Site) -> None:
@@ -90,7 +90,7 @@ def test_two_senders_of_one_meeting_do_not_touch_each_others_files(site: Site) -
     again = open_sender(ends.link, EndContext())
     assert again.send(2, stream(2)) is not None
     back = BackBuffer(MANIFEST)
-    ends.fill("a", 1, back, first).result(20)
+    ends.fill("a", 1, back, first).result(60)
     assert_same(contents(back), weights(1))
     again.close()
 

@@ -54,7 +54,7 @@ def test_what_is_stored_is_for_a_receiver_that_was_not_there_when_the_ends_met(s
     stored = ends.sender.send(1, stream(1))
     back = BackBuffer(MANIFEST)
     ends.receivers["rollout-0+1"] = open_receiver(ends.link, "rollout-0+1", site.here)
-    ends.fill("rollout-0+1", 1, back, stored).result(20)
+    ends.fill("rollout-0+1", 1, back, stored).result(60)
     assert_same(contents(back), weights(1))
 
 
@@ -177,7 +177,7 @@ def test_a_receiver_that_asks_for_another_version_is_told_which_one_came(site: S
         with pytest.raises(UpdateFailed, match="version 8"):
             ends.sender.send(8, stream(8))
     with pytest.raises(UpdateFailed, match=r"version 9.*8"):
-        asked.result(20)
+        asked.result(60)
 
 
 @every_transport
@@ -210,7 +210,7 @@ def test_a_receiver_that_stops_answering_is_named_in_bounded_time_and_the_rest_g
     assert outcome.sent is None and back.version == 1
     go_on.set()
     with pytest.raises(UpdateFailed):
-        never.result(20)
+        never.result(60)
     assert stuck.version is None
 
 
