@@ -382,7 +382,8 @@ async def test_closing_leaves_no_process_descriptor_or_task_and_fails_what_is_aw
                 os.kill(one, 0)
         with pytest.raises(RunnerLost, match="the worker is closed"):
             await workers.run(("pid",))
-    assert open_descriptors() == descriptors
+    left = open_descriptors()
+    assert left == descriptors, targets(left - descriptors)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -453,6 +454,15 @@ async def test_user_code_gets_no_secret_of_the_host_and_is_told_how_it_gets_a_va
         with pytest.raises(UserCodeFailed, match=r"agent\.env={JUDGE_TOKEN: JUDGE_TOKEN}"):
             await workers.run(("raises_the_environment", "JUDGE_TOKEN"))
     assert "it is ***, really\n" in (tmp_path / "log").read_text()
+
+
+def targets(descriptors: set[str]) -> list[str]:
+    """What of this process's ``descriptors`` is open now, and leads where."""
+    found = []
+    for name in descriptors:
+        with contextlib.suppress(OSError):
+            found.append(str(Path(f"/proc/self/fd/{name}").readlink()))
+    return found
 
 
 def open_descriptors() -> set[str]:
