@@ -174,6 +174,8 @@ def test_it_makes_its_own_number_of_epochs_in_the_actors_mini_batches(epochs: in
     }
     assert len(actor_steps(run, 0)) == 6
     assert [event.metrics["critic/loss"] for event in run.of(CriticStepped)] == list(range(3 * epochs))
+    state = run.trainer.saved[-1][1]
+    assert (state["trainer"]["steps"], state["critic"]["steps"]) == (6, 3 * epochs)
     told = [] if inside else ["begin", "end"] * len(run.of(BatchTaken))
     assert critic(run).fetches == told, "on the trainer's ranks the trainer tells them"
 
