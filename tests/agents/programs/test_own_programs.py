@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
+from headway.agents.interface.program_chat import Program
+from headway.agents.interface.program_messages import EpisodeEnd
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.agents.programs.scripted import Script, calling, play, start
 
@@ -131,16 +134,18 @@ async def test_a_limit_that_comes_as_another_error_is_still_the_limit(program, h
     assert (await play(program(code), Script("a"))).turn_rewards == (1.0,)
 
 
-async def test_parallel_turns_are_numbered_as_they_were_asked_for(program):
-    code = """
+@pytest.mark.parametrize(("gives", "returns"), [("chat.reward(n, answer)", "None"), ("pass", "[1, 2, 3]")])
+async def test_parallel_turns_are_numbered_as_they_were_asked_for(program, gives, returns):
+    code = f"""
     import asyncio
     async def run(row, chat):
         async def one(n):
-            answer = await chat.turn([{"role": "user", "content": str(n)}])
-            chat.reward(n, answer)
+            answer = await chat.turn([{{"role": "user", "content": str(n)}}])
+            {gives}
         async with asyncio.TaskGroup() as group:
             for n in (1, 2, 3):
                 group.create_task(one(n))
+        return {returns}
     """
     gates = {"1": asyncio.Event(), "2": asyncio.Event()}
 
@@ -155,6 +160,21 @@ async def test_parallel_turns_are_numbered_as_they_were_asked_for(program):
             return answer
 
     assert (await play(program(code), LastFirst("a", "b", "c"))).turn_rewards == (1.0, 2.0, 3.0)
+
+
+async def test_the_global_generators_are_seeded_with_the_episodes_seed_where_no_other_episode_uses_them():
+    class Draws(Program):
+        async def run(self, start, chat):
+            return EpisodeEnd(reward=random.random())
+
+    drawn: dict[bool, list[float | None]] = {True: [], False: []}
+    for is_async, rewards in drawn.items():
+        loaded = Draws()
+        loaded.is_async = is_async
+        for seed in (1, 2, 1):
+            rewards.append((await play(loaded, Script(), start(seed=seed))).reward)
+    assert drawn[False][0] == drawn[False][2] != drawn[False][1]
+    assert len(set(drawn[True])) == 3
 
 
 async def test_tools_are_functions_or_schemas(program):
