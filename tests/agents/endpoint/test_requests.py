@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.endpoint.endpoint_server import MOST_TOLD
 from headway.agents.endpoint.sessions import AgentSession
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_worker import EpisodeWorker
@@ -301,6 +302,21 @@ async def test_a_request_that_cannot_be_answered_is_refused_with_the_reason(body
     assert said in made.episode.notes["refused_requests"]
     assert made.episode.turns == 1
     assert made.episode.failure is None
+
+
+async def test_of_requests_without_a_valid_key_the_log_has_a_few_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Anybody who reaches the port could fill a disk."""
+
+    async def agent(access: Access) -> None:
+        await post(access, {"messages": HELLO})
+        async with aiohttp.ClientSession() as session:
+            for n in range(MOST_TOLD + 5):
+                async with session.get(f"{access.base_url}/models/{n}") as response:
+                    assert response.status == 401
+
+    await served(agent)
+    told = [record for record in caplog.records if "was refused" in record.getMessage()]
+    assert len(told) == MOST_TOLD
 
 
 async def test_a_body_that_is_too_large_or_no_json_is_refused() -> None:

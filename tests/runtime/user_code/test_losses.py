@@ -8,6 +8,7 @@ import signal
 import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from headway.errors import RunnerLost
 from headway.runtime.process_tree import descendants
 from headway.runtime.workers import user_code_worker as process
 from headway.runtime.workers import worker_pool
-from headway.runtime.workers.user_code_worker import UserCodeWorker
+from headway.runtime.workers.user_code_worker import UserCodeWorker, WorkerJob
 from headway.runtime.workers.worker_pool import WorkerPool
 from tests.runtime.user_code.test_workers import ended, workers_of
 from tests.tiers import mostly_slow
@@ -143,6 +144,41 @@ async def test_a_loop_that_is_slow_is_not_replaced() -> None:
         held = [workers.run(("holds_the_loop", 0.25 * PATIENT_S)) for _ in range(4)]
         assert await asyncio.gather(*held) == ["held"] * 4
         assert await workers.run(("pid",)) == before
+
+
+def looked_after(note: Any) -> UserCodeWorker:
+    """A worker without a process, with a job that never ends."""
+    worker = UserCodeWorker("worker", note, lambda _: None)
+    process_of: Any = SimpleNamespace(
+        look=lambda every_s: False, kill=lambda **_: None, channel=SimpleNamespace(send=lambda frame: None)
+    )
+    worker.process = process_of
+    worker.jobs[1] = WorkerJob(1, b"", None, None, None, asyncio.get_running_loop().create_future())
+    return worker
+
+
+async def test_a_loop_that_makes_steps_is_not_held_though_it_answers_nothing() -> None:
+    note = SimpleNamespace(steps=0, whose=0)
+    worker = looked_after(note)
+    for _ in range(50):
+        note.steps += 1
+        worker.look(0.1, 0.4)
+    assert not worker.dying
+    looks = 0
+    while not worker.dying and looks < 20:
+        worker.look(0.1, 0.4)
+        looks += 1
+    assert looks == 5, "for more than the limit"
+
+
+def test_a_process_that_is_stopped_for_a_moment_now_and_then_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, killed = iter([True, True, False] * 10 + [True] * 3), list[bool]()
+    monkeypatch.setattr(process, "is_stopped", lambda pid: next(seen))
+    one: Any = object.__new__(process.WorkerProcess)
+    one._works_as, one._stopped_s, one.kill = 1, 0.0, lambda: killed.append(True)
+    assert [one.look(process.STOPPED_S / 2) for _ in range(30)] == [False] * 30
+    assert [one.look(process.STOPPED_S / 2) for _ in range(3)] == [False, False, True]
+    assert killed == [True]
 
 
 async def test_a_host_that_stands_still_itself_replaces_nobody() -> None:
