@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from headway.agents.adapters.mcp_servers import CLOSE_TIMEOUT_S, McpServerSpec
 from headway.agents.adapters.program_loader import ProgramSpec
 from headway.errors import UserCodeError
 
@@ -111,6 +112,13 @@ def test_what_is_no_environment_is_refused_with_what_to_do(environment, name, me
 def test_specs_that_contradict_themselves_are_refused(spec, message):
     with pytest.raises(UserCodeError, match=message):
         spec.load()
+
+
+def test_a_load_may_wait_for_each_server_and_its_end():
+    servers = (McpServerSpec("near", timeout_s=5.0), McpServerSpec("far", timeout_s=60.0))
+    assert ProgramSpec(mcp=servers).waits_s == 2 * (5.0 + 60.0) + 4 * CLOSE_TIMEOUT_S
+    assert ProgramSpec(environment="ws://far", params={"timeout_s": 7.0}).waits_s == 7.0
+    assert ProgramSpec(environment="game.py:Game").waits_s == 0.0
 
 
 def test_a_spec_pickles_and_is_found_from_another_folder(environment, tmp_path, monkeypatch):

@@ -74,6 +74,9 @@ def leaves(response):
 
 def nan(response):
     return float("nan")
+
+def nothing(response):
+    pass
 """
 
 
@@ -147,6 +150,7 @@ def test_sums_are_those_of_a_scalar_loop(parts: list[tuple[float, bool, bool]]) 
         ("raises", "raises: exception: ValueError: no verdict (mine.py:…, in raises)"),
         ("leaves", "leaves: exception: SystemExit: 3 (mine.py:…, in leaves)"),
         ("nan", "nan: returned nan for response 0, expected a finite number"),
+        ("nothing", "nothing: returned None for response 0, expected a finite number"),
     ],
 )
 def test_of_several_rewards_the_one_that_failed_is_named(mine: str, function: str, reason: str) -> None:

@@ -26,7 +26,7 @@ from headway.data.packing import CollatedRow
 from headway.data.types import ColumnName
 from headway.engines.train.fsdp import sharded_module as modules
 from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy
-from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.engines.train.fsdp.device_mesh import TrainMesh, on_all_ranks
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.sharded_module import forward_sharded, frozen_policy
 from headway.engines.train.fsdp.shards import gather, given_parts
@@ -441,3 +441,20 @@ def test_weights_of_another_model_are_refused_on_every_rank_though_only_some_may
     file.write_text(json.dumps(json.loads(file.read_text()) | says))
     for message in on_mesh(refused, (path, ParallelConfig.model_validate(sizes))):
         assert said in message and path in message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_raises_is_raised_on_all_and_else_each_has_the_results_of_all(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[Any] = [("its result", None)]
+
+    def gathered(outcomes: list[Any], own: Any) -> None:
+        outcomes[:] = [own, *others] if rank == 0 else [*others, own]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    assert on_all_ranks(lambda: "mine") == (("mine", "its result") if rank == 0 else ("its result", "mine"))
+    others[:] = [(None, ModelError("no such model"))]
+    with pytest.raises(ModelError, match="no such model"):
+        on_all_ranks(lambda: "mine")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.outgoing_version import Staged, Stream, Window
 from headway.engines.weights.protocols import EndContext, Link
-from headway.engines.weights.transports.disk import DiskSender
+from headway.engines.weights.transports.disk import DiskSender, write_files
 from headway.engines.weights.weight_layout import Manifest, build_manifest
 from headway.errors import UpdateFailed
 from tests.engines.weights.ends import Site
@@ -210,3 +210,15 @@ def test_deltas_are_not_written(site: Site) -> None:
     with pytest.raises(UpdateFailed, match="whole versions, not deltas"):
         site.meet("disk", "a").sender.send(2, staged.outgoing(2, to=1))
     assert names(site.directory) == []
+
+
+@pytest.mark.parametrize("size", [8, 24, 48, 96])
+def test_shards_of_a_folder_have_their_own_tensors_however_windows_are_cut(size: int, tmp_path: Path) -> None:
+    layout = build_manifest([(f"t{k}", (6,), torch.float32) for k in range(4)])
+    flat = torch.arange(layout.nbytes, dtype=torch.uint8)
+    write_files(tmp_path, layout, ((at, flat[at : at + size]) for at in range(0, layout.nbytes, size)), most=48)
+    files = [load_file(file) for file in sorted(tmp_path.glob("*.safetensors"))]
+    assert [list(file) for file in files] == [["t0", "t1"], ["t2", "t3"]]
+    for slot in layout.slots:
+        (values,) = (file[slot.name] for file in files if slot.name in file)
+        assert values.view(torch.uint8).tolist() == flat[slot.offset : slot.end].tolist()
