@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.agents.rewards import scorers
 from headway.agents.rewards.built_in import make_rule
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.data.types import Conversation
 from headway.errors import ConfigError, ScoringFailed
 from headway.runtime.sandbox.sandbox_call import SandboxSpec
+from tests.agents.rewards.parts import part_of
 
 GSM8K_ANSWER = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 1,072"
 AFTER_HASHES = r"####\s*(\S+)"
@@ -216,3 +218,17 @@ def test_tags_count_the_thought_that_the_prompt_opens() -> None:
     response = "hm</think> <answer>72</answer>"
     assert value("format", response, prompt="?<think>\n") == 1.0
     assert value("format", response) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "limit_s"),
+    [("exact_match", {}, None), ("regex", {"pattern": "a"}, 10.0)],
+)
+def test_what_is_more_than_a_comparison_has_a_time_limit(
+    function: str, params: dict[str, Any], limit_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+    monkeypatch.setattr(scorers, "_one_by_one", lambda rule, timeout_s: limits.append(timeout_s))
+    part = part_of(function, **params)
+    scorers._make_part(part, scorers.RewardSpec((part,), timeout_s=10.0))
+    assert limits == [limit_s]

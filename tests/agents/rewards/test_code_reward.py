@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from headway.agents.rewards import code_reward as code_module
 from headway.agents.rewards.built_in import make_rule
-from headway.agents.rewards.code_driver import ANSWER, JOB
+from headway.agents.rewards.code_driver import ANSWER, JOB, PREPARE
 from headway.agents.rewards.code_reward import code_of, same_text, same_value
 from headway.agents.rewards.code_tests import AssertTest, CallTest, StdinTest, unit_tests_of
 from headway.agents.rewards.score_request import ScoreRequest
@@ -463,3 +464,17 @@ def test_a_machine_without_a_sandbox_refuses_the_reward(monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="apt install bubblewrap"):
         make_rule("code", {}, sandbox=SPEC, within_s=10)
+
+
+def test_raises_of_a_rows_tests_fails_where_nothing_or_another_text_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytest", pytest)  # to be there again: rows get one of their own
+    exec(PREPARE, names := dict[str, Any]())
+    with names["raises"](ValueError, match="too la.ge") as info:
+        raise ValueError("it is too large")
+    assert str(info.value) == "it is too large"
+    with pytest.raises(AssertionError, match="nothing was raised"), names["raises"](ValueError):
+        pass
+    with pytest.raises(AssertionError), names["raises"](ValueError, match="small"):
+        raise ValueError("it is too large")
+    with pytest.raises(KeyError), names["raises"](ValueError):
+        raise KeyError("another")

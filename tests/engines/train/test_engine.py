@@ -333,6 +333,14 @@ def test_an_exported_folder_opens_with_hugging_face_alone(
         np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=1e-5)
 
 
+def test_an_exported_folder_has_the_dtype_that_is_trained_in(model_path: ModelPath, tmp_path: Path) -> None:
+    config = configured()
+    half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    engine(model_path(), half).export(tmp_path / "model")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert {parameter.dtype for parameter in exported.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("tie", [True, False])
 def test_gathered_buckets_carry_every_weight_once(model_path: ModelPath, tie: bool) -> None:
     model = load_model(model_path("llama", tie), dtype=torch.float32)
