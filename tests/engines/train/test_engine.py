@@ -21,7 +21,7 @@ from headway.config.sections.learning import ActorConfig, AlgorithmConfig, Optim
 from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
-from headway.engines.train.fsdp import checkpoint
+from headway.engines.train.fsdp import checkpoint, sharded_module
 from headway.engines.train.fsdp.checkpoint import save
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -331,6 +331,15 @@ def test_an_exported_folder_opens_with_hugging_face_alone(
     for row, logprobs in zip(rows, trainer.forward_logprobs(rows), strict=True):
         expected, _ = response_logprobs(model, row, temperature=0.7)
         np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=1e-5)
+
+
+def test_a_model_of_which_transformers_marks_no_layer_is_refused(
+    model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be gathered as a whole, and nothing of it computed again."""
+    monkeypatch.setattr(sharded_module, "GradientCheckpointingLayer", Event)
+    with pytest.raises(ModelError, match="has no layers that transformers marks as a decoder's"):
+        engine(model_path())
 
 
 def test_an_exported_folder_has_the_dtype_that_is_trained_in(model_path: ModelPath, tmp_path: Path) -> None:
