@@ -7,9 +7,11 @@ import json
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -216,7 +218,8 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, monkeypatch: pyt
         if then == "run":
             (tmp_path / "run" / "config.yaml").touch()
 
-    monkeypatch.setattr(watch_server.time, "sleep", sleep)
+    # The module's alone: other threads of this process sleep, too.
+    monkeypatch.setattr(watch_server, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     assert watch_server._directory(tmp_path / "run", notes.append).config.is_file()
     assert notes == [f"{tmp_path / 'run'}: no run has begun there yet; waiting 60 s for one"]
     assert next(looks, None) is None
