@@ -27,7 +27,7 @@ from headway.models.made_model import character_tokenizer
 OnMesh = Callable[..., list[Any]]
 RANKS = 4
 TOKENS = 256
-STEPS = 3
+STEPS = 5
 SIZES: dict[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 128,
