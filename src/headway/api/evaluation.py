@@ -37,7 +37,7 @@ class Evaluation:
     solved: tuple[Solved, ...]
     """The problems with their answers, in order."""
     data: str
-    """What was asked, in words."""
+    """Description of the data."""
     left_out: Counts
     """Source → reason (``too_long``, ``template``, …) → number of prompts that are left out."""
 
@@ -101,15 +101,16 @@ def evaluate(
 
     Args:
         model: a run, a run's directory, a folder of Hugging Face's, or a name on the hub.
-        data: a file or a task; by default what the run, or ``config``, holds out. A function makes a task.
+        data: a file, a task, or a function that makes a task; by default the problems that the run, or ``config``,
+            holds out.
         settings: settings of data, reward and rollout, by dotted key or nested.
-        config: a recipe to take data, reward and engine from.
+        config: a recipe whose data, reward and engine are used.
         n: answers per problem; 1 by default.
         temperature: 0, the default, is greedy.
-        k: those of pass@k; 1, 2, 4, … by default.
-        threshold: reward from which on an answer is correct, for pass@k.
-        limit: ask only so many problems, the first ones.
-        reward: as `headway.train` has it, and so the next four.
+        k: the values of k for pass@k; 1, 2, 4, … by default.
+        threshold: the least reward of a correct answer, for pass@k.
+        limit: number of problems to ask, from the first one on; None: all.
+        reward: as in `headway.train`, like the next four.
         tools: one or several.
         environment: a class.
         program: a function.
@@ -141,7 +142,7 @@ def evaluate(
 
 
 def _ask(job: EvaluationJob, limit: int | None, console: Console | None) -> tuple[list[Solved], Counts]:
-    """Job of an evaluation. Returns the problems with their answers, and counts of rows that are left out."""
+    """Run an evaluation, in the subprocess. Returns the problems with their answers, and counts of rows left out."""
     from rich.console import Console
 
     from headway.api.eval.scored_answers import carry_out

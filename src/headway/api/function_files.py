@@ -1,12 +1,12 @@
-"""Functions that are given as objects: pickled by value into a folder, where a file of each stands for it.
+"""Functions given as objects: pickled by value into a folder, each beside a Python file that loads it.
 
     reward=score ─▶ FOLDER/score.pkl, FOLDER/score.py ─▶ reward.function=FOLDER/score.py:score
 
-So settings stay plain text, every process finds the function as it finds one in a file of the user's own, and
-``headway train --resume`` goes on with it.
+So settings stay plain text, every process loads the function as it loads one from a user's file, and
+``headway train --resume`` finds it again.
 
-What belongs to a script or a notebook is pickled by value. What an importable module defines is pickled as its name,
-and imported there.
+A function of a script or a notebook is pickled by value. One that an importable module defines is pickled as its
+name, and imported when it is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headway.errors import ConfigError, UserCodeError, said_by
 
 
 def pickled(function: Any, name: str) -> bytes:
-    """Pickle a function, a class or a callable object that messages call ``name``.
+    """Pickle a function, a class or a callable object. ``name``: its name in messages.
 
     Raises `UserCodeError` where it holds something that cannot be pickled.
     """
@@ -58,7 +58,7 @@ TAKE_FUNCTIONS = (
 )
 """Settings that name functions of the user's own."""
 MOST_OF_SOURCE = 10_000
-"""Most characters of a function's source that are written down with it."""
+"""Maximum number of characters of a function's source that are written beside it."""
 
 _FILE = '''"""{name}: given to Headway as an object, by {shown}.
 
@@ -72,13 +72,13 @@ from headway.runtime.user_code import pickled_beside
 
 
 class Functions:
-    """The functions among some settings. ``settings``: by dotted key, as the user gave them."""
+    """Functions among the user's settings. ``settings``: dotted key → value."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Find the functions. Raises `ConfigError` for one at a setting that takes none."""
         self._settings = settings
         self._found: list[tuple[str, Any]] = []
-        """Name of a function, unique among them, and the function; none is there twice."""
+        """Pairs of a unique name and a function. Each function is there once."""
         for key, value in settings.items():
             self._replaced(key, value, partial(self._find, key))
 
@@ -86,7 +86,7 @@ class Functions:
         return bool(self._found)
 
     def settings(self, folder: Path) -> dict[str, Any]:
-        """Return the settings with ``FOLDER/name.py:name`` in the place of each function."""
+        """Return the settings, each function replaced by ``FOLDER/name.py:name``."""
 
         def named(function: Any) -> str:
             name = next(name for name, other in self._found if other is function)
@@ -95,20 +95,20 @@ class Functions:
         return {key: self._replaced(key, value, named) for key, value in self._settings.items()}
 
     def move_away(self, folder: Path) -> None:
-        """Rename functions whose names are taken in ``folder``: another run's functions stay as they are there."""
-        # Files of an earlier start are still named by the configuration that a resume reads
+        """Rename functions whose names are taken in ``folder``, so that no file there is overwritten."""
+        # The configuration that a resume reads still names the files of an earlier start
         taken = {file.stem for file in folder.glob("*")}
         self._found = [(_free(name, taken), function) for name, function in self._found]
 
     def write(self, folder: Path) -> list[Path]:
         """Write the functions, and return the files. Raises `UserCodeError` where one cannot be pickled."""
-        # All of them first: one that cannot be pickled leaves no file behind
+        # Pickle all before writing any: a failure leaves no file behind
         pickles = {name: pickled(function, name) for name, function in self._found}
         python, path = list(sys.version_info[:2]), [str(Path(entry or ".").absolute()) for entry in sys.path]
         written = []
         folder.mkdir(parents=True, exist_ok=True)
         for name, function in self._found:
-            # A pickle in a pickle: which Python made the inner one is known before that is opened
+            # A pickle in a pickle: the Python version is known before the inner one is opened
             whole = pickle.dumps({"python": python, "path": path, "pickled": pickles[name]})
             text = _FILE.format(
                 name=name, shown=_shown(function), python=".".join(map(str, python)), source=_source(function)
@@ -156,13 +156,13 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _shown(function: Any) -> str:
-    """Return where a function is defined, as ``__main__.score``."""
+    """Return a function's qualified name, like ``__main__.score``."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def _source(function: Any) -> str:
-    """Return the source of a function as part of a docstring; nothing where there is none to be found."""
+    """Return the source of a function as part of a docstring; empty if it has none."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):

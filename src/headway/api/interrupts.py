@@ -11,21 +11,21 @@ from headway.runtime.signals import signals_handled
 
 
 class Interrupts:
-    """Handling of Ctrl-C, SIGTERM and SIGHUP, as long as there is anything to close.
+    """Handling of Ctrl-C, SIGTERM and SIGHUP until the run has closed everything.
 
-    Within `asking` the first signal asks for an end in order; any other signal leaves at once. The run then closes what
+    Within `asking` the first signal asks for an orderly end; any other signal leaves at once. The run then closes what
     is open, which takes a few seconds. Further signals do not cut that short, so that no process is left behind. A run
-    in another thread than the main one gets no signals: Python handles them in the main thread alone.
+    outside the main thread gets no signals: Python handles them only there.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._stop: tuple[Callable[[], None], str] | None = None
-        """Function that asks for an end in order, and what is still finished; None where a signal leaves at once."""
+        """Function that asks for an orderly end, and the work that is finished first; None: a signal leaves at once."""
         self._task: asyncio.Task[Any] | None = None
         """Task of the run; None once it leaves."""
         self._told = False
-        """True once the user was informed that the workers are being ended; further signals print nothing."""
+        """True once the user was told that the workers are being ended. Further signals print nothing."""
         self._handled = signals_handled(self._on_signal)
 
     def __enter__(self) -> Interrupts:

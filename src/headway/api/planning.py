@@ -1,4 +1,4 @@
-"""Plans from Python: how to divide devices, and whether asynchrony will help."""
+"""Plans from Python: the split of the devices, and whether asynchrony helps."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Plan:
     """Settings of a job, simulated, and which of them to choose. Printed, it is what ``headway plan`` prints."""
 
     found: planner.PlanResult
-    """What the simulator found, in its own words."""
+    """Result of the simulator."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings to choose, for `headway.train`; empty where time was out before any was simulated.
+        """The recommended settings, for `headway.train`; empty if the time ran out before any was simulated.
 
-        Devices and meshes are not among them: `table` has how many train and how many generate.
+        Devices and meshes are not among them: `table` has the numbers of training and of generating devices.
         """
         best = self.found.advice.recommended
         return {} if best is None else best.setting.settings
@@ -71,10 +71,10 @@ def plan(
     """Simulate a job's settings and recommend some, as ``headway plan`` does, in a subprocess.
 
     Args:
-        profile: a YAML file of what the job costs; or a run, or its directory, whose record is replayed.
-        gpus: devices altogether; the profile's number by default.
+        profile: a YAML file of the job's costs; or a run, or its directory, whose record is replayed.
+        gpus: number of all devices; the profile's by default.
         budget: seconds of processor time to spend.
-        sweep: all combinations of preset, split, η and trigger, instead of those that may be the quickest.
+        sweep: simulate all combinations of preset, split, η and trigger, not only those that may be the fastest.
 
     Raises:
         ConfigError: the file is no profile, or no split of the devices fits.
@@ -86,7 +86,7 @@ def plan(
         raise ConfigError(f"budget: got {budget}, expected a number of seconds above 0")
     path = profile.path if isinstance(profile, Run) else Path(profile).expanduser()
     job = profile_run(path, replay=True) if (path / "events.jsonl").is_file() else read_profile(path)
-    # Apart, as the clock of a plan is an event loop, and a notebook has one that runs.
+    # In a subprocess: a plan's clock is an event loop, and a notebook already runs one.
     return Plan(carry_out_apart(partial(_plan, job, gpus, budget, sweep), None))
 
 

@@ -2,9 +2,9 @@
 
     RUN/profile.json ──boundary of the next version──▶ OPEN ──so many boundaries later, or a limit──▶ WRITING ─▶ IDLE
 
-``headway ctl`` writes the file, wherever the directory is seen, and the run removes it when the window is over.
-The window watches events alone, and nothing of the run waits for it: a process that does not begin in time, fails or is
-lost meanwhile has no trace, and the run goes on.
+``headway ctl`` writes the file, on any machine with the directory. The run removes it when the window is over. The
+window only watches events, and the run never waits for it: a process that begins late, fails or is lost has no trace,
+and the run goes on.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from headway.runtime.task_groups import concurrently, end
 
 MAX_VERSIONS = 1000
 MAX_SECONDS = 120.0
-"""Longest window in seconds. A process that computes small tensors records some 80 MB in ten of them, and stands still
-for some seconds at the end of a million operations: one that does so for too long would be taken for lost."""
+"""Longest window in seconds. A process that computes small tensors records about 80 MB in ten seconds, and stands still
+for some seconds at the end of a million operations. After a longer window it would be taken for lost."""
 
 
 def ask(run: RunDirectory, versions: int, seconds: float) -> None:
-    """Ask the process that trains ``run`` for a window of so many ``versions``, of at most so many ``seconds``.
+    """Ask the process that trains ``run`` to profile ``versions`` versions, for at most ``seconds`` seconds.
 
     Raises:
-        ConfigError: numbers that make no window.
-        UserError: no process trains the run, or a window is asked for already.
+        ConfigError: a number is out of range.
+        UserError: no process trains the run, or a window was asked for already.
     """
     _check(versions, seconds)
     if is_trained(run.lock) is False:
@@ -75,7 +75,7 @@ def _check(versions: int, seconds: float) -> None:
 
 
 class ProfileWindow:
-    """Profiles a run in windows, one after the other; observes the run's events.
+    """Profiler of a run, in one window after the other. It observes the run's events.
 
     async with ProfileWindow(processes, run_directory, emit, since_first):
         …                                       # the pipeline runs, and tells the window what happens
@@ -95,11 +95,11 @@ class ProfileWindow:
 
         Args:
             processes: function that returns the processes to profile, when a window opens.
-            directory: directory of the run, which has the request and gets a folder for each window.
+            directory: directory of the run, with the request and a folder for each window.
             emit: function that takes the events: `ProfileTaken`, and notes of what the window does.
-            since_first: function from a time on the event loop's clock to seconds of the run's record.
+            since_first: function from a time of the event loop to seconds since the record's first event.
             version: the version that the run begins with.
-            remark: a sentence on what is not profiled.
+            remark: sentence on the processes that are not profiled; None if all are.
         """
         self._processes = processes
         self._request, self._folder, self._lock = directory.profile_request, directory.profiles, directory.lock
@@ -108,9 +108,9 @@ class ProfileWindow:
         self._version = version
         self._remark = remark
         self._last: int | None = None
-        """Last version that the run trains; None where that is not known."""
+        """Last version that the run trains; None if unknown."""
         self._over = False
-        """True once the run trains no more."""
+        """True once training has ended."""
         self._changed = Signal()
         self._task: asyncio.Task[None] | None = None
 
@@ -129,10 +129,10 @@ class ProfileWindow:
                 self._changed.changed()
 
     def close(self) -> None:
-        """Do nothing, as an observer: a window that is open ends with `__aexit__`."""
+        """Do nothing: `__aexit__` closes an open window."""
 
     async def __aenter__(self) -> ProfileWindow:
-        # One older than the lock was left by a process that was killed; a newer one came while this process started.
+        # A request older than the lock is a killed process's; a newer one came while this process started.
         with suppress(FileNotFoundError):
             if self._request.stat().st_mtime_ns < self._lock.stat().st_mtime_ns:
                 self._request.unlink()
@@ -141,7 +141,7 @@ class ProfileWindow:
     async def __aexit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Close the window, and wait until the traces of what was are written; not for long where the run failed."""
+        """Close the window, and wait until its traces are written; only shortly if the run failed."""
         self._over = True
         self._changed.changed()
         if self._task is not None:
@@ -154,27 +154,27 @@ class ProfileWindow:
     # ------------------------------------------------------------------------------------------ the window
 
     async def _window(self) -> None:
-        """Run a window to its end, and note where it fails."""
+        """Run a window to its end, and note a failure."""
         try:
             asked = json.loads(self._request.read_bytes())
             _check(asked["versions"], asked["seconds"])
             await self._take(asked["versions"], asked["seconds"])
         except Exception as cause:
             self._note(f"there is no profile: {_reason(cause)}", "warning")
-        self._request.unlink(missing_ok=True)  # last: while it is there no other window is asked for
+        self._request.unlink(missing_ok=True)  # last: while the file exists no other window can be asked for
 
     async def _take(self, versions: int, seconds: float) -> None:
         opened_at, asked = now(), self._processes()
         if self._remark:
             self._note(self._remark)
         opened = await self._each(asked, "begin", lambda process: process.start(), PROFILE_BEGINS_S)
-        first = self._version  # a later one where beginning took longer than a whole version
+        first = self._version  # a later version if beginning took longer than one
         reason: str | None = None
         if opened:
             self._note(f"profiling version {first}: {', '.join(process.name for process in opened)}")
             reason = await self._until(first + versions, seconds)
         trained, closed_at = min(versions, self._version - first), now()
-        # All of them: one that did not begin in time may have done so since, and would record until its memory ends.
+        # All processes: one that began late would otherwise record until its memory is full.
         stopped = await self._each(asked, "end", lambda process: process.stop(), PROFILE_ENDS_S)
         kept = [process for process in stopped if process in opened]
         folder = self._new_folder(first)
@@ -182,7 +182,7 @@ class ProfileWindow:
         if files:
             self._emit(
                 ProfileTaken(
-                    time=closed_at,  # with the run's end, which no later event puts off
+                    time=closed_at,  # not now: the record's last event must not be after the run's end
                     version=first,
                     versions=trained,
                     span=(opened_at, closed_at),
@@ -210,12 +210,12 @@ class ProfileWindow:
         await concurrently(forget(process) for process in processes)
 
     def _new_folder(self, version: int) -> Path:
-        """Return a folder for the traces of a window, other than that of a version that a resume has undone."""
+        """Return a new folder for a window's traces; the same version may have one from before a resume."""
         names = chain([f"version-{version}"], (f"version-{version}-{number}" for number in count(2)))
         return next(folder for name in names if not (folder := self._folder / name).exists())
 
     async def _written(self, processes: Sequence[Profiled], folder: Path) -> list[str]:
-        """Write the traces, one after another, since each may be large. Returns the names of those that are there."""
+        """Write the traces one after another, since each may be large. Returns the names of the written ones."""
         # The Unix time of the record's first event: traces and timeline begin at the same moment.
         origin = time.time() - self._since_first(now())
         files: list[str] = []
@@ -230,7 +230,7 @@ class ProfileWindow:
         return files
 
     async def _until(self, version: int, seconds: float) -> str | None:
-        """Wait for the boundary of ``version``. Returns why the wait was cut short; None where it was not."""
+        """Wait for the boundary of ``version``. Returns why the wait was cut short; None if it was not."""
         try:
             async with asyncio.timeout(seconds):
                 await self._changed.until(lambda: self._over or self._version >= version)
@@ -245,7 +245,7 @@ class ProfileWindow:
         act: Callable[[Profiled], Coroutine[Any, Any, None]],
         limit_s: float,
     ) -> list[Profiled]:
-        """Do something with all processes side by side. Returns those with which it went well, and warns of others."""
+        """Do something with all processes concurrently. Returns those where it succeeded, and warns of the others."""
 
         async def attempt(process: Profiled) -> bool:
             try:
@@ -270,7 +270,7 @@ def _reason(failure: Exception) -> str:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all. Raises `OSError`."""
+    """Write a file atomically. Raises `OSError`."""
     draft = path.with_name(f"{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""Settings as Python has them: nested mappings, dotted keys, keywords; flat, and of the types that YAML has.
+"""Settings given in Python: from nested mappings, dotted keys and keywords to flat settings of YAML's types.
 
 {"rollout": {"n": 8}, "actor.optim.lr": 1e-5}, reward=score ─▶ {"rollout.n": 8, "actor.optim.lr": 1e-5,
                                                                 "reward.function": score}
@@ -38,25 +38,25 @@ SHORT: Mapping[str, tuple[str, str]] = {
     "program": ("agent.program", "agent.program"),
     "agent": ("agent.client", "agent"),
 }
-"""Keywords for what most users choose → the setting that a value is of, and the one that a mapping is of."""
+"""Keyword → the setting for a plain value, and the section for a mapping."""
 
 
 def settings_given(
     config: Mapping[str, Any] | None, settings: Mapping[str, Any] | None, keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return all settings, flat, those of ``keywords`` over ``settings``, and these over those of ``config``.
+    """Return all settings, flat: ``keywords`` replace ``settings``, which replace ``config``.
 
-    Keywords that are None are not given. Callables are left as they are.
+    Keywords that are None count as not given. Callables stay callables.
 
     Raises:
-        ConfigError: a key is no text, a value is of no type that a setting can have, or a key is given twice.
+        ConfigError: a key is not text, a value has a type that no setting has, or a key is given twice.
     """
     below = overlay(_flat(config or {}, "config"), _flat(settings or {}, "settings"))
     return overlay(below, _flat(_long(keywords), "the keywords"))
 
 
 def layer(values: Mapping[str, Any]) -> Layer:
-    """Return the settings as a layer that lies on a file's. Raises `ConfigError` as `translate` does."""
+    """Return the settings as a layer over a file's. Raises `ConfigError` as `translate` does."""
     translated, notes = translate(values, IN_PYTHON)
     return Layer(IN_PYTHON, translated, notes=tuple(notes))
 
@@ -94,7 +94,7 @@ def _flat(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return a value of the types that YAML has, or a callable. Raises `ConfigError` for any other."""
+    """Return a value with YAML's types, or a callable. Raises `ConfigError` for any other."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -102,7 +102,7 @@ def _plain(value: Any, key: str) -> Any:
             return str(value)
         case Mapping():
             return {name: _plain(inner, f"{key}.{name}") for name, inner in value.items()}
-        case Sequence():  # text is one, too, and was taken above
+        case Sequence():  # text is a sequence, too; it was handled above
             return [_plain(inner, key) for inner in value]
     if callable(value):
         return value
@@ -112,7 +112,7 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def load_checked(path: Path | None, overrides: Sequence[str] | Layer = (), *, supervised: bool = False) -> LoadedConfig:
-    """Return the configuration as the doctor passed it, with its notes, for ``headway sft`` if ``supervised``.
+    """Return the configuration after the doctor's checks, with its notes. ``supervised``: for ``headway sft``.
 
     Raises `ConfigError` for anything wrong.
     """
@@ -127,16 +127,16 @@ def load_checked(path: Path | None, overrides: Sequence[str] | Layer = (), *, su
 def load_resumed(
     run: Path, overrides: Sequence[str] | Layer = (), *, supervised: bool = False
 ) -> tuple[Config, LoadedConfig]:
-    """Return the configuration of the run in the directory ``run`` so far, and the checked one that holds from now on.
+    """Return the old configuration of the run in the directory ``run``, and the checked new one.
 
-    ``supervised``: it is a run of ``headway sft``.
+    ``supervised``: True for a run of ``headway sft``.
 
     Raises:
         UserError: there is no run.
         ConfigError: a setting is wrong.
     """
     directory = RunDirectory.existing_sft(run) if supervised else RunDirectory.existing(run)
-    # The run wrote its file itself: a setting without effect after a change is no mistake of the user's.
+    # The run wrote its file itself: a setting that a change left without effect is not the user's mistake.
     loaded = load(directory.config, overrides)
     loaded = _diagnosed(replace(loaded, user_keys=loaded.typed_keys), supervised)
     return load(directory.config).config, loaded

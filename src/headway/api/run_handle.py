@@ -1,6 +1,6 @@
-"""A run as Python has it: its directory, read whenever something is asked, while it trains and afterwards.
+"""A run in Python: its directory, read at each access, while it trains and afterwards.
 
-Tables of rows are pandas' where pandas is installed, else a small one that reads alike.
+Tables are pandas' if it is installed, else a small class with a similar interface.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SHOWN = 60
-"""Most rows that a table shows of itself, the first ones."""
+"""Maximum number of rows in a table's text; the first ones are shown."""
 
 
 class Table:
     """A table without pandas: ``table["reward"]`` is a column, ``columns`` are their names, ``len(table)`` its rows."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
-        """Make a table of ``rows``. ``columns``: the first ones, which it has even without rows."""
+        """Make a table of ``rows``. ``columns``: names of the first columns, which exist even without rows."""
         self.rows = [dict(row) for row in rows]
         self.columns = list(dict.fromkeys(chain(columns, *rows)))
 
@@ -43,7 +43,7 @@ class Table:
         return iter(self.columns)
 
     def __getitem__(self, column: str) -> list[Any]:
-        """Return a column, with None where a row lacks it. Raises `KeyError` for one that no row has."""
+        """Return a column, with None for rows without it. Raises `KeyError` for a column that no row has."""
         if column not in self.columns:
             raise KeyError(column)
         return [row.get(column) for row in self.rows]
@@ -74,21 +74,21 @@ LEFT_AT_ONCE = "left at once"
 
 
 class Run:
-    """A run. ``path`` is its directory, absolute; everything else is read from its files when it is asked for."""
+    """A run. ``path`` is its absolute directory; everything else is read from its files at each access."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Look at the run in the directory ``path``. Raises `UserError` where there is none."""
+        """Open the run in the directory ``path``. Raises `UserError` if there is none."""
         self.path = Path(path).expanduser().absolute()
         self._directory = RunDirectory.existing(self.path)
 
     @property
     def config(self) -> Config:
-        """The configuration that the run has, resolved. Raises `ConfigError` where its file was damaged."""
+        """The run's resolved configuration. Raises `ConfigError` if its file is damaged."""
         return load_config(self._directory.config).config
 
     @property
     def status(self) -> str:
-        """``completed``, ``interrupted`` or ``failed``; ``running``; ``killed`` for a run that ended without a word.
+        """Status: ``running``, ``completed``, ``interrupted``, ``failed``, or ``killed`` if its process just ended.
 
         Raises `DataError` for files that cannot be read.
         """
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The run in one object, ``summary.json``; empty before it has ended. Raises `DataError` for a damaged one."""
+        """Content of ``summary.json``; empty before the run has ended. Raises `DataError` for a damaged file."""
         try:
             found = json.loads(self._directory.summary.read_text(encoding="utf-8"))
             if not isinstance(found, dict):
@@ -119,7 +119,7 @@ class Run:
         """
         rows: dict[int, dict[str, Any]] = {}
         for row in _lines(self._directory.metrics):
-            rows.setdefault(int(row["version"]), {}).update(row)  # what comes late for a version has a line of its own
+            rows.setdefault(int(row["version"]), {}).update(row)  # late values of a version are on another line
         return [rows[version] for version in sorted(rows)]
 
     @property
@@ -131,7 +131,7 @@ class Run:
         return table(self.rows)
 
     def samples(self, *, validation: bool = False) -> pd.DataFrame | Table:
-        """Return what the run's drawn groups said, or its held-out problems: a row for each answer.
+        """Return the answers of the run's sampled groups, or of its held-out problems: a row for each answer.
 
         A ``DataFrame`` where pandas is installed, else a `Table`. Columns: ``version``; ``group`` and ``fate``, or
         ``problem``; ``source``, ``prompt``, ``answer``, ``k``, ``response``, ``reward``, ``length`` in tokens and
@@ -166,7 +166,7 @@ class Run:
 
 
 def load(run: str | os.PathLike[str] | Run) -> Run:
-    """Return the run in a directory: one that trains, or one that has ended, however. Raises `UserError` for none."""
+    """Return the run in a directory, whether it trains or has ended. Raises `UserError` if there is none."""
     if isinstance(run, Run):
         return run
     if not isinstance(run, str | os.PathLike):
@@ -175,13 +175,13 @@ def load(run: str | os.PathLike[str] | Run) -> Run:
 
 
 def _short(path: Path) -> str:
-    """Return the path as it is to be shown: relative where it is below the working directory."""
+    """Return the path for display: relative if it is below the working directory."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; none where it is missing, nor one that is still being written."""
+    """Yield the objects of a file of JSON lines. A missing file has none; a line that is being written is skipped."""
     try:
         yield from map(json.loads, whole_lines(path))
     except FileNotFoundError:

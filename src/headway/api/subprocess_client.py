@@ -1,9 +1,8 @@
-"""Run a job in a subprocess, and wait for it: free of the caller's event loop, its torch and Ray, and the remains of
-earlier runs.
+"""Run a job in a subprocess and wait for it: apart from the caller's event loop, torch and Ray, and from earlier runs.
 
     caller ── job ──▶ process        ──▶ pages of a cell, then the result or the error
     Ctrl-C ── SIGINT ──▶             the process is in a group of its own: a terminal sends it nothing by itself
-    the caller's end ── end of file ──▶ as SIGTERM: a run finishes its version and saves
+    the caller's end ── end of file ──▶ like SIGTERM: a run finishes its version and saves
 
 `serve` is the process's end: one job, whose result or error is its last message.
 """
@@ -35,35 +34,35 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 GONE_S = 60.0
-"""Seconds within which the process ends after its last word: the run has been closed by then, whatever its size."""
+"""Limit in seconds for the process to end after its last message: by then the run is closed."""
 MOST_SHOWN = 2_000
-"""Most characters of what a process printed that are shown when it ends without a word."""
+"""Maximum characters of a process's output in the error when it ends without a result."""
 
 BOOT = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     f"{IMPORTS_AS_HERE}from headway.api.subprocess_client import serve; serve(int(sys.argv[1]))"
 )
-"""What the process runs. Until `serve` has begun, Ctrl-C ends it without a word."""
+"""Python code of the process. Ctrl-C ends it without a message until `serve` has begun."""
 
 
 Job = Callable[["Console | None"], Any]
-"""Work for the process, which shows it on a console, or where it prints. It is pickled, and so is what it returns."""
+"""Work for the process; its argument is the console to show it on, or None. The job and its result are pickled."""
 
 
 def carry_out_apart(job: Job, show: Callable[[str], None] | None) -> Any:
     """Carry out ``job`` in a subprocess, and return its result.
 
-    ``show`` gets pages of HTML, each in the place of the one before; without it the process prints where this one does.
+    ``show`` gets pages of HTML, each of which replaces the one before. None: the process prints where this one does.
 
     Raises:
-        WorkerDied: the process ended without a word.
+        WorkerDied: the process ended without a result.
         KeyboardInterrupt: the job was left at once. Until then each Ctrl-C is passed on to it.
-        Whatever the job raises.
+        BaseException: the job's own error.
     """
     here, there = Pipe()
     with tempfile.TemporaryFile() as printed:
         process, over = _start(there, printed if show is not None else None), False
-        # This process's copy: with it open, the end of the other process would never read as end of file
+        # Close this process's copy: otherwise the other process's end would never read as end of file
         there.close()
         try:
             here.send((job, show is not None))
@@ -74,7 +73,7 @@ def carry_out_apart(job: Job, show: Callable[[str], None] | None) -> Any:
                 except KeyboardInterrupt:
                     if process.poll() is not None:
                         raise
-                    # It is in a group of its own, so the terminal has not sent it one.
+                    # The process has its own group, so the terminal has not sent it a signal.
                     process.send_signal(signal.SIGINT)
                     continue
                 if message is not None and message[0] == "page":
@@ -109,7 +108,7 @@ def _start(there: Connection, printed: IO[bytes] | None) -> subprocess.Popen[byt
 
 
 def _messages(connection: Connection) -> queue.SimpleQueue[Any]:
-    """Return what the process says, read by a thread, so that Ctrl-C cuts no message in two. None is the end."""
+    """Return a queue of the process's messages; None is the end. A thread reads them, so that Ctrl-C splits none."""
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def read() -> None:
@@ -118,7 +117,7 @@ def _messages(connection: Connection) -> queue.SimpleQueue[Any]:
                 told.put(connection.recv())
         except (EOFError, OSError):
             pass
-        except Exception as cause:  # what was said needs a module that only the process has
+        except Exception as cause:  # unpickling needs a module that only the process has
             told.put(("raised", RunError(f"the run's process said what cannot be read here: {said_by(cause)}")))
         finally:
             told.put(None)
@@ -128,8 +127,8 @@ def _messages(connection: Connection) -> queue.SimpleQueue[Any]:
 
 
 def _end(process: subprocess.Popen[bytes], *, asked: bool) -> None:
-    """Wait until the process is gone. One that is ``asked`` to end may save a checkpoint first, within its run's
-    limits, and Ctrl-C kills it. One that has said its last word is ended after `GONE_S`.
+    """Wait until the process is gone. A process that was ``asked`` to end may save a checkpoint first, within its run's
+    limits; Ctrl-C kills it. Another one has sent its last message, and is killed after `GONE_S`.
     """
     if asked:
         process.terminate()
@@ -138,7 +137,7 @@ def _end(process: subprocess.Popen[bytes], *, asked: bool) -> None:
         except KeyboardInterrupt:
             process.kill()
             raise
-    # `poll` ends nothing: the first turn only waits.
+    # `poll` ends nothing: the first iteration only waits.
     for end in (process.poll, process.terminate, process.kill):
         end()
         with suppress(subprocess.TimeoutExpired):
@@ -156,8 +155,8 @@ def _end_of(process: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
 
 
 def serve(descriptor: int) -> None:
-    """Carry out the job that comes over the connection with this ``descriptor``."""
-    # Else each worker that the run starts would hold the caller's end open
+    """Run the job that comes over the connection with this ``descriptor``."""
+    # Otherwise each worker that the run starts would hold the caller's end open
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     sending = threading.Lock()
@@ -167,7 +166,7 @@ def serve(descriptor: int) -> None:
             connection.send((kind, what))
 
     try:
-        # Not before: during the imports Ctrl-C ends the process by the signal itself, without a traceback
+        # Only now: during the imports Ctrl-C ends the process by the signal itself, without a traceback
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with terminations_as_interrupts():
             job, in_a_cell = connection.recv()
@@ -185,7 +184,7 @@ def serve(descriptor: int) -> None:
 
 
 def _end_with_the_caller(connection: Connection) -> None:
-    """Have the job end as SIGTERM ends it when the caller's process has ended: it says nothing further until then."""
+    """End the job like SIGTERM once the caller's process has ended, which closes the connection."""
 
     def wait() -> None:
         with suppress(EOFError, OSError):
@@ -196,9 +195,9 @@ def _end_with_the_caller(connection: Connection) -> None:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Return ``error``, or one that says the same and can be read where only Headway and Python are known.
+    """Return ``error``, or one with the same message that can be unpickled with only Headway and Python installed.
 
-    One that is not Headway's says where it was raised.
+    An error that is not Headway's also says where it was raised.
     """
     if not isinstance(error, HeadwayError | KeyboardInterrupt):
         error.add_note("".join(traceback.format_exception(error)))

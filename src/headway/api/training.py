@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Function = Callable[..., Any] | str
-"""A function, or the name of one: ``file.py:function``, or one that Headway has."""
+"""A function, or its name: ``file.py:function``, or a built-in one."""
 
 AHEAD = Path("code")
-"""Folder of functions in settings that are checked before there is a run's directory."""
+"""Placeholder for the folder of functions, for checks before the run's directory exists."""
 
 
 def train(
@@ -50,19 +50,19 @@ def train(
     agent: Function | Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Run:
-    """Train a model, or resume a run that ended early, and return the run when it has ended.
+    """Train a model, or resume a run that ended early. Returns the run when it has ended.
 
-    The run has a process of its own, which prints what ``headway train`` prints; in a notebook the output of the cell
-    shows it, and is replaced as it changes. Ctrl-C, a notebook's button to interrupt, has the run finish its version
-    and save; the run is returned then, with ``status`` ``interrupted``. A second one leaves at once.
+    The run has its own process, which prints what ``headway train`` prints; in a notebook the cell's output shows and
+    updates it. Ctrl-C, or a notebook's interrupt button, makes the run finish its version and save; then the run is
+    returned with the ``status`` ``interrupted``. A second Ctrl-C leaves at once.
 
-    Functions are pickled by value, and kept in the run's directory: those of a notebook's cell or of a script do not
-    have to be in a file. They are copies, in other processes: what they change there is not seen here.
+    Functions are pickled by value and kept in the run's directory, so that functions of a notebook or a script need no
+    file. They run as copies in other processes: their changes to variables are not seen here.
 
     Args:
-        config: a YAML file, or its content as a mapping. Not for a run that is resumed, which has its own.
-        settings: settings that lie on those of ``config``, by dotted key or nested: ``{"rollout.n": 8}``.
-        resume: a run, its directory, or its storage as a URL, to go on with from its newest checkpoint.
+        config: a YAML file, or its content as a mapping. Not for a resumed run, which has its own.
+        settings: settings that override those of ``config``, by dotted key or nested: ``{"rollout.n": 8}``.
+        resume: a run, its directory, or its storage as a URL, to resume from its newest checkpoint.
         model: ``model.path``; a mapping is the section ``model``.
         data: ``data.train``; a mapping is the section ``data``.
         reward: ``reward.function``; several are ``reward.functions``; a mapping is the section ``reward``.
@@ -73,12 +73,12 @@ def train(
         environment: ``agent.environment``, a class.
         program: ``agent.program``.
         agent: ``agent.client``; a mapping is the section ``agent``.
-        sections: other sections and settings at the top: ``rollout={"n": 8}``, ``mode="async_stale"``.
+        sections: other sections and top-level settings: ``rollout={"n": 8}``, ``mode="async_stale"``.
 
     Raises:
-        UserError: what was given is wrong; `ConfigError` where that is a setting, `UserCodeError` where a function
-            cannot be called like that or cannot be pickled. Nothing is left behind.
-        RunError: the run failed. Its directory has all of it until then.
+        UserError: an argument is wrong: `ConfigError` for a setting, `UserCodeError` for a function that cannot be
+            called or pickled. Nothing is left behind.
+        RunError: the run failed. Its directory keeps everything up to the failure.
         KeyboardInterrupt: the run was left at once.
     """
     own = {"model": model, "data": data, "reward": reward, "loss": loss, "advantage": advantage, "task": task}
@@ -99,14 +99,14 @@ def train(
 
 
 def _train(loaded: LoadedConfig, console: Console | None) -> int:
-    """Job of a run that begins. Returns the exit code."""
+    """Run a new run, in the subprocess. Returns the exit code."""
     from headway.api.run import train
 
     return train(loaded, console)
 
 
 def _go_on(path: Path, before: Config, loaded: LoadedConfig, console: Console | None) -> int:
-    """Job of a resumed run. Returns the exit code."""
+    """Resume a run, in the subprocess. Returns the exit code."""
     from headway.api.run import resume
 
     return resume(path, before, loaded, console)
@@ -128,10 +128,10 @@ def _resume(run: Run, functions: Functions) -> Run:
     try:
         carry_out_apart(partial(_go_on, run.path, before, loaded), cell_output())
     finally:
-        # Whatever happened: a resume that was refused has not written its configuration
+        # In any case: a refused resume has not written its configuration
         settled = RunDirectory(run.path).config.read_text(encoding="utf-8")
         for file in written:
-            if str(file.with_suffix(".py")) not in settled:  # what was given was refused, and the run is as it was
+            if str(file.with_suffix(".py")) not in settled:  # the resume was refused, and the run is unchanged
                 file.unlink(missing_ok=True)
     return _ended(run)
 
@@ -144,9 +144,9 @@ def _ended(run: Run) -> Run:
 
 @contextmanager
 def _directory(given: Path | None, name: str, functions: Functions) -> Iterator[RunDirectory]:
-    """Make the run's directory with the functions in it, and remove both where no run began in it.
+    """Make the run's directory with the functions in it. Both are removed if no run began there.
 
-    Raises `UserError` where the directory, or its folder of functions, is not free or cannot be written.
+    Raises `UserError` if the directory, or its folder of functions, is in use or cannot be written.
     """
     directory, there = _made(given, name)
     code = directory.code.absolute()
@@ -162,7 +162,7 @@ def _directory(given: Path | None, name: str, functions: Functions) -> Iterator[
         yield directory
     finally:
         if not directory.config.exists():  # a run that begins writes it first
-            if functions:  # else what is there is the user's
+            if functions:  # otherwise the folder is the user's
                 shutil.rmtree(code, ignore_errors=True)
             if not there:
                 with suppress(OSError):
@@ -170,7 +170,7 @@ def _directory(given: Path | None, name: str, functions: Functions) -> Iterator[
 
 
 def _made(given: Path | None, name: str) -> tuple[RunDirectory, bool]:
-    """Make a run's directory, and tell whether it was there. Raises `UserError` where it is not free."""
+    """Make a run's directory, and tell whether it existed. Raises `UserError` if it is in use."""
     if given is not None:
         directory, there = RunDirectory(given), given.exists()
         directory.check_free()
@@ -179,7 +179,7 @@ def _made(given: Path | None, name: str) -> tuple[RunDirectory, bool]:
         return directory, there
     for path in free_names(name):
         cannot = f"run.dir={path} cannot be made; give one that you may write to"
-        # A name may be taken: by a run that began in the same second.
+        # A run that began in the same second may have this name.
         with boundary(cannot, UserError), suppress(FileExistsError):
             path.mkdir(parents=True)
             return RunDirectory(path), False
@@ -187,9 +187,9 @@ def _made(given: Path | None, name: str) -> tuple[RunDirectory, bool]:
 
 
 def cell_output() -> Callable[[str], None] | None:
-    """Return a function that shows a page of HTML, each in the place of the one before; None outside of notebooks.
+    """Return a function that shows a page of HTML in place of the previous one; None outside of notebooks.
 
-    IPython is asked only where it is running. In a terminal it has no cells.
+    IPython is only asked if it is loaded. In a terminal it has no cells.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:

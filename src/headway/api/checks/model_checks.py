@@ -1,6 +1,6 @@
 """Checks of a model against a run's settings: its numbers, its mesh, its engine, and its weights' files.
 
-None of them reads a weight. Those of ``--dry-run`` and the doctor need no torch: `check_numbers`, `check_family_plans`.
+No check reads a weight. ``--dry-run`` and the doctor use those without torch: `check_numbers`, `check_family_plans`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def check_numbers(config: Config) -> None:
 
 
 def check_family_plans(config: Config, model: Mapping[str, Any]) -> None:
-    """Check what transformers knows of the family of a ``config.json``, ``model``, without torch.
+    """Check without torch that transformers can divide models of this family. ``model``: content of a ``config.json``.
 
-    Raises `ConfigError` where it has no plan for ``actor.parallel``.
+    Raises `ConfigError` where transformers has no plan for ``actor.parallel``.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -78,8 +78,8 @@ def _refuse(model: str, problems: Iterator[str]) -> None:
 
 
 def check_vocabulary(path: str, model_config: Any, tokenizer: Any) -> None:
-    """Check for tokens without a row in the embedding: one would end the run at its first prompt, or by a GPU's
-    assertion. Raises `ModelError`.
+    """Check that each token has a row in the embedding; otherwise the run would end at its first prompt, or by a
+    GPU's assertion. Raises `ModelError`.
     """
     size = getattr(model_config.get_text_config(), "vocab_size", None)
     highest = max(tokenizer.get_vocab().values(), default=-1)
@@ -91,7 +91,7 @@ def check_vocabulary(path: str, model_config: Any, tokenizer: Any) -> None:
 
 
 def check_positions(config: Config, limit: int | None, way_out: str) -> None:
-    """Raise `ConfigError`, which ends with ``way_out``, where more tokens may come than the model has positions."""
+    """Raise `ConfigError` where a sequence may be longer than ``limit``. ``way_out``: advice at the message's end."""
     length = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and length > limit:
         raise ConfigError(
@@ -112,7 +112,7 @@ def check_biases(config: Config, model_config: Any) -> None:
 
 
 def check_kv_cache(config: Config, model_config: Any, device: str) -> None:
-    """Check that the KV cache has room for one context, the least that an engine needs; its true need may be larger.
+    """Check that the KV cache has room for one context, an engine's minimum. The engine may need more.
 
     ``device``: kind of the replicas' devices. Raises `ConfigError`.
     """
@@ -138,10 +138,10 @@ def check_kv_cache(config: Config, model_config: Any, device: str) -> None:
 
 
 def check_unknown_family(config: Config) -> None:
-    """Check a model of a family that only transformers knows, for the doctor, too. Takes seconds.
+    """Check a model whose family only transformers knows. Takes seconds; the doctor calls it, too.
 
     Raises:
-        ModelError: no causal language model, or one whose logits or attention are not supported.
+        ModelError: the model is no causal language model, or its logits or attention are not supported.
     """
     from headway.models.pretrained import load_config
 
@@ -153,7 +153,7 @@ def check_unknown_family(config: Config) -> None:
 
 
 def check_engine(config: Config, model_config: Any) -> None:
-    """Check that the native rollout engine can run the model, as far as its config tells; raise `ModelError` if not."""
+    """Check by the model's config that the native rollout engine can run it. Raises `ModelError`."""
     if config.rollout.name != "native":
         return
     from headway.engines.rollout.native.supported_models import KvGeometry, Windows, check_kind
@@ -167,8 +167,8 @@ def check_engine(config: Config, model_config: Any) -> None:
 def _checked_model(config: Config, model_config: Any) -> Any:
     """Build the model of ``config.json`` on the meta device; None under ``trust_remote_code``.
 
-    Raises `ModelError` when the model has no layers, or makes its logits in a way that is not supported, or does not
-    attend over lines that ``actor.parallel.cp`` ranks divide.
+    Raises `ModelError` when the model has no layers, when its logits are computed in an unsupported way, or when its
+    attention does not work on lines of tokens divided among ``actor.parallel.cp`` ranks.
     """
     if config.model.trust_remote_code:
         return None
@@ -192,12 +192,12 @@ def _checked_model(config: Config, model_config: Any) -> Any:
 def check_built(config: Config, model_config: Any) -> None:
     """Check the weights in their files' headers against the model of ``config.json``: names, shapes, dtypes.
 
-    Tensors that transformers converts, such as experts that it fuses, are compared as the model's files have them.
-    Tensors that transformers reads in several forms, and files of other kinds, are left to loading.
+    Tensors that transformers converts, such as fused experts, are compared as they are in the model's files. Tensors
+    that transformers reads in several forms, and files of other kinds, are checked only when they are loaded.
 
     Raises:
-        ModelError: a tensor of another shape, one that the model or the file lacks, integers, or two tensors that
-            differ where ``config.json`` makes them one; and as `_checked_model`.
+        ModelError: a tensor has another shape or holds integers; the model or the file lacks one; two tensors differ
+            that ``config.json`` ties; or as in `_checked_model`.
     """
     model = _checked_model(config, model_config)
     folder = find_folder(config.model.path or "")

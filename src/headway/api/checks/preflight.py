@@ -1,4 +1,4 @@
-"""Checks of a run's inputs before its directory is made, a model warmed up or a worker started.
+"""Checks of a run's inputs. They come before its directory is made, a model is warmed up or a worker is started.
 
 `check_inputs` ─▶ the rows to train on        the model's files and its mesh, data, reward: no torch, so that
                                               ``--dry-run`` and the doctor can ask, too
@@ -55,30 +55,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONNECT_TIMEOUT_S = 10.0
-"""Seconds for the address of a cluster to accept a connection."""
+"""Limit in seconds for the address of a cluster to accept a connection."""
 D = TypeVar("D")
 
 LOAD_TIMEOUT_S = 30.0
-"""Seconds for a process to start and import the reward's file: long enough for torch and transformers, too."""
+"""Limit in seconds for a process to start and import the reward's file, which may import torch and transformers."""
 LOWER = "lower the lengths"
 LOSS_PARAMETERS = ("inputs", "params")
 """Names of the parameters of a policy loss, and of a rollout correction."""
 ESTIMATOR_PARAMETERS = ("normalize_by_std", "gamma", "lam", "k")
-"""Names of the parameters that an advantage estimator gets after its inputs, where it has them."""
+"""Optional parameters of an advantage estimator, after its inputs."""
 TESTS_TRIED = 32
-"""Rows of a source that are looked at for unit tests."""
+"""Maximum number of rows of a source that are read for unit tests."""
 NEEDS_ANSWERS = (CODE, "exact_match", "math_verify", "regex")
 """Names of built-in rewards that cannot score a row whose answer is null."""
 
 
 def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
-    """Return the run's rows, with the reward tried on their columns. A user's own reward is loaded in its own process,
-    if ``user_code`` is to be loaded.
+    """Return the run's rows, after a check that the reward fits their columns. With ``user_code`` a user's own reward
+    is loaded, in its own process.
 
     Raises:
         ConfigError: torch or transformers is too old here; no such reward or task, or parameters that the task does
             not take; vLLM is not installed here; the endpoint for agents cannot listen at its address; or
-            ``actor.parallel`` divides what the model does not have, or has in another number.
+            ``actor.parallel`` does not fit the model's heads, experts or layers.
         DataError: a data file is missing, or holds something else than it should.
         ModelError: the folder of ``model.path`` is missing, or lacks a file, or has one that is damaged; or its logits
             are made in a way that is not supported.
@@ -118,7 +118,7 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
 
 
 def missing_packages(config: Config) -> list[str]:
-    """Return a message for each package that is too old here, or that the settings ask for and is not installed."""
+    """Return a message for each package that is too old, or that the settings need and that is not installed."""
     checks: list[Callable[[], None]] = [check_releases, partial(check_packages, config)]
     if config.rollout.name == "vllm" and config.cluster.address is None:  # workers will all be here
         checks.append(check_vllm_installed)
@@ -136,17 +136,17 @@ def missing_packages(config: Config) -> list[str]:
 
 
 def check_prompts(config: Config, rows: Rows) -> tuple[PreTrainedTokenizerBase | None, DataBundle | None]:
-    """Check without torch more of a model's folder, and the first prompts of ``rows`` as tokens. Returns the model's
-    tokenizer and the sources of prompts; neither for a model that has to be downloaded first, and for one to make
-    without a program.
+    """Check a model's tokenizer and the first prompts of ``rows`` as tokens, without torch. Returns the tokenizer and
+    the sources of prompts. Both are None for a model that has to be downloaded first, and for a model that the run
+    makes, unless it has a program.
 
-    For ``--dry-run`` and the doctor, which end soon: transformers takes it for good that there is no torch.
+    Only for ``--dry-run`` and the doctor: transformers works without torch until the process ends.
 
     Raises:
-        ConfigError: more tokens may come than the model has positions; transformers has no plan for
+        ConfigError: a sequence may be longer than the model's positions; transformers has no plan for
             ``actor.parallel``; or as `headway.agents.episodes.program_workers.chat_hosting` does of a program's chats.
         DataError: as `check_model`.
-        ModelError: the tokenizer, which is to render chats, cannot be opened or made.
+        ModelError: the tokenizer cannot be opened or made.
     """
     model, programs = config.model, config.agent.has_program
     folder = None if model.path is None else find_folder(model.path)
@@ -154,7 +154,7 @@ def check_prompts(config: Config, rows: Rows) -> tuple[PreTrainedTokenizerBase |
         return None, None
     if folder is not None:
         limit = read_object(folder / "config.json").get("max_position_embeddings")
-        # `check_model` tells of odd values
+        # `check_model` reports odd values
         model_checks.check_positions(config, limit if isinstance(limit, int) else None, LOWER)
     from headway.models.tokenizer import load_tokenizer, torch_hidden
 
@@ -173,17 +173,17 @@ def check_prompts(config: Config, rows: Rows) -> tuple[PreTrainedTokenizerBase |
 
 def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:
     """Open all of the model but its weights, and tokenize the first prompts of ``rows``. Returns the sources of
-    prompts; None where there is no model yet, only one to make.
+    prompts; None where the run has yet to make its model.
 
-    ``when_too_long``: advice in the message where the model has fewer positions than tokens may come.
+    ``when_too_long``: advice in the message when a sequence may be longer than the model's positions.
 
     Raises:
-        ConfigError: no such algorithm, more tokens than the model has positions, a bias for a token that it does not
-            have, a mesh that it cannot be divided over, or a KV cache without room for one context.
+        ConfigError: no such algorithm, sequences longer than the model's positions, a bias for an unknown token, a mesh
+            that the model cannot be divided over, or a KV cache without room for one context.
         DataError: prompts that the tokenizer cannot render, or that are all too long.
-        ModelError: the folder is missing or incomplete, holds no causal language model, or weights of another one; or
-            the model is of a kind that trainer or rollout engine cannot run.
-        UserCodeError: an own loss, estimator or correction cannot be called as it will be.
+        ModelError: the folder is missing or incomplete, has no causal language model, or has another model's weights;
+            or the trainer or the rollout engine cannot run this kind of model.
+        UserCodeError: the user's loss, estimator or correction cannot be called with the run's arguments.
     """
     from headway.engines.train.batch_advantages import BatchAdvantages
     from headway.engines.train.fsdp.objective import Objective
@@ -217,7 +217,7 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
 
 
 def _prompts(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> DataBundle:
-    """Check the chats of programs, all rows by their form, and the first ones as they are."""
+    """Check the chat template for programs, the form of all rows, and the first prompts as tokens."""
     if config.agent.has_program:
         chats_of(config, tokenizer)
     notes = check_rows(config, tokenizer, rows)
@@ -226,8 +226,8 @@ def _prompts(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> 
 
 
 def go_offline_without_a_hub(config: Config) -> None:
-    """Make libraries look at their cache alone, here and in all workers, where the hub's host cannot be resolved and a
-    model or dataset is named: otherwise they would retry for half a minute each time.
+    """Make libraries use only their cache, here and in all workers, when a model or dataset is on the hub and the hub's
+    host cannot be resolved. Otherwise they would retry for half a minute each time.
 
     Call it before the libraries are imported: they read this setting once.
     """
@@ -249,7 +249,7 @@ def reward_spec(config: Config, rows: Rows) -> RewardSpec:
 
 
 def one_reward_worker(config: Config, spec: RewardSpec, log_path: Path | None = None) -> RewardWorkers:
-    """A process for the reward, which prints to ``log_path``, or this one's stderr. Nothing is started."""
+    """Return a reward process that is not started. It prints to ``log_path``; None: to this process's stderr."""
     return RewardWorkers(spec, workers=1, retries=0, log_path=log_path, env=variables(config.agent.env))
 
 
@@ -282,7 +282,7 @@ async def _closed_after(loading: Awaitable[object], close: Callable[[], Awaitabl
 
 
 async def _in_time(loading: Awaitable[D], shown: str, limit: float, advice: str) -> D:
-    """Wait for user code that a process loads, and return what it is."""
+    """Wait until a process has loaded user code, at most ``limit`` seconds, and return its description."""
     try:
         return await asyncio.wait_for(loading, limit)
     except TimeoutError:
@@ -342,8 +342,8 @@ def _check_tests(records: Sequence[Record]) -> None:
 
 
 def own_functions(config: Config) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Yield the user's own loss, estimator and corrections, each with the names of its parameters: positional ones, and
-    those that it gets by name."""
+    """Yield the user's own loss, estimator and corrections, each with the names of its positional parameters and of its
+    keyword parameters."""
     algorithm = config.algorithm
     for spec, positional, named in (
         (algorithm.policy_loss.loss_mode, LOSS_PARAMETERS, ()),
@@ -355,7 +355,7 @@ def own_functions(config: Config) -> Iterator[tuple[str, tuple[str, ...], tuple[
 
 
 def _check_own_functions(config: Config) -> None:
-    """Check that own losses, estimators, corrections and demonstrations can be called, before anything needs them."""
+    """Check that the user's losses, estimators, corrections and demonstrations can be called."""
     for spec, positional, named in own_functions(config):
         check_call(spec, load_function(spec), positional, named)
     warmup = config.model.warmup

@@ -5,7 +5,7 @@
     estimator
     program, agent     its first turn, rendered by the model's own chat template, and not answered
 
-Loads no weights. Names what it cannot try.
+No weights are loaded. The notes say what could not be tried.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 60.0
-"""Seconds that rewards and programs take together, at most, and losses and advantages."""
+"""Limit in seconds for the trials of rewards and programs together, and for those of losses and advantages."""
 ROWS_TRIED = 4
 """Rows of each source that the reward is tried on."""
 
 
 def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, calls: bool = False) -> list[str]:
-    """Check what ``--dry-run`` checks: trackers and, unless the model's files are still to come, all of
-    `check_inputs` and `check_prompts`, and return notes. Raises as these do.
+    """Check trackers, and with ``model_there`` all of `check_inputs` and `check_prompts`, for ``--dry-run``. Returns
+    notes; raises as these do.
 
     ``loads``: load user code; ``calls``: load it and call it.
     """
@@ -73,11 +73,11 @@ def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, c
 
 
 def try_user_code(config: Config, rows: Rows) -> list[str]:
-    """Load and call what the user has given, and check prompts in between. Returns notes on these, what was tried and
-    what was not, a line each.
+    """Load and call the user's code, and check prompts in between. Returns notes, a line each: on prompts, on what was
+    tried and on what was not.
 
     Raises:
-        UserCodeError: something of it fails, with its file and line, or returns what does not fit.
+        UserCodeError: the user's code fails (the message has its file and line), or returns a wrong value.
         DataError, ConfigError: as the run would.
     """
     told = asyncio.run(_tried(config, rows))
@@ -98,7 +98,7 @@ async def _tried(config: Config, rows: Rows) -> list[str]:
         async with asyncio.timeout(LIMIT_S) as limit, AsyncExitStack() as stack:
             told = await _call(config, rows, logs, stack)
     except TimeoutError:
-        # A TimeoutError of the user's code is none of this limit
+        # A TimeoutError that the user's code raised is not this limit's
         if not limit.expired():
             raise
         raise UserCodeError(
@@ -118,7 +118,7 @@ async def _tried(config: Config, rows: Rows) -> list[str]:
 
 
 def _printed(logs: Path) -> bool:
-    """Tell whether user code has printed: the first line of a log is Headway's."""
+    """Tell whether user code has printed. A log's first line is Headway's own."""
     return any(log.read_bytes().count(b"\n") > 1 for log in logs.iterdir())
 
 
@@ -181,7 +181,7 @@ async def _score(reward: RewardWorkers, record: Record, names: str) -> Sequence[
 
 
 def _prompt(record: Record) -> Prompt:
-    """The row as the reward and the program get it; no token of it is looked at."""
+    """Return the row as the reward and the program get it. Its tokens are not used."""
     chat = record.prompt if isinstance(record.prompt, list) else None
     text = record.prompt if isinstance(record.prompt, str) else str(record.prompt[-1]["content"])
     return Prompt(0, 0, 0, record.source, text, np.zeros(1, np.int32), record.answer, record.extra, messages=chat)
@@ -198,7 +198,7 @@ async def _try_program(
     tokenizer: PreTrainedTokenizerBase | None,
     data: DataBundle | None,
 ) -> str:
-    """Make an episode of the first prompt up to its first call of the policy, which nothing answers."""
+    """Run an episode of the first prompt up to its first call of the policy, which is not answered."""
     named = program_spec(config).shown
     if tokenizer is None or data is None or (prompt := data.train.next()) is None:
         return f"not tried: {named}, for the model's tokenizer is not here yet"
@@ -214,7 +214,7 @@ async def _try_program(
 
 
 async def _first_turn(config: Config, prompt: Prompt, hosting: Hosting) -> tuple[int | None, str | None]:
-    """The tokens of an episode's first call of the policy, or why there is none."""
+    """Return the number of tokens of an episode's first call of the policy, or why there was no call."""
     replica = _Unanswered()
     request = Group(0, prompt, 1, training_sampling(config, hosting.stop_ids))
     async with local_episode_worker(replica, hosting=hosting, name="the trial") as worker:
@@ -230,7 +230,7 @@ async def _first_turn(config: Config, prompt: Prompt, hosting: Hosting) -> tuple
 
 
 class _Unanswered:
-    """A replica that notes the length of the first call's context, and answers none."""
+    """Replica that notes the length of the first call's context and never answers."""
 
     name, slots = "the policy", 1
 

@@ -34,7 +34,7 @@ DATA_FILES = "a .jsonl, .csv or .parquet file, or a dataset by folder or name on
 SAID_OTHERWISE = {"model.path": "MODEL", "rollout.n": "--n", "rollout.temperature": "--temperature"}
 OF_A_FILE = ("data.train", "data.val", "data.val_size", "data.task")
 OF_A_TASK = ("data.train", "data.val", "data.val_size", "data.task.name")
-"""Settings that DATA determines where it names a task."""
+"""Settings that DATA sets when it names a task."""
 OF_THE_ENGINE = (
     "name",
     "val_n",
@@ -49,11 +49,11 @@ OF_THE_ENGINE = (
     "tensor_model_parallel_size",
     "engine_kwargs",
 )
-"""Settings of ``rollout`` that an evaluation takes from a run, too."""
+"""Settings of ``rollout`` that an evaluation takes over from a run."""
 OF_PROGRAMS = tuple(key for key in AgentConfig.model_fields if key != "min_episodes")
 """Settings of ``agent`` for episodes that a program makes; they are the same in an evaluation."""
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
-"""Filters of sampling while training; validation has none of them."""
+"""Sampling filters of training. Validation uses none of them."""
 MEANINGFUL = (
     "run.seed",
     "model.dtype",
@@ -64,11 +64,11 @@ MEANINGFUL = (
     *(f"agent.{key}" for key in OF_PROGRAMS),
     "cluster.device",
 )
-"""Settings, and whole sections, that change an evaluation, except those in `IDLE`."""
+"""Settings and sections that affect an evaluation, except those in `IDLE`."""
 IDLE = ("data.epochs", "data.shuffle", "reward.overlong_buffer")
-"""Settings within `MEANINGFUL` that belong to training alone."""
+"""Settings within `MEANINGFUL` that affect only training."""
 NEVER_S = 1e9
-"""Seconds of a limit on stalls that is never reached: nothing watches an evaluation."""
+"""Stall limit in seconds that is never reached: nothing watches an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,14 @@ class EvaluationJob:
     held_out: bool
     """True if the configuration's held-out problems are asked; else all rows of ``data.train`` are."""
     data: str
-    """The data, in words for people."""
+    """Description of the data, to be shown."""
     notes: tuple[str, ...]
     by_default: bool
-    """True if what is not given has its default, as there is neither a run nor ``--config``."""
+    """True if settings that are not given have their defaults, because there is neither a run nor ``--config``."""
     version: int | None = None
-    """The version of the model, where a run exported it."""
+    """Version of the model; None where it is no run's."""
     newer: int | None = None
-    """The newest complete checkpoint of the run, where that is newer than its model."""
+    """Version of the run's newest complete checkpoint, if it is newer than the model; else None."""
 
 
 def settle(
@@ -98,12 +98,11 @@ def settle(
     n: int | None = None,
     temperature: float | None = None,
 ) -> EvaluationJob:
-    """Settle what is to be evaluated, checked as far as settings can be without the model and the data.
+    """Resolve what is to be evaluated. All is checked that can be checked without the model and the data.
 
     Raises:
-        UserError: MODEL is a run's directory without a model, or a path where nothing is.
-        ConfigError: unknown settings, settings without effect here, no DATA where nothing else names any, or several
-            greedy answers.
+        UserError: MODEL is a run's directory without a model, or a path that does not exist.
+        ConfigError: unknown settings, settings without effect here, no DATA, or several greedy answers per problem.
     """
     path, run_config = _model(model)
     if run_config is not None and config_file is not None:
@@ -167,9 +166,9 @@ def settle(
 
 
 def _model(model: str) -> tuple[str, Path | None]:
-    """The model's folder (or its name on the hub), and the configuration of the run that it is of."""
+    """Return the model's folder, or its name on the hub, and the configuration file of its run; None without a run."""
     directory = RunDirectory(Path(model).expanduser())
-    # A folder with a config.json is a model's, whatever else it has.
+    # A folder with a config.json is a model's, even if it has a run's files, too.
     if not directory.config.is_file() or (directory.path / "config.json").is_file():
         return model, None
     if not directory.model.is_dir():
@@ -207,16 +206,16 @@ def _meaning(data: str | None) -> list[str]:
 
 
 def _refuse(problems: Mapping[str, str]) -> None:
-    """Refuse settings that have ``problems``: raise `ConfigError` with a line for each key."""
+    """Raise `ConfigError` with a line for each key of ``problems``, if there is any."""
     if problems:
         raise ConfigError("\n".join(f"{key}: {problems[key]}" for key in sorted(problems)))
 
 
 def _less_training(config: Config, model: str, given: frozenset[str], *, own_verifier: bool) -> Config:
-    """Return ``config`` for an evaluation by one replica, with the defaults of all that only training uses.
+    """Return ``config`` for an evaluation by one replica. Settings that only training uses have their defaults.
 
-    Filters of sampling that the run trained with are left out, except those that are ``given``. A correction is set
-    only since the doctor asks for one where there are filters.
+    The run's sampling filters are left out, except those that are ``given``. A correction is set only because the
+    doctor requires one with filters.
     """
     kept = [*OF_THE_ENGINE, *(key for key in FILTERS if any(lies_in(g, f"rollout.{key}") for g in given))]
     rollout = {key: getattr(config.rollout, key) for key in kept}

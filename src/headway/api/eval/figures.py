@@ -25,11 +25,11 @@ class ScoredAnswer:
     """True if the answer reached the length limit."""
     finish_reason: str
     reward: float
-    """Reward of the answer; 0 where it could not be scored."""
+    """Reward of the answer; 0 if it could not be scored."""
     parts: dict[str, float | None]
-    """Part of the reward, or further number that one told → its value for this answer, before its weight."""
+    """Name of a reward component, or of another number that a reward returned → its value, before weighting."""
     failure: str | None = None
-    """Why the episode failed that was to give the answer; None where it did not."""
+    """Reason why the answer's episode failed; None if it did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +43,23 @@ class Solved:
     truth: object
     answers: tuple[ScoredAnswer, ...]
     question: str = ""
-    """The prompt without the chat template, as `headway.data.types.Prompt.question` is."""
+    """The prompt without the chat template, like `headway.data.types.Prompt.question`."""
     failure: str | None = None
-    """Why the problem has no score; None where it has: some episodes did not fail, and these are scored."""
+    """Reason why the problem has no score; None if it has one, from the episodes that did not fail."""
 
     @property
     def counted(self) -> tuple[ScoredAnswer, ...]:
-        """The answers that figures are of: of episodes that did not fail. All of them where the problem has no score,
-        so that it counts as 0."""
+        """The answers that figures are computed from: those of episodes that did not fail. All answers for a problem
+        without a score, which counts as 0."""
         if self.failure is not None:
             return self.answers
         return tuple(answer for answer in self.answers if answer.failure is None)
 
     def correct(self, threshold: float) -> int:
-        """Number of counted answers with a reward of at least ``threshold``; 0 where the problem has no score."""
+        """Number of counted answers with a reward of at least ``threshold``; 0 for a problem without a score."""
         if self.failure is not None:
             return 0
-        # As float32, which rewards are: 0.9 of a reward is not below a threshold of 0.9.
+        # Rewards are float32: a reward of 0.9 must not be below a threshold of 0.9.
         return sum(bool(np.float32(answer.reward) >= np.float32(threshold)) for answer in self.counted)
 
 
@@ -82,28 +82,28 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of the problems of one source, or of all."""
+    """Figures of the problems of one source, or of all sources."""
 
     problems: int
     answers: int
     failed: int
-    """Problems without a score; they count as 0, and as wrong."""
+    """Number of problems without a score. They count as 0, and as wrong."""
     failed_episodes: int
-    """Answers that are missing since their episodes failed, of problems with and without a score."""
+    """Number of answers that are missing because their episodes failed."""
     accuracy: Estimate
-    """Mean reward, as validation during training has it: of each problem over the episodes that did not fail."""
+    """Mean reward over problems; of each problem, over its episodes that did not fail. As in validation."""
     of_right_and_wrong: bool
     """True where each reward is 1 or 0, so that their mean may be called an accuracy."""
     pass_at: dict[int, Estimate]
-    """k → pass@k over the problems that have k answers which count; without those k that no problem has."""
+    """k → pass@k over the problems with at least k counted answers. A k that no problem reaches is left out."""
     too_few: dict[int, int]
-    """k → number of problems that pass@k is not of: no estimate from fewer answers is unbiased."""
+    """k → number of problems with fewer than k answers, which pass@k leaves out: no estimate would be unbiased."""
     mean_tokens: float
     max_tokens: int
     cut_off: float
     """Share of the answers that reached the length limit."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Means of the reward's parts and of further numbers that they told, where there are several."""
+    """Means of the reward's components and of other numbers that they returned. Empty for a single component."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -114,7 +114,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"expected 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)  # whole numbers of any size: nothing overflows
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)  # integers: nothing overflows
 
 
 def usual_ks(n: int) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ def figures(solved: Sequence[Solved], ks: Iterable[int], threshold: float) -> Fi
 
 
 def by_source(solved: Sequence[Solved]) -> dict[str, list[Solved]]:
-    """Problems by their source, in the order in which sources come."""
+    """Group problems by source, in the order in which sources first occur."""
     found: dict[str, list[Solved]] = {}
     for problem in solved:
         found.setdefault(problem.source, []).append(problem)

@@ -1,8 +1,8 @@
-"""Evaluation: prompts to scored answers, by the tokenizing, the engine and the reward processes of training.
+"""Evaluation: prompts to scored answers, with the tokenizer, engine and reward processes of training.
 
 prompts ─▶ engine, all at once ─▶ a finished group ─▶ reward, beside what still decodes ─▶ Solved, in order of prompts
 
-Progress is told in lines, or one line in a notebook's cell.
+Progress is printed in lines, or in one line of a notebook's cell.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from headway.config.schema import Config
 
 FROM_A_RECIPE = "lower the lengths, or take them from the recipe that the model is trained by: --config RECIPE"
-"""Advice for the case that lengths do not fit, and are the defaults."""
+"""Advice for default lengths that do not fit the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +54,17 @@ class Questions:
 
     prompts: tuple[Prompt, ...]
     left_out: Counts
-    """Rows met on the way that are left out."""
+    """Rows left out: source → reason → number."""
     tokenizer: PreTrainedTokenizerBase
     notes: tuple[str, ...] = ()
-    """What is to be told of the data."""
+    """Notes on the data, for the user."""
 
 
 def read_questions(job: EvaluationJob, limit: int | None) -> Questions:
     """Read the first ``limit`` prompts of the job's data (None: all), and check the model as before a run.
 
     Raises:
-        UserError: as `headway.api.checks.preflight.check_inputs` and `check_model` do; also where nothing is left to
-        ask.
+        UserError: as `headway.api.checks.preflight.check_inputs` and `check_model` do, or no problem is left.
     """
     from headway.api.checks.preflight import LOWER, check_inputs, check_model
     from headway.models.tokenizer import load_tokenizer
@@ -79,7 +78,7 @@ def read_questions(job: EvaluationJob, limit: int | None) -> Questions:
         prompts, left_out = sources.val[:limit], sources.val_left_out.counts
     else:
         prompts = list(islice(iter(sources.train.next, None), limit))
-        # After the prompts are taken: it counts the rows that were met until now.
+        # After the prompts are taken: it counts the rows that were read until now.
         left_out = sources.train.left_out.counts
     if not prompts:
         raise DataError(
@@ -94,7 +93,7 @@ async def solve(
     """Answer and score all questions. ``ready`` is called when decoding begins, ``solved`` with each question in order.
 
     Raises:
-        UserError: a reward or a model that does not load.
+        UserError: a reward or a model does not load.
         WorkerDied: the reward's processes, or the engine's, ended.
     """
     from headway.models.tokenizer import stop_token_ids
@@ -125,7 +124,7 @@ async def solve(
         stack.push_async_callback(engine.close)
         ready()
         ends = stop_token_ids(str(config.model.path), questions.tokenizer)
-        # The run's filters are left out of the configuration by now: those that are in it were given for this.
+        # The configuration no longer has the run's filters: those in it were given for this evaluation.
         sampling = replace(training_sampling(config, ends), temperature=config.rollout.val_temperature)
         decode = answer_decoder(questions.tokenizer, skip_special_tokens=config.rollout.skip_special_tokens)
         n, priority = config.rollout.val_n, Priority.VALIDATION
@@ -136,14 +135,14 @@ async def solve(
         async def score(finished: Group) -> None:
             nonlocal told
             found[finished.number] = await _scored(reward, finished)
-            # Groups end in any order, and are written in that of the data
+            # Groups end in any order, and are written in the order of the data
             while told in found:
                 solved(found[told])
                 told += 1
 
         async def ask(tasks: Tasks) -> None:
             making = local_episode_worker(engine, decode=decode, hosting=hosting)
-            # aclosing: a generator that an error leaves would else be closed by the garbage collector, at any time.
+            # aclosing: after an error the garbage collector would otherwise close the generator, at any time.
             async with making as worker, aclosing(worker.generate(requests)) as groups:
                 async for finished in groups:
                     tasks.start(score(finished))
@@ -153,7 +152,7 @@ async def solve(
 
 
 async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """Start the engine of ``rollout.name`` as a replica does, except for updates: no weights ever come."""
+    """Start the engine of ``rollout.name`` as a replica does, but without weight updates."""
     from headway.cluster.inline_cluster import InlineCluster
     from headway.cluster.roles.rollout_role import ReplicaSpec, start_engine
     from headway.models.tokenizer import text_of
@@ -175,7 +174,7 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
 
 
 async def _scored(reward: RewardWorkers | None, finished: Group) -> Solved:
-    """Score the episodes that did not fail. A problem of which all failed has no score."""
+    """Score the episodes that did not fail. If all failed, the problem has no score."""
     prompt, trajectories, failure = finished.prompt, finished.trajectories, None
     made = [t for t in trajectories if t.failure is None]
     rewards = [0.0] * len(made)
@@ -187,7 +186,7 @@ async def _scored(reward: RewardWorkers | None, finished: Group) -> Solved:
         rewards, parts = scores.rewards.tolist(), scores.parts
     except ScoringFailed as failed:
         failure = str(failed)
-    # Scores are of the episodes that did not fail, so that k is not their place.
+    # Only episodes that did not fail have scores: a score's position is not k.
     scored = {t.id: (rewards[i], {name: values[i] for name, values in parts.items()}) for i, t in enumerate(made)}
     answers = []
     for k, t in enumerate(trajectories):

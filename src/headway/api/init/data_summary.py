@@ -36,20 +36,20 @@ LETTER = re.compile(r"\(?([A-Z])[).]?")
 WORD = re.compile(r"[\w+-]{1,20}")
 IN_LATEX = re.compile(r"\\[a-zA-Z]+|\$.+\$|[\w)}]\s*[=^]\s*[\w({]")
 SIGNS = re.compile(r"[-+*/^=()\[\]{},.;:<>|!\s\d\w\\$%]*")
-"""Pattern of an expression that is short enough, and plain enough, to be mathematics."""
+"""Pattern of the characters that a mathematical expression may have."""
 OF_NUMBERS = re.compile(r"[-+]?\d+\s*/\s*\d+|[(\[{]\s*[-+\d][-+\d,./\s]*[)\]}]")
 """Pattern of fractions, tuples, intervals and sets of numbers."""
 LONGEST_EXPRESSION = 80
 MOST_WORDS, MOST_LETTERS = 12, 200
-"""Most words and characters of a text that an answer may be expected to repeat."""
+"""Maximum number of words and of characters of a text that ``exact_match`` may ask for."""
 MOST_CHOICES = 10
 ENOUGH = 0.95
-"""Share of the answers that has to be of a kind."""
+"""Minimum share of answers of one kind, in [0, 1], for that kind's reward to be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardChoice:
-    """A reward function, and why it is the one."""
+    """A reward function, and the reason for it."""
 
     function: str
     reason: str
@@ -120,7 +120,7 @@ def _has_tests(answer: Any, extra: Mapping[str, Any]) -> bool:
 
 
 def _is_number(text: str) -> bool:
-    """Tell whether it is a number, or ends with one behind ``####``. A sequence of digits, 0042, is none."""
+    """Tell whether ``text`` is a number, or ends with ``####`` and one. Digits with leading zeros (0042) are none."""
     number = text.rpartition("####")[2].strip()
     return NUMBER.fullmatch(number) is not None and not (len(number) > 1 and number.isdigit() and number[0] == "0")
 
@@ -153,7 +153,7 @@ PROMPTS = (
     "task",
     "text",
 )
-"""Usual names of the prompt's column, the likeliest first."""
+"""Usual names of the prompt column, the most likely first."""
 AUTO = "auto"
 ANSWERS = (
     "answer",
@@ -177,14 +177,14 @@ ANSWERS = (
     "completion",
     "response",
 )
-"""Usual names of the ground truth's column after those that the loader finds by itself (``auto``)."""
+"""Usual names of the ground-truth column, beside those that the loader finds by itself (``auto``)."""
 BESIDE: Mapping[str, Sequence[str]] = {
     "choices": PROMPTS,
     "options": PROMPTS,
     "input": ("instruction", "question"),
     "context": ("instruction", "question"),
 }
-"""Columns that are a part of the question → usual names of the column that has the rest."""
+"""Column with one part of the question → usual names of the column with the rest."""
 VERL = ("reward_model", "ground_truth")
 
 
@@ -192,8 +192,8 @@ def prompt_column(rows: Sequence[Any], where: str) -> str:
     """Return the name of the prompt's column.
 
     Raises:
-        DataError: none of the columns looks like it, a row lacks it, another one belongs to the question, too, or
-            chats end with an answer; names the columns.
+        DataError: no column looks like a prompt, a row has none, a second column belongs to the question, or chats end
+            with an answer. The message names the columns.
     """
     columns = _columns(rows, where)
     usable = [name for name in columns if 2 * sum(_is_prompt(row.get(name)) for row in rows) >= len(rows)]
@@ -230,13 +230,13 @@ def prompt_column(rows: Sequence[Any], where: str) -> str:
 
 
 def answer_column(rows: Sequence[Any], prompt: str, where: str) -> str | None:
-    """Return the key of the ground truth, ``auto`` where the loader finds it by itself; None where there is none."""
+    """Return the ground truth's key; ``auto`` if the loader finds it by itself; None if there is none."""
     found = _answers_beside(rows, prompt, where)
     return AUTO if found is None and ends_with_answers(rows, prompt) else found
 
 
 def ends_with_answers(rows: Sequence[Any], prompt: str) -> bool:
-    """Tell whether the chat of each row ends with an answer, which is its ground truth where no column holds that."""
+    """Tell whether the chat of each row ends with an answer, which is the ground truth if no column holds one."""
     return all(_ends_with_an_answer(row.get(prompt)) for row in rows)
 
 
@@ -279,15 +279,15 @@ def _ends_with_an_answer(prompt: Any) -> bool:
 
 
 LOOKED_AT = 200
-"""First rows whose columns are compared."""
+"""Number of first rows whose columns are compared."""
 MOST_MEASURED, MOST_MADE = 2000, 256
-"""Rows of a file, and problems of a task, whose tokens are counted."""
+"""Maximum numbers of a file's rows, and of a task's problems, whose tokens are counted."""
 LONGEST_MEASURED = 16
-"""Rows of the most characters whose tokens are counted beside these."""
+"""Number of longest rows, by characters, whose tokens are counted in addition."""
 CHARACTERS_OF_A_TOKEN = 3
 NO_LIMIT = 2**31
 PROGRAMS = tuple(f"agent.{name}" for name in MAKES_EPISODES)
-"""Settings of which one makes episodes by a program."""
+"""Settings that make a program produce the episodes."""
 KINDS: Mapping[str, Kind] = {"code": "code", "math_verify": "math", "regex": "choice", "exact_match": "text"}
 
 
@@ -313,15 +313,15 @@ class DataFacts:
     given: str
     """The data set as the user gave it."""
     settings: Mapping[str, Any]
-    """What a configuration says of it: flat keys of the section ``data``."""
+    """Settings of the section ``data`` for this data set, by dotted key."""
     rows: int
-    """Training rows, held-out ones included; of a task, problems of an epoch."""
+    """Number of training rows, held-out ones included; for a task, of problems per epoch."""
     reward: RewardChoice
     prompts: TextLengths
     tokens: Sequence[int]
-    """Tokens of each prompt that was measured, ascending."""
+    """Number of tokens of each measured prompt, ascending."""
     answers: TextLengths | None = None
-    """None where there are no answers that are text or numbers."""
+    """Lengths of the ground truths; None if they are neither text nor numbers."""
     chats: bool = False
     """True where prompts are chat messages."""
     answers_within: bool = False
@@ -329,7 +329,7 @@ class DataFacts:
     template: str = "auto"
     """``data.chat_template``"""
     measured: bool = True
-    """False where there is no tokenizer, and lengths are guessed by characters."""
+    """False if there is no tokenizer and lengths are estimated from characters."""
 
     @property
     def is_task(self) -> bool:
@@ -337,13 +337,13 @@ class DataFacts:
 
 
 def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mapping[str, Any]) -> DataFacts:
-    """Read ``data``, with the loader that a run reads with.
+    """Read ``data`` with a run's loader.
 
-    ``reward``: the function that the user named. ``given``: flat settings, of which those of ``data`` count.
+    ``reward``: the function that the user named, or None. ``given``: the user's settings; those of ``data`` are used.
 
     Raises:
         ConfigError: no built-in reward fits, and none was named.
-        DataError: no such data, or none that holds prompts; messages without a chat template.
+        DataError: the data are missing or hold no prompts, or are messages and there is no chat template.
     """
     settings = source_of(data) | {key: value for key, value in given.items() if lies_in(key, "data")}
     chosen = None if reward is None else RewardChoice(reward, "as given", KINDS.get(reward, "own"))
@@ -361,7 +361,7 @@ def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mappin
         if "data.answer_key" not in settings:
             settings["data.answer_key"] = _answer_key(rows, prompt, data, reward)
         records = read_rows(_config(settings)).train
-        # Every n-th row: a file that is sorted is seen in all its parts.
+        # Every n-th row: a sorted file is sampled throughout.
         sample = records[:: -(-len(records) // MOST_MEASURED)]
         chosen = chosen or _fitting(data, [] if settings["data.answer_key"] == prompt else sample)
         usual = {"data.prompt_key": "prompt", "data.answer_key": AUTO}
@@ -370,7 +370,7 @@ def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mappin
         answers_within = "data.answer_key" not in settings and ends_with_answers(rows, prompt)
         longest_rows = nlargest(LONGEST_MEASURED, records, key=lambda one: len(str(one.prompt)))
     chats = not isinstance(sample[0].prompt, str)
-    # A program speaks to the model by chat messages of its own.
+    # A program makes its own chat messages.
     played = any(lies_in(key, *PROGRAMS) for key in given)
     template = settings.get("data.chat_template") or ("auto" if played else _template(model, sample, chats=chats))
     tokens = sorted(_prompt_tokens(model, sample, template))
@@ -393,7 +393,7 @@ def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mappin
 
 
 def _answer_key(rows: Sequence[Any], prompt: str, data: str, reward: str | None) -> str:
-    """Return the ground truth's key, that of the prompt where a given reward needs none. Raises `DataError`."""
+    """Return the ground truth's key; the prompt's if the given reward needs none. Raises `DataError`."""
     answer = answer_column(rows, prompt, data)
     if answer is None and reward is None:
         raise DataError(
@@ -417,7 +417,7 @@ def _fitting(data: str, sample: Sequence[Record]) -> RewardChoice:
 
 
 def _template(model: ModelFacts, sample: Sequence[Record], *, chats: bool) -> str:
-    """Return how prompts are to be rendered: as a user's message where they are plain text, and the model chats."""
+    """Return ``data.chat_template``: ``always`` for text that the model's chat template has yet to render."""
     if chats or not model.chats:
         return "auto"
     marks = [mark for mark in model.marks if len(mark) > 2]
@@ -439,7 +439,7 @@ def _tokens(model: ModelFacts, texts: Sequence[str]) -> list[int]:
     if model.tokenizer is not None:
         try:
             return [len(ids) for ids in model.tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
-        except Exception:  # it may lack an answer's characters, which the model need not write
+        except Exception:  # the tokenizer may lack an answer's characters, which the model need not write
             pass
     return [-(-len(text) // CHARACTERS_OF_A_TOKEN) for text in texts]
 
@@ -451,6 +451,6 @@ def source_of(data: str) -> dict[str, Any]:
 
 
 def _config(settings: Mapping[str, Any]) -> Config:
-    """Return a configuration of the data alone, nothing of which is held out."""
+    """Return a configuration of only the data, with no rows held out."""
     held_out = {"data.task.val_size": 1} if "data.task.name" in settings else {"data.val_size": 0}
     return Config.model_validate(nest({**settings, **held_out}))

@@ -1,6 +1,6 @@
 """Devices and mesh of trainer and rollout: the first layout that fits in memory, and what is left for keys and values.
 
-The layout is chosen for training; then the run as it is configured is added up, with its slots and buffers.
+The layout is chosen for training; then the memory of the configured run is added up, with its slots and buffers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GIVEN = "as given"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A setting, and why it has its value."""
+    """A setting, its value and the reason for it."""
 
     key: str
     value: Any
@@ -37,32 +37,32 @@ class Choice:
 
 
 class Choices:
-    """Choices in the making: those that the user has made stand."""
+    """Choices so far. A setting that the user gave is never replaced."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = given
-        """What the user has set, by flat key."""
+        """The user's settings: dotted key → value."""
         self._made: dict[str, Choice] = {}
 
     def add(self, key: str, value: Any, reason: str = "") -> Any:
-        """Choose ``value``, unless ``key`` is given; returns what counts."""
+        """Choose ``value`` unless the user gave ``key``. Returns the value in effect."""
         if key in self.given:
             value, reason = self.given[key], GIVEN
         self._made[key] = Choice(key, value, reason)
         return value
 
     def finished(self) -> list[Choice]:
-        """Return all choices, with what was given and not asked for."""
+        """Return all choices, and the user's settings that no choice was made for."""
         others = [Choice(key, value, GIVEN) for key, value in self.given.items() if key not in self._made]
         return [*self._made.values(), *others]
 
 
 TRIED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Numbers of GPUs that a message may say would do."""
+"""Numbers of GPUs that are tried for the message that no layout fits."""
 BUDGETS = (16_384, 8192)
-"""Tokens of a micro-batch that are tried: more make a step no faster."""
+"""Sizes of a micro-batch that are tried, in tokens: larger ones make a step no faster."""
 ON_CPU = 4096
-"""The same on CPUs."""
+"""Tokens of a micro-batch on CPUs."""
 WHY_MESH = {
     "replicate": "copies of the sharded model: layers are gathered within machines",
     "tp": "ranks that divide each layer's matrices",
@@ -76,10 +76,10 @@ REPLICA_SIZE = "rollout.tensor_model_parallel_size"
 def choose_devices(made: Choices, model: ModelFacts, machine: Machine, context: int) -> tuple[str, int]:
     """Choose mode, devices, mesh and engine for prompts and answers of ``context`` tokens together.
 
-    Returns the mode, and the number of training ranks, or inner meshes, that have rows of their own.
+    Returns the mode, and the number of data ranks: training ranks, or inner meshes, with different rows.
 
     Raises:
-        ConfigError: no layout fits; says how many devices would do.
+        ConfigError: no layout fits; the message says how many devices would do.
     """
     given, mode = made.given, made.given.get("mode")
     kind = given.get("cluster.placement", None if mode is None else preset(mode)["cluster.placement"])
@@ -95,7 +95,7 @@ def choose_devices(made: Choices, model: ModelFacts, machine: Machine, context: 
 
 
 def _replica_sizes(machine: Machine, given: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the numbers of GPUs that a replica may have: as given, or several where vLLM is or may be installed."""
+    """Return the numbers of GPUs that a replica may have: the given one, or several if vLLM is or may be installed."""
     if REPLICA_SIZE in given:
         return (int(given[REPLICA_SIZE]),)
     engine = given.get("rollout.name", "native" if machine.here and not machine.vllm else "vllm")
@@ -166,21 +166,21 @@ def _on_gpus(made: Choices, model: ModelFacts, machine: Machine, fit: Fit) -> st
 
 @dataclass(frozen=True, slots=True)
 class _Layouts:
-    """The layouts that come into question for prompts and answers of ``context`` tokens together."""
+    """Candidate layouts for prompts and answers of ``context`` tokens together."""
 
     model: ModelFacts
     machine: Machine
     context: int
     sizes: tuple[int, ...]
-    """GPUs that a replica may have."""
+    """Numbers of GPUs that a replica may have."""
     shared: bool | None
-    """True where training and generation have to take turns, False where they must not; None: either."""
+    """True if training and generation must take turns, False if they must not; None: either."""
     trains: int | None
-    """How many GPUs the user wants to train."""
+    """Number of training GPUs that the user wants; None: any."""
 
     def first(self, gpus: int) -> Fit | None:
-        """Return the first layout that fits: a quarter of the GPUs train where they can do it without further ado, else
-        half of them, or fewer that leave whole replicas, else all of them take turns.
+        """Return the first layout that fits. Tried in order: a quarter of the GPUs train, without memory savers and
+        inner mesh; half of them, or fewer that leave whole replicas; all of them take turns.
         """
         unit, count = (PER_MACHINE, gpus // PER_MACHINE) if gpus > PER_MACHINE else (1, gpus)
 
@@ -194,7 +194,7 @@ class _Layouts:
         turns = [Split(gpus, 0)] if self.shared is not False else []
         if self.trains is not None:
             quarter, half, turns = [], [apart(self.trains)], []
-        # Generators: a layout is added up only where none before it fits.
+        # Generators: a layout's memory is computed only if no earlier one fits.
         plainly, others = self._fits(quarter), self._fits([*half, *turns])
         found = chain((fit for fit in plainly if _is_plain(fit)), others)
         able = (fit for fit in found if fit.answers and not any(_problems(self.model, fit)))
@@ -205,7 +205,7 @@ class _Layouts:
         return fits(self.model.shape, splits, self.context, self.machine.device_bytes, BUDGETS)
 
     def does_not_fit(self) -> str:
-        """Return the message that none fits: why, and how many GPUs would do."""
+        """Return the message for the case that no layout fits: the reason, and how many GPUs would do."""
         model, machine, most = self.model, self.machine, 1 if self.shared else max(self.sizes)
         each, size = machine.device_bytes, f"{machine.device_bytes / 1e9:.0f} GB"
         start = f"{model.path} has {model.size} parameters, and its longest prompts with answers have {self.context} "
@@ -230,10 +230,10 @@ class _Layouts:
 
 
 def _asked(machine: Machine, given: Mapping[str, Any]) -> int | None:
-    """Return the GPUs that train, where the user says it of them or of those that generate; None where neither.
+    """Return the number of training GPUs, if the user gave it or the number of generating ones; else None.
 
     Raises:
-        ConfigError: none are left for the others.
+        ConfigError: no GPUs are left for the other role.
     """
     for role, others in (("trainer", "rollout"), ("rollout", "trainer")):
         if not any(f"{role}.{key}" in given for key in ("nnodes", "n_gpus_per_node")):
@@ -262,7 +262,7 @@ def _is_plain(fit: Fit) -> bool:
 
 
 def _problems(model: ModelFacts, fit: Fit) -> Iterator[str]:
-    """Yield the reasons against this division."""
+    """Yield the reasons against this layout."""
     parallel, ranks = fit.step.mesh.parallel, fit.step.mesh.ranks
     nodes, each = _machines(ranks)
     yield from parallel.problems(nodes, each, "the trainer")
@@ -279,7 +279,7 @@ def _problems(model: ModelFacts, fit: Fit) -> Iterator[str]:
 
 
 def _machines(devices: int) -> tuple[int, int]:
-    """Return machines, and devices on each."""
+    """Return the number of machines, and of devices on each."""
     return (1, devices) if devices <= PER_MACHINE else (devices // PER_MACHINE, PER_MACHINE)
 
 
@@ -293,24 +293,24 @@ RECOMPUTE, WHY_RECOMPUTE = (
     "activations do not fit otherwise; a third more compute",
 )
 TRIES = 3
-"""Times that the cache is measured: with a limit there are more slots, whose logits take room in turn."""
+"""Number of times that the KV cache's limit is computed: a limit allows more slots, whose logits take memory, too."""
 LEAST_ANSWERS = 4
-"""Whole answers that a replica on a CPU has room for at the least."""
+"""Minimum number of whole answers that a replica on a CPU has room for."""
 IN_PLACE = Choice("rollout.enable_dual_buffer", False, "there is no room for a second copy of the served weights")
 SAVERS = (Choice(RECOMPUTE, True, WHY_RECOMPUTE), IN_PLACE)
-"""What saves memory on CPUs, in the order of what it costs."""
+"""Settings that save memory on CPUs, the cheapest first."""
 
 
 def config_of(choices: Sequence[Choice]) -> Config:
-    """Return the configuration that the choices are."""
+    """Return the configuration with these choices."""
     return load(None, Layer("by what was chosen", {choice.key: choice.value for choice in choices})).config
 
 
 def within_memory(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> list[Choice]:
-    """Return the choices, with a limit on keys and values where they would not fit otherwise, or with what saves more.
+    """Return the choices; if the run would not fit, with a limit on the KV cache or further memory savers.
 
     Raises:
-        ConfigError: the run takes more than there is.
+        ConfigError: the run takes more memory than there is.
     """
     on_cpu, most, made = machine.on_cpu, room(machine.device_bytes), list(choices)
     config, chosen = config_of(made), {choice.key for choice in made}
@@ -321,13 +321,13 @@ def within_memory(choices: Sequence[Choice], model: ModelFacts, machine: Machine
     least = answer * (LEAST_ANSWERS if on_cpu else 1)
 
     def total(found: Sequence[RunProcess]) -> int:
-        """Bytes of all processes, which share a CPU's machine, or of the largest one."""
+        """Return the bytes of all processes on a CPU, where they share memory; of the largest process on GPUs."""
         return sum(one.count * one.memory.device for one in found) if on_cpu else max(map(_taken, found))
 
     for further in (None, *(choice for choice in savers if choice.key not in chosen)):
         made = made if further is None else [*made, further]
         limited = made
-        for _ in range(TRIES + 1):  # the last limit is looked at, too
+        for _ in range(TRIES + 1):  # the last limit is checked, too
             found = taken(limited, model, machine)
             if (excess := total(found) - most) <= 0:
                 return limited
@@ -347,7 +347,7 @@ def within_memory(choices: Sequence[Choice], model: ModelFacts, machine: Machine
 
 
 def taken(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> list[RunProcess]:
-    """Return the processes of the run with their memory on devices, but those that take what they find: vLLM's."""
+    """Return the run's processes with their device memory, without vLLM's, which take whatever is free."""
     device_bytes = None if machine.on_cpu else machine.device_bytes
     config = config_of(choices)
     found = processes(config, model.shape, on_cpu=machine.on_cpu, device_bytes=device_bytes)
@@ -356,7 +356,7 @@ def taken(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> lis
 
 
 def _taken(process: RunProcess) -> int:
-    """Return the bytes that a process takes when it generates, or, where it does not, at any moment."""
+    """Return the bytes that a process takes while it generates; for one that does not, its maximum."""
     memory = process.memory
     if GENERATION not in memory.moments:
         return memory.device

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SMALL = 50_000_000
-"""Parameters below which a model answers at once, as it cannot reason."""
+"""Number of parameters below which a model is taken to answer without reasoning."""
 USUAL_GPU = 80_000_000_000
-"""Bytes of a GPU that nobody has told of."""
+"""Bytes of a GPU's memory if its size is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class Machine:
     """Devices of a run."""
 
     gpus: int
-    """0 for a run on CPUs."""
+    """Number of GPUs; 0 for a run on CPUs."""
     device_bytes: int
-    """Memory of a GPU, or of the machine."""
+    """Bytes of memory of one GPU; on CPUs, of the machine."""
     cores: int
     vllm: bool = False
-    """True where vLLM is installed."""
+    """True if vLLM is installed."""
     host_bytes: int | None = None
-    """Memory of the machine that GPUs are in; None where it is not known."""
+    """Bytes of memory of the machine with the GPUs; None if unknown."""
     here: bool = True
-    """False where the GPUs are not those of this machine."""
+    """False if the GPUs are not this machine's."""
 
     @property
     def on_cpu(self) -> bool:
@@ -66,10 +66,10 @@ class Machine:
 
 
 def look_here(gpus: int | None, gpu_gb: float | None) -> Machine:
-    """Return what there is here, or what the user tells of: so many GPUs, of so many GB each.
+    """Return this machine's devices, or those that the user describes: ``gpus`` GPUs of ``gpu_gb`` GB each.
 
     Raises:
-        ConfigError: more than a machine's GPUs that are no whole machines; or nobody tells how many there are.
+        ConfigError: the GPUs of several machines do not fill them, or the number of GPUs is unknown.
     """
     known_here = listed_here()
     if gpus is None and known_here is None:
@@ -94,9 +94,9 @@ def look_here(gpus: int | None, gpu_gb: float | None) -> Machine:
 
 
 USUAL_EXPERTS = 2
-"""Experts of a token, where a mixture's files do not say."""
+"""Number of experts per token if the model's files do not say."""
 THINKING = ("<think>", "enable_thinking", "reasoning_content")
-"""Words of which the chat template of a model that thinks before it answers has one."""
+"""Words that show that a chat template's model thinks before it answers; one is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +106,18 @@ class ModelFacts:
     path: str
     """Folder, or name on the hub, as the user gave it."""
     config: Mapping[str, Any]
-    """Its ``config.json``, that of its text part where it has more, with the names that transformers has for all."""
+    """The model's ``config.json``, or its text part, with the key names that transformers uses for all models."""
     shape: ModelShape
     estimated: bool = False
-    """True where the family's memory is not known, and its sizes are read as those of a Llama."""
+    """True if the family is unknown and its memory is computed as a Llama's."""
     chats: bool = False
     """True where the tokenizer has a chat template."""
     thinks: bool = False
-    """True where that template has a place for thoughts before the answer."""
+    """True if the chat template has a place for thoughts before the answer."""
     marks: tuple[str, ...] = ()
-    """Special tokens of the tokenizer, as they are written."""
+    """Texts of the tokenizer's special tokens."""
     lacks: tuple[str, ...] = ()
-    """Parts that the folder does not have: ``weights``, ``tokenizer``."""
+    """Parts that the folder lacks: ``weights``, ``tokenizer``."""
     tokenizer: PreTrainedTokenizerBase | None = field(default=None, compare=False)
 
     @property
@@ -126,13 +126,13 @@ class ModelFacts:
 
     @property
     def positions(self) -> int | None:
-        """Longest context; None where the files do not say."""
+        """Longest context in tokens; None if the files do not say."""
         number = self.config.get("max_position_embeddings")
         return number if isinstance(number, int) and number > 0 else None
 
     @property
     def size(self) -> str:
-        """Number of parameters, in words."""
+        """Number of parameters as text, such as ``1.7 B``."""
         number = self.shape.parameters
         about = "about " if self.estimated else ""
         unit, letter = next((pair for pair in ((10**9, "B"), (10**6, "M")) if number >= pair[0]), (1000, "K"))
@@ -140,11 +140,11 @@ class ModelFacts:
 
 
 def look_at_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
-    """Read what there is to know of the model at ``path``, a folder or a name on the hub.
+    """Read the properties of the model at ``path``, a folder or a name on the hub.
 
     Raises:
-        ModelError: no such folder, no ``config.json``, a tokenizer that cannot be opened, sizes that are not told, or
-            code of the model's own that the user has not allowed.
+        ModelError: no such folder, no ``config.json``, a tokenizer that cannot be opened, missing sizes, or model code
+            that the user has not allowed.
     """
     folder, lacks = find_folder(path), []
     if folder is None:
@@ -158,7 +158,7 @@ def look_at_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
         if "auto_map" not in config and not any((folder / name).exists() for name in TOKENIZERS):
             lacks.append("tokenizer")
     tokenizer = None
-    # A family that only transformers knows is built to be checked: with torch hidden now, there would be none then.
+    # A family that only transformers knows is built for its check, which needs torch: torch must not be hidden now.
     with torch_hidden() if is_known(str(config.get("model_type"))) else nullcontext():
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -190,9 +190,9 @@ def look_at_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the sizes of a model of any family: where its memory is not known, as if it were a Llama or a Mixtral.
+    """Return the sizes of a model of any family; an unknown one is read as a Llama or a Mixtral.
 
-    None where ``config`` does not tell them.
+    None if ``config`` lacks them.
     """
     if (known := ModelShape.of(config)) is not None:
         return known

@@ -2,7 +2,7 @@
 
     facts ─▶ lengths ─▶ devices and mesh, by memory ─▶ batch ─▶ learning rate, length of the run ─▶ `Choice`s
 
-What the user has set is taken as it is, and all else follows from it.
+The user's settings are kept, and all others follow from them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from headway.config.sections.agent_section import AgentConfig
 from headway.errors import ConfigError
 
 LEAST_ANSWER = 16
-"""Fewest tokens that an answer is given room for."""
+"""Minimum number of tokens of an answer."""
 ANSWERS = {"math": 1024, "code": 2048, "choice": 512, "own": 1024}
-"""Tokens in which a model of some size answers, with its reasoning, by the kind of the reward."""
+"""Kind of reward → tokens of an answer with its reasoning, for a model that is not small."""
 TURN, TOLD = 256, 128
-"""Tokens of each turn before the last one, at most, and of what an environment or a tool says after it."""
+"""Maximum tokens of each turn before the last one, and of the environment's or tool's reply to it."""
 THOUGHTS = 8192
-"""Tokens of an answer of a model that thinks first."""
+"""Tokens of an answer of a model that thinks before it answers."""
 RATES = ((300_000_000, 1e-6), (50_000_000, 5e-6), (5_000_000, 5e-5), (0, 2e-4))
-"""Learning rates by the least number of parameters."""
+"""Pairs of a minimum number of parameters and a learning rate; the first that fits counts."""
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 TRIGGER = "async_training.trigger_parameter_sync_step"
 GROUP = 8
@@ -44,10 +44,10 @@ HELD_OUT = 128
 def choose(
     model: ModelFacts, data: DataFacts, machine: Machine, given: Mapping[str, Any], *, name: str
 ) -> list[Choice]:
-    """Return the choices for a run called ``name``. ``given``: flat settings of the user's.
+    """Return the choices for a run called ``name``. ``given``: the user's settings by dotted key.
 
     Raises:
-        ConfigError: the model and its answers do not fit on these devices; says what would.
+        ConfigError: the model and its answers do not fit on these devices; the message says what would.
     """
     prompt, response = _lengths(model, data, machine, given)
     while True:
@@ -74,7 +74,7 @@ def choose(
 def _lengths(
     model: ModelFacts, data: DataFacts, machine: Machine, given: Mapping[str, Any]
 ) -> tuple[tuple[int, str], tuple[int, str]]:
-    """Return the most tokens of prompts and of answers, each with the reason."""
+    """Return the maximum number of tokens of prompts and of answers, each with the reason."""
     prompts, positions = data.prompts, model.positions
     how = "" if data.measured else ", guessed by characters as there is no tokenizer"
     longest = prompts.longest <= max(512, 3 * prompts.p99 // 2)
@@ -111,7 +111,7 @@ def _lengths(
 
 
 def _wanted(model: ModelFacts, data: DataFacts, machine: Machine) -> tuple[int, str]:
-    """Return the tokens that an answer should have room for, and why."""
+    """Return the number of tokens that an answer should have room for, and the reason."""
     answers, kind = data.answers, data.reward.kind
     twice = 2 * answers.p99 if answers is not None else 0
     told = (
@@ -194,7 +194,7 @@ def _reward(made: Choices, data: DataFacts, machine: Machine) -> None:
 
 
 def _batch(made: Choices, model: ModelFacts, data: DataFacts, machine: Machine, mode: str, data_ranks: int) -> None:
-    """Choose the sizes of a run in groups, and what follows from them."""
+    """Choose the numbers of groups of a batch and of the run, and the settings that follow from them."""
     given = made.given
     trigger = int(given.get(TRIGGER, preset(mode)[TRIGGER]))
     rows = max(1, data.rows - held_out(data))
@@ -233,14 +233,14 @@ def _batch(made: Choices, model: ModelFacts, data: DataFacts, machine: Machine, 
 
 WIDTH = 110
 COMMENTS_FROM = 34
-"""Column of comments, where the value before them leaves it free."""
+"""Column where comments begin, unless the value before them is longer."""
 SECTIONS = ("mode", "run", "model", "data", "reward", "rollout", "actor", "algorithm", "trainer", "cluster")
 
 
 def render(choices: Sequence[Choice], header: Sequence[str]) -> str:
-    """Return the text of a recipe that says ``choices`` and their reasons, under lines of ``header``.
+    """Return the text of a recipe with ``choices`` and their reasons, under the lines of ``header``.
 
-    Lines that begin with spaces, which are commands, stay whole.
+    Lines that begin with spaces are commands, and are not wrapped.
     """
     reasons = {choice.key: choice.reason for choice in choices}
     order = {name: place for place, name in enumerate(SECTIONS)}

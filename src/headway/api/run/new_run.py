@@ -1,4 +1,4 @@
-"""A run from its beginning by ``headway train``, or its resumption from its newest checkpoint, to its exit code."""
+"""``headway train``: a new run, or one resumed from its newest checkpoint, up to its exit code."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ logger = logging.getLogger(__name__)
 
 
 def train(loaded: LoadedConfig, console: Console | None = None) -> int:
-    """Run ``headway train`` for a new run, shown on ``console``, or where this process prints.
+    """Run ``headway train`` for a new run. ``console``: where it is shown; None: where this process prints.
 
-    Returns the exit code, raises the errors of `headway.errors`.
+    Returns the exit code. Raises the errors of `headway.errors`.
     """
     config = loaded.config
     set_math_environment(config)  # before torch is imported
     if config.run.dir is not None:
-        RunDirectory(config.run.dir).check_free()  # the check of `create`, which comes after much that takes longer
+        RunDirectory(config.run.dir).check_free()  # as in `create`, which comes only after slow steps
     check_storage(config, config.run.dir)
     check_trackers(config)  # all checks come before the run's directory: an error leaves no trace
     with importing():
@@ -83,7 +83,7 @@ def train(loaded: LoadedConfig, console: Console | None = None) -> int:
 
 
 def _starting_model(config: Config, rows: Rows, reports: Reports) -> StartingModel:
-    """Return the model to start from: the user's, or one that is made here in the run's directory."""
+    """Return the model to start from: the user's, or one made in the run's directory."""
     if config.model.path is not None:
         return StartingModel(config.model.path)
     assert config.model.make is not None, "the doctor asks for one of model.path and model.make"
@@ -97,7 +97,7 @@ def _starting_model(config: Config, rows: Rows, reports: Reports) -> StartingMod
 
 
 def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports, go_on: Callable[[], None]) -> None:
-    """Warm the model at ``path`` up. ``go_on`` is called after each step and each answer, and may raise."""
+    """Warm up the model at ``path``. ``go_on`` is called after each step and each answer, and may raise."""
     from headway.api.sft.sft_data import demonstrations, solutions
     from headway.api.sft.warmup import WarmupEvaluation, warm_up
     from headway.models.tokenizer import load_tokenizer
@@ -128,15 +128,15 @@ def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports, go_on: Ca
 def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | None = None) -> int:
     """Run ``headway train --resume``: resume the run in the directory ``path`` from its newest checkpoint.
 
-    All checks that need no workers come before any change to the run: `reopen_reports` comes last.
-    ``before`` is its configuration so far, ``loaded`` the one that holds from now on. It is shown on ``console``, or
-    where this process prints. Returns the exit code.
+    All checks that need no workers come before any change to the run: `reopen_reports` comes last. ``before`` is the
+    old configuration, ``loaded`` the new one. ``console``: where the run is shown; None: where this process prints.
+    Returns the exit code.
 
     Raises:
-        UserError: there is no run, no checkpoint of it, or nothing left to do; another process trains it; the record
-            tells of another checkpoint.
+        UserError: there is no run, no checkpoint, or nothing left to do; another process trains the run; or the record
+            does not mention the checkpoint.
         ModelError: the checkpoint is damaged.
-        ConfigError: a setting is changed that the checkpoint rules out.
+        ConfigError: the checkpoint rules out a changed setting.
         DataError: the data are not those of the checkpoint, or the record is damaged.
     """
     config = loaded.config
@@ -174,7 +174,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         model = config.model.path or str(directory.initial_model)
         with _relative_paths_explained():
             go_offline_without_a_hub(config)  # before Ray's processes, which take the environment as it is then
-            # A run that was killed is to go on soon: what follows takes as long as the start of Ray.
+            # Ray starts now, beside the checks below, which take about as long.
             cluster = left.enter_context(begun_cluster(config, path, model))
             rows = check_inputs(config)
             data = check_model(config, rows) or _data(config, rows, directory.initial_model)
@@ -182,7 +182,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
         data.train.restore(cursor)
         if config.data.accept_changes and not data.train.changes:
             raise ConfigError("data.accept_changes: the data are those of the checkpoint; drop it")
-        # The validation of this version is not made again where what scores it is unchanged.
+        # This version is not validated again if reward, data and validation settings are unchanged.
         keeps_validation = (
             changed_since(directory.journal, config) == []
             and not data.train.changes
@@ -195,7 +195,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
     except BaseException:
         try:
             left.close()
-        except HeadwayError:  # it would hide what is wrong
+        except HeadwayError:  # must not hide the first error
             logger.exception("what was begun of the cluster could not be ended")
         finally:
             lock.release()
@@ -212,12 +212,12 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
 
 
 def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: SurvivingRecord, config: Config) -> int:
-    """Return the version to resume: that of the newest complete checkpoint that the record mentions."""
+    """Return the version to resume from: the newest complete checkpoint that the record mentions."""
     newest = checkpoints.newest(record.boundaries, with_critic=needs_critic(config))
     if newest is not None:
         return newest
     path = directory.path
-    # Of version 0 the record may not tell yet, where the run was killed then.
+    # The record may not mention version 0 yet, if the run was killed then.
     if found := [version for version in checkpoints.complete(with_critic=needs_critic(config)) if version > 0]:
         raise UserError(
             f"{path}: {directory.events.name} does not tell of any checkpoint that is there ({found}); a run cannot be "
@@ -241,7 +241,7 @@ def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
 
 @contextmanager
 def _relative_paths_explained() -> Iterator[None]:
-    """Add a note to an error over a missing file: relative to which directory the paths of the settings are."""
+    """Add to an error about a missing file that relative paths start at the directory where the run was begun."""
     try:
         yield
     except UserError as error:
@@ -267,10 +267,10 @@ def carry_out(
     start: int | None = None,
     cluster: Cluster | None = None,
 ) -> int:
-    """Train, with reports that are closed at the end. Returns the exit code, raises the errors of `headway.errors`.
+    """Train, and close the reports at the end. Returns the exit code. Raises the errors of `headway.errors`.
 
-    ``prepare`` gives the model to start from; ``start`` is the version to resume from, None for a run that begins.
-    ``cluster``: one that was begun already.
+    ``prepare`` gives the model to start from; ``start`` is the version to resume from, None for a new run.
+    ``cluster``: a cluster that was begun already; None: the run makes it.
     """
     config, directory = loaded.config, reports.directory
     store = store_of(config, directory.path)
@@ -284,7 +284,7 @@ def carry_out(
             if uploader is not None:
                 reports.phase("waiting for run.storage")
                 uploader.finish()
-            if run.stop_reason is not None:  # raised before the reports close: the run is then a failed one in them
+            if run.stop_reason is not None:  # raised before the reports close, so that they show a failed run
                 raise StoppedByGuard(
                     f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in "
                     f"{directory.path}. Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
@@ -326,7 +326,7 @@ def carry_out(
 
 
 def _has_model(reports: Reports, config: Config) -> bool:
-    """Tell whether the run is complete, and the model of its newest checkpoint exported."""
+    """Tell whether the run is complete and its final model is exported."""
     newest = _saved(reports.directory, config)[-1:]
     return _ended(reports) is Status.COMPLETED and is_of_the_end(reports.directory, newest)
 
@@ -337,10 +337,10 @@ def _saved(directory: RunDirectory, config: Config) -> list[int]:
 
 
 def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False, refused: int | None = None) -> str:
-    """Return advice on how to resume a run that ended early. Empty if nothing was trained.
+    """Return advice on how to resume a run that ended early; empty if nothing was trained.
 
-    ``changed``: a setting must change, or the run would end in the same way again. ``refused``: the version that could
-    not be resumed with these settings. If it is the newest one, the advice is empty, as the command has just failed.
+    ``changed``: a setting must change, or the run would end in the same way again. ``refused``: version that could not
+    be resumed with these settings. If it is the newest one, the advice is empty: the command has just failed.
     """
     directory = reports.directory
     try:
@@ -365,7 +365,7 @@ def when_saved(config: Config) -> str:
 
 
 def set_math_environment(config: Config) -> None:
-    """Set variables that the math libraries read once: must come before torch is imported."""
+    """Set environment variables that the math libraries read once. Call it before torch is imported."""
     inline = config.cluster.backend == "inline"
     threads = config.trainer.threads if inline and config.trainer.threads else available_cores()
     for variable, value in math_environment(threads).items():
@@ -373,13 +373,13 @@ def set_math_environment(config: Config) -> None:
 
 
 def _ended(reports: Reports) -> Status | None:
-    """Return how the run is reported to have ended; None before that."""
+    """Return how the run ended, according to its reports; None before that."""
     finished = reports.metrics.finished
     return None if finished is None else Status(finished.status)
 
 
 def _fail(reports: Reports, failure: Exception) -> None:
-    """Report that the run failed; if its training had ended in order, only what could not be done afterwards."""
+    """Report that the run failed. If training itself was complete, report only what failed afterwards."""
     if (ended := _ended(reports)) is not Status.FAILED:
         status = ended if ended is not None and not isinstance(failure, StoppedByGuard) else Status.FAILED
         _say_end(reports, status, f"{type(failure).__name__}: {failure}")

@@ -49,9 +49,9 @@ def note(reports: Reports, text: str, level: str = "info") -> None:
 
 
 STARTING = "starting workers"
-"""Phase of a run, as its view shows it."""
+"""Phase that the run's view shows while workers start."""
 WARMING = f"warming the model up, {STARTING}"
-"""Phase of a run whose model is warmed up while its workers start."""
+"""Phase that the run's view shows while the model is warmed up and workers start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ class StartingModel:
     path: str
     """Folder of the model, or its name on the hub."""
     warm_up: Callable[[Callable[[], None]], None] | None = None
-    """Function that warms up the model in its folder. It calls its argument after each step and each answer; that call
-    raises once the run is left. None for a model that needs no warm-up."""
+    """Function that warms up the model in its folder; None without a warm-up. It calls its argument after each step and
+    each answer; that call raises once the run is left."""
 
 
 @asynccontextmanager
 async def _warming_up(
     model: StartingModel, stall_s: float, reports: Reports
 ) -> AsyncIterator[asyncio.Future[None] | None]:
-    """Warm ``model`` up while the block runs. Yields a future of the warm-up's end; None for a model that is ready."""
+    """Warm up ``model`` while the block runs. Yields a future of the warm-up's end; None without a warm-up."""
     if model.warm_up is None:
         yield None
         return
@@ -81,7 +81,7 @@ async def _warming_up(
 
 
 async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float, reports: Reports) -> None:
-    """Warm a model up in a thread. After a cancellation the thread has a few seconds to end, and is left then.
+    """Warm up a model in a thread. After a cancellation the thread has a few seconds to end; then it is abandoned.
 
     Raises:
         StallError: for ``stall_s`` seconds there was neither a step nor an answer.
@@ -94,7 +94,7 @@ async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float,
         if left:
             raise asyncio.InvalidStateError("the run ended while its model was warmed up")
 
-    # User code may hang in it: a thread of the loop's executor would be waited for when the process ends.
+    # Its own thread, as user code may hang: the process's end would wait for a thread of the loop's executor.
     warming = in_daemon_thread("headway-warm-up", partial(warm_up, go_on))
     ended = failure_ignored(asyncio.wrap_future(warming))
     try:
@@ -110,27 +110,27 @@ async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float,
         # Read by the thread at its next step or answer, which then raises.
         left = True
         if not (await asyncio.wait([ended], timeout=WARM_LEFT_S))[0]:
-            ended.cancel()  # nothing of it comes to the loop any more
+            ended.cancel()  # the thread reports nothing to the loop any more
             text = f"the warm-up did not end within {WARM_LEFT_S:g} s, and was left: its task, or a step, takes longer"
             note(reports, text, "warning")
 
 
 @dataclass(eq=False)
 class TrainingRun:
-    """Training run, from a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
+    """A training run. It opens what the pipeline needs, and closes it in the reverse order."""
 
     config: Config
     rows: Rows
     model: StartingModel
     reports: Reports
     start: int | None = None
-    """Version of the checkpoint that it resumes from; None for one that begins anew."""
+    """Version of the checkpoint to resume from; None for a new run."""
     uploader: StorageUploader | None = None
-    """None for a run without storage."""
+    """Uploader to the run's storage; None without one."""
     cluster: Cluster | None = None
-    """Cluster that was begun; None where the run makes it."""
+    """Cluster that was begun already; None: the run makes it."""
     stop_reason: str | None = field(default=None, init=False)
-    """Reason why the run stopped itself; None where it did not."""
+    """Reason why the run stopped itself; None if it did not."""
 
     async def run(self) -> Status:
         with Interrupts(partial(note, self.reports)) as interrupts:
@@ -142,7 +142,7 @@ class TrainingRun:
                     interrupts.leave_undisturbed()
 
     async def _open_and_run(self, stack: AsyncExitStack, interrupts: Interrupts) -> Status:
-        """Open everything and run the pipeline. What has to be closed is left on ``stack``."""
+        """Open everything and run the pipeline. ``stack`` closes what was opened."""
         from headway.cluster.backend import start_backend
         from headway.cluster.machine.worker_setup import collecting_seldom
         from headway.cluster.workers import replaceable_dies
@@ -170,7 +170,7 @@ class TrainingRun:
                 stack.push_async_callback(reward.close)
                 await reward.start()
 
-            journal = self._journal()  # before the workers, which write to it where they find it
+            journal = self._journal()  # before the workers, which write to it if it exists
             if journal is not None:
                 stack.callback(journal.close)
 
@@ -216,10 +216,10 @@ class TrainingRun:
             recorded_version=lambda: reports.resumable,
             in_use=lambda: None if self.uploader is None else self.uploader.sending,
         )
-        # Entered after the workers, so that it is closed before them: they still have to send their traces.
+        # Entered after the workers, so that it is closed before them: they must still send their traces.
         window = await stack.enter_async_context(self._profile_window(workers))
         others: list[Observer | None] = [journal, self.uploader]
-        # Reports come first: retention and storage ask what the record tells of
+        # Reports come first: retention and storage read the record
         observers: list[Observer] = [reports, retention, window, *(one for one in others if one is not None)]
         pipeline = Pipeline(config, parts, observers, reports.directory.checkpoints, driver_state)
         if config.cluster.backend == "ray":  # else the trainer computes in this process
@@ -227,7 +227,7 @@ class TrainingRun:
         try:
             with interrupts.asking(pipeline.request_stop, "this version"):
                 status = await pipeline.run()
-        finally:  # training meets prompts that are left out only as it reads
+        finally:  # prompts are left out only as training reads them
             self._report_left_out("training", data.train.left_out)
         self.stop_reason = pipeline.stop_reason
         reports.phase("exporting the model")
@@ -235,16 +235,16 @@ class TrainingRun:
         with boundary(exporting, RunError):
             try:
                 await workers.trainer.export(reports.directory.model)
-            except HeadwayError as cause:  # a worker that ended, or the user's folder, which was whole at the start
+            except HeadwayError as cause:  # a worker ended, or the user's folder has changed since the start
                 raise RunError(f"{exporting}: {cause}") from cause
-            # Within a version the model is that of no checkpoint, and the folder tells none.
+            # Within a version the model belongs to no checkpoint, and its folder names none.
             if not pipeline.unfinished:
                 for newest in checkpoints.complete(with_critic=needs_critic(config))[-1:]:
                     write_version(reports.directory.model, newest)
         return status
 
     def _journal(self) -> RunJournal | None:
-        """Open the run's journal; None where the run keeps none, or the disk takes none."""
+        """Open the run's journal; None if the run keeps none, or it cannot be written."""
         if not self.config.writes_journal:
             return None
         directory = self.reports.directory.journal
@@ -256,12 +256,12 @@ class TrainingRun:
             return None
 
     def _keep_start(self, driver_state: DriverState) -> bool:
-        """Write the checkpoint of version 0, from which a run that ends before its next one is resumed. Returns
-        whether the disk took it.
+        """Write the checkpoint of version 0, so that a run that ends before the next one can be resumed. Returns
+        whether it was written.
         """
         checkpoints = Checkpoints(self.reports.directory.checkpoints)
         try:
-            if needs_critic(self.config):  # first: a checkpoint whose own folder is there is complete
+            if needs_critic(self.config):  # first: the actor's folder makes a checkpoint complete
                 write_start(checkpoints.critic(0), {})
             write_start(checkpoints.actor(0), driver_state)
         except OSError as cause:
@@ -283,7 +283,7 @@ class TrainingRun:
         )
 
     def _report_timeout(self, count: int) -> None:
-        """Warn of the reward's first time-out, and of its tenth, hundredth and so on."""
+        """Warn of the reward's first, tenth, hundredth … time-out."""
         if count != 10 ** (len(str(count)) - 1):
             return
         reward = self.config.reward
@@ -311,7 +311,7 @@ class TrainingRun:
                 self.reports.emit(event)
 
     async def _load(self, workers: Workers, version: int) -> DriverState:
-        """Load the checkpoint into trainer and critic. Returns the driver's part of it."""
+        """Load the checkpoint into trainer and critic. Returns its driver state."""
         self.reports.phase("loading the checkpoint", f"version {version}")
         checkpoints = Checkpoints(self.reports.directory.checkpoints)
         driver_state = await workers.trainer.load(checkpoints.actor(version))
@@ -323,16 +323,16 @@ class TrainingRun:
 def is_of_the_end(directory: RunDirectory, newest: Sequence[int]) -> bool:
     """Tell whether the model's folder is there and belongs to the newest checkpoint, not to an earlier end of the run.
 
-    ``newest``: that checkpoint's version, or nothing. A folder that does not tell its version belongs to the last end:
-    an export replaces the whole folder before it writes the version down.
+    ``newest``: that checkpoint's version, or empty. A folder without a version belongs to the newest end: an export
+    replaces the whole folder before it writes the version.
     """
     version = version_of(directory.model)
     return directory.model.is_dir() if version is None else list(newest) == [version]
 
 
 def template_note(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return what the chat template changes in the history of an agent; None where it changes nothing, or there are
-    single answers alone. Tools are tried where the configuration has some: of others only the episodes tell.
+    """Return a note on what the chat template changes in an agent's history; None if nothing, or without agents. Tools
+    are tried only if the configuration has some; others show up only in the episodes.
     """
     from headway.agents.chat.conversations import history_note
     from headway.agents.episodes.program_workers import chats_of

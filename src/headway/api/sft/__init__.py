@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations to learn from, and the trainer's ranks that learn from them.
+"""Supervised fine-tuning: conversations as rows of tokens, and the training ranks that learn from them.
 
 examples  rows of data, a task's solutions, conversations of a function  ─▶ rows of tokens, the assistant's marked
 steps     rows of tokens  ─▶ optimizer steps of the trainer

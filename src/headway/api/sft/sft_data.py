@@ -1,10 +1,10 @@
-"""Conversations to learn from, as rows of tokens of which the assistant's are trained.
+"""Conversations as rows of tokens. Only the assistant's tokens are trained.
 
 rows of files and datasets    ─▶ `SftExamples`      (``headway sft``)
 a task and its own solutions  ─▶ `solutions`      ┐
 a function of the user's      ─▶ `demonstrations` ┴   (``model.warmup``, without end, never a held-out prompt)
 
-Conversations that somebody else had become rows by what makes the rows of episodes:
+Given conversations become rows by the same code as episodes:
 
 messages ─▶ for each answer: its context ─▶ the answer's ids, as the template writes it ─▶ Record.answered ─▶ rows
 """
@@ -43,12 +43,12 @@ def demonstrated(
 ) -> list[RowTokens]:
     """Make the rows of a conversation, as if each answer in ``messages`` had been sampled with its end-of-turn token.
 
-    ``tools`` are those that every turn has.
+    ``tools``: tools that every turn offers.
 
     Raises:
-        UserCodeError: ``messages`` are no chat messages, or none after the first one is an answer.
-        DataError: the template refuses the messages, or does not write an answer behind its prompt.
-        ConfigError: the template ends answers with none of the tokenizer's end-of-turn tokens.
+        UserCodeError: ``messages`` are not chat messages, or no message after the first is an answer.
+        DataError: the template refuses the messages, or does not write an answer after its prompt.
+        ConfigError: the template does not end answers with one of the tokenizer's end-of-turn tokens.
     """
     chat, record = plain_messages(messages), chats.new_episode()
     answers = [at for at, message in enumerate(chat) if message["role"] == "assistant" and at > 0]
@@ -59,7 +59,7 @@ def demonstrated(
         request = TurnRequest(chat[:at], list(tools) if tools else None)
         prompted = record.context(request)
         ids = _answer_ids(chats.renderer, chat[: at + 1], tools)
-        # Nobody has sampled them: the loss of supervised steps looks at neither log-probs nor versions
+        # Placeholders: the loss of supervised steps uses neither log-probs nor versions
         tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
         finished = Completion(at, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
         record.answered(prompted, request, finished, number)
@@ -69,7 +69,7 @@ def demonstrated(
 def _answer_ids(
     renderer: ChatRenderer, chat: Sequence[Message], tools: Sequence[ToolSchema] | None
 ) -> NDArray[np.int32]:
-    """The ids [T] of the last message of ``chat``, an answer, up to the token that ends its turn."""
+    """Return the ids [T] of the last message of ``chat``, an answer, up to its end-of-turn token."""
     opening = renderer.render(chat[:-1], tools)
     text = renderer.render(chat, tools, generation_prompt=False)
     if not text.startswith(opening):
@@ -84,12 +84,12 @@ def _answer_ids(
             f"the chat template writes an answer as {text[len(opening) :]!r}, without a token that ends it; let it end "
             "answers with {{ eos_token }}"
         )
-    # Without what a template writes behind it, such as a line break: a sampled answer ends with that token.
+    # Without the template's text after that token, such as a line break: a sampled answer ends with the token.
     return ids[: ends[0] + 1]
 
 
 Example = tuple[RowTokens, ...]
-"""One conversation: a row, or several where the chat template changes what was said before."""
+"""Rows of one conversation: one, or several if the chat template changes earlier messages."""
 
 CHATS = ("messages", "conversations")
 """Columns of whole conversations; the second is ShareGPT's."""
@@ -102,13 +102,13 @@ class SftConversation:
     """One row of data: chat messages, or a text prompt and its completion."""
 
     where: str
-    """Place that the row was read from."""
+    """File and line, or data set and index, of the row."""
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[ToolSchema] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """The row's own variables of the chat template."""
     text: tuple[str, str] | None = None
-    """Prompt and completion, where both are text that no chat template renders."""
+    """Prompt and completion as text without a chat template; None for chat messages."""
 
 
 class SftExamples:
@@ -116,14 +116,14 @@ class SftExamples:
 
     Example:
         data = SftExamples(rows, config, tokenizer, chats)
-        examples = data.examples([4, 0, 2])             # those of three rows, or fewer
+        examples = data.examples([4, 0, 2])             # examples of at most three rows
         data.left_out.counts                            # {"a": {"too_long": 1}}
     """
 
     def __init__(
         self, rows: Sequence[Row], config: Config, tokenizer: PreTrainedTokenizerBase, chats: Chats | None
     ) -> None:
-        """Read the rows' columns. ``chats``: None where the tokenizer has no chat template.
+        """Read the rows' columns. ``chats``: renderer of chats; None if the tokenizer has no chat template.
 
         Raises:
             DataError: there are no rows, or more than ``data.max_bad_rows`` of them have no conversation.
@@ -134,9 +134,9 @@ class SftExamples:
         self._prompts = PromptTokenizer(tokenizer, data.chat_template, self._longest, kwargs=data.chat_template_kwargs)
         self._read, self._max_bad_rows = len(rows), data.max_bad_rows
         self.left_out = LeftOutRows()
-        """The rows that were left out so far."""
+        """Rows left out so far, counted by reason."""
         self._met: set[str] = set()
-        """Places of the rows that were left out."""
+        """Places of the rows that were left out so far."""
         completions = COMPLETIONS if config.sft.completion_key == "auto" else (config.sft.completion_key,)
         self._rows: list[SftConversation] = []
         for where, row in rows:
@@ -157,7 +157,7 @@ class SftExamples:
         return any(row.text is not None for row in self._rows)
 
     def examples(self, indices: Iterable[int]) -> list[Example]:
-        """Return the examples of these rows, without those that are left out.
+        """Return the examples of these rows. Rows that cannot be used are left out.
 
         Raises:
             DataError: more than ``data.max_bad_rows`` of all rows cannot be used.
@@ -200,7 +200,7 @@ class SftExamples:
             return LeftOut(reason, self._source, f"{where}: {cause}")
 
     def _leave_out(self, row: LeftOut, where: str) -> None:
-        if where not in self._met:  # each epoch reads the row again; it counts once
+        if where not in self._met:  # a row counts once, although each epoch reads it again
             self._met.add(where)
             self.left_out.add(row)
 
@@ -235,7 +235,7 @@ def _read(value: Any, column: str) -> str | Messages:
 
 
 def _answered(tokenizer: PreTrainedTokenizerBase, prompt: Any, text: str) -> RowTokens:
-    """The row of a prompt's ids [P] and an answer, which ends with the end of sequence."""
+    """Return the row of a prompt's ids [P] and an answer, with the end-of-sequence token at its end."""
     ids = np.array([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id], np.int32)
     return RowTokens.answer(prompt, SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)))
 
@@ -253,13 +253,13 @@ def solutions(
 ) -> Iterator[Example]:
     """Yield the task's problems with a teacher's answers. ``config.params`` override the task's.
 
-    ``held_out``: texts of prompts that are left out.
+    ``held_out``: texts of prompts to leave out.
     """
     problems = make_task(task.name, {**task.params, **config.params}, seed=seed)
     rng = random.Random(seed)
     for index in count():
         problem = problems.problem(index)
-        # By its rendered text, as held-out prompts are: two problems may render to the same one
+        # Compared by rendered text, like held-out prompts: two problems may render to the same text
         [rendered] = prompts([Record(problem.prompt, problem.answer, task.name)])
         if isinstance(rendered, LeftOut) or rendered[0] in held_out:
             continue
@@ -267,7 +267,7 @@ def solutions(
 
 
 def _solution(answer: str, give_up: GiveUpConfig | None, rng: random.Random) -> str:
-    """Return the solution that the model is to learn: the answer or, for a long one, sometimes that it gives up."""
+    """Return the solution that the model learns: the answer, or sometimes a give-up mark for a long answer."""
     if give_up is not None and len(answer) > give_up.above and rng.random() < give_up.rate:
         return "?"
     return answer
@@ -286,17 +286,17 @@ def demonstrations(
     conversations: int,
     longest: int,
 ) -> Iterator[Example]:
-    """Yield as many ``conversations`` of the function ``spec``, made one by one; then repeat them for ever, in another
-    order each time.
+    """Yield ``conversations`` conversations of the function ``spec``, made one by one; then repeat them for ever, each
+    time in another order.
 
     Args:
         chats: the chat template that renders them.
         tools: schemas of the tools that the assistant may call.
-        held_out: texts of prompts that are left out.
+        held_out: texts of prompts to leave out.
         longest: largest number of tokens of a row.
 
     Raises:
-        UserCodeError: the function fails, or what it returns is no conversation, is too long, or is always held out.
+        UserCodeError: the function fails, or returns no conversation, too long ones, or only held-out prompts.
     """
     function, rng = load_function(spec), random.Random(seed)
     made: list[Example] = []
@@ -328,7 +328,7 @@ def demonstrations(
 
 
 def _first_prompt(chats: Chats, messages: Sequence[Any]) -> set[str]:
-    """The spellings that a held-out prompt like the conversation's first one may have: rendered, or its text alone."""
+    """Return the texts by which the conversation's first prompt may be held out: rendered, and the bare text."""
     first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
     alone = {str(messages[0]["content"])} if first == 1 else set()
     return {chats.renderer.render(messages[:first])} | alone

@@ -3,7 +3,7 @@
     data ─▶ Conversations ─▶ [ batch ─▶ optimizer step ─▶ row of metrics ]* ─▶ checkpoint, model
                                   └── every sft.val_freq steps: loss on held-out conversations
 
-Which conversations a step learns from follows from its number, so that a run goes on from any checkpoint.
+A step's number determines its conversations, so that a run can resume from any checkpoint.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def check(config: Config) -> SftData:
 
     Raises:
         ConfigError: torch or transformers is too old here.
-        DataError: the data cannot be read, or the first batch has no conversation that can be used.
-        ModelError: the model's folder lacks something.
+        DataError: the data cannot be read, or the first batch has no usable conversation.
+        ModelError: the model's folder is incomplete.
     """
     assert config.model.path is not None
     check_releases()
@@ -82,7 +82,7 @@ def check(config: Config) -> SftData:
 
 
 class SftData:
-    """Training and held-out conversations of one run, and which of them each step learns from."""
+    """Training and held-out conversations of one run, and their assignment to steps."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         chats = None
@@ -102,9 +102,9 @@ class SftData:
             train, val = [train[number] for number in learned], [train[number] for number in held_out]
         self.accepts_changes = data.accept_changes
         self.digests = [*digests([row for _, row in train])]
-        """Digests of the training rows in their order."""
+        """Digests of the training rows, in order."""
         self.order = f"sft.batch_size={sft.batch_size}, run.seed={config.run.seed}, data.shuffle={data.shuffle}"
-        """Settings by which the rows of a step follow from its number."""
+        """Settings that determine the rows of each step."""
         self.train = SftExamples(train, config, tokenizer, chats)
         self.val = SftExamples(val, config, tokenizer, chats) if val else None
         self._size = sft.batch_size
@@ -115,11 +115,11 @@ class SftData:
         self.steps = math.ceil(self._places / sft.batch_size)
         """Number of optimizer steps of the run."""
         self.notes = list(self._notes(config, templated=chats is not None))
-        """What is likely to be other than its user expects."""
+        """Notes on what the user may not expect."""
         mixture = Mixture([SourceShare("", len(self.train))], seed=config.run.seed, shuffle=data.shuffle)
         self._epoch = lru_cache(1)(mixture.epoch)  # all steps of an epoch ask for the same order
         self._reading = Lock()
-        """Held while rows are read: the tokenizer is one for training and held-out rows, and is not to be shared."""
+        """Held while rows are read: training and held-out rows use one tokenizer, which is not thread-safe."""
 
     def _notes(self, config: Config, *, templated: bool) -> Iterator[str]:
         warmup = config.sft.optim.lr_warmup_steps
@@ -135,7 +135,7 @@ class SftData:
             )
 
     def batch(self, step: int) -> list[Example]:
-        """Return the examples of a step, without rows that are left out."""
+        """Return the examples of a step. Rows that cannot be used are left out."""
         places = range(step * self._size, min((step + 1) * self._size, self._places))
         with self._reading:
             return self.train.examples(self._row(place) for place in places)
@@ -175,7 +175,7 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
             reports.note(note)
         try:
             status = asyncio.run(_SftRun(config, data, directory, reports, step).run())
-        except asyncio.CancelledError:  # a second signal: the newest checkpoint is what there is
+        except asyncio.CancelledError:  # a second signal: only the newest checkpoint is kept
             reports.close(Status.INTERRUPTED)
             return EXIT_INTERRUPTED
         except BaseException:
@@ -188,7 +188,7 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
 
 
 def _resumed(directory: RunDirectory, data: SftData) -> int:
-    """Return the number of steps that the newest checkpoint has, and forget what came after it."""
+    """Return the number of steps in the newest checkpoint, and remove what came after it."""
     checkpoints = Checkpoints(directory.checkpoints)
     if not (steps := checkpoints.complete(with_critic=False)):
         raise UserError(f"--resume {directory.path}: there is no checkpoint; begin again with another run.dir")
@@ -205,16 +205,16 @@ def _resumed(directory: RunDirectory, data: SftData) -> int:
         )
     if steps[-1] >= data.steps and directory.model.is_dir():
         raise UserError(f"--resume {directory.path}: the run is complete, at step {steps[-1]} of {data.steps}")
-    # A checkpoint of steps that are undone now would be the newest one at the next resume
+    # A later checkpoint, whose steps are undone now, would be the newest one at the next resume
     checkpoints.forget_above(steps[-1])
     return steps[-1]
 
 
 class SftReports:
-    """Files, trackers and lines of one run."""
+    """Files, trackers and console lines of one run."""
 
     def __init__(self, config: Config, directory: RunDirectory, console: Console, step: int) -> None:
-        """Open them. ``step``: the number of steps that are done; rows of later ones are forgotten."""
+        """Open files and trackers. ``step``: number of completed steps; rows of later ones are removed."""
         self._directory, self._console = directory, console
         self.step, self._loss = step, math.nan
         self._val_loss: float | None = None
@@ -236,7 +236,7 @@ class SftReports:
         self.note(f"warning: {text}")
 
     def row(self, row: dict[str, Any], total: int) -> None:
-        """Write the metrics of one step, whose number is ``version``, and say them from time to time."""
+        """Write the metrics of one step, whose number is ``version``. Print them every `LINE_EVERY_S`."""
         self._lines.write(row)
         self._trackers.on_row(row)
         self.step, self._loss = row["version"], row["sft/loss"]
@@ -263,7 +263,7 @@ class SftReports:
 
 
 def _keep_rows(path: Path, step: int) -> None:
-    """Drop the rows of steps after ``step``, and a line that was cut off."""
+    """Remove the rows of steps after ``step``, and an incomplete line."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -280,7 +280,7 @@ class _SftRun:
         self._first = step
         self._checkpoints = Checkpoints(directory.checkpoints)
         self._stop = Event()
-        """Set once the run was told to stop."""
+        """Set once the run is asked to stop."""
 
     async def run(self) -> Status:
         config, data, reports = self._config, self._data, self._reports
@@ -332,17 +332,17 @@ class _SftRun:
                 batch = await ahead
                 if step + 1 < data.steps:
                     ahead = asyncio.create_task(asyncio.to_thread(data.batch, step + 1))
-                if batch:  # else all its rows are left out
+                if batch:  # empty if all its rows are left out
                     skipped = await self._step(steps, step, batch, skipped)
                 if self._stop.is_set():
                     break
                 if config.sft.save_freq > 0 and (step + 1) % config.sft.save_freq == 0:
                     saved = await self._save(steps, step + 1)
         finally:
-            # It holds the tokenizer in a thread: a run that failed would end while that still reads
+            # It uses the tokenizer in a thread: a failed run would otherwise end while the thread reads
             await end([ahead])
         done = self._reports.step
-        # Before the export: what fails there is made up for by a resume
+        # Before the export: a resume makes up for its failure
         if saved < done:
             await self._save(steps, done)
         if done < data.steps and self._stop.is_set():
@@ -352,7 +352,7 @@ class _SftRun:
         return Status.COMPLETED
 
     async def _step(self, steps: SftSteps, step: int, batch: list[Example], skipped: int) -> int:
-        """Take one step and report it. Returns how many steps in a row have been skipped."""
+        """Take one step and report it. Returns the number of successive skipped steps."""
         config, data, began = self._config, self._data, time.monotonic()
         report = await self._moving(steps, steps.step(step, batch), f"optimizer step {step + 1}")
         tokens = sum(len(row.prompt_ids) + len(row.ids) for rows in batch for row in rows)
@@ -383,7 +383,7 @@ class _SftRun:
         nats, tokens = 0.0, 0
         batches, number = self._data.held_out(), 0
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-            number -= 1  # optimizer steps have the numbers from 0 on
+            number -= 1  # optimizer steps have the numbers 0, 1, …
             work = steps.loss(number, batch)
             loss = await self._moving(steps, work, "the loss on held-out conversations")
             nats, tokens = nats + loss.nats, tokens + loss.tokens
@@ -393,14 +393,14 @@ class _SftRun:
         state = {"step": step, "data": self._data.digests, "order": self._data.order}
         await steps.engine.save(self._checkpoints.actor(step), state)
         keep = self._config.trainer.max_actor_ckpt_to_keep
-        # Without a limit [:0], which is no checkpoint: all stay.
+        # Without a limit the slice is [:0], which is empty: all stay.
         for old in self._checkpoints.complete(with_critic=False)[: -keep if keep else 0]:
             for path in self._checkpoints.set_aside(old):
                 await asyncio.to_thread(rmtree, path, ignore_errors=True)
         return step
 
     async def _moving(self, steps: SftSteps, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Return the result of ``work``. Raises `StallError` when no rank moves for ``cluster.stall_timeout_s``."""
+        """Return the result of ``work``. Raises `StallError` if no rank progresses for ``cluster.stall_timeout_s``."""
         limit_s = steps.timeouts.stall_s
 
         def stuck(answers: WorkerAnswers) -> str:

@@ -66,7 +66,7 @@ class SftSteps:
         return report
 
     async def loss(self, number: int, batch: Sequence[Example]) -> TokenLoss:
-        """Return the loss of a batch under the current weights. ``number``: one that no other batch has."""
+        """Return the loss of a batch under the current weights. ``number``: the batch's unique number."""
         return await self.engine.token_loss(self._samples(number, batch))
 
     def _samples(self, number: int, batch: Sequence[Example]) -> list[TrainSample]:
@@ -121,7 +121,7 @@ def _supervised(config: Config, optim: OptimConfig) -> Config:
 
 
 def _changed(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """Return ``config`` with other values in some sections, unchecked."""
+    """Return ``config`` with new values in some sections. They are not checked."""
     update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=update)
 
@@ -134,7 +134,7 @@ Evaluate = Callable[[Path], Awaitable[float]]
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
     accuracy: float | None
-    """Held-out greedy accuracy; None where there is no evaluation."""
+    """Held-out greedy accuracy; None if there is no evaluation."""
     steps: int
 
 
@@ -147,13 +147,13 @@ async def warm_up(
     report: Callable[[str], None],
     go_on: Callable[[], None] = lambda: None,
 ) -> WarmupResult:
-    """Train the model at ``path`` on ``examples`` until what ``evaluate`` says of it lies in ``warmup.target``.
+    """Train the model at ``path`` on ``examples`` until its accuracy by ``evaluate`` lies in ``warmup.target``.
 
-    Where accuracy leaves the window again and does not come back, the last weights inside count. Without ``evaluate``
-    it trains for ``warmup.max_steps`` steps, and the loss is reported instead. ``go_on`` is called after each step.
+    If accuracy leaves that window and does not come back, the last weights inside count. Without ``evaluate`` training
+    takes ``warmup.max_steps`` steps, and the loss is reported instead. ``go_on`` is called after each step.
 
     Raises:
-        ModelError: ``warmup.max_steps`` never led into the window.
+        ModelError: accuracy was never in the window within ``warmup.max_steps`` steps.
     """
     low, high = warmup.target
     lr, interval, steps, accuracy = warmup.lr, warmup.eval_every, 0, 0.0
@@ -162,7 +162,7 @@ async def warm_up(
     try:
         while steps < warmup.max_steps:
             left = warmup.max_steps - steps
-            # The rate that one schedule over all steps has here: each new trainer begins one over those that are left.
+            # The rate that one schedule over all steps has here: each new trainer has a schedule over the rest.
             async with _trainer(path, config, lr * left / warmup.max_steps, left) as trainer:
                 above = False
                 while steps < warmup.max_steps and not above:
@@ -180,7 +180,7 @@ async def warm_up(
                     report(f"{steps} of at most {warmup.max_steps} supervised steps, held-out accuracy {accuracy:.3f}")
                     if above := accuracy > high:
                         continue
-                    # Not where it is above: from these weights the next, smaller steps go on
+                    # Not if it is above: the next, smaller steps start from these weights
                     _move(tried, path)
                     if accuracy >= low:
                         inside = WarmupResult(accuracy, steps)
@@ -206,7 +206,7 @@ async def warm_up(
 
 
 def _trainer(path: Path, config: Config, lr: float, steps: int) -> AbstractAsyncContextManager[SftSteps]:
-    """The trainer in this process, whose learning rate falls to zero behind ``steps`` steps."""
+    """Return a trainer in this process whose learning rate reaches zero after ``steps`` steps."""
     device = config.cluster.device if config.cluster.backend == "inline" else "cpu"  # the devices are the workers'
     alone = _changed(
         config,
@@ -216,7 +216,7 @@ def _trainer(path: Path, config: Config, lr: float, steps: int) -> AbstractAsync
         model={"dtype": "float32"},
     )
     optim = OptimConfig(lr=lr, lr_scheduler_type="linear", betas=(0.9, 0.99))
-    # One step more than are made: the rate of the last one would be zero
+    # One step more than are made: otherwise the last step's rate would be zero
     return trainer_of(alone, optim, model_path=str(path), run_dir=path.parent, total_steps=steps + 1)
 
 

@@ -1,4 +1,4 @@
-"""Client of a run's storage, an object store or a directory by its URL: few operations, each with a deadline."""
+"""Client of a run's storage, an object store or a directory. Each operation has a deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway.errors import ConfigError, said_by
 from headway.runtime.task_groups import in_daemon_thread
 
 DRAFT = ".draft"
-"""End of the name of a file that is being written, in a directory; an object store shows whole objects alone."""
+"""Suffix of a file that is being written to a directory. An object store shows only whole objects."""
 ABSENT = (FileNotFoundError, NotADirectoryError)
 S3: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 3}}
 R = TypeVar("R")
@@ -23,8 +23,8 @@ R = TypeVar("R")
 class StorageClient:
     """Files below a URL that fsspec knows, like ``s3://bucket/run``, or below the path of a directory.
 
-    An operation that has not answered in time goes on in its thread. The next one begins after it has ended, so that an
-    older content never replaces a newer one.
+    An operation that misses its deadline goes on in its thread. The next one waits for it, so that older content never
+    replaces newer content.
 
     Example:
         >>> store = StorageClient("memory://example/run")
@@ -44,8 +44,7 @@ class StorageClient:
             is_directory = "file" in fsspec.get_filesystem_class(protocol).protocol
             if is_directory:
                 options = {"auto_mkdir": True}
-            # No cached listing: another process writes there, too; and no shared instance with its thread and its
-            # options
+            # No cached listing: other processes write there, too. No shared instance: it would share thread and options
             self._fs, self._root = fsspec.url_to_fs(
                 self.url, use_listings_cache=False, skip_instance_cache=True, **options
             )
@@ -60,7 +59,7 @@ class StorageClient:
         """Result of the last operation."""
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Return the size of each file by its name. ``below``: a folder, for its files alone. Raises `OSError`."""
+        """Return file name → bytes. ``below``: folder to list; empty: all files. Raises `OSError`."""
         try:
             found = self._within(storage_s(0), lambda: self._fs.find(self._path(below), detail=True))
         except ABSENT:
@@ -69,25 +68,25 @@ class StorageClient:
         return {name: size for name, size in names.items() if not name.endswith(DRAFT)}
 
     def read(self, name: str, size: int = 0) -> bytes:
-        """Return a file's content. ``size``: its bytes, where they may be many."""
+        """Return a file's content. ``size``: its bytes, for the deadline of a large file."""
         data: bytes = self._within(storage_s(size), lambda: self._fs.cat_file(self._path(name)))
         return data
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, whole or not at all."""
+        """Write a file atomically."""
         path = self._path(name)
         draft = path + DRAFT if self.directory is not None else path
 
         def put() -> None:
             self._fs.pipe_file(draft, data)
             if draft != path:
-                # A reader that opens it before sees the old content, never half of the new one
+                # A reader sees the old content until then, never half of the new one
                 Path(draft).replace(path)
 
         self._within(storage_s(len(data)), put)
 
     def send(self, file: Path, name: str) -> None:
-        """Copy a local ``file``, of any size. Verify afterwards: what is copied when it fails may be cut off."""
+        """Copy a local ``file`` of any size. A failure may leave a part of it; the caller compares sizes afterwards."""
         self._within(storage_s(file.stat().st_size), lambda: self._fs.put_file(str(file), self._path(name)))
 
     def fetch(self, name: str, file: Path, size: int) -> None:
@@ -95,11 +94,11 @@ class StorageClient:
         self._within(storage_s(size), lambda: self._fs.get_file(self._path(name), str(file)))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, in this order, and folders that are empty then; those that are gone are passed over."""
+        """Remove files in this order, and then empty folders. Missing files are ignored."""
         for name in names:
             with suppress(*ABSENT):
                 self._within(storage_s(0), partial(self._fs.rm_file, self._path(name)))
-            if self.directory is not None and "/" in name:  # elsewhere folders are only parts of names
+            if self.directory is not None and "/" in name:  # object stores have no folders
                 with suppress(OSError):
                     (self.directory / name).parent.rmdir()
 
@@ -119,7 +118,7 @@ class StorageClient:
             ) from cause
 
     def _within(self, limit_s: float, operation: Callable[[], R]) -> R:
-        """Return what ``operation`` returns. Raises `TimeoutError` after ``limit_s``: its thread is then left alone."""
+        """Return the result of ``operation``. Raises `TimeoutError` after ``limit_s``; its thread then goes on."""
         if self._last is None or wait([self._last], limit_s).done:
             # A daemon: a mount that hangs would keep the process from ending
             self._last = future = in_daemon_thread("headway-storage-operation", operation)

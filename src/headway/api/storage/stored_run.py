@@ -1,8 +1,8 @@
-"""A run's storage: whose it is, and the run brought back from it into a directory, to be resumed there.
+"""A run's storage: its ownership, and restoring a run from it into a directory, to be resumed there.
 
-A storage belongs to one run, and to the process that began or resumed the run last: that writes its name into
-``run.json`` when training begins. A process that was taken for dead, and finds another name there, writes nothing any
-more. ``RUN/.storage.json`` says which state of a storage a run's directory has.
+A storage belongs to one run, and to the process that began or resumed the run last. That process writes its name into
+``run.json`` when training begins. A process that finds another name there, because it was taken for dead, writes
+nothing more. ``RUN/.storage.json`` holds the state of the storage that a run's directory corresponds to.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ COMPLETE = re.compile(rf"checkpoints/version_(\d+)/{re.escape(STATE_FILE)}")
 OF_CHECKPOINT = re.compile(r"checkpoints/(?:critic/)?version_(\d+)/")
 
 Files = dict[str, list[tuple[str, int]]]
-"""Names and bytes of the pieces of each file of the record."""
+"""File of the record → the name and the bytes of each of its pieces."""
 Sizes = Mapping[str, int]
-"""Names of files, and their bytes."""
+"""File name → bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Ownership:
     """A process's entry in its storage."""
 
     run: str
-    """Name of the run, in all its processes."""
+    """Unique name of the run; all its processes have the same."""
     epoch: int
     """Number of processes that have written to the storage, this one included."""
     owner: str
@@ -51,7 +51,7 @@ class Ownership:
         return json.dumps({**asdict(self), "files": files}).encode()
 
     def check(self, store: StorageClient) -> bool:
-        """Raise `ConfigError` where another process has taken the storage over. Returns False where an earlier process,
+        """Raise `ConfigError` if another process has taken over the storage. Returns False if an earlier process,
         unaware of this one, has written ``run.json`` since.
         """
         found = manifest_of(store)
@@ -64,7 +64,7 @@ class Ownership:
 
 
 def manifest_of(store: StorageClient) -> dict[str, Any] | None:
-    """Return what ``run.json`` says; None where no run is there. Raises `ConfigError` where it cannot be read."""
+    """Return the content of ``run.json``; None if there is no run. Raises `ConfigError` if it cannot be read."""
     try:
         found: dict[str, Any] = json.loads(store.read(RUN_FILE))
     except ABSENT:
@@ -75,9 +75,9 @@ def manifest_of(store: StorageClient) -> dict[str, Any] | None:
 
 
 def store_of(config: Config, run_dir: Path | None) -> StorageClient | None:
-    """Return the storage of ``config``; None where it names none. Makes no request yet.
+    """Return the storage of ``config``; None if it names none. Makes no request yet.
 
-    Raises `ConfigError` for a URL that cannot be used here, and where storage and ``run_dir`` are inside each other.
+    Raises `ConfigError` for an unusable URL, and if storage and ``run_dir`` are inside each other.
     """
     if config.run.storage is None:
         return None
@@ -103,9 +103,9 @@ def check_storage(config: Config, run_dir: Path | None, *, resumed: bool = False
 
 
 def _check_ours(store: StorageClient, found: dict[str, Any] | None, mark: dict[str, Any]) -> None:
-    """Raise `ConfigError` where the storage holds what is not of this run, or what is newer than the run's directory.
+    """Raise `ConfigError` if the storage holds other files or another run, or is newer than the run's directory.
 
-    ``mark``: what the run's directory says of it.
+    ``mark``: content of the directory's ``.storage.json``.
     """
     if found is None:
         if others := sorted(store.sizes()):
@@ -126,13 +126,14 @@ def _check_ours(store: StorageClient, found: dict[str, Any] | None, mark: dict[s
 
 
 def claim(store: StorageClient, directory: RunDirectory, version: int | None) -> Ownership:
-    """Take the storage over for a process that begins, or resumes from ``version``. Later and half checkpoints go.
+    """Take over the storage for a process that begins, or resumes from ``version``. Removes later and incomplete
+    checkpoints.
 
-    Raises `ConfigError` where the storage is not this run's, or no more.
+    Raises `ConfigError` if the storage is not this run's, or no longer.
     """
     found, mark = manifest_of(store), marked(directory)
     _check_ours(store, found, mark)
-    # Above both: a process may have ended between its mark here and its entry there.
+    # Above both epochs: a process may have ended between writing its mark here and its entry there.
     epoch = 1 + max(0 if found is None else found["epoch"], mark.get("epoch", 0))
     own = Ownership(mark.get("run") or uuid4().hex, epoch, uuid4().hex, str(directory.path.resolve()))
     write_mark(directory, own.run, epoch)  # first: a process that ends in between may still go on here
@@ -146,13 +147,13 @@ def claim(store: StorageClient, directory: RunDirectory, version: int | None) ->
 
 
 def write_mark(directory: RunDirectory, run: str, epoch: int) -> None:
-    """Note in the run's directory which state of the storage it has."""
-    # Whole at any moment: without it the storage counts as another run's
+    """Write in the run's directory which state of the storage it has."""
+    # Atomic: without the file the storage counts as another run's
     replace_file(directory.storage, json.dumps({"run": run, "epoch": epoch}))
 
 
 def marked(directory: RunDirectory) -> dict[str, Any]:
-    """Return which state of a storage the run's directory has; nothing for none."""
+    """Return which state of a storage the run's directory has; empty for none."""
     try:
         mark: dict[str, Any] = json.loads(directory.storage.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -161,24 +162,24 @@ def marked(directory: RunDirectory) -> dict[str, Any]:
 
 
 def complete_versions(names: Iterable[str]) -> list[int]:
-    """Return the versions whose checkpoints are complete among the files of a storage, ascending."""
+    """Return the versions with complete checkpoints among a storage's files, ascending."""
     return sorted(int(found[1]) for name in names if (found := COMPLETE.fullmatch(name)))
 
 
 def left_over(names: Iterable[str], kept: Callable[[int], bool]) -> list[str]:
-    """Return the files of checkpoints that are not ``kept``. The files that make a checkpoint complete come first."""
+    """Return the files of checkpoints that are not ``kept``; first those whose presence marks a checkpoint complete."""
     found = [name for name in names if (version := OF_CHECKPOINT.match(name)) and not kept(int(version[1]))]
     return sorted(found, key=lambda name: not COMPLETE.fullmatch(name))
 
 
 def located(run: str, storage: str | None, run_dir: str | None, tell: Callable[[str], None]) -> tuple[Path, str | None]:
-    """Return the directory of the run to resume, and the storage that it came from; None if the directory was here.
+    """Return the directory of the run to resume, and the storage that it was restored from; None if it was here.
 
-    ``run``: the directory, or a storage; ``storage`` and ``run_dir``: what the user gave with it.
+    ``run``: the directory, or a storage. ``storage``, ``run_dir``: the user's settings of that name, or None.
 
     Raises:
         ConfigError: there is no such run, or the storage cannot be used here.
-        UserError: there is no run in the storage, or nothing to resume it from; or its directory cannot be written.
+        UserError: the storage has no run, or no checkpoint to resume from; or the directory cannot be written.
         DataError: files of the stored run are missing or cut off.
     """
     with boundary(f"RUN: {run} cannot be looked into", ConfigError):
@@ -199,8 +200,8 @@ def located(run: str, storage: str | None, run_dir: str | None, tell: Callable[[
 
 
 def brought_back(url: str, run_dir: Path | None, tell: Callable[[str], None]) -> Path:
-    """Bring the run in the storage at ``url`` into ``run_dir``, or where it was trained. Returns that directory; what
-    is there already stays. Raises as `located`.
+    """Restore the run in the storage at ``url`` into ``run_dir``, or where it was trained. Returns that directory.
+    Existing files stay. Raises as `located`.
     """
     store = StorageClient(url)
     with boundary(f"{url} cannot be read", UserError):
@@ -234,7 +235,7 @@ def brought_back(url: str, run_dir: Path | None, tell: Callable[[str], None]) ->
                 for piece, nbytes in files[name]:
                     file.write(store.read(piece, nbytes))
             if path == directory.events:
-                # Before the configuration, which comes last: a run without this mark would be refused as another one.
+                # Before the configuration, which comes last: without this mark the run would be refused as another.
                 write_mark(directory, found["run"], found["epoch"])
         directory.tensorboard.mkdir(exist_ok=True)
         directory.logs.mkdir(exist_ok=True)
@@ -242,9 +243,9 @@ def brought_back(url: str, run_dir: Path | None, tell: Callable[[str], None]) ->
 
 
 def _newest(store: StorageClient, sizes: Sizes, directory: RunDirectory) -> tuple[int, dict[str, Sizes]]:
-    """Return the newest version with a whole checkpoint, and each of its folders with the files there and their bytes.
+    """Return the newest version with a complete checkpoint, and checkpoint folder → the sizes of its files.
 
-    Raises `UserError` where there is none.
+    Raises `UserError` if there is none.
     """
     troubles = []
     for version in reversed(complete_versions(sizes)):
@@ -268,7 +269,7 @@ def _newest(store: StorageClient, sizes: Sizes, directory: RunDirectory) -> tupl
 
 
 def _whole(files: Files, sizes: Sizes, url: str, tell: Callable[[str], None]) -> Files:
-    """Return the record's files, those of the journal as far as they are there. Raises `DataError` for any other."""
+    """Return the record's complete files. Missing parts of the journal are dropped; others raise `DataError`."""
     whole: Files = {}
     for name, pieces in files.items():
         whole[name] = []
@@ -289,7 +290,7 @@ def _wrong(what: str, size: int, there: int | None) -> str | None:
 
 
 def _fetch_folder(store: StorageClient, below: str, folder: Path, files: Sizes) -> None:
-    """Fetch the files of a checkpoint, which is complete once its folder has its name."""
+    """Fetch the files of a checkpoint. Renaming its folder at the end makes it complete."""
     partial = folder.with_name(f".{folder.name}.partial")
     rmtree(partial, ignore_errors=True)
     rmtree(folder, ignore_errors=True)

@@ -1,15 +1,15 @@
 """Upload of a run to its storage, in a thread: each pass sends what changed in the run's directory since the last.
 
-    run.json                      who writes here, and of which pieces each file of the record consists
+    run.json                      the writing process, and the pieces of each file of the record
     pieces/EPOCH-NUMBER           bytes of the record, the journal and the initial model; never changed
     checkpoints/version_N/, model/    as in the run's directory; state.json, headway.json last
 
-The directory itself is the queue: a pass that fails is repeated, and needs no memory of what is outstanding. A reader
-sees the record as it was when ``run.json`` was written, and a checkpoint once its ``state.json`` is there, which comes
-after the record that tells of it, and after the sizes of its other files were compared.
+The directory itself is the queue: a failed pass is repeated, and keeps no list of outstanding files. A reader sees the
+record as it was when ``run.json`` was written. It sees a checkpoint once its ``state.json`` is there, which is sent
+after the record that mentions the checkpoint, and after the sizes of its other files were compared.
 
-A file that grows is sent in pieces. A new piece takes those before it with it that are no larger, so that a file of any
-length has few of them.
+A growing file is sent in pieces. A new piece is merged with preceding pieces that are no larger, so that a file of any
+length has few pieces.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headway.reports.report_manager import Reports
 log = logging.getLogger(__name__)
 
 GROWING = ("journal/*.*.*", "metrics.jsonl", "samples.jsonl", "tensorboard/**/*")
-"""Files that are only appended to, beside ``events.jsonl``."""
+"""Append-only files, beside ``events.jsonl``."""
 REPLACED = (
     "config.yaml",
     "summary.json",
@@ -45,48 +45,48 @@ REPLACED = (
     "code/**/*",
     "trackers/*.json",
 )
-"""Files that are written at once."""
+"""Files that are replaced as a whole."""
 PIECE = 64 * 2**20
-"""Most bytes of a piece."""
+"""Maximum bytes of a piece."""
 PIECES = "pieces"
 EVERY_S = 30.0
-"""Seconds between two uploads of record and journal, which the loss of the run's directory costs."""
+"""Seconds between two uploads of record and journal: so much is lost with the run's directory."""
 LONGEST_PAUSE_S = 60.0
-"""Most seconds from a pass that failed to the next one."""
+"""Maximum seconds from a failed pass to the next one."""
 
 
 class _Moved(Exception):
-    """Signal: a file was replaced while it was read."""
+    """Raised when a file was replaced while it was read."""
 
 
 class StorageUploader:
-    """`headway.events.Observer`: sends what a run has closed to its storage."""
+    """Observer that uploads a run's finished files to its storage."""
 
     def __init__(self, store: StorageClient, reports: Reports, config: Config, start: int | None) -> None:
         """Set up. ``start``: version of the checkpoint that a resumed run starts from; else None."""
         self.sending: int | None = None
-        """Version of the checkpoint that is being sent, which must stay where it is."""
+        """Version of the checkpoint that is being sent, and must not be removed; None if none."""
         self._store, self._reports, self._directory, self._start = store, reports, reports.directory, start
         self._own: Ownership | None = None
         self._checkpoints, self._critic = Checkpoints(reports.directory.checkpoints), needs_critic(config)
         self._keep = config.trainer.max_actor_ckpt_to_keep
         self._every_s, self._end_s = EVERY_S, STORAGE_AT_END_S
         self._files: Files = {}
-        """Names and bytes of the pieces of each file of the record."""
+        """File of the record → the name and the bytes of each of its pieces."""
         self._manifest: bytes | None = None
-        """Content of ``run.json`` as this process wrote it last."""
+        """Content of ``run.json`` as this process last wrote it; None before."""
         self._marks: dict[str, tuple[int, int]] = {}
-        """Size and time of change of each file that was sent whole."""
+        """File that was sent whole → its size and modification time."""
         self._obsolete: list[str] = []
         self._number = 0
         self._version: int | None = None
         self._failures = 0
         self._reason: str | None = None
         self._over = False
-        """True once another process goes on with the run."""
+        """True once another process has taken over the run."""
         self._turn = Condition()
         self._asked = self._done = 0
-        """Numbers of the last pass that was asked for, and of the last one that sent everything."""
+        """Numbers of the last requested pass, and of the last pass that sent everything."""
         self._thread = Thread(target=self._work, name="headway-storage", daemon=True)
 
     def on_event(self, event: Event) -> None:
@@ -96,10 +96,10 @@ class StorageUploader:
             self._ask()
 
     def close(self) -> None:
-        """Nothing to do: the thread ends with the process, and `finish` waits for what it sends."""
+        """Do nothing: the thread ends with the process, and `finish` waits for its uploads."""
 
     def finish(self) -> None:
-        """Wait until everything is there, within `STORAGE_AT_END_S` and one second for each MB; tell what is not. Does
+        """Wait until everything is uploaded, for `STORAGE_AT_END_S` and one second per MB; report what is missing. Does
         nothing before training began.
         """
         if self._thread.ident is None:
@@ -112,11 +112,11 @@ class StorageUploader:
             )
 
     def leave(self) -> None:
-        """Have `finish_record` wait no longer than a user who leaves at once."""
+        """Shorten the wait of `finish_record`, for a user who leaves at once."""
         self._end_s = STORAGE_LEFT_S
 
     def finish_record(self) -> None:
-        """Wait until the closed reports are there, too. Logs where they are not."""
+        """Wait until the closed reports are uploaded, too. Logs a warning if they are not."""
         if self._thread.ident is not None and not self._flush(self._end_s if self._reason is None else 0.0):
             log.warning(
                 "%s lacks the end of the run's record; it is whole in %s", self._store.url, self._directory.path
@@ -140,7 +140,7 @@ class StorageUploader:
     def _work(self) -> None:
         pause: float
         while True:
-            # Before the pass: what is asked for while it sends needs another one
+            # Before the pass: a request during the pass needs another one
             asked = self._asked
             try:
                 self.send_changes()
@@ -166,12 +166,12 @@ class StorageUploader:
                 self._turn.wait_for(lambda asked=asked: self._asked > asked, pause)  # type: ignore[misc]
 
     def _tell(self, reason: str | None, version: int | None = None) -> None:
-        """Tell what is new: a checkpoint that is there, or a ``reason`` why something is not."""
+        """Report a change: an uploaded checkpoint's ``version``, or the ``reason`` of a failure; None: all is well."""
         if version is None and reason == self._reason:
             return
         changed = (reason is None) != (self._reason is None)
         self._reason, self._version = reason, self._version if version is None else version
-        # A report behind the record's end once ended this thread.
+        # A report after the record was closed once ended this thread.
         with suppress(ValueError):  # the record is closed already
             if changed:
                 has = "has everything again" if reason is None else f"lacks what was closed last: {reason}"
@@ -181,14 +181,14 @@ class StorageUploader:
             self._reports.emit(StorageReached(time=time.monotonic(), version=self._version, reason=reason))
 
     def send_changes(self) -> None:
-        """Make one pass. Raises what the storage raises, and `UserError` where it is not this process's any more."""
+        """Make one pass. Raises the storage's errors, and `UserError` if another process has taken over the storage."""
         if self._own is None:
             self._own = claim(self._store, self._directory, self._start)
         elif not self._own.check(self._store):
             self._manifest = None
-        # Without its boundary in the record on the disk a checkpoint cannot be resumed from.
+        # A checkpoint can be resumed from only if the record on the disk has its boundary.
         saved = [v for v in self._checkpoints.complete(with_critic=self._critic) if v <= self._reports.resumable]
-        # Before the checkpoints: each must be told of by the record that is there.
+        # Before the checkpoints: the stored record must mention each of them.
         self._send_record(self._own)
         if saved:
             self._send_checkpoints(saved)
@@ -200,7 +200,7 @@ class StorageUploader:
 
     def _send_record(self, own: Ownership) -> None:
         events = self._directory.events
-        told = events.stat().st_size  # first: what it counts on is in the other files by then
+        told = events.stat().st_size  # first: by now the other files have all that these events refer to
         files = {path: True for pattern in GROWING for path in self._directory.path.glob(pattern) if path.is_file()}
         files |= {path: False for pattern in REPLACED for path in self._directory.path.glob(pattern) if path.is_file()}
         names = {path.relative_to(self._directory.path).as_posix() for path in (*files, events)}
@@ -210,24 +210,24 @@ class StorageUploader:
         for name in [name for name in self._files if name not in names]:
             self._obsolete += [piece for piece, _ in self._files.pop(name)]
         if (manifest := own.manifest(self._files)) != self._manifest:
-            own.check(self._store)  # again: pieces take long, and this process may have stood still
+            own.check(self._store)  # again: pieces take long, and this process may have been suspended
             self._store.put(RUN_FILE, manifest)
             if self._manifest is None:  # what earlier processes of the run have left
                 used = {piece for pieces in self._files.values() for piece, _ in pieces}
                 self._obsolete = [name for name in self._store.sizes(PIECES) if name not in used]
             self._manifest = manifest
-        self._store.remove(self._obsolete)  # only now: what was written before names them
+        self._store.remove(self._obsolete)  # only now: the previous run.json names them
         self._obsolete.clear()
 
     def _send_file(self, path: Path, size: int | None, epoch: int, *, grows: bool) -> None:
-        """Send what is new in a file, up to ``size``. Raises `_Moved` where it is another one meanwhile."""
+        """Send the new part of a file, up to ``size`` bytes. Raises `_Moved` if the file was replaced meanwhile."""
         name = path.relative_to(self._directory.path).as_posix()
         try:
             mark = _mark(path)
             size = mark[0] if size is None else size
             pieces = self._files.get(name)
             there = sum(nbytes for _, nbytes in pieces or ())
-            # A file that became shorter was replaced: a resumed run cuts its record
+            # A shorter file was replaced: a resumed run truncates its record
             if pieces is None or there > size or (not grows and self._marks.get(name) != mark):
                 self._obsolete += [piece for piece, _ in pieces or ()]
                 pieces = self._files[name] = []
@@ -247,7 +247,7 @@ class StorageUploader:
                     self._store.put(piece, data)
                     pieces.append((piece, len(data)))
                     there = end
-            # It may have been replaced between two reads, and the pieces would be of two files
+            # A replacement between two reads would mix pieces of two files
             if not grows and _mark(path) != mark:
                 raise _Moved
         except FileNotFoundError:
@@ -259,10 +259,10 @@ class StorageUploader:
     # ------------------------------------------------------------------------------------------------ folders
 
     def _send_checkpoints(self, saved: list[int]) -> None:
-        """Send the newest checkpoints that are kept, the newest first, and remove those that are not."""
+        """Send the kept checkpoints, the newest first, and remove the others."""
         complete = complete_versions(self._store.sizes("checkpoints"))
         if (newest := max(complete, default=None)) is not None and newest != self._version:
-            self._tell(self._reason, newest)  # it was there when this process resumed the run
+            self._tell(self._reason, newest)  # the storage had it when this process resumed the run
         kept = sorted({*complete, *saved})[-self._keep if self._keep else 0 :]
         for version in [version for version in reversed(saved) if version in kept and version not in complete]:
             self.sending = version
@@ -279,16 +279,16 @@ class StorageUploader:
             self._store.remove(left_over(there, lambda version: version in kept))
 
     def _send_folder(self, folder: Path, last: str) -> bool:
-        """Send a folder's files, and the one that says that all are there at the end. Tells whether they stayed."""
+        """Send a folder's files, and ``last``, which marks it complete, at the end. Returns whether they stayed."""
         below = folder.relative_to(self._directory.path).as_posix()
         try:
             files = sorted(folder.iterdir(), key=lambda file: file.name == last)
             marks = {f"{below}/{file.name}": _mark(file) for file in files}
             if all(self._marks.get(name) == mark for name, mark in marks.items()):
                 return True
-            # Before the removal: where that fails the file still counts as one to send.
+            # Before the removal: if that fails, the file is sent again.
             self._marks.pop(f"{below}/{last}", None)
-            # First: a reader takes a folder that has this file for whole
+            # First: a reader takes a folder with this file as complete
             self._store.remove([f"{below}/{last}"])
             there = self._store.sizes(below)
             for name, mark in marks.items():
@@ -304,7 +304,7 @@ class StorageUploader:
         except FileNotFoundError:
             if folder.exists():
                 raise
-            return False  # it was not needed any more
+            return False  # removed meanwhile, as retention no longer needs it
         return True
 
 
