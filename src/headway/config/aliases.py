@@ -1,4 +1,4 @@
-"""Other spellings of keys: names of verl's recipe, and those that Headway's own had before. ``aliases.toml`` has them.
+"""Other spellings of keys: verl's names, and earlier names of Headway's keys. ``aliases.toml`` lists them.
 
 Works on flat layers: ``{"actor_rollout_ref.rollout.n": 8}`` becomes ``{"rollout.n": 8}``.
 """
@@ -16,11 +16,11 @@ from headway.errors import ConfigError
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 FIXED: Mapping[str, tuple[list[Any], str]] = {key: (row["values"], row["why"]) for key, row in _TABLES["fixed"].items()}
-"""Keys of verl's that Headway reads at some values only, and why."""
+"""Key of verl's → the values that Headway accepts, and the reason."""
 GONE: Mapping[str, tuple[Any, str]] = {key: (row.get("default"), row["now"]) for key, row in _TABLES["gone"].items()}
-"""Keys that are no settings any more → their default, and what holds instead."""
+"""Removed key → its default, and what holds instead."""
 MOVED: Mapping[str, str] = _TABLES["moved"] | _TABLES["moved_mappings"]
-"""Keys that had another name before → what they are called now."""
+"""Earlier name of a key → its present name."""
 
 IGNORED_PREFIX = "actor_rollout_ref."
 AHEAD_STEPS = "trainer.generate_ahead_steps"
@@ -30,29 +30,29 @@ ON_UPDATE = "async_training.on_update"
 PIPELINE = "async_pipeline"
 CORRECTION = "algorithm.rollout_correction"
 ALSO = f"{CORRECTION}.also"
-"""Key that the further corrections of a list had before."""
+"""Earlier key of the further corrections in a list."""
 SANDBOX = "sandbox"
-"""Section of which a bare name is the kind."""
+"""Section whose value may be a bare name, which is its ``kind``."""
 _OLD_SECTIONS = ("placement", "offpolicy", "rollout.vllm")
-"""Sections that there were before, which may be left empty."""
+"""Removed sections, which may still be given empty."""
 _REFERENCE = re.compile(r"(?<!\\)\$\{([\w.]+)\}")
-"""Pattern of a reference to another key; one behind a backslash is text."""
+"""Pattern of a reference to another key. After a backslash it is text."""
 
 
 def gone_text(key: str) -> str:
-    """Say that a key of `GONE`, in any spelling, is no setting any more, and what holds instead."""
+    """Return the message that a key of `GONE`, in any spelling, was removed, and what holds instead."""
     return f"{key} is no setting any more: {GONE[canonical_key(key)][1]}"
 
 
 def canonical_key(key: str) -> str:
-    """Spell a key as it is called now, without the recipe's prefixes.
+    """Return the present spelling of a key, without verl's prefixes.
 
     ``+actor_rollout_ref.rollout.n`` is ``rollout.n``, and ``rollout.tools`` is ``agent.tools``.
     """
     plain = _without_prefixes(key)
     if plain in MOVED:
         return MOVED[plain]
-    # With the dot: rollout.env is the beginning of rollout.environment, which is another key.
+    # With the dot: rollout.env is also the beginning of another key, rollout.environment.
     mapping = next((old for old in _TABLES["moved_mappings"] if plain.startswith(f"{old}.")), "")
     return MOVED[mapping] + plain.removeprefix(mapping) if mapping else plain
 
@@ -62,13 +62,13 @@ def _without_prefixes(key: str) -> str:
 
 
 def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """Translate a flat layer, written ``where``, into Headway's own keys. Return it with notes on old keys.
+    """Translate a flat layer to Headway's own keys. Returns it with notes on old keys. ``where``: its origin.
 
-    ``of_a_run``: a run wrote the layer. Its old keys are upgraded, and only what does not hold any more is noted.
+    ``of_a_run``: True if a run wrote the layer. Then old keys are upgraded, and notes tell only of removed ones.
 
     Raises:
-        ConfigError: a key that Headway accepts at one value has another; two spellings of one setting disagree; a key
-            is `GONE` and has another value than its default.
+        ConfigError: a key of `FIXED` has another value; two spellings of one setting disagree; a key of `GONE` does not
+            have its default.
     """
     result: dict[str, Any] = {}
     renamed, gone, lost = [], [], []
@@ -86,7 +86,7 @@ def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) 
             gone.append(f"{where}: {plain} is no section any more; drop it")
         elif key in FIXED:
             _accept_fixed(key, value)
-        # `async_pipeline: false` asks for nothing, and must not set a mode.
+        # `async_pipeline: false` must not set a mode.
         elif (key, value) != (PIPELINE, False):
             renamed += [f"{plain} is {key} now"] if key != plain else []
             _add(result, *_respelled(key, value))
@@ -94,7 +94,7 @@ def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) 
         renamed.append(f"{ALSO} is the rest of a list at {CORRECTION} now")
     if of_a_run:
         return result, [f"{where}: {setting} does not hold any more: {now}" for setting, _, now in lost]
-    # After the loop, so that one message has all of them.
+    # After the loop: one message has all renamed keys.
     if lost:
         raise ConfigError("\n".join(refusal for _, refusal, _ in lost))
     notes = [f"{where}: {', '.join(renamed)}; the old name works in this release only"] if renamed else []
@@ -103,13 +103,13 @@ def translate(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) 
 
 def _accept_fixed(key: str, value: Any) -> None:
     accepted, why = FIXED[key]
-    # By type, too: to Python 1 is True, and 0 is False.
+    # Types are compared, too: in Python 1 == True and 0 == False.
     if not any(type(value) is type(one) and value == one for one in accepted):
         raise ConfigError(f"{key}: got {value!r}, but Headway accepts only {' or '.join(map(str, accepted))}: {why}")
 
 
 def _respelled(key: str, value: Any) -> tuple[str, Any]:
-    """Return a setting as the schema has it. Raises `ConfigError` for a value that another spelling cannot have."""
+    """Return a setting with the schema's key and value. Raises `ConfigError` for a wrong value of an old spelling."""
     if key == PIPELINE:
         if not isinstance(value, bool):
             raise ConfigError(f"{PIPELINE}: got {value!r}, expected true (mode=overlapped) or false")
@@ -118,11 +118,11 @@ def _respelled(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _add(result: dict[str, Any], key: str, value: Any) -> None:
-    """Add a setting. Of two spellings the one that has a value counts; two values that differ are an error."""
+    """Add a setting. If two spellings are given, the one with a value counts; two different values are an error."""
     nothing: tuple[Any, ...] = (None, [])
     if key in result and result[key] not in nothing and value not in nothing and result[key] != value:
         raise ConfigError(f"{key} is given twice, as {result[key]!r} and as {value!r}")
-    # A run's own file may have both spellings of a key, one of them empty.
+    # A run's own file may have both spellings of a key, one of them null.
     if result.get(key) in nothing or value not in nothing:
         result[key] = value
 
@@ -147,7 +147,7 @@ def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join_corrections(user: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all layers with the corrections of ``also`` in one list with the first one."""
+    """Return the values of all layers, with the first correction and those of ``also`` in one list."""
     result = dict(user)
     if further := result.pop(ALSO, None):
         first = [key for key in result if key.startswith(f"{CORRECTION}.")]

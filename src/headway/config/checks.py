@@ -1,6 +1,6 @@
-"""Checks of a whole configuration by the rules of ``checks.toml``: what clashes, and settings without effect.
+"""Checks of a whole configuration by the rules of ``checks.toml``: clashes, and settings without effect.
 
-An idle setting that the user wrote is an error, one of a mode's is a note, and a dumped configuration leaves it out.
+A setting without effect is an error if the user wrote it, and a note if the mode did. A dumped configuration omits it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from headway.runtime.sandbox.python_tool import PYTHON
 from headway.runtime.user_code import names_user_code
 
 SEQUENCE_MASK = "off_policy_sequence_mask"
-"""The correction that compares π_behav with the current policy, whatever stands for the proximal one."""
+"""Correction that compares π_behav with the current policy, not with the proximal one."""
 
 
 @cache
 def rules() -> Mapping[str, Any]:
-    """Return the rules, which are read once."""
+    """Return the rules. They are read once."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """Return all values of a configuration by dotted key, and what rules ask for besides."""
+    """Return all values of a configuration by dotted key, and the derived facts that rules use."""
     loss, estimator = config.algorithm.policy_loss, config.algorithm.adv_estimator
     shared, trainer = config.cluster.placement == "shared", config.trainer
     sources = [*config.data.train_sources, *config.data.held_out_sources]
@@ -50,7 +50,7 @@ def facts(config: Config) -> dict[str, Any]:
     prompt, response, n = config.data.max_prompt_length, config.data.max_response_length, config.rollout.n
     eta, b = config.async_training.staleness_threshold, config.groups_per_version
     total, size = config.rollout.total_rollout_steps, config.actor.ppo_mini_batch_size
-    # n + True is n + 1: a greedy answer beside each group's own.
+    # n + True is n + 1: a greedy answer in addition to a group's own.
     in_flight = most_in_flight(config) // n * (n + needs_greedy_baseline(config))
     look_elsewhere = [name == SEQUENCE_MASK or names_user_code(name) for name in corrections]
     return dict(flatten(config.model_dump(mode="json", warnings=False))) | {
@@ -95,28 +95,28 @@ def facts(config: Config) -> dict[str, Any]:
 
 
 def _names_a_cluster(address: str | None) -> bool:
-    """Tell whether ``address`` may be one of Ray's: none, ``auto``, or a host and its port."""
+    """Tell whether ``address`` is valid for Ray: None, ``auto``, or host and port."""
     host, _, port = (address or "auto").removeprefix("ray://").rpartition(":")
-    # isascii: ² is a digit, too, which int() refuses. Nine digits: it also refuses thousands of them.
+    # isascii: int() refuses ², which is a digit, too. Nine digits: int() also refuses thousands of digits.
     names_a_port = host and "/" not in host and port.isascii() and port.isdigit() and 0 < int(port[:9]) < 65536
     return address in (None, "auto") or bool(names_a_port)
 
 
 def problems(part: str, known: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of one part of the configuration whose `facts` are ``known``."""
+    """Yield the problems of one part of the configuration. ``known``: its `facts`."""
     for rule in rules()["problems"].get(part, ()):
         if holds(rule, known):
             yield filled(rule["says"], known)
 
 
 def keys_of(rule: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys that a rule on settings without effect is about."""
+    """Return the dotted keys of a rule on settings without effect."""
     section, _, names = rule["keys"].rpartition(": ")
     return [f"{section}.{name}".lstrip(".") for name in names.split()]
 
 
 def idle_keys(known: Mapping[str, Any]) -> dict[str, str]:
-    """Return every key without effect in a configuration with these `facts` → the reason, defaults included."""
+    """Return key without effect → the reason, also for keys with their defaults. ``known``: the `facts`."""
     found: dict[str, str] = {}
     for rule in rules()["idle"]["rules"]:
         if holds(rule, known):
@@ -126,7 +126,7 @@ def idle_keys(known: Mapping[str, Any]) -> dict[str, str]:
 
 
 def without_effect(config: Config) -> dict[str, str]:
-    """Return every key without effect in this configuration → the reason, defaults included."""
+    """Return key without effect in this configuration → the reason, also for keys with their defaults."""
     return idle_keys(facts(config))
 
 

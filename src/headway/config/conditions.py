@@ -1,4 +1,4 @@
-"""Conditions on values of settings, as tables in TOML write them, and changes of the texts in values.
+"""Conditions on values of settings, in the form of TOML tables, and placeholders in texts.
 
 {when = {"rollout.name" = "vllm", "actor.clip_ratio" = "given"}, unless = {"rollout.n" = [1, 2]}}
 {above = ["agent.min_episodes", "rollout.n"]}
@@ -16,12 +16,12 @@ Values = Mapping[str, Any]
 """Values of settings by dotted key."""
 _OFF = ("null", "none", "disable", "disabled")
 _NAMED = re.compile(r"\$(\w+(?:\.\w+)*)?")
-"""Pattern of a value's place in a text."""
+"""Pattern of a placeholder in a text."""
 
 
 def matches(value: Any, wanted: Any) -> bool:
-    """Tell whether a value is as it is wanted: equal, or one of a list; ``given``, ``absent``, ``off`` or
-    ``positive``; or a text that a pattern with ``*`` fits.
+    """Tell whether a value matches ``wanted``: equals it, is in it if it is a list, matches it as a pattern with ``*``,
+    or is ``given``, ``absent``, ``off`` or ``positive``.
     """
     match wanted:
         case list():
@@ -36,13 +36,13 @@ def matches(value: Any, wanted: Any) -> bool:
             return value is not None and float(value) > 0
         case str():
             return isinstance(value, str) and fnmatchcase(value, wanted)
-    # To Python 1 is True; a rule about 1 is none about true.
+    # In Python 1 == True, but a rule about 1 must not match true.
     return bool(value == wanted) and isinstance(value, bool) == isinstance(wanted, bool)
 
 
 def holds(condition: Values, values: Values) -> bool:
-    """Tell whether ``values`` are all as ``condition`` wants them by ``when``, and not all as it says by ``unless``;
-    and whether, of the two keys of ``above`` and ``reaches``, the first has a larger value, or at least as large a one.
+    """Tell whether all of ``when`` match and not all of ``unless`` do. With ``above`` or ``reaches``, the first key's
+    value must also be greater than the second's, or at least as great.
     """
 
     def match(wanted: Values) -> bool:
@@ -50,14 +50,14 @@ def holds(condition: Values, values: Values) -> bool:
 
     for name, compare in (("above", gt), ("reaches", ge)):
         first, second = map(values.get, condition.get(name, ("", "")))
-        # What is not given is neither above nor below.
+        # A value that is not given is neither above nor below.
         if name in condition and (first is None or second is None or not compare(first, second)):
             return False
     return match(condition.get("when", {})) and not ("unless" in condition and match(condition["unless"]))
 
 
 def filled(text: str, values: Values, value: Any = None) -> str:
-    """Return ``text`` with what settings are in place of ``$key``, and ``value`` in place of ``$`` alone."""
+    """Return ``text`` with ``$key`` replaced by that setting's value, and a bare ``$`` by ``value``."""
 
     def shown(at: re.Match[str]) -> str:
         found = values[at[1]] if at[1] else value
@@ -67,7 +67,7 @@ def filled(text: str, values: Values, value: Any = None) -> str:
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a value with each text in it changed: in lists, and in mappings under their names."""
+    """Apply ``change`` to each text in a value, also within lists and mappings (not their keys)."""
     match value:
         case str():
             return change(value)

@@ -31,16 +31,16 @@ OF_DEVICES = frozenset(
         "distributed_executor_backend",
     }
 )
-"""Arguments of vLLM's that say how many devices it takes, and how."""
+"""vLLM's arguments for the number and division of its devices."""
 FIRST_RELEASES = {"torch": (2, 11), "transformers": (5, 19)}
-"""First releases that can be used, as pyproject.toml has them: Headway may run where it was never installed."""
+"""Oldest releases that work, as in pyproject.toml: Headway may run without having been installed."""
 
 
 def diagnose(loaded: LoadedConfig, *, supervised: bool = False) -> list[str]:
-    """Return notes on a configuration that can run: those made in loading, and remarks on its combination of settings.
+    """Return notes on a configuration that can run: those of loading, and remarks on its combination of settings.
 
-    ``supervised``: it is for ``headway sft``. A file serves that and ``headway train``, so of the settings that
-    ``headway sft`` does not read only those that were typed are problems.
+    ``supervised``: True for ``headway sft``. One file serves ``headway sft`` and ``headway train``, so unread settings
+    are problems only if they were given outside the file.
 
     Raises:
         ConfigError: in one message, a line for each problem.
@@ -57,7 +57,7 @@ def diagnose(loaded: LoadedConfig, *, supervised: bool = False) -> list[str]:
     ]
     if supervised:
         found += unread_by_sft(loaded.typed_keys)
-    # All at once, so that one look shows every problem.
+    # All problems in one message.
     if found:
         raise ConfigError("\n".join(found))
     return loaded.notes if supervised else [*loaded.notes, *_notes(loaded, idle), *problems("notes", known)]
@@ -106,7 +106,7 @@ def _sampling(config: Config) -> Iterator[str]:
 
 
 def _corrects_the_sampler(config: Config) -> bool:
-    """Tell whether a token's weight in the loss accounts for the probability with which the token was sampled."""
+    """Tell whether a token's weight in the loss depends on the probability with which the token was sampled."""
     if config.algorithm.policy_loss.weighs_behaviour:
         return True
     weighs = any(
@@ -137,7 +137,7 @@ def _devices(config: Config) -> Iterator[str]:
     try:
         placement = resolve_placement(config)
     except ConfigError as error:
-        # The mesh is not checked then: its devices are unknown.
+        # The mesh is not checked: its devices are unknown.
         yield str(error)
         return
     yield from _mesh(config, placement)
@@ -150,7 +150,7 @@ def _devices(config: Config) -> Iterator[str]:
 
 def _mesh(config: Config, placement: Placement) -> Iterator[str]:
     parallel = config.actor.parallel
-    if parallel.is_plain or config.cluster.backend == "inline":  # one rank, which a rule says
+    if parallel.is_plain or config.cluster.backend == "inline":  # inline has one rank, for which there is a rule
         return
     for role in (ACTOR, REF, LOGP, CRITIC):
         own = placement.devices.get(role, ())
@@ -197,7 +197,7 @@ def _notes(loaded: LoadedConfig, idle: Mapping[str, str]) -> Iterator[str]:
         yield TELLS
     of_mode, usual = preset(config.mode), without_effect(mode_config(config.mode))
     for key, reason in idle.items():
-        # What the mode alone leaves idle is no news: only the user's own settings can make a value of it so.
+        # Settings that are idle by the mode alone get no note.
         if key not in loaded.user_keys and key not in usual and of_mode.get(key) is not None:
             yield f"{key}={of_mode[key]} of mode {config.mode} has no effect: {reason}"
 
@@ -211,18 +211,17 @@ CHECKS: Mapping[str, tuple[Callable[[Config], Iterator[str]], ...]] = {
     "devices": (_devices,),
     "update": (_update,),
 }
-"""Checks that compute something, by parts of the configuration. All parts are in ``checks.toml``, in the order in which
-problems are told."""
+"""Part of the configuration → its computed checks. ``checks.toml`` has all parts, in the order of the report."""
 SFT_PARTS = ("conversations", "model", "data", "devices", "backend")
 """Parts that ``headway sft`` reads."""
 NO_PARTS = ("conversations", "mcp", "notes")
-"""Rules there for other than a run's configuration: for ``headway sft``, for each MCP server, and for remarks."""
+"""Parts of ``checks.toml`` that are not about a run: for ``headway sft``, for each MCP server, and for remarks."""
 
 
 def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[str]:
-    """Notes on a run on this machine with ``cores``, and ``gpus`` where their number is known.
+    """Yield notes on a run on this machine. ``cores``: number of cores; ``gpus``: number of GPUs, None if unknown.
 
-    Says nothing of a run that joins a cluster elsewhere, and nothing of cores where a run is one process.
+    A run that joins a cluster has no notes, and a run of one process none on cores.
     """
     if config.cluster.address is not None:
         return
@@ -252,7 +251,7 @@ def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[s
 
 
 def check_releases() -> None:
-    """Raise `ConfigError` where a package of `FIRST_RELEASES` is older than that, or not installed. Imports none."""
+    """Raise `ConfigError` if a package of `FIRST_RELEASES` is too old or not installed. Imports none of them."""
     found, needed = [], []
     for name, first in FIRST_RELEASES.items():
         try:
@@ -270,8 +269,8 @@ def check_releases() -> None:
 
 
 def check_vllm_installed() -> None:
-    """Raise `ConfigError` where vLLM is not installed. Imports neither it nor torch."""
-    # Found, not imported: that takes seconds, and the GPU.
+    """Raise `ConfigError` if vLLM is not installed. Imports neither vLLM nor torch."""
+    # Located, not imported: an import takes seconds, and the GPU.
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"rollout.name=vllm, but vLLM is not installed here (on {platform.node()}, for {sys.executable}); "

@@ -1,6 +1,6 @@
-"""Layers: settings of one file, or of the command line. A layer is flat, ``{"rollout.n": 8}``, and knows its origin.
+"""Layers: settings of one file, or of the command line. A layer is flat, ``{"rollout.n": 8}``, and has an origin.
 
-defaults' files ─▶ the file ─▶ the command line        each later layer lies on the earlier ones
+defaults' files ─▶ the file ─▶ the command line        each later layer overrides the earlier ones
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ MAPPINGS = (
         "agent.env",
     ),
 )
-"""Keys of mappings with names of the user's: a dot in such a name is a part of it."""
+"""Keys of mappings whose names the user chooses. A dot in such a name is part of it."""
 DOT = "\u2024"
-"""Sign that stands for the dot of a name in dotted keys, and looks like one."""
+"""Character in dotted keys that stands for a dot within a name, and looks like one."""
 _SURPRISING = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)")
-"""Pattern of numbers that YAML 1.1 reads in base 8 or base 60."""
+"""Pattern of texts that YAML 1.1 reads as numbers in base 8 or base 60."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A layer of settings: ``values`` by dotted key.
 
-    An empty mapping and null are values, too: they remove what earlier layers set below the key.
+    An empty mapping and null are values: they remove what earlier layers set below the key.
 
-    ``origin`` says where the values are written, as in "in demo.yaml" or "on the command line".
+    ``origin``: place where the values are written, such as "in demo.yaml" or "on the command line".
     """
 
     origin: str
     values: Mapping[str, Any]
     file: Path | None = None
-    """The file that the layer was read from."""
+    """File that the layer was read from; None for the command line."""
     notes: tuple[str, ...] = ()
-    """Remarks on keys that have another name now."""
+    """Remarks on renamed keys."""
 
     def without(self, *sections: str) -> Layer:
         """Return the layer without these keys and all keys below them."""
@@ -74,9 +74,9 @@ def lies_in(key: str, *sections: str) -> bool:
 
 
 def read_file(path: Path) -> list[Layer]:
-    """Read the layers of a YAML file: those of the files that its ``defaults:`` name (relative to it), then its own.
+    """Read the layers of a YAML file: first those of the files in its ``defaults:`` (relative to it), then its own.
 
-    Where there is no such file, ``path`` or an entry of ``defaults:`` may be the name of a recipe.
+    If there is no such file, ``path`` or an entry of ``defaults:`` may be the name of a recipe.
 
     Raises:
         ConfigError: a file is missing, is not a YAML mapping, repeats a key, or includes itself.
@@ -85,16 +85,15 @@ def read_file(path: Path) -> list[Layer]:
 
 
 def read_overrides(overrides: Sequence[str]) -> Layer:
-    """Return the layer of the command line's ``a.b=c`` arguments. Of several that give the same key the last counts.
+    """Return the layer of the command line's ``a.b=c`` arguments. A later argument replaces an earlier one.
 
     Raises:
-        ConfigError: an argument has no ``=``, or its value is not valid YAML; or one gives a value and another a key
-            below it.
+        ConfigError: an argument has no ``=``; its value is not valid YAML; or one argument's key is below another's.
     """
     last: dict[str, str] = {}
     for override in overrides:
         key = canonical_key(override.partition("=")[0].strip())
-        last.pop(key, None)  # so that the later one also comes later
+        last.pop(key, None)  # so that the later argument also comes later in the order
         last[key] = override
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
@@ -114,7 +113,7 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
 
 
 def settings_of(overrides: Sequence[str] | Layer) -> Layer:
-    """Return the layer of settings that lie on a file's: those of the command line are read, a layer is one already.
+    """Return the layer over a file's: read from command-line arguments, or given as a layer.
 
     Raises `ConfigError` as `read_overrides` does.
     """
@@ -122,11 +121,11 @@ def settings_of(overrides: Sequence[str] | Layer) -> Layer:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay the flat mapping ``above`` over ``below``: its keys replace equal keys, and keys above or below them.
+    """Merge two flat mappings. Keys of ``above`` replace equal keys of ``below``, and keys above or below them.
 
-    An empty mapping below stays: it says that what lies under both does not count.
+    An empty mapping in ``below`` stays: it clears the layers under both.
     """
-    # Keys below a new one go as well: model.make=null takes model.make.head_dim away.
+    # Keys below a new one go as well: model.make=null removes model.make.head_dim.
     kept = {key: value for key, value in below.items() if not any(_replaces(new, key, value) for new in above)}
     return kept | dict(above)
 
@@ -134,11 +133,11 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Flatten ``{"rollout": {"n": 8}}`` to ``("rollout.n", 8)``. Lists and empty mappings are values.
 
-    Names of the user's in `MAPPINGS` keep their dots: `nest` brings them back.
+    Names in `MAPPINGS` keep their dots, as `DOT`; `nest` restores them.
     """
     named = lies_in(canonical_key(prefix[:-1]), *MAPPINGS)
     for given, value in values.items():
-        # Else {"x.y": 1} of the user's would come back as {"x": {"y": 1}}.
+        # Otherwise the user's {"x.y": 1} would come back as {"x": {"y": 1}}.
         name = str(given).replace(".", DOT) if named else given
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -154,14 +153,14 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        # {} clears what files below had here, and must not take away what stands beside it in the same section.
+        # {} clears earlier layers, and must not remove other keys of the same section.
         if value != {} or name not in node:
             node[name] = value
     return tree
 
 
 def resolve_references(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested mapping with every ``${a.b}`` replaced by the value that the layers give ``a.b``.
+    """Return a nested mapping with every ``${a.b}`` replaced by the value of ``a.b`` in the layers.
 
     Raises:
         ConfigError: a reference names a key that no layer gives.
@@ -178,12 +177,12 @@ def resolve_references(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
     resolved = path.resolve()
-    # By the resolved path: a link to a file above would go round for ever.
+    # By the resolved path: a link to an including file would never end.
     if resolved in including:
         raise ConfigError(f"{path}: includes itself, by way of {' and '.join(map(str, including))}")
-    # x-…: where YAML's anchors may stand, as docker-compose has it.
+    # x-…: keys for YAML's anchors, as in docker-compose.
     content = {key: value for key, value in _parse_file(path, including).items() if not str(key).startswith("x-")}
-    defaults = content.pop(DEFAULTS, [])  # a key of the file's own, and no setting
+    defaults = content.pop(DEFAULTS, [])  # a key of the file, not a setting
     if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
         raise ConfigError(f"{path}: {DEFAULTS}: got {defaults!r}, expected a list of YAML files, relative to this one")
     for name in defaults:
@@ -201,7 +200,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
 
 
 def _is_a_runs(path: Path) -> bool:
-    """Tell whether a run wrote this file: its names and values are upgraded without a word."""
+    """Tell whether a run wrote this file. Its old names and values are then upgraded silently."""
     return path.name == "config.yaml" and any(
         (path.parent / name).exists() for name in ("events.jsonl", "metrics.jsonl")
     )
@@ -218,9 +217,9 @@ def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:
             return {}
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}: expected a mapping of keys to values at the top, as in recipes/demo.yaml")
-        # On the nodes: once they are values 010 is 8 and 1:30 is 90, and nothing tells what was written.
+        # On the nodes: as values 010 is 8 and 1:30 is 90, without the original text.
         _check_numbers(root, lambda line: f"{path}: line {line}")
-        # Not yaml.safe_load: to that 1e-6 is a text, and of a key that is given twice the last one counts.
+        # Not yaml.safe_load: it reads 1e-6 as text, and accepts a key that is given twice.
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except FileNotFoundError:
         if including:
@@ -254,7 +253,7 @@ def _parse_override(override: str) -> dict[str, Any]:
         problem = error.problem if isinstance(error, MarkedYAMLError) else _first_line(error)
         raise ConfigError(f"{override!r}: the value is not valid YAML: {problem}") from error
     assert isinstance(parsed, dict)
-    # YAML makes a mapping of `a:` and of `a: b`, where a text was meant.
+    # YAML reads `a:` and `a: b` as mappings, where a text was meant.
     if isinstance(parsed["value"], dict) and not value.lstrip().startswith(("{", "$")):
         raise ConfigError(
             f"{override!r}: a value with a colon at its end, or before a space, needs quotes, as in '\"a:\"'"
@@ -263,7 +262,7 @@ def _parse_override(override: str) -> dict[str, Any]:
 
 
 def _check_numbers(root: yaml.Node | None, where: Callable[[int], str]) -> None:
-    """Refuse bare numbers that YAML reads in base 8 or 60. ``where(line)`` begins the message about that line."""
+    """Refuse bare numbers that YAML reads in base 8 or 60. ``where``: line → beginning of the message about it."""
     nodes, seen = [root], set[int]()
     while nodes:
         node = nodes.pop()
@@ -275,7 +274,7 @@ def _check_numbers(root: yaml.Node | None, where: Callable[[int], str]) -> None:
                 nodes += [node for pair in pairs for node in pair]
             case yaml.SequenceNode(value=items):
                 nodes += items
-            # style None: in quotes it is a text already.
+            # style None: not in quotes, which would make it a text.
             case yaml.ScalarNode(value=text, style=None) if _SURPRISING.fullmatch(text):
                 raise ConfigError(
                     f"{where(node.start_mark.line + 1)}: {text} is another number to YAML, one of base 8 or 60; "
@@ -288,7 +287,7 @@ def _replaces(new: str, old: str, value: Any) -> bool:
 
 
 def _excludes(one: str, one_value: Any, other: str, other_value: Any) -> bool:
-    """Tell whether one layer cannot give both settings: they are the same key, or one has a value above the other."""
+    """Tell whether two settings exclude each other in a layer: equal keys, or a value at a key above the other's."""
     below = one.startswith(f"{other}.") and other_value != {}
     above = other.startswith(f"{one}.") and one_value != {}
     return one == other or below or above
@@ -305,9 +304,9 @@ def _first_line(error: Exception) -> str:
 
 
 def with_own_code(layer: Layer) -> Layer:
-    """Return a file's layer in which functions of the folder ``code`` beside the file are named where they lie now.
+    """Return a file's layer with the paths of functions in the folder ``code`` beside the file updated to its place.
 
-    These are ones that were given as objects: ``/somewhere/code/score.py:score``, with ``score.pkl`` beside it.
+    Only for functions given as objects: ``/somewhere/code/score.py:score``, with ``score.pkl`` beside it.
     """
     if layer.file is None:
         return layer

@@ -41,9 +41,9 @@ from headway.errors import ConfigError
 LOSS_MODE = "algorithm.policy_loss.loss_mode"
 CORRECTION = "algorithm.rollout_correction"
 _ENVIRONMENT = re.compile(r"(?<!\\)\$\{oc\.env:([^,}]*)\}")
-"""Pattern of a variable of the environment without a default."""
+"""Pattern of an environment variable without a default."""
 _REFERENCE = re.compile(r"(\\*)\$\{")
-"""Pattern of the beginning of a reference with the backslashes before it: an odd number of them makes it text."""
+"""Pattern of the beginning of a reference, with preceding backslashes: an odd number of them makes it text."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -53,7 +53,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(
     list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 )
-# Loading takes 1e9 for a number, which YAML 1.1 does not: a text like that gets quotes.
+# Loading reads 1e9 as a number, YAML 1.1 does not: such a text gets quotes.
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*)?\.?\d+[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -61,19 +61,18 @@ _Dumper.add_implicit_resolver(
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration, and where its values came from."""
+    """A configuration, and the origins of its values."""
 
     config: Config
     user_keys: frozenset[str] = frozenset()
-    """Dotted keys to which the user gave a value, in a file or on the command line; all others are the mode's and the
-    schema's. A null takes a value back: it counts as not given."""
+    """Dotted keys that the user gave a value, in a file or on the command line. All others have the mode's or the
+    schema's. A null counts as not given."""
     notes: list[str] = field(default_factory=list)
     """Remarks for the user on decisions that loading made."""
     usual_keys: frozenset[str] = frozenset()
-    """Keys of ``user_keys`` to which a file gives the value that the mode or the schema has anyway: a run's own file
-    is full of them."""
+    """Keys of ``user_keys`` that a file gives the value of the mode or the schema. A run's own file has many."""
     typed_keys: frozenset[str] = frozenset()
-    """Keys of ``user_keys`` that were given beside the file, on the command line or in Python."""
+    """Keys of ``user_keys`` that were given outside the file: on the command line or in Python."""
 
 
 def load(
@@ -81,24 +80,24 @@ def load(
 ) -> LoadedConfig:
     """Read ``path`` and ``overrides``, put the mode's preset beneath them, and check keys, types and ranges.
 
-    Whether the settings make sense together is the doctor's question. Variables that a given ``environment`` lacks stay
-    as they are written, for code that only looks at a run.
+    The doctor checks whether settings fit each other. If ``environment`` is given, variables that it lacks stay as they
+    are written, for code that only reads a run.
 
     Raises:
-        ConfigError: in one message, everything that is wrong with the keys and their values.
+        ConfigError: keys or values are wrong; one message names all of them.
     """
     typed = settings_of(overrides)
     layers = [*(map(with_own_code, read_file(path)) if path is not None else []), typed]
     moved = [note for layer in layers for note in layer.notes]
-    # While layers are apart: which of them gave a choice says what it replaces.
+    # While the layers are separate: what a choice replaces depends on its layer.
     layers, notes = _replace_whole_choices(layers)
     notes += moved
     user: dict[str, Any] = {}
     for layer in layers:
         user = overlay(user, layer.values)
-    # Of all layers together: the key and what it goes with may be in different ones.
+    # On all layers together: related keys may be in different ones.
     user = join_corrections(resolve_ahead_steps(user))
-    # Only now: the mode's values lie below all layers, whichever of them names it.
+    # Only now: the mode's values are below all layers, whichever layer names the mode.
     mode = user.get("mode", Config.model_fields["mode"].default)
     beneath, kept = preset(mode), _without_cleared(resolve_partial_rollout(user), _flat_values(mode_config(mode)))
     flat = overlay(beneath, kept)
@@ -109,16 +108,16 @@ def load(
             )
             for key, value in flat.items()
         }
-    # Files after references: a path may be made of one.
+    # Files after references: a path may contain one.
     values = with_own_files(resolve_references(flat))
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join([explain(error, _origins(layers)), *moved])) from None
-    # After validation, since B is made of settings of two sections.
+    # After validation, since B depends on settings of two sections.
     config = _of_whole_versions(config, notes)
     usual, resolved = _flat_values(mode_config(config.mode)), _flat_values(config)
-    # A reference and what it is here: `dump` writes the reference, since the value may be a secret.
+    # A reference and its value: `dump` writes the reference, since the value may be a secret.
     config._written |= {
         key: (flat[key], resolved[key])
         for key in _of_environment(flat)
@@ -131,7 +130,7 @@ def load(
 
 
 def _without_cleared(user: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's values without sections and mappings that are null or empty: they are as ``usual`` has them."""
+    """Return the user's values without null or empty sections and mappings, which have the values of ``usual``."""
     sections = {key for key, value in usual.items() if value == {}} | {
         key[:at] for key in usual for at, sign in enumerate(key) if sign == "."
     }
@@ -139,7 +138,7 @@ def _without_cleared(user: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[
 
 
 def _of_whole_versions(config: Config, notes: list[str]) -> Config:
-    """Return the configuration with a length of whole versions, and note where that is more than what was given."""
+    """Return the configuration with the run's length rounded up to whole versions. A change is added to ``notes``."""
     total, b = config.rollout.total_rollout_steps, config.groups_per_version
     if total is None or total % b == 0:
         return config
@@ -152,21 +151,21 @@ def _of_whole_versions(config: Config, notes: list[str]) -> Config:
 
 
 def _of_environment(values: Mapping[str, Any]) -> set[str]:
-    """Return the keys whose values are made of the environment's, themselves or by references to others."""
+    """Return the keys whose values depend on environment variables, directly or through references."""
     texts = {key: str(value) for key, value in values.items()}
     found = {key for key, text in texts.items() if "${oc.env:" in text or "${oc.decode:" in text}
-    # Until nothing more is found: a reference may lead to the environment by way of others.
+    # Repeated until nothing more is found: references may be chained.
     while more := {key for key in texts.keys() - found if any(f"${{{name}}}" in texts[key] for name in found)}:
         found |= more
     return found
 
 
 def written_values(config: Config) -> dict[str, Any]:
-    """Return all values by dotted key as they may be written: what is the environment's as a reference to it.
+    """Return all values by dotted key for writing: values from environment variables stay references.
 
-    Each ``${`` of a value is escaped, so that reading does not take it for a reference.
+    Each ``${`` in other values is escaped, so that reading does not take it for a reference.
     """
-    # OmegaConf reads two backslashes before a reference as one, so those that are there are doubled.
+    # OmegaConf reads two backslashes before a reference as one, so existing ones are doubled.
     escape = partial(_REFERENCE.sub, lambda found: f"{found[1] * 2}\\${{")
     values = {key: with_texts(value, escape) for key, value in _flat_values(config).items()}
     here = _flat_values(config)
@@ -174,9 +173,9 @@ def written_values(config: Config) -> dict[str, Any]:
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as YAML that loads back to an equal one.
+    """Return the resolved configuration as YAML that loads back to an equal one.
 
-    A setting that the mode or schema has anyway is left out where it has no effect or is null: what is shown counts.
+    A setting with the value of the mode or schema is left out if it has no effect or is null.
     """
     idle = without_effect(config)
     beneath = {key: _default(config, key) for key in idle} | _flat_values(mode_config(config.mode))
@@ -192,9 +191,9 @@ def dump(config: Config) -> str:
 
 
 def resolved(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``given``, flat settings of which ``config`` was made, as they are there. They load back to the same.
+    """Return the flat settings ``given`` with the values that ``config``, made from them, has. They load back equally.
 
-    A spelling that loading replaces by another key stays.
+    A key that loading replaces by another stays as it is.
     """
     known = {key: value for key, value in written_values(config).items() if value is not None}
     return {key: known.get(key, value) for key, value in given.items()}
@@ -206,7 +205,7 @@ def mode_config(mode: str) -> Config:
 
 
 def _default(config: Config, key: str) -> Any:
-    """Return the default, as JSON types, of the setting ``key`` in a section that the mode's configuration may lack."""
+    """Return the default of the setting ``key``, as JSON types. The mode's configuration may lack its section."""
     *sections, name = key.split(".")
     section: Any = config
     for part in sections:
@@ -226,13 +225,13 @@ REPLACES: Mapping[str, tuple[str, ...]] = {
     "reward.functions": ("reward.function", "reward.params"),
     "reward.function": ("reward.functions",),
 }
-"""Choices → what they replace of earlier layers. One layer cannot give both."""
+"""Choice → keys of earlier layers that it replaces. One layer cannot give both."""
 PARTS: Mapping[str, tuple[str, ...]] = {
     "data.task.name": ("data.task.params", "model.warmup.params"),
     "reward.function": ("reward.params",),
     LOSS_MODE: ("algorithm.policy_loss",),
 }
-"""Choices → what earlier layers have written for another value of them."""
+"""Choice → keys that belong to one value of it, and are dropped when a later layer changes the choice."""
 
 
 def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
@@ -248,7 +247,7 @@ def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[s
                     )
                 kept = [other.without(*replaced) for other in kept]
         if layer.gives("data.train"):
-            # The verifier goes with its task; another reward function stays.
+            # A task's verifier is dropped with its task; another reward function stays.
             of_task = [other.values.get("reward.function") == "task" for other in kept]
             kept = [
                 other.without("reward.function") if lost else other for other, lost in zip(kept, of_task, strict=True)
@@ -268,8 +267,7 @@ def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[s
 def _drop_parts(layers: Sequence[Layer], choice: str, value: Any, *parts: str) -> list[Layer]:
     """Return the layers without ``parts``, unless these were written for this value of ``choice``.
 
-    A section that had no other keys stays as an empty one. A loss's keys stay if no layer has named a loss: they may be
-    for any.
+    A section without other keys stays, empty. A loss's keys stay if no layer has named a loss: they may be for any.
     """
     before = [layer.values[choice] for layer in layers if layer.gives(choice)]
     if before[-1:] == [value] or (choice == LOSS_MODE and not before):
@@ -282,7 +280,7 @@ def _drop_parts(layers: Sequence[Layer], choice: str, value: Any, *parts: str) -
 
 
 def _check_no_part_of_list(earlier: Sequence[Layer], layer: Layer, section: str) -> None:
-    """Raise `ConfigError` where ``layer`` gives a key of ``section``, which is a list in an earlier one."""
+    """Raise `ConfigError` if ``layer`` gives a key of ``section``, which is a list in an earlier layer."""
     part = next((key for key in layer.values if key.startswith(f"{section}.")), None)
     of_list = next((other for other in earlier if isinstance(other.values.get(section), list)), None)
     if part is not None and of_list is not None:
@@ -293,7 +291,7 @@ def _check_no_part_of_list(earlier: Sequence[Layer], layer: Layer, section: str)
 
 
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:
-    """Return dotted key → the place where it was written last; the keys that were written last come first."""
+    """Return dotted key → the place where it was last written, the most recently written keys first."""
     origins: dict[str, str] = {}
     for layer in reversed(layers):
         for key in layer.values:
@@ -302,16 +300,16 @@ def _origins(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 SOURCES_OF_DATA = ("data.train", "data.val", "data.prompt_key", "data.answer_key")
-"""Keys that may change, too, with ``data.accept_changes``."""
+"""Keys that may change only with ``data.accept_changes``."""
 
 
 def check_changes(before: Config, after: Config, version: int, *, epochs_begun: int = 0) -> dict[str, tuple[Any, Any]]:
     """Check the settings that a resumed run changes, and return them: dotted key → (before, after).
 
-    ``version``: the checkpoint's version. ``epochs_begun``: the passes over the data begun by then.
+    ``version``: the checkpoint's version. ``epochs_begun``: number of passes over the data begun by then.
 
     Raises:
-        ConfigError: in one message, every change that the state rules out, and why.
+        ConfigError: the checkpoint rules out a change; one message has all of them, with reasons.
     """
     old, new = _flat_values(before), _flat_values(after)
     changes = {

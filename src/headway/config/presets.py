@@ -1,4 +1,4 @@
-"""The modes: dictionaries of configuration values that lie beneath the user's own. No code asks for a mode's name."""
+"""The modes: dictionaries of configuration values, which the user's own override. No code checks a mode's name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRESETS: Mapping[str, Values] = MappingProxyType(
 
 
 def preset(mode: Any) -> Values:
-    """Return the values of ``mode``. Raises `ConfigError`, naming the modes that there are, for any other."""
+    """Return the values of ``mode``. Raises `ConfigError` for an unknown mode; the message lists all modes."""
     if isinstance(mode, str) and mode in PRESETS:
         return PRESETS[mode]
     given = "null" if mode is None else repr(mode)

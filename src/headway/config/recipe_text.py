@@ -1,4 +1,4 @@
-"""The text of a recipe that a command writes: YAML in sections, with comments."""
+"""Text of a generated recipe: YAML in sections, with comments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from headway.config.layers import DOT
 from headway.config.schema_keys import spelled
 
 Commented = Callable[[str, str, str], list[str]]
-"""Function of a setting's key, its line and that line's indent: the line with its comment, and lines above it."""
+"""Function from a setting's key, its line and the line's indent to the line with its comment, and lines above it."""
 
 
 def sections(values: Mapping[str, Any], commented: Commented) -> Iterator[str]:
-    """Yield the lines of ``values``, which are flat and in order; a blank one comes before each section at the top."""
+    """Yield the lines of ``values``, which are flat and sorted by section. A blank line precedes each top section."""
     opened: list[str] = []
     for key, value in values.items():
         *inside, name = (part.replace(DOT, ".") for part in key.split("."))

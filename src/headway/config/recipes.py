@@ -1,4 +1,4 @@
-"""Recipes that come with Headway, and the files that they name: in the package or, in a clone, beside ``src``.
+"""Recipes that come with Headway, and their files: in the package or, in a clone, beside ``src``.
 
 demo, agents/lookup, lookup, recipes/demo.yaml ─▶ find_recipe ─▶ the recipe's file, where no file of that name is here
 recipes/agents/lookup.py:look_up               ─▶ with_own_files ─▶ that file of ours, where none of that name is here
@@ -20,32 +20,31 @@ from headway.config.conditions import with_texts
 FOLDERS = ("recipes", "examples")
 """Folders that come with Headway."""
 _OWN = re.compile(rf"(?:{'|'.join(FOLDERS)})/[^:]+")
-"""Pattern of a path in them, without the name of a function behind it."""
+"""Pattern of a path in `FOLDERS`, without the name of a function after it."""
 
 
 @cache
 def home() -> Path:
-    """Return the directory that holds the folders: the package, where a wheel put them there, or else the clone."""
+    """Return the directory with the folders: the package if it was installed from a wheel, else the clone."""
     package = Path(__file__).resolve().parents[1]
     return package if (package / FOLDERS[0]).is_dir() else package.parents[1]
 
 
 @cache
 def recipes() -> Mapping[str, Path]:
-    """Return the recipes by name, such as ``demo`` and ``algorithms/gspo``, those of the folder itself first."""
+    """Return name → recipe, such as ``demo`` and ``algorithms/gspo``; recipes outside subfolders come first."""
     folder = home() / FOLDERS[0]
     files = sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
 
 
 def find_recipe(path: Path, *, beside: Path | None = None) -> Path:
-    """Return ``path`` where there is such a file, or else the recipe that it names, whole or by the last part of its
-    name; ``path`` where none is called so.
+    """Return ``path`` if it is a file, else the recipe with this name or this last part of its name, else ``path``.
 
-    ``beside``: a file relative to whose directory ``path`` is meant; None for the working directory.
+    ``beside``: file whose directory ``path`` is relative to; None: the working directory.
     """
     meant = path if beside is None else beside.parent / path
-    # A folder of the recipe's name, like runs of it, is not the recipe.
+    # A folder with the recipe's name, such as one with runs, is not the recipe.
     if _there(meant) and not meant.is_dir():
         return meant
     name = path.as_posix().removeprefix(f"{FOLDERS[0]}/").removesuffix(".yaml")
@@ -60,17 +59,17 @@ def similar_recipes(path: Path) -> list[str]:
 
 
 def about(recipe: Path) -> str:
-    """Return the first sentence of the comment that a recipe begins with."""
+    """Return the first sentence of the comment at the start of a recipe."""
     lines = recipe.read_text(encoding="utf-8").splitlines()
     comment = [line.removeprefix("# ").strip() for line in takewhile(lambda line: line.startswith("# "), lines)]
     return re.split(r"\. |\.?$", " ".join(comment), maxsplit=1)[0]
 
 
 def with_own_files(value: Any) -> Any:
-    """Return a value of the configuration in which paths such as ``recipes/agents/lookup.py`` are found anywhere.
+    """Return a value of the configuration with paths such as ``recipes/agents/lookup.py`` made absolute.
 
-    A path below ``recipes`` or ``examples`` that is not there, seen from the working directory, is that of the file
-    which comes with Headway; all else is returned as it is.
+    A path below ``recipes`` or ``examples`` that does not exist in the working directory becomes that of the file that
+    comes with Headway. Everything else is returned as it is.
     """
 
     def found(text: str) -> str:

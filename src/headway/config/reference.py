@@ -32,7 +32,7 @@ def page() -> str:
         lines += [_table(("key", "value", "default", "meaning"), rows)] if rows else []
         if any(key.value == one_of(["auto", *TRANSPORTS]) for key in part.keys):
             carried = [[f"`{name}`", facts.meaning, one_of(facts.backends)] for name, facts in TRANSPORTS.items()]
-            lines += [_table(("transport", "what carries the weights", "`cluster.backend`"), carried)]
+            lines += [_table(("transport", "how the weights travel", "`cluster.backend`"), carried)]
     names = list(dict.fromkeys(key for values in PRESETS.values() for key in values))
     presets = [[f"`{key}`", *(f"`{spelled(values[key])}`" for values in PRESETS.values())] for key in names]
     lines += [MODES, _table(("key", *(f"`{mode}`" for mode in PRESETS)), presets)]

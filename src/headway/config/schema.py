@@ -2,10 +2,9 @@
 
     YAML file(s) ─▶ preset of ``mode`` under them ─▶ ``a.b=c`` overrides ─▶ this schema ─▶ doctor ─▶ the run
 
-Key names are the field's (verl and its fully-asynchronous recipe) wherever the field has one. Sections of the model are
-in `headway.config.sections.model_section`, that of generation in `headway.config.sections.rollout_section`, those of
-what is learned and how in `headway.config.sections.learning`, those of the policy losses in
-`headway.config.sections.losses`, those of how the run goes in `headway.config.sections.run_section`.
+Key names are verl's, or those of its fully-asynchronous recipe, wherever verl has one. The sections' modules in
+`headway.config.sections`: `model_section`; `rollout_section` for generation and updates; `learning` for mesh,
+algorithm and optimizers; `losses` for policy losses; `run_section` for run, trainer, cluster and reports.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ from headway.config.sections.section import (
 
 
 class TaskConfig(Section):
-    """A procedural task: problems are generated, with their answers."""
+    """A procedural task, which generates problems with their answers."""
 
     name: str = "sort"
-    """A task of Headway's own (``sort``, ``reverse``), ``reasoning_gym/<dataset>``, or ``file.py:function`` for your
+    """Name of the task: built-in (``sort``, ``reverse``), ``reasoning_gym/<dataset>``, or ``file.py:function`` for your
     own (docs/data.md)."""
     size: Positive = 20_000
     """Number of training problems in one epoch."""
@@ -74,15 +73,15 @@ class SourceConfig(Section):
     dataset: str | None = None
     """A dataset on the Hugging Face Hub, or a folder of data files; needs the extra ``datasets``."""
     subset: str | None = None
-    """Subset of the dataset, where there are several (``main`` of ``openai/gsm8k``)."""
+    """Subset of the dataset, if it has several (``main`` of ``openai/gsm8k``)."""
     split: str | None = None
     """Split of the dataset. Default: ``train`` for training, ``test`` for held-out prompts."""
     revision: str | None = None
     """Revision of the dataset: a commit or tag of its repository."""
     name: str | None = None
-    """Name of the source that the rows count to, whatever their ``data_source`` says."""
+    """Name of the source in metrics; it overrides the rows' ``data_source``."""
     weight: Weight | None = None
-    """Share of the training prompts, relative to the other sources': for all sources or for none (docs/data.md)."""
+    """Share of the training prompts, relative to the other sources; given for all or for none (docs/data.md)."""
     prompt_key: str | None = None
     """Column of the prompt. Default: ``data.prompt_key``."""
     answer_key: str | None = None
@@ -95,7 +94,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> SourceConfig:
-        # Equal: both are given, or none is.
+        # Equal: both are given, or neither.
         if (self.path is None) == (self.dataset is None):
             raise ValueError("expected exactly one of path (a file) and dataset (of Hugging Face)")
         if self.path is not None and any(v is not None for v in (self.subset, self.split, self.revision)):
@@ -114,7 +113,7 @@ FileOrSources = Annotated[
     Annotated[Annotated[str, Tag("text")] | Annotated[Sources, Tag("list")], Discriminator(text_or_list)] | None,
     BeforeValidator(lambda value: [value] if isinstance(value, Mapping) else value or None),
 ]
-"""Prompts: one file, by its path, or sources with keys of their own. An empty list is none."""
+"""Prompts: the path of one file, or sources with their own keys. An empty list means none."""
 
 
 def _sources(given: str | Sources | None) -> Sources:
@@ -126,7 +125,7 @@ NO_VARIABLES = frozenset(
     | {"continue_final_message", "tokenizer_kwargs", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
 )
-"""Arguments of ``apply_chat_template`` that are no variables of a template, or that Headway sets."""
+"""Arguments of ``apply_chat_template`` that are not template variables, or that Headway sets."""
 
 
 class DataConfig(Section):
@@ -134,43 +133,42 @@ class DataConfig(Section):
 
     train: FileOrSources = None
     """A JSONL, CSV or Parquet file of training prompts, or a folder that ``save_to_disk`` wrote; or a source with the
-    keys below, or a list of them, mixed by weight where they have weights. Replaces ``task``."""
+    keys below, or a list of sources, mixed by their weights. Replaces ``task``."""
     val: FileOrSources = None
-    """Held-out prompts, in the forms of ``train``. Default: ``val_size`` rows split off ``train`` by seed."""
+    """Held-out prompts, given like ``train``. Default: ``val_size`` rows split off ``train`` by seed."""
     task: TaskConfig | None = None
     """A procedural task instead of files."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
     answer_key: str = "auto"
-    """Column of the ground truth, or by dots a value inside one. ``auto``: verl's ``reward_model.ground_truth`` where a
-    row has that, else ``answer``, else what the assistant says at the end of a chat."""
+    """Column of the ground truth, or with dots a value inside a column. ``auto``: verl's ``reward_model.ground_truth``
+    if a row has it, else ``answer``, else the assistant's message at the end of a chat."""
     val_size: NonNegative = 128
     """Number of rows of ``train`` held out when ``val`` is not given."""
     val_max_samples: Positive | None = None
-    """Most rows of ``val`` to use, chosen by ``run.seed``. Default: all."""
+    """Maximum number of rows of ``val`` to use, chosen by ``run.seed``. Default: all."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Use of the tokenizer's chat template: ``auto`` applies it to messages only; ``always`` makes plain text a user
     message."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template, like ``{enable_thinking: false}``; those of a row's column of this name come on
-    top."""
+    """Variables of the chat template, like ``{enable_thinking: false}``. A row's column of this name overrides them."""
     max_prompt_length: Positive = 512
-    """Most tokens of a prompt; longer ones are left out, and counted."""
+    """Maximum number of tokens of a prompt. Longer prompts are left out, and counted."""
     max_response_length: Positive = 512
-    """Most tokens of an answer, after which sampling stops."""
+    """Maximum number of tokens of an answer; sampling stops there."""
     max_bad_rows: Share = Fraction(1, 100)
-    """Share of the rows that may be left out since they cannot be used: the chat template or the tokenizer refuses
-    them, they are empty, or the task raises. The run ends where there are more."""
+    """Maximum share of unusable rows, which are left out: the chat template or the tokenizer refuses them, they are
+    empty, or the task raises. The run ends if there are more."""
     accept_changes: bool = Field(False, exclude=True)
-    """Go on by ``--resume`` although the data are not those of the checkpoint; it holds for this one resumption."""
+    """Let ``--resume`` go on although the data differ from the checkpoint's. Holds for this one resumption."""
     shuffle: bool = True
     """Shuffle every epoch, by ``run.seed``."""
     epochs: Positive | None = None
-    """Length of the run in passes over the data; the alternative to ``rollout.total_rollout_steps``."""
+    """Length of the run in passes over the data, instead of ``rollout.total_rollout_steps``."""
 
     @property
     def label(self) -> str:
-        """The training data in short: ``a.jsonl × 3, openai/gsm8k × 1``; the task's name; or nothing."""
+        """Short name of the training data: ``a.jsonl × 3, openai/gsm8k × 1``, or the task's name; may be empty."""
         named = [
             f"{one.label} × {shortest_spelling(one.weight)}" if one.weight else one.label for one in self.train_sources
         ]
@@ -183,7 +181,7 @@ class DataConfig(Section):
 
     @property
     def held_out_sources(self) -> tuple[SourceConfig, ...]:
-        """Sources of held-out prompts; empty where held-out rows are split off."""
+        """Sources of held-out prompts; empty if held-out rows are split off ``train``."""
         return _sources(self.val)
 
     @field_validator("chat_template_kwargs")
@@ -198,15 +196,15 @@ class OverlongBufferConfig(Section):
     """DAPO's soft overlong penalty."""
 
     enable: bool = False
-    """Take the overlong penalty off training rewards."""
+    """Subtract the overlong penalty from training rewards."""
     len: Positive = 64
     """Number of tokens before ``data.max_response_length`` over which the penalty grows."""
     penalty_factor: float = Field(1.0, gt=0)
-    """The penalty of an answer of full length."""
+    """Penalty of an answer of full length."""
 
 
 class RewardFunctionConfig(Section):
-    """One reward function of several."""
+    """One of several reward functions."""
 
     function: str
     """The reward function, as in ``reward.function``."""
@@ -224,7 +222,7 @@ class RewardFunctionConfig(Section):
 
 
 PROGRAM = "program"
-"""Name of the reward that is the one that each episode's program gives."""
+"""Name of the reward that each episode's program returns."""
 
 
 class RewardConfig(Section):
@@ -232,22 +230,21 @@ class RewardConfig(Section):
 
     function: str = "exact_match"
     """The reward's function: ``exact_match``, ``math_verify``, ``regex``, ``format``, ``code`` (unit tests, in
-    the sandbox), ``task`` (the task's own verifier) or ``file.py:function``: a function of one's own, or one that was
-    written for TRL or verl; or ``program``, the rewards of ``agent.environment``, ``program`` or ``client``, where it
-    is the default."""
+    the sandbox), ``task`` (the task's own verifier) or ``file.py:function``: your own, or one written for TRL or verl;
+    or ``program``, the rewards of ``agent.environment``, ``program`` or ``client``, with which it is the default."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the function (verl's ``reward_kwargs``)."""
     functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)] | None = None
     """Several functions instead of one: the reward is Σ ``weight`` · value over those that apply."""
     workers: Positive = 1
     """Number of processes that run the reward; they never import torch. Each scores one group at a time, or up to 16
-    where all functions are ``async def``."""
+    if all functions are ``async def``."""
     timeout_s: float = Field(10.0, gt=0)
-    """Most seconds that one call of the function may take."""
+    """Time limit in seconds of one call of the function."""
     retries: NonNegative = 1
-    """Number of further tries after an exception or a time-out, before the group is ``failed``."""
+    """Number of retries after an exception or a time-out, before the group is ``failed``."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
-    """Penalty taken off training rewards alone, after dynamic sampling has looked at them."""
+    """Penalty on training rewards only, applied after dynamic sampling."""
 
     @property
     def all(self) -> tuple[RewardFunctionConfig, ...]:
@@ -261,7 +258,7 @@ class RewardConfig(Section):
 
     @property
     def by_program(self) -> bool:
-        """True where episodes have the rewards that their programs give."""
+        """True if episodes have the rewards that their programs return."""
         return self.functions is None and self.function == PROGRAM
 
 
@@ -277,41 +274,40 @@ class Order(StrEnum):
 
 
 class AsyncTrainingConfig(Section):
-    """Limits on generation that runs ahead, and the taking of groups. A mode is a set of values for this section."""
+    """Limits on generation ahead of training, and the consumption of groups. A mode sets the values of this section."""
 
     trigger_parameter_sync_step: Positive = 1
     """Number of train batches per parameter update."""
     require_batches: Positive = 1
     """Number of mini-batches per train batch."""
     staleness_threshold: Eta = Fraction(0)
-    """η: versions' worth of groups that may be admitted ahead. May be fractional; kept exactly."""
+    """η: number of versions' groups that may be admitted ahead. May be fractional; kept exactly."""
     partial_rollout: bool | None = None
-    """Cut answers in flight at an update: true means ``on_update: interrupt`` unless ``keep`` is asked for; false means
+    """Cut answers in flight at an update: true means ``on_update: interrupt``, unless that is ``keep``; false means
     ``drain``."""
     admission: Admission = Admission.GROUP
-    """Admit each group as soon as there is room, or all in waves of at most B when everything admitted was rewarded."""
+    """Admit each group as soon as there is room, or waves of at most B groups once all admitted groups are rewarded."""
     order: Order = Order.FIFO
-    """Order in which finished groups are taken: ``fifo`` by number, ``window`` any whose number is within W of the
-    oldest, ``ready`` whichever finished first (docs/staleness.md)."""
+    """Order in which finished groups are taken: ``fifo`` by number; ``window`` any group within W of the oldest number;
+    ``ready`` the one that finished first (docs/staleness.md)."""
     window: Positive | Literal["B"] | None = None
     """Window W of ``order: window``; ``B`` is the number of groups per version."""
     on_update: Literal["drain", "interrupt", "keep"] = "drain"
-    """Treatment of answers in flight when new weights arrive: ``drain`` finishes them first, ``interrupt`` stops
-    them and goes on under the new weights, ``keep`` goes on in place with the old KV cache."""
+    """Treatment of answers in flight when new weights arrive: ``drain`` finishes them first; ``interrupt`` stops them
+    and continues under the new weights; ``keep`` continues in place with the old KV cache."""
     drain: Literal["episode", "turn"] = "episode"
-    """Unit that ``on_update: drain`` finishes where a program makes the episodes: all episodes of the groups that were
-    started, or the turns that decode."""
+    """Unit that ``on_update: drain`` finishes if a program makes the episodes: ``episode`` finishes all episodes of
+    started groups, ``turn`` only the decoding turns."""
     fill_queue: bool = False
-    """Let the first train batch wait until ⌊(1+η)·B⌋ groups are queued: for studies of staleness, of which η is only a
-    bound."""
+    """Let the first train batch wait until ⌊(1+η)·B⌋ groups are queued: for studies of staleness; η only bounds it."""
     max_lag: NonNegative | None = None
-    """Largest lag that is trained on with ``order: ready``, which has no bound of its own."""
+    """Maximum lag of a trained group with ``order: ready``, which has no bound by itself."""
     on_overdue: Literal["wait", "drop"] = "wait"
-    """Handling of overdue groups. ``wait``: groups that the next version would make older than ``max_lag`` are taken
-    first, and the train batch waits for them. ``drop``: older groups are discarded, aborted if they still decode; that
+    """Handling of overdue groups. ``wait``: groups that would exceed ``max_lag`` with the next version are taken first,
+    and the train batch waits for them. ``drop``: older groups are discarded, and aborted if they still decode; this
     favours short answers."""
     use_rollout_log_probs: bool = True
-    """Take the engine's log-probs for π_prox (the PPO denominator). False: the trainer recomputes them at each train
+    """Use the engine's log-probs as π_prox (the PPO denominator). False: the trainer recomputes them at each train
     batch."""
 
 
@@ -319,9 +315,9 @@ class Config(Section):
     """The whole configuration of a run."""
 
     _written: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
-    """By dotted key, a text with ``${oc.env:NAME}`` and what it is here, for what is written: it may be a secret."""
+    """Dotted key → a text with ``${oc.env:NAME}``, and its value here. Only the text is written, to keep secrets."""
     mode: str = Field("async_partial", json_schema_extra={"enum": list(PRESETS)})
-    """The preset: a dictionary of values that lies under the user's own."""
+    """Name of the preset: a set of values that the user's own override."""
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -344,19 +340,19 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _programs_give_rewards(cls, values: Any) -> Any:
-        """Take the program's own rewards where there is one that gives some, and no reward function is given."""
+        """Default to the program's rewards if the program returns some and no reward function is given."""
         if not isinstance(values, Mapping):
             return values
         agent, reward = values.get("agent"), values.get("reward") or {}
         gives = isinstance(agent, Mapping) and any(map(agent.get, ("environment", "program", "client")))
         if not gives or not isinstance(reward, Mapping) or reward.get("function") or reward.get("functions"):
             return values
-        # A new mapping: the one that was given is the caller's.
+        # A copy: the given mapping is the caller's.
         return {**values, "reward": {**reward, "function": PROGRAM}}
 
     @property
     def writes_journal(self) -> bool:
-        """True where a run keeps a journal: one is wanted, and a checkpoint is there to resume from."""
+        """True if the run keeps a journal: the settings ask for one, and there will be checkpoints to resume from."""
         return self.run.journal_sync_s is not None and self.trainer.save_freq >= 0
 
     @property
@@ -365,7 +361,7 @@ class Config(Section):
 
     @property
     def groups_per_version(self) -> int:
-        """Groups per version, B."""
+        """Number of groups per version, B."""
         return self.async_training.trigger_parameter_sync_step * self.groups_per_batch
 
     @property

@@ -1,4 +1,4 @@
-"""The walk over the schema: its sections and keys, from pydantic's JSON schema.
+"""Sections and keys of the schema, from pydantic's JSON schema.
 
 Config ─▶ schema_of() ─▶ tables(): sections with their keys ─▶ reference, headway config
                      └─▶ known_keys() ─▶ messages about unknown keys, headway import
@@ -21,7 +21,7 @@ from headway.config.schema import Config
 from headway.config.sections.section import EXACT_NUMBER, shortest_spelling
 
 REQUIRED = "required"
-"""Text shown as the default of a key that has none."""
+"""Text shown for a key without a default."""
 Node = Mapping[str, Any]
 """A part of a JSON schema."""
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
@@ -40,16 +40,16 @@ class Key:
     """A configuration key that holds a value, as the reference describes it."""
 
     name: str
-    """The key's dotted name; ``[]`` after a list of sections, ``NAME`` for a name of the user's."""
+    """The key's dotted name, with ``[]`` after a list of sections and ``NAME`` for a name that the user chooses."""
     schema: Schema
     node: Node
     """The key's part of the JSON schema."""
     default: str
     """The key's default as YAML on one line, or `REQUIRED`."""
     meaning: str
-    """The key's meaning: plain Markdown on one line; empty where nobody has said it."""
+    """The key's meaning: Markdown on one line; empty if it has no docstring."""
     only_sections: bool = False
-    """True where a value other than null is one section or several."""
+    """True if a value other than null is one section or several."""
 
     @property
     def value(self) -> str:
@@ -64,14 +64,14 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class KeyTable:
-    """A section and its own keys, without those of the sections in it."""
+    """A section and its own keys, without those of its subsections."""
 
     name: str
     """The section's dotted name; empty for the whole configuration."""
     meaning: str
     keys: tuple[Key, ...]
     chosen_by: str = ""
-    """The setting that chooses this section, where there are alternatives."""
+    """Setting that chooses this section among alternatives; empty without alternatives."""
 
 
 class Schema:
@@ -93,12 +93,12 @@ class Schema:
         return self._definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
     def keys(self, section: Node) -> Mapping[str, Node]:
-        """Return the fields of a section by their keys."""
+        """Return key → field of a section."""
         fields: Mapping[str, Node] = section.get("properties", {})
         return fields
 
     def sections(self, field: Node) -> list[Node]:
-        """Return the sections that a field's value may be, or be a list or a mapping of; each once."""
+        """Return the sections that a field may hold, by itself or in a list or mapping; each once."""
         node = self.resolved(field)
         if "properties" in node:
             return [node]
@@ -113,18 +113,18 @@ class Schema:
         return node.get("type") == "array" or any(map(self.is_list, _alternatives(node)))
 
     def is_text(self, field: Node) -> bool:
-        """Tell whether a field's value may be a text, or a list of texts."""
+        """Tell whether a field's value may be text, or a list of texts."""
         node = self.resolved(field)
         return node.get("type") == "string" or any(map(self.is_text, [*_alternatives(node), *_items(node)]))
 
     def by_name(self, field: Node) -> bool:
-        """Tell whether a field's value is a mapping with names of the user's."""
+        """Tell whether a field's value is a mapping whose names the user chooses."""
         return field.get("type") == "object" and "properties" not in field
 
     def told_apart_by(self, sections: Sequence[Node]) -> tuple[str, list[list[str]]]:
-        """Return the key that tells the alternatives of a union apart, and the values that choose each of them.
+        """Return the key that distinguishes the alternatives of a union, and its values for each alternative.
 
-        A key that takes more than a few names has examples of its values in their place (``file.py:function``).
+        For a key with free values these are examples (``file.py:function``).
         """
         for key in self.keys(sections[0]):
             fields = [self.keys(section)[key] for section in sections if key in self.keys(section)]
@@ -164,7 +164,7 @@ class Schema:
 
 @cache
 def schema_of(model: type[BaseModel]) -> Schema:
-    """Return the JSON schema of a model, which is made once."""
+    """Return the JSON schema of a model. It is made once."""
     return Schema(model)
 
 
@@ -186,7 +186,7 @@ def _names(node: Node) -> list[str]:
 
 
 def _range(node: Node) -> str:
-    """Describe a range: its bounds, as in `` > 0 and ≤ 1``, and what else is asked."""
+    """Describe a range: its bounds, as in `` > 0 and ≤ 1``, and further conditions."""
     bounds = [f"{sign} {node[bound]:g}" for bound, sign in _BOUNDS.items() if bound in node]
     rules = ["not empty"] if node.get("minLength") else []
     rules += [f"not {node['not']['const']}"] if "not" in node else []
@@ -194,13 +194,13 @@ def _range(node: Node) -> str:
 
 
 def tables(model: type[BaseModel] = Config) -> Iterator[KeyTable]:
-    """Yield every section in the schema's order, each followed by the sections in it."""
+    """Yield every section in the schema's order, each followed by its subsections."""
     schema = schema_of(model)
     yield from _tables(schema, schema.root, "", None)
 
 
 def _tables(schema: Schema, section: Node, name: str, given: Mapping[str, Any] | None) -> Iterator[KeyTable]:
-    """Yield a section and those in it. ``given``: its default; None where its keys' own hold once it is given."""
+    """Yield a section and its subsections. ``given``: the section's default; None: its keys' own defaults hold."""
     own: list[Key] = []
     inner: list[tuple[list[Node], str, Any, str]] = []
     required = section.get("required", ())
@@ -250,7 +250,7 @@ def keys(model: type[BaseModel] = Config) -> Iterator[Key]:
 
 @cache
 def known_keys(model: type[BaseModel] = Config) -> tuple[str, ...]:
-    """Return every dotted key that holds a value other than sections, in order; those of a list without index."""
+    """Return every dotted key that holds a value other than sections, in order. Keys in lists have no index."""
     return tuple(dict.fromkeys(key.plain for key in keys(model) if not key.only_sections))
 
 
@@ -259,24 +259,24 @@ def one_of(values: Sequence[Any]) -> str:
 
 
 def _exact(field: Node, value: Any) -> Any:
-    """Return the default of a field: that of an exact number, which is a text in JSON, as it would be typed."""
+    """Return the default of a field. An exact number, which is text in JSON, is returned as a user would type it."""
     return shortest_spelling(Fraction(str(value))) if EXACT_NUMBER in field and value != REQUIRED else value
 
 
 def spelled(value: Any) -> str:
     """Spell a value as YAML on one line, which reads back as the value."""
-    # Bare only where YAML reads this text back: not `on`, `12` or `null`.
+    # Without quotes only if YAML reads the text back: not `on`, `12` or `null`.
     if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) and yaml.safe_load(value) == value:
         return value
     if isinstance(value, float) and value != 0 and abs(value) < 1e-3:
         mantissa, exponent = f"{value:e}".split("e")
         return f"{float(mantissa)}e{int(exponent)}"
-    # width: YAML breaks longer texts into lines. It ends a document of one scalar with a line of dots.
+    # width: YAML would break longer texts. It also ends a document of one scalar with a line of dots.
     text: str = yaml.safe_dump(value, default_flow_style=True, width=2**31, allow_unicode=True, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
 
 def meaning(text: str | None) -> str:
-    """Return a docstring as Markdown on one line, in which names of pages are links."""
+    """Return a docstring as Markdown on one line, with links to the pages that it names."""
     plain = " ".join((text or "").split()).replace("``", "`")
     return _PAGES.sub(r"[\1](\1)", plain).replace("(docs/algorithms)", "([algorithms](algorithms))")

@@ -1,4 +1,4 @@
-"""Schema errors in the user's terms: which key, what was given and where, what was expected or probably meant."""
+"""Schema errors for users: the key, the given value and its place, the expected or probably meant value."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from headway.config.sections.section import Section
 from headway.errors import shown
 
 SIMILARITY = 0.75
-"""Likeness of two keys, in [0, 1], from which on one is suggested instead of the other."""
+"""Minimum similarity of two keys, in [0, 1], for one to be suggested for the other."""
 NEARLY_EQUAL = 0.9
-"""Likeness of two whole keys that end in the same name, from which on other keys of that name are not suggested."""
+"""Minimum similarity of two whole keys with the same last name for other keys of that name not to be suggested."""
 
 NUMBERS = ("a number", "a whole number")
-"""Beginnings of expectations of numbers."""
+"""Beginnings of descriptions of expected numbers."""
 
 _MISSING = object()
 _NO_ALTERNATIVE = ("union_tag_not_found", "union_tag_invalid")
@@ -32,9 +32,9 @@ _NO_ALTERNATIVE = ("union_tag_not_found", "union_tag_invalid")
 
 
 def explain(error: ValidationError, origins: dict[str, str], root: type[Section] = Config) -> str:
-    """Describe all errors in a ``root``, one line each. ``origins``: where each key was written; "" is not shown.
+    """Describe all errors in a ``root``, one line each. ``origins``: key → place where it was written; "" is not shown.
 
-    The alternatives of a union are reported one by one; they become one line, joined by "or".
+    pydantic reports the alternatives of a union one by one. Here they become one line, joined by "or".
     """
     expected: dict[str, list[str]] = {}
     given: dict[str, str] = {}
@@ -44,7 +44,7 @@ def explain(error: ValidationError, origins: dict[str, str], root: type[Section]
     for detail in error.errors():
         key, sections = _find(detail, schema)
         if detail["type"] == "extra_forbidden":
-            # As it was written: an unknown section is named by each key in it.
+            # As it was written: an unknown section is reported by each of its keys.
             written = [written for written in reversed(origins) if lies_in(written, key)] or [key]
             if reason := _of_another_alternative(detail, key, schema, sections):
                 lines.append(f"{key}{_where(key, origins)} has no effect: {reason}")
@@ -71,8 +71,8 @@ def explain(error: ValidationError, origins: dict[str, str], root: type[Section]
 def _find(detail: ErrorDetails, schema: Schema) -> tuple[str, list[Node]]:
     """Return the dotted key of a validation error, and the sections that its value may be.
 
-    For an unknown key they are the sections that lack it. Alternatives of unions, which the error's location also
-    names, are left out of the key.
+    For an unknown key these are the sections that lack it. The error's location also names alternatives of unions;
+    these are left out of the key.
     """
     key, sections, named = "", [schema.root], False
     location = detail["loc"]
@@ -92,7 +92,7 @@ def _find(detail: ErrorDetails, schema: Schema) -> tuple[str, list[Node]]:
 
 
 def _of_another_alternative(detail: ErrorDetails, key: str, schema: Schema, sections: Sequence[Node]) -> str:
-    """Explain that an unknown key belongs to another alternative of the union; "" where none has it."""
+    """Explain that an unknown key belongs to another alternative of the union; "" if none has it."""
     section, _, name = key.rpartition(".")
     if not any(name in schema.keys(other) for other in sections):
         return ""
@@ -114,7 +114,7 @@ _WANTED: Mapping[str, str] = {
     "string_type": "text",
     "path_type": "a path, as text",
 }
-"""Pydantic's error types → what was expected."""
+"""Pydantic's error type → the expected value, in words."""
 
 
 def _expectation(detail: ErrorDetails, key: str) -> str:
@@ -135,16 +135,16 @@ def _expectation(detail: ErrorDetails, key: str) -> str:
 
 
 def _where(key: str, origins: Mapping[str, str]) -> str:
-    """Return " (origin)" of ``key``, or of a key below it, for a message; "" where that is unknown."""
+    """Return " (origin)" of ``key``, or of a key below it, for a message; "" if unknown."""
     origin = next((origin for written, origin in origins.items() if lies_in(written, key.split("[")[0])), "")
     return f" ({origin})" if origin else ""
 
 
 def meant(key: str, root: type[Section] = Config) -> list[str]:
-    """Return the keys that ``key`` probably means: itself, where it is known; none, where nothing is similar.
+    """Return the keys that ``key`` probably means: itself if it is known; empty if nothing is similar.
 
-    None, either, for another project's key that has no counterpart. Candidates: a renamed key, the name that other
-    systems have for it or for its section, the same name in other sections, or the most similar spelling.
+    Also empty for another project's key without a counterpart. Candidates: a renamed key, another project's name for a
+    key or its section, the same name in other sections, or the most similar spelling.
     """
     from headway.config.migration_tables.projects import USUAL, last_part, whole_key  # large tables, for messages alone
 
@@ -155,7 +155,7 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
     if (found := whole_key(plain)) and any(lies_in(found[2].here, key) for key in known):
         return [found[2].here]
     if found and found[1] == plain and found[2].note and not found[2].here and plain not in USUAL:
-        return []  # it is known to have no counterpart: what is spelled alike is something else
+        return []  # it has no counterpart: a similar spelling means something else
     same_name = [key for key in known if _name(key) == _name(plain)]
     section, theirs = plain.partition(".")[0], last_part(plain)
     of_section = [key for key in known if key.startswith(f"{section}.")]
@@ -171,7 +171,7 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
 
 
 def _in_section(candidates: Sequence[str], section: str, keys: Sequence[str]) -> list[str]:
-    """Return the candidates that are keys here: those of ``section``, where there are any."""
+    """Return the candidates that are keys here; only those in ``section`` if there are any."""
     found = [known for known in candidates if known in keys]
     own = [f"{section}.{known.partition('.')[2]}" for known in found]
     return [known for known in own if known in keys] or found
@@ -185,7 +185,7 @@ def _suggest(key: str, root: type[Section]) -> str:
 
 
 def of_another_project(key: str, candidates: Sequence[str]) -> str:
-    """Say what another project's ``key`` is here, where that is what ``candidates`` are; else nothing."""
+    """Return the message on another project's ``key`` if ``candidates`` are its counterparts; else ""."""
     from headway.config.migration_tables.projects import USUAL, last_part, whole_key
 
     plain = canonical_key(re.sub(r"\[\d+\]", "", key))
@@ -202,7 +202,7 @@ def of_another_project(key: str, candidates: Sequence[str]) -> str:
 
 
 def _elsewhere(key: str, given: Any, values: Sequence[str]) -> str:
-    """Say which of ``values`` another project's value ``given`` of ``key`` is here; "" if it is none."""
+    """Return a hint which of ``values`` another project's value ``given`` of ``key`` means here; "" if none."""
     from headway.config.migration_tables.projects import PROJECTS
 
     for project in PROJECTS.values():
@@ -213,8 +213,8 @@ def _elsewhere(key: str, given: Any, values: Sequence[str]) -> str:
 
 
 def _one_of(values: Sequence[str], given: Any, hint: str = "") -> str:
-    """List the allowed ``values`` for a message, with a ``hint`` or the one that ``given`` was probably meant to be."""
-    # difflib takes texts alone.
+    """List the allowed ``values`` for a message, with ``hint`` or the value that ``given`` probably means."""
+    # difflib accepts only texts.
     if not hint and isinstance(given, str) and (close := difflib.get_close_matches(given, values, n=1)):
         hint = f"did you mean {close[0]!r}?"
     return _listed([repr(value) for value in values]) + (f"; {hint}" if hint else "")
@@ -226,8 +226,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _similar(key: str, keys: Sequence[str]) -> list[str]:
-    """Return the known key most like ``key``, if any: by name in its section, by whole path, or by name alone; else the
-    only one that begins with it."""
+    """Return the known key most similar to ``key``, if any: by name in its section, by whole path, or by name alone;
+    else the only key that begins with it."""
     siblings = [known for known in keys if known.rpartition(".")[0] == key.rpartition(".")[0]]
     ways: list[tuple[Callable[[str], str], Sequence[str]]] = [(_name, siblings), (str, keys), (_name, keys)]
     for spell, candidates in ways:

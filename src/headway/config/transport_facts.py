@@ -1,6 +1,6 @@
-"""Facts about each transport of weights: abilities, needs, purpose. No other file asks for a transport by its name.
+"""Facts about each transport of weights: abilities, needs, purpose. No other file checks for a transport by name.
 
-One line here and one file, ``engines/weights/transports/<name>.py``, make a transport.
+A transport consists of one line here and one file, ``engines/weights/transports/<name>.py``.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from types import MappingProxyType
 from typing import Literal
 
 MOST_SENDERS = 8
-"""Most ranks that send side by side: more than a machine has network devices would only share these."""
+"""Maximum number of ranks that send concurrently: more than a machine's network devices would only share these."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransportFacts:
     meaning: str
-    """Words for the configuration reference on what the transport does."""
+    """Description of the transport in the configuration reference."""
     backends: tuple[str, ...]
-    """Values of ``cluster.backend`` that the transport works with, on devices of their own."""
+    """Values of ``cluster.backend`` that the transport works with, if training and generation have separate devices."""
     leaves: Literal["files", "memory", "objects"] | None = None
     """Place where the sender leaves a version for receivers: files in ``param_update.directory``, files in memory, or
-    the cluster's object store. None: both ends run at the same time."""
+    the cluster's object store. None: sender and receivers run at the same time."""
     within_process: bool = False
-    """True where both ends are in one process, as on shared devices."""
+    """True if sender and receiver are in one process, as on shared devices."""
     on_gpu: bool = False
-    """True where buckets go from GPU to GPU if both ends have them; otherwise through host memory."""
+    """True if buckets go from GPU to GPU when both ends have GPUs; otherwise through host memory."""
     most_senders: int = 1
-    """Number of trainer ranks that may send a version side by side, each its share, through host memory."""
+    """Maximum number of trainer ranks that send a version concurrently, each its share, through host memory."""
     no_delta: str = ""
-    """Reason why ``param_update.encoding: delta`` saves nothing; empty where it does."""
+    """Reason why ``param_update.encoding: delta`` saves nothing; empty if it saves."""
 
     @property
     def streamed(self) -> bool:
@@ -62,7 +62,7 @@ TRANSPORTS: Mapping[str, TransportFacts] = MappingProxyType(
         ),
     }
 )
-"""Transports by name, in the order in which ``auto`` looks for one that works."""
+"""Transports by name, in the order in which ``auto`` tries them."""
 
 WITHIN_PROCESS = next(name for name, facts in TRANSPORTS.items() if facts.within_process)
 """The transport on shared devices."""
@@ -76,10 +76,10 @@ def transport_of(transport: str, *, backend: str, shared: bool) -> str:
 
 
 def between_devices(transport: str, schedule: str, encoding: str, backend: str) -> bool:
-    """Tell whether buckets go from GPU to GPU, where training and generation have GPUs of their own.
+    """Tell whether buckets go from GPU to GPU, if training and generation have separate GPUs.
 
-    A copy of the weights, for the schedule ``overlapped`` and for deltas, is in host memory; and collectives between
-    GPUs would compete with training.
+    They do not with the schedule ``overlapped`` or with deltas: these copy the weights to host memory, and collectives
+    between GPUs would compete with training.
     """
     on_gpu = TRANSPORTS[transport_of(transport, backend=backend, shared=False)].on_gpu
     return on_gpu and schedule == "synchronous" and encoding == "full"

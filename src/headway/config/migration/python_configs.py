@@ -1,10 +1,10 @@
-"""Python scripts, parsed and never run: what a configuration's class and a trainer are called with.
+"""Python scripts, parsed and never run: the arguments of a configuration's class and of a trainer.
 
 config = GRPOConfig(learning_rate=LR, …)      ─▶ {"learning_rate": 1e-6, …}
 GRPOTrainer(model="…", reward_funcs=score)    ─▶ {"model": "…", "reward_funcs": "train.py:score"}
 
-Constants, names, options of the command line with their defaults, arithmetic and data sets are followed. What a script
-decides as it runs is named in the report.
+Constants, names, command-line options with their defaults, arithmetic and data sets are evaluated. The report names
+what a script decides at run time.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from headway.config.migration_tables.trl import CONFIG, REWARDS
 from headway.errors import ConfigError
 
 CONFIGS = ("GRPOConfig", "RLOOConfig", "AsyncGRPOConfig")
-"""Classes whose arguments are settings. Names that end in one of them count as it."""
+"""Classes whose arguments are settings. A class whose name ends in one of them counts, too."""
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
-"""Parameters of a trainer, in order."""
+"""Positional parameters of a trainer, in order."""
 _OPERATORS = {**OPERATORS, ast.Div: operator.truediv}
 _AS_IT_IS = (
     *("map", "filter", "select", "shuffle", "rename_column", "rename_columns", "remove_columns", "with_format"),
     *("cast_column", "train_test_split", "take", "skip", "flatten"),
 )
-"""Methods of a data set after which it is still that data set, for what is asked here."""
+"""Methods of a data set whose result counts as the same data set."""
 _CASTS: Mapping[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "Path": str}
 _MAIN = "__name__ == '__main__'"
 
 
 def read_code(text: str, path: Path, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Read a Python script, started with ``options``. Returns its settings by name, and remarks about it.
+    """Read a Python script, called with ``options``. Returns its settings by name, and remarks about it.
 
-    Raises `ConfigError` for one that is no Python.
+    Raises `ConfigError` for invalid Python.
     """
     try:
         tree = ast.parse(text, str(path))
@@ -50,7 +50,7 @@ def read_code(text: str, path: Path, options: Mapping[str, Any]) -> tuple[dict[s
     if len(configs) > 1:
         remarks.append(f"of {len(configs)} configurations the last one counts, of line {configs[-1].lineno}")
     for call in configs[-1:]:
-        # The longest: AsyncGRPOConfig ends in GRPOConfig, too.
+        # The longest name: AsyncGRPOConfig ends in GRPOConfig, too.
         settings[CONFIG] = max((name for name in CONFIGS if _called(call).endswith(name)), key=len)
         settings |= names.arguments(call, ("output_dir",), remarks)
     given = [one.value for call in trainers for one in call.keywords if one.arg == "args"]
@@ -66,7 +66,7 @@ def read_code(text: str, path: Path, options: Mapping[str, Any]) -> tuple[dict[s
 
 
 def _calls(tree: ast.AST, names: tuple[str, ...]) -> list[ast.Call]:
-    """Return calls of what ends in one of ``names``, in the script's order."""
+    """Return calls of functions whose names end in one of ``names``, in the script's order."""
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node).endswith(names)]
     return sorted(found, key=lambda call: call.lineno)
 
@@ -76,7 +76,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _conditional(node: ast.AST, under: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield the statements below ``node`` in the script's order, each with whether something decides on it."""
+    """Yield the statements below ``node`` in the script's order, each with whether it is conditional."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child, under
@@ -85,7 +85,7 @@ def _conditional(node: ast.AST, under: bool = False) -> Iterator[tuple[ast.stmt,
 
 
 class _Names:
-    """Names of a script and what they are assigned; values and defaults of its command line and its dataclasses."""
+    """Names of a script and their assigned values; values and defaults of its command line and its dataclasses."""
 
     def __init__(self, tree: ast.Module, path: Path, options: Mapping[str, Any]) -> None:
         self._path = path
@@ -129,9 +129,9 @@ class _Names:
                     self._assign(part, ast.Subscript(value, ast.Constant(i), ast.Load()))
 
     def assigned_later(self, tree: ast.AST, given: Sequence[ast.expr]) -> dict[str, Any]:
-        """Return what is assigned to attributes of a configuration, by name; the last one counts.
+        """Return the values assigned to attributes of a configuration, by name; the last assignment counts.
 
-        ``given``: what trainers get as their configuration.
+        ``given``: expressions that trainers get as their configuration.
         """
         found = {}
         configurations = self._configurations | {one.id for one in given if isinstance(one, ast.Name)}
@@ -159,7 +159,7 @@ class _Names:
         return given
 
     def value(self, node: ast.expr) -> Any:
-        """Return what an expression is, as far as the script says it; the rest is `unresolved`."""
+        """Return the value of an expression. Parts that the script does not determine are `unresolved`."""
         try:
             return self._value(node)
         except (TypeError, ValueError, ArithmeticError, RecursionError, LookupError, AttributeError):
@@ -188,7 +188,7 @@ class _Names:
             case ast.Attribute(attr=name):
                 return self._value(self._defaults[name])
             case ast.Subscript(ast.Call(func=ast.Attribute(attr="from_pretrained")) as call, ast.Constant(value=0)):
-                return self._call(call)  # the model of what comes with a tokenizer
+                return self._call(call)  # a call that returns a model and a tokenizer: the model
             case ast.Subscript(value=inner, slice=ast.Constant(value=index)):
                 return _part_of(self._value(inner), index)
             case ast.Call():
@@ -199,7 +199,7 @@ class _Names:
         if name in self._functions:
             return f"{self._path}:{name}"
         if self._assigned.get(name):
-            # Within what it is assigned, a name is what it was before: data = data.map(…).
+            # In its own assignment a name has its previous value: data = data.map(…).
             last = self._assigned[name].pop()
             try:
                 return self._value(last)
@@ -236,7 +236,7 @@ class _Names:
 
 
 def _part_of(found: Any, index: Any) -> Any:
-    """Return an item of a list, or a split of a data set. Raises `LookupError` where there is none of that name."""
+    """Return an item of a list, or a split of a data set. Raises `LookupError` if it does not exist."""
     if isinstance(found, list):
         return found[index]
     split = found.get("split", index)

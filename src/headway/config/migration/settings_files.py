@@ -1,4 +1,4 @@
-"""Reading of files: from a path, or a command line, to settings by dotted key as they are written."""
+"""Reading of files: from a path or a command line to settings by dotted key, with their values as written."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from headway.errors import ConfigError
 KINDS = "a shell script, a YAML, TOML or Python file, or a command line in quotes"
 _SETTING = re.compile(r"^([+~]*)([A-Za-z_][\w./@-]*)=(.*)$", re.DOTALL)
 _COMMAND = r"^[^\n#]*(?:\\\n[^\n]*)*{}(?:[^\n]*\\\n)*[^\n]*--[^\n]*$"
-"""Pattern of a command, with its continued lines, that has a script's name in it and options behind that."""
+"""Pattern of a command, with its continuation lines, that has a script's name and options after it."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _OF_ENVIRONMENT = re.compile(r"\$\{(oc\.env:[^${}]*)\}")
 _OPEN, _CLOSE = "\ue002", "\ue003"
-"""Marks for what `_OF_ENVIRONMENT` finds, so that resolving leaves it as it is written."""
+"""Marks around what `_OF_ENVIRONMENT` finds, so that it is not resolved."""
 _PROGRAMS = (
     ("fully_async", FULLY_ASYNC),
     ("one_step_off", ONE_STEP_OFF),
@@ -40,14 +40,14 @@ _PROGRAMS = (
     ("main_ppo", PPO),
     ("main_dapo", PPO),
 )
-"""Parts of the name of a command's module → the program of verl's."""
+"""Part of a command's module name → verl's program."""
 _TRAINS = ("ppo", "dapo", "fully_async", "one_step_off")
-"""Parts of a command that trains, beside others that prepare data or evaluate."""
+"""Parts of the module name of a command that trains. Other commands prepare data or evaluate."""
 
 
 @dataclass(slots=True)
 class SettingsFile:
-    """One file: its name, its settings in order, the project where the file names it, remarks, and files it names."""
+    """One file: its name, its settings in order, the project if the file names it, remarks, and files it refers to."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -60,16 +60,16 @@ def read(given: str) -> SettingsFile:
     """Read a file, ``-`` for standard input, or a command line.
 
     Raises:
-        ConfigError: there is no such file, or it is not what its name says.
+        ConfigError: there is no such file, or its content does not fit its extension.
     """
     if given == "-":
         return _of_whole_script(sys.stdin.read(), SettingsFile("standard input"))
     path = Path(given).expanduser()
     try:
         there = path.exists()
-    except OSError:  # a long command line is no name of a file
+    except OSError:  # a long command line is not a valid file name
         there = False
-    # The file first: its path may have blanks, too.
+    # The file first: its path may contain blanks.
     if " " in given.strip() and not there:
         return _of_whole_script(given, SettingsFile("the command line"))
     text, source = _text(path), SettingsFile(str(path))
@@ -105,7 +105,7 @@ def _text(path: Path) -> str:
 
 
 def _of_yaml(text: str, source: SettingsFile) -> SettingsFile:
-    # Before OmegaConf reads it, which would write this machine's variables into the recipe.
+    # Before OmegaConf, which would put this machine's variables into the recipe.
     text = _OF_ENVIRONMENT.sub(rf"{_OPEN}\1{_CLOSE}", text)
     try:
         content = OmegaConf.create(text) if text.strip() else OmegaConf.create({})
@@ -121,11 +121,11 @@ def _of_yaml(text: str, source: SettingsFile) -> SettingsFile:
 
 
 def _resolved(content: DictConfig) -> Iterator[tuple[str, Any]]:
-    """Yield a YAML file's settings with references resolved, as far as it says what they refer to.
+    """Yield a YAML file's settings, with references to its own keys resolved.
 
-    This machine's environment is not asked: ``${oc.env:NAME}`` stays, and a default that is no text takes its place.
+    This machine's environment is not read: ``${oc.env:NAME}`` stays, unless it has a default that is not text.
     """
-    # Key by key: one reference that leads nowhere must not keep the others from being resolved.
+    # Key by key: a dangling reference must not keep the others from being resolved.
     raw: Any = OmegaConf.to_container(content, resolve=False)
     for key, text in _flat(raw):
         try:
@@ -147,7 +147,7 @@ def _as_written(text: str) -> Any:
 def _of_code(text: str, source: SettingsFile, path: Path) -> SettingsFile:
     described = re.search(_COMMAND.format(re.escape(path.name)), text.replace("\\\\\n", "\\\n"), re.MULTILINE)
     options: dict[str, Any] = {}
-    with suppress(ConfigError):  # what is described need not be a command
+    with suppress(ConfigError):  # the description need not be a command
         options = _of_script(described[0] if described else "", SettingsFile(source.name)).settings
     settings, source.remarks = read_code(text, path, options)
     source.settings = options | settings
@@ -160,7 +160,7 @@ def _of_code(text: str, source: SettingsFile, path: Path) -> SettingsFile:
 
 
 def _of_whole_script(text: str, source: SettingsFile) -> SettingsFile:
-    """Read a script that is all there is. Raises `ConfigError` where its settings are in another file alone."""
+    """Read a script that is given alone. Raises `ConfigError` if all its settings are in another file."""
     _of_script(text, source)
     if source.files and set(source.settings) <= {CONFIG, PROCESSES}:
         raise ConfigError(f"its settings are in {written(source.files[0])}; expected that file itself")
@@ -195,7 +195,7 @@ def _of_script(text: str, source: SettingsFile) -> SettingsFile:
 
 
 def _runs(script: ShellScript) -> Iterator[list[str]]:
-    """Yield the commands with settings, each with what stands behind a line that is not continued by oversight."""
+    """Yield the commands with settings. A line that lacks its continuation backslash by mistake is joined."""
     run: list[str] = []
     for command in script.commands:
         if not _overrides(command):
@@ -209,9 +209,9 @@ def _runs(script: ShellScript) -> Iterator[list[str]]:
 
 
 def _overrides(command: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command of verl's, as Hydra reads them.
+    """Return the settings of a verl command, as Hydra reads them.
 
-    A name without a section is one behind the program that the first setting with a section is for.
+    A name without a section counts only after the program that the first setting with a section belongs to.
     """
     settings: dict[str, Any] = {}
     found = [_SETTING.match(word) for word in command]
@@ -220,7 +220,7 @@ def _overrides(command: Sequence[str]) -> dict[str, Any]:
     for word in command[start + 1 :]:
         if at := _SETTING.match(word):
             settings[at[1] + at[2]] = _value(at[3])
-        elif word.startswith("~") and "." in word and "/" not in word:  # Hydra's for a key that is taken away
+        elif word.startswith("~") and "." in word and "/" not in word:  # Hydra's form for a removed key
             settings[word] = None
     return settings
 
@@ -250,7 +250,7 @@ def _flags(command: Sequence[str], source: SettingsFile) -> Iterator[tuple[str, 
 
 
 def _processes(launcher: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the number of processes that a launcher starts: of accelerate on all machines, of torchrun on each node."""
+    """Yield the number of processes that a launcher starts: for accelerate on all machines, for torchrun per node."""
     options = {}
     for word, after in zip(launcher, [*launcher[1:], ""], strict=True):
         name, equals, value = word.partition("=")
@@ -277,7 +277,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _value(text: str) -> Any:
-    """Read a value of the command line: YAML's, but for numbers like ``1e-6``."""
+    """Read a command-line value as YAML, with numbers like ``1e-6``."""
     try:
         value = yaml.safe_load(text) if text else ""
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -286,7 +286,7 @@ def _value(text: str) -> Any:
 
 
 def _number(value: Any) -> Any:
-    # A text of digits alone was in quotes: of others YAML has made numbers.
+    # A text of digits was in quotes: otherwise YAML makes it a number.
     if isinstance(value, str) and _NUMBER.fullmatch(value) and not value.isdigit():
         return float(value)
     return value

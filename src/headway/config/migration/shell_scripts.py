@@ -1,4 +1,4 @@
-"""Shell scripts, read without being run: assignments, simple conditions, expansions; the words of their commands.
+"""Shell scripts, read without being run: assignments, simple conditions, expansions, and the words of commands.
 
 n=4                                    assignments are kept
 NODES=${NODES:-2}                      defaults, $((arithmetic)), arrays, quotes, line continuations
@@ -17,18 +17,18 @@ from typing import Any
 
 from headway.errors import ConfigError
 
-# Of Unicode's private use area: no file has these signs.
+# From Unicode's private use area: no file has these characters.
 _BEGIN, _END = "\ue000", "\ue001"
 _MARKED = re.compile(f"{_BEGIN}([^{_END}]*){_END}")
 
 
 def unresolved(name: str) -> str:
-    """Return the text that stands for what ``name``, as it is written in the file, would give."""
+    """Return a placeholder for the unknown value of ``name``, an expression as the file writes it."""
     return f"{_BEGIN}{name.replace(_BEGIN, '').replace(_END, '')}{_END}"
 
 
 def missing(value: Any) -> list[str]:
-    """Return what of a value, a list or a mapping is unresolved, in order, as it is written in the file."""
+    """Return the unresolved parts of a value, list or mapping, in order, as the file writes them."""
     match value:
         case str():
             return _MARKED.findall(value)
@@ -40,37 +40,37 @@ def missing(value: Any) -> list[str]:
 
 
 def written(value: Any) -> str:
-    """Return a value as text, with what is unresolved as the file has it."""
+    """Return a value as text, with unresolved parts as the file writes them."""
     text = str(value)
     for mark in (_BEGIN, _END):
-        text = text.replace(repr(mark)[1:-1], mark)  # as a list or a mapping shows it
+        text = text.replace(repr(mark)[1:-1], mark)  # as it is escaped within a list or a mapping
     return _MARKED.sub(r"\1", text)
 
 
 _NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _NAME = r"[A-Za-z_]\w*|[@*#?$!0-9-]"
 _EXPANSION = rf"\${_NESTED}|\$\{{(?:[^{{}}]|\$?\{{[^{{}}]*\}})*\}}|\$(?:{_NAME})|`[^`\n]*`"
-# Atomic groups, (?>…): a quote that does not close would take exponential time.
+# Atomic groups, (?>…): otherwise an unclosed quote would take exponential time.
 _QUOTED = rf'"(?>\\.|{_EXPANSION}|[^"\\])*"'
 _PIECE = rf"""\\.|'[^']*'|{_QUOTED}|{_EXPANSION}|\$|[^\s;|&()'"\\`$]+|&(?!&)"""
 _PIECES = re.compile(_PIECE, re.DOTALL)
-"""Pattern of what a word is made of: text, quotes, expansions."""
+"""Pattern of the parts of a word: text, quotes, expansions."""
 _PIECES_IN_QUOTES = re.compile(rf"\\.|{_EXPANSION}|[^\\$`]+|.", re.DOTALL)
 _ARRAY = rf"[A-Za-z_]\w*\+?=\((?>\s+(?:\#[^\n]*)?|\\\n|{_PIECE})*\)"
 _TOKENS = re.compile(
     rf"(?P<blank>[ \t]+|\\[ \t]*(?:\n|\Z)|\\[ \t]+(?=\#)|\#[^\n]*)|{_ARRAY}|(?:{_PIECE})+|&&|\|\||;;|[;|()\n]",
     re.DOTALL,
 )
-"""Pattern of blanks, comments, arrays, words and signs. Blanks behind a backslash at a line's end are a slip."""
+"""Pattern of blanks, comments, arrays, words and signs. Blanks after a backslash at a line's end are ignored."""
 _SIGNS = ("&&", "||", ";;", ";", "|", "(", ")", "\n")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "local", "declare", "readonly")
 _IGNORED = ("do", "done", "then", "function")
-"""Words before statements: the body of a loop, or of a function, is carried out once."""
+"""Words before statements that are skipped: the body of a loop or a function is executed once."""
 _HERE_DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*\n)(?:.*?\n)??[ \t]*\2[ \t]*(?=\n|$)", re.DOTALL)
 _SHELL = re.compile(r"(^|/)(ba|z|da|)sh$")
 _SILENT = ("@", "*", "#", "?", "!", "$", "-")
-"""Parameters that stand for nothing where a script is only read."""
+"""Shell parameters that are empty when a script is only read."""
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -84,17 +84,17 @@ OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,  # a shell divides whole numbers
+    ast.Div: operator.floordiv,  # a shell divides integers
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-"""Operators of whole numbers by their nodes."""
+"""Type of an `ast` node → its operator on integers."""
 
 
 @dataclass(slots=True)
 class ShellScript:
-    """A script as far as it was read: its variables, arrays and commands, and remarks on what was guessed."""
+    """A script that was read: its variables, arrays and commands, and remarks on guesses."""
 
     variables: dict[str, str] = field(default_factory=lambda: {"HOME": "$HOME", "PWD": ".", "pwd": "."})
     arrays: dict[str, list[str]] = field(default_factory=dict)
@@ -110,17 +110,17 @@ def read_script(text: str) -> ShellScript:
 
 
 class _Reader:
-    """A walk over a script's tokens. Statements that are not ``live`` are passed over."""
+    """Interpreter of a script's tokens. Statements that are not ``live`` are skipped."""
 
     def __init__(self, text: str, script: ShellScript) -> None:
-        # First of all: a quote within a here-document would open a word that never ends.
+        # First: a quote within a here-document would open a word that never ends.
         self._text = _HERE_DOCUMENT.sub(r"\3", text.replace("\r\n", "\n"))
         self._script = script
         self._tokens = list(_tokens(self._text))
         self._at = 0
 
     def block(self, *ends: str, live: bool) -> tuple[str, bool | None]:
-        """Carry out statements up to a word of ``ends``; return it, and whether the last one holds, None if unknown."""
+        """Execute statements up to a word of ``ends``. Returns it, and whether the last one succeeds; None: unknown."""
         status: bool | None = True
         joint, last, skipped = "", "", False
         while self._at < len(self._tokens):
@@ -142,7 +142,7 @@ class _Reader:
         return "", status
 
     def _statement(self, *, live: bool) -> bool | None:
-        """Follow or carry out one statement; tell whether it holds, where it is a condition."""
+        """Execute or skip one statement. Returns whether it succeeds; None if unknown."""
         start, word = self._tokens[self._at].start(), self._take()
         if word == "if":
             self._if(start, live=live)
@@ -154,7 +154,7 @@ class _Reader:
             words = [word]
             while (more := self._peek()) and (more not in _SIGNS or (word == "[[" and words[-1] != "]]")):
                 words.append(self._take())
-            if self._peek() == "(":  # a function, which is taken to be called
+            if self._peek() == "(":  # a function, which is assumed to be called
                 self._at += 2
             elif live and word in ("[", "[["):
                 return self._holds(words[1:-1])
@@ -167,7 +167,7 @@ class _Reader:
         while end == "elif":
             carried_out = len(self._script.commands)
             _, holds = self.block("then", live=live)
-            if len(self._script.commands) > carried_out:  # a command, of which nobody knows how it ends
+            if len(self._script.commands) > carried_out:  # a command, whose exit status is unknown
                 holds = None
             condition = self._text[start : self._tokens[self._at - 1].start()]
             if holds is None and live and not done:
@@ -184,7 +184,7 @@ class _Reader:
         while end not in ("esac", ""):
             while (end := self._take()) not in (")", "esac", ""):
                 pass
-            # Statement by statement: a branch may have a case of its own.
+            # Statement by statement: a branch may contain another case.
             end = self.block(";;", "esac", live=False)[0] if end == ")" else end
         if live:
             statement = self._text[start : self._tokens[self._at - 1].end()]
@@ -195,7 +195,7 @@ class _Reader:
 
     def _take(self) -> str:
         word = self._peek()
-        # Not behind the end: the last token is still the one before this place.
+        # Not past the end: the last token stays the one before this place.
         self._at = min(self._at + 1, len(self._tokens))
         return word
 
@@ -225,7 +225,7 @@ class _Reader:
             script.variables[name] = (script.variables.get(name, "") if adds else "") + " ".join(self._words(value))
 
     def _holds(self, test: Sequence[str]) -> bool | None:
-        """Tell whether a condition like ``"$A" = "b"`` holds; None where that cannot be told."""
+        """Tell whether a condition like ``"$A" = "b"`` holds; None if unknown."""
         words = [word for raw in test for word in self._words(raw)]
         if any(map(missing, words)):
             return None
@@ -239,7 +239,7 @@ class _Reader:
             case [left, "!=", right]:
                 return left != right
             case [left, sign, right] if sign.startswith("-") and left.isdigit() and right.isdigit():
-                compare = getattr(operator, sign[1:], None)  # -gt is gt there
+                compare = getattr(operator, sign[1:], None)  # -gt is operator.gt
                 return None if compare is None else bool(compare(int(left), int(right)))
         return None
 
@@ -255,7 +255,7 @@ class _Reader:
             elif piece[0] == '"':
                 parts = self._in_quotes(piece[1:-1])
             elif piece[0] in "$`" and piece != "$":
-                # Without quotes a value is as many words as it has; one that is not known stays one.
+                # Without quotes a value is split into words; an unknown value stays one word.
                 values = self._expansion(piece)
                 parts = [part for one in values for part in ([one] if missing(one) else one.split())]
             else:
@@ -273,8 +273,8 @@ class _Reader:
         return words
 
     def _expansion(self, text: str) -> list[str]:
-        """Return what an expansion gives, an array's items one by one."""
-        # Before $(…), with which $((…)) begins as well.
+        """Return the words of an expansion, an array's items one by one."""
+        # Before $(…), which is a prefix of $((…)).
         if text.startswith("$(("):
             return [self._arithmetic(text)]
         if text.startswith("$("):
@@ -284,15 +284,15 @@ class _Reader:
         return self._parameter(text[2:-1] if text.startswith("${") else text[1:])
 
     def _parameter(self, inside: str) -> list[str]:
-        """Return what ``${inside}`` gives: a variable, ``NAME:-default``, ``NAME[@]``."""
+        """Return the words of ``${inside}``: a variable, ``NAME:-default`` or ``NAME[@]``."""
         script, unknown = self._script, [unresolved(f"${{{inside}}}")]
         if not (name := re.match(_NAME, inside)):
             return unknown
         key, rest = name[0], inside[name.end() :]
-        if key == "#" and rest:  # how many, or how long
+        if key == "#" and rest:  # a number of items or characters
             counted = script.arrays.get(rest.removesuffix("[@]").removesuffix("[*]"))
             return unknown if counted is None or missing(counted) else [str(len(counted))]
-        # No argument: "$@" is empty, since nobody has started the script.
+        # No argument: "$@" is empty, since the script was not started.
         if key in _SILENT:
             return []
         if rest in ("[@]", "[*]"):
@@ -310,7 +310,7 @@ class _Reader:
         return [unresolved(f"${key}") if known is None else known]
 
     def _arithmetic(self, text: str) -> str:
-        """Return the value of ``$((…))``, an expression of whole numbers."""
+        """Return the value of ``$((…))``, an integer expression."""
         expanded = re.sub(r"\$\{?(\w+)\}?", r"\1", text[3:-2]).strip()
         try:
             return str(self._number(ast.parse(expanded, mode="eval").body))
@@ -331,7 +331,7 @@ class _Reader:
 
 
 def _tokens(text: str) -> Iterator[re.Match[str]]:
-    """Yield the words and signs of a script, as they are written. Raises `ConfigError` where a quote does not close."""
+    """Yield the words and operators of a script, as written. Raises `ConfigError` for an unclosed quote."""
     at = 0
     while at < len(text):
         if (token := _TOKENS.match(text, at)) is None:
@@ -342,7 +342,7 @@ def _tokens(text: str) -> Iterator[re.Match[str]]:
 
 
 def _append(words: list[str], parts: Sequence[str]) -> None:
-    """Add to the last word the first of ``parts``; the others are words of their own."""
+    """Append the first of ``parts`` to the last word. The others are new words."""
     if words and parts:
         words[-1] += parts[0]
         parts = parts[1:]

@@ -29,13 +29,13 @@ from headway.config.schema_keys import known_keys, spelled
 from headway.errors import ConfigError
 
 WIDTH = 80
-"""Width of a report's and a recipe's lines, where values allow it."""
+"""Maximum width of a report's and a recipe's lines, unless a value is longer."""
 
 
 def body(values: Mapping[str, Any], comments: Mapping[str, tuple[str, str]]) -> str:
     """Return the YAML of ``values``.
 
-    ``comments`` has, by key, the setting that a value is from, for the end of its line, and a remark for those above.
+    ``comments``: key → the setting that the value is from, written at the end of its line; and a remark, written above.
     """
     order = {key: i for i, key in enumerate(known_keys())}
     first = {section: i for i, section in reversed(list(enumerate(key.partition(".")[0] for key in order)))}
@@ -55,12 +55,12 @@ def body(values: Mapping[str, Any], comments: Mapping[str, tuple[str, str]]) -> 
 _SECRET = re.compile(r"(key|token|password|secret|use_wandb)$", re.IGNORECASE)
 UNKNOWN = "unknown to Headway: look for it in docs/configuration.md"
 SIMILARITY = 0.88
-"""Likeness of a key to a known one, in [0, 1], from which on the known one is suggested."""
+"""Minimum similarity of a key to a known one, in [0, 1], for the known one to be suggested."""
 
 
 @dataclass(slots=True)
 class TranslationOutcome:
-    """Outcome of one setting. ``given``: False for a default of the other project."""
+    """Translation outcome of one setting. ``given``: False for a default of the other project."""
 
     key: str
     value: Any
@@ -69,18 +69,18 @@ class TranslationOutcome:
     known: bool = True
 
     def keep(self, keys: Container[str], part: ReportPart | None = None, note: str = "") -> None:
-        """Take away the values of all other keys than these, and add to the remark."""
+        """Remove the values of all keys but these, and add ``note`` to the remark."""
         kept = {key: value for key, value in self.answer.values.items() if key in keys}
         notes = "; ".join(filter(None, (self.answer.note, note)))
         self.answer = Translated(part or self.answer.part, kept, notes)
 
 
 class _NotKnown(Exception):
-    """A conversion asked for a setting whose value the file does not say."""
+    """Raised when a conversion needs a setting whose value the file does not determine."""
 
 
 class _Settings(dict[str, Any]):
-    """Settings over the project's defaults. Raises `_NotKnown` for one whose value the file does not say."""
+    """Settings over the project's defaults. Raises `_NotKnown` for one whose value the file does not determine."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -96,8 +96,8 @@ class _Settings(dict[str, Any]):
 
 @dataclass(slots=True)
 class Translation:
-    """A translated file: the values of the recipe, the settings' outcomes, the settings that the file does not say,
-    what the doctor still asks for, and the values with all others."""
+    """A translated file: the recipe's values, the settings' outcomes, the settings that the file does not determine,
+    what the doctor still requires, and the resolved values of all keys."""
 
     project: Project
     sources: Sequence[SettingsFile]
@@ -108,11 +108,11 @@ class Translation:
     config: Config = field(default_factory=Config)
 
     def of(self, part: ReportPart) -> list[TranslationOutcome]:
-        """Return the outcomes of one part of the report, defaults only where they give the recipe a value."""
+        """Return the outcomes of one part of the report; of defaults, only those that set a value of the recipe."""
         return [one for one in self.outcomes if one.answer.part is part and (one.given or one.answer.values)]
 
     def origins(self) -> dict[str, TranslationOutcome]:
-        """Return, for each key of the recipe, the setting that its value is from: the first that gives it."""
+        """Return key of the recipe → the first setting that gives its value."""
         last = {key: one for one in self.outcomes for key in one.answer.values if key in self.values}
         return last | {
             key: one
@@ -123,10 +123,10 @@ class Translation:
 
 
 def recognise(sources: Sequence[SettingsFile], asked: str | None = None) -> Project:
-    """Return the project that the files are of, by what they name and by their keys, or the one that is ``asked``.
+    """Return the project that the files belong to, by the programs they name and their keys; or ``asked``, if given.
 
     Raises:
-        ConfigError: they are of none, of Headway itself, or of different projects.
+        ConfigError: they belong to no known project, to Headway itself, or to different projects.
     """
     if asked is not None:
         if asked not in PROJECTS:
@@ -149,12 +149,12 @@ def recognise(sources: Sequence[SettingsFile], asked: str | None = None) -> Proj
 
 
 def _knows(project: Project, source: SettingsFile) -> int:
-    """Count the settings of a file that a project's table has."""
+    """Return the number of a file's settings that a project's table has."""
     return sum(project.row(_without_index(key)) is not None for key in _canonical(project, source).values())
 
 
 def _project_of(source: SettingsFile) -> Project | None:
-    """Return the project that a file names, or of which it has keys that no other has."""
+    """Return the project that a file names, or whose unique keys it has; None if unknown."""
     if source.project:
         return next(project for project in PROJECTS.values() if project.name == source.project)
     if "mode" in source.settings and 2 * len({*known_keys()} & source.settings.keys()) > len(source.settings):
@@ -165,7 +165,7 @@ def _project_of(source: SettingsFile) -> Project | None:
         known = _knows(project, source)
         if project is PRIME_RL and source.name.endswith(".toml") and known * 2 >= len(source.settings):
             marks += known
-        # A third of them at least: one common name makes no project.
+        # At least a third of the keys: one common name proves nothing.
         if (marks, known) > most and marks and known * 3 >= len(source.settings):
             best, most = project, (marks, known)
     return best
@@ -173,13 +173,13 @@ def _project_of(source: SettingsFile) -> Project | None:
 
 def translate(project: Project, sources: Sequence[SettingsFile]) -> Translation:
     """Translate the files' settings, later files over earlier ones, to values that load."""
-    settings: dict[str, tuple[str, Any]] = {}  # by the table's key: how it is written, and its value
+    settings: dict[str, tuple[str, Any]] = {}  # the table's key → the key as written, and its value
     for source in sources:
         for written_key, key in _canonical(project, source).items():
-            # So that it also comes later: of two settings that give one value the later one wins.
+            # Moved to the end: if two settings give one value, the later one wins.
             settings.pop(key, None)
             settings[key] = written_key, source.settings[written_key]
-    # Reversed: env[0].n and env[1].n are one key here, and the first counts.
+    # Reversed: env[0].n and env[1].n are one key here, and the first one counts.
     given = {
         _without_index(key): value
         for key, (name, value) in reversed(settings.items())
@@ -211,10 +211,10 @@ def translate(project: Project, sources: Sequence[SettingsFile]) -> Translation:
 
 
 def _canonical(project: Project, source: SettingsFile) -> dict[str, str]:
-    """Return, for each key as it is written, the table's: without prefixes, indices, and what stands for Hydra's."""
+    """Return key as written → the table's key, without prefixes, indices and Hydra's signs."""
     settings = source.settings
     if project is VERL:
-        # a whole configuration has both spellings of the reward, one of them null: values last, so that they count
+        # A complete configuration has both spellings of the reward, one of them null: non-null values last, to win
         return {key: _plain(key) for key in sorted(settings, key=lambda key: settings[key] is not None)}
     if project is TRL or project is OPENRLHF:
         return {key: key.replace("-", "_") for key in settings}
@@ -225,7 +225,7 @@ def _canonical(project: Project, source: SettingsFile) -> dict[str, str]:
     def known(section: str) -> int:
         return sum(section + _without_index(key) in PRIME_RL.rows for key in plain.values())
 
-    # A file of one process has its keys without their section: the one that fits most is meant.
+    # A file of one process has keys without their section: take the section that fits most keys.
     section = max(SECTIONS, key=known)
     return {key: section + name for key, name in plain.items()}
 
@@ -259,7 +259,7 @@ def _answer(project: Project, name: str, key: str, value: Any, everything: Mappi
 
 
 def _unknown(project: Project, key: str) -> str:
-    """Return the remark on a key without a row, with the nearest of the project's, else of Headway's own."""
+    """Return the remark on a key without a row. It names the most similar key of the project, or of Headway."""
     theirs = {name: row.here for name, row in project.rows.items() if row.here and "*" not in name}
     for names in (theirs, {name: name for name in known_keys()}):
         if near := get_close_matches(_without_index(key), names, n=1, cutoff=SIMILARITY):
@@ -269,12 +269,12 @@ def _unknown(project: Project, key: str) -> str:
 
 
 def _settle(result: Translation) -> None:
-    """Make one value of each key: settings of the file over defaults, later ones over earlier ones."""
+    """Choose one value for each key: the file's settings win over defaults, and later ones over earlier ones."""
     owners: dict[str, TranslationOutcome] = {}
     for one in result.outcomes:
         for key, value in one.answer.values.items():
             before = owners.get(key)
-            # A default gives way to what the file says, and not the other way round.
+            # The file's setting wins over a default, never the other way round.
             if before is not None and not before.given:
                 before.keep(before.answer.values.keys() - {key})
             elif before is not None and result.values[key] != value:
@@ -283,13 +283,13 @@ def _settle(result: Translation) -> None:
 
 
 def _make_it_load(result: Translation) -> None:
-    """Take away what the schema refuses, what has no effect, and defaults that are Headway's, until the rest loads."""
-    # Each round takes a value away, or is the last.
+    """Remove values that the schema refuses, that have no effect, or that are Headway's defaults, until it loads."""
+    # Each round removes a value, or is the last.
     for _ in range(len(result.values) + 1):
         try:
             loaded = _load(result)
         except ConfigError as error:
-            # Nothing of the recipe is to blame: another round would be the same.
+            # No value of the recipe is the cause: another round would be the same.
             if not _drop_refused(result, str(error)):
                 raise
             continue
@@ -316,17 +316,17 @@ def _make_it_load(result: Translation) -> None:
 def _load(result: Translation) -> LoadedConfig:
     with TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
-        # Through a file, as the user will load it: what YAML makes of a value counts.
+        # Through a file, as the user will load it: YAML's reading of a value counts.
         recipe.write_text(body(result.values, {}), encoding="utf-8")
         return load(recipe)
 
 
 def _drop_refused(result: Translation, message: str) -> bool:
-    """Remove the values that a loading error names at the beginning of its lines. Return whether there were any."""
+    """Remove the values that a loading error names at the beginning of its lines. Returns whether there were any."""
     found = False
     for line in message.splitlines():
         for key in list(result.values):
-            # The whole key: rollout.n is the beginning of rollout.name.
+            # The whole key: rollout.n is a prefix of rollout.name.
             if re.search(rf"(^|\s){re.escape(key)}(\.\w+)*(\[\d+\]\S*)?:", line) or line.startswith(f"{key} "):
                 reason = re.sub(r" \(in [^)]*\)", "", line.partition(f"{key}")[2].lstrip(": "))
                 _drop(result, key, f"set {key} yourself: {reason}")
@@ -336,7 +336,7 @@ def _drop_refused(result: Translation, message: str) -> bool:
 
 def _drop(result: Translation, key: str, note: str) -> None:
     """Remove a value. A setting that has lost its first value counts as not taken over."""
-    # A list of its own: the mapping gets smaller meanwhile.
+    # A copy as a list: the mapping shrinks meanwhile.
     for name in [name for name in result.values if lies_in(name, key)]:
         del result.values[name]
     for one in result.outcomes:
@@ -350,7 +350,7 @@ def _drop(result: Translation, key: str, note: str) -> None:
 
 
 def shown_value(one: TranslationOutcome) -> str:
-    """Return a setting's value for people, shortened. What its name says is a secret is `…`."""
+    """Return a setting's value for display, shortened. A value whose name suggests a secret is `…`."""
     text = " ".join(written(_without_secrets(one.key, one.value, one.answer.values)).split())
     return text if len(text) <= 60 else f"{text[:57]}…"
 
@@ -358,12 +358,12 @@ def shown_value(one: TranslationOutcome) -> str:
 def _without_secrets(key: str, value: Any, here: Mapping[str, Any]) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_secrets(str(name), part, here) for name, part in value.items()}
-    hidden = isinstance(value, str) and _SECRET.search(key) and value not in here.values()  # columns are keys, too
+    hidden = isinstance(value, str) and _SECRET.search(key) and value not in here.values()  # prompt_key is no secret
     return "…" if hidden else value
 
 
 NOTHING = "nothing to do"
-"""Beginning of remarks on settings that are not missed."""
+"""Beginning of remarks on settings that need no replacement."""
 
 
 def report(found: Translation) -> str:
@@ -385,7 +385,7 @@ def report(found: Translation) -> str:
 
 
 def _urgency(one: TranslationOutcome) -> tuple[int, str]:
-    """Return what outcomes are sorted by: those with values, those with something to do, and the rest by its remark."""
+    """Return the sort key of outcomes: first those with values, then those that need action, the rest by remark."""
     if one.answer.values or not one.answer.note:
         return 0, ""
     return (2 if one.answer.note.startswith(NOTHING) else 1), one.answer.note
@@ -412,7 +412,7 @@ def _wrapped(lines: list[str], first: str, further: str) -> list[str]:
 
 
 def recipe(found: Translation, written_to: str | None) -> str:
-    """Return the recipe as text, with comments on where each value is from."""
+    """Return the recipe as text, with a comment on each value's origin."""
     names = ", ".join(source.name for source in found.sources)
     head = [f"# From {names} ({found.project.name}), by headway import: behind each value the setting that it is from."]
     head += [f"#   headway train {written_to or 'recipe.yaml'} --dry-run"]

@@ -1,4 +1,4 @@
-"""Names of other projects' settings, and what they are here: a table for each project in TOML. Data.
+"""Other projects' settings and their counterparts here: a TOML table for each project. Data.
 
 verl.toml  trl.toml  areal.toml  prime_rl.toml  openrlhf.toml     (….py: how their values are converted)
               └──────────────┬──────────────┐

@@ -41,7 +41,7 @@ def steps(value: Any, given: Given) -> Translated:
 
 
 def devices(value: Any, given: Given, role: str) -> Translated:
-    """Return the devices of a role, and how they divide the model, of an allocation like ``fsdp:d4t2``."""
+    """Return a role's devices and mesh from an allocation like ``fsdp:d4t2``."""
     allocation = str(value)
     sizes = {letter: int(size) for letter, size in SIZES.findall(allocation.rpartition(":")[2].split("|")[0])}
     if not sizes:
@@ -59,7 +59,7 @@ def devices(value: Any, given: Given, role: str) -> Translated:
             note += "; there are no pipelines of layers here, so FSDP2 shards over those ranks, too"
         return other(values, note)
     engine = allocation.partition(":")[0]
-    values["rollout.name"] = "vllm"  # the only engine here that another project has, too
+    values["rollout.name"] = "vllm"  # the only engine that both projects have
     if engine not in ("vllm", allocation):
         note += f" of vllm: Headway has no {engine}"
     if inner > 1:

@@ -42,7 +42,7 @@ def length(value: Any, given: Given) -> Translated:
 
 
 def guessed(given: Given) -> dict[str, Any]:
-    """Return the lengths by the names that the file has: with sections or, as they were before, without."""
+    """Return the lengths under the file's names: with sections or, as in earlier releases, without."""
     if "data.max_len" in given:
         return {}
     if any("." not in key for key in given):

@@ -8,21 +8,21 @@ from headway.config.migration_tables import table_rows
 from headway.config.migration_tables.table_rows import Given, Translated, first_given, other, taken, whole
 
 SECTIONS = ("", "trainer.", "orchestrator.", "inference.")
-"""Beginnings that the keys of one file may lack: those of a whole run, or of one process."""
+"""Prefixes that a file's keys may lack: none for a whole run, else those of one process."""
 GROUP_SIZES = (
     *("orchestrator.group_size", "orchestrator.rollouts_per_example"),
     *("orchestrator.train.source.group_size", "orchestrator.train.env.group_size"),
 )
-"""Settings that say how many answers a problem gets; the first one that is given counts."""
+"""Settings for the number of answers to a problem; the first given one counts."""
 LENGTHS = ("orchestrator.seq_len", "seq_len", "trainer.model.seq_len", "model.seq_len")
-"""Settings of the tokens of prompt and answer together, the orchestrator's first."""
+"""Settings for the tokens of prompt and answer together, the orchestrator's first."""
 TRAINED_LENGTHS = ("trainer.model.seq_len", "model.seq_len", "seq_len")
-"""Settings of the tokens of a micro-batch."""
+"""Settings for the tokens of a micro-batch."""
 ANSWERS = (
     *("orchestrator.train.sampling.max_completion_tokens", "orchestrator.sampling.max_tokens"),
     "orchestrator.sampling.max_completion_tokens",
 )
-"""Settings of the tokens of an answer."""
+"""Settings for the tokens of an answer."""
 ENGINE_SIZES = ("inference.parallel.tp", "inference.vllm.tensor_parallel_size")
 
 
@@ -45,13 +45,13 @@ def steps(value: Any, given: Given) -> Translated:
 
 
 def total_length(given: Given) -> int:
-    """Return the tokens of prompt and answer together: the orchestrator's bound, within the engine's context."""
+    """Return the maximum tokens of prompt and answer together: the orchestrator's, limited by the engine's context."""
     contexts = [whole(given[key]) for key in given if key.endswith("max_model_len") and given[key]]
     return min([whole(first_given(given, LENGTHS, min(contexts, default=2048))), *contexts])
 
 
 def micro_batch(given: Given) -> int:
-    """Return the tokens of a micro-batch: the trainer's length, no shorter than an episode."""
+    """Return the tokens of a micro-batch: the trainer's length, and at least an episode's."""
     return max(whole(first_given(given, TRAINED_LENGTHS, 2048)), total_length(given))
 
 
@@ -123,7 +123,7 @@ def nodes(value: Any, given: Given, role: str) -> Translated:
 
 
 def guessed(given: Given) -> dict[str, Any]:
-    """Return the defaults of settings that have several names, and those of validation where there is one."""
+    """Return the defaults of settings with several names, and those of validation if there is one."""
     ends = {"async_level": ("orchestrator.max_off_policy_steps", 8), "ckpt.interval": ("ckpt.interval", -1)}
     values = {key: value for end, (key, value) in ends.items() if not any(one.endswith(end) for one in given)}
     if any(key.startswith("orchestrator.eval.") for key in given):

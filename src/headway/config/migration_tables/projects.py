@@ -1,4 +1,4 @@
-"""The projects that there are tables of, and the search for a key among them."""
+"""Projects with tables, and the search for a key among them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from headway.config.migration_tables.table_rows import Given, ReportPart, TableR
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """Another project: its name and its table, whose keys may have ``*`` for any part of a key."""
+    """Another project: its name and its table. In the table's keys ``*`` matches any part of a key."""
 
     name: str
     rows: Mapping[str, TableRow]
     marks: tuple[str, ...] = ()
-    """Keys that no other project has, with ``*``."""
+    """Patterns with ``*`` of keys that no other project has."""
     before: Mapping[str, str] = field(default_factory=dict)
-    """Keys of earlier releases of the project → those that the table has."""
+    """Key of an earlier release of the project → the table's key."""
     usual: tuple[Mapping[str, Any], ...] = ()
-    """Parts of the project's defaults, each with the settings ``when``, or ``unless``, it is so."""
+    """Parts of the project's defaults, each with its conditions ``when`` and ``unless``."""
     guessed: Callable[[Given], Mapping[str, Any]] = lambda given: {}
-    """Function of a file's settings: what these say of settings that it leaves out."""
+    """Function of a file's settings that infers values of settings that it leaves out."""
 
     def row(self, key: str) -> TableRow | None:
-        """Return the row of ``key``: its own, or that of the first pattern that fits it.
+        """Return the row of ``key``: its own, or that of the first matching pattern; None if there is none.
 
-        What ``*`` at the end of a pattern stands for takes the place of the one in ``here``.
+        The text that matches ``*`` at a pattern's end replaces the ``*`` in ``here``.
         """
-        # First: a pattern further up in the table may fit this key as well.
+        # First: an earlier pattern of the table may match this key, too.
         if key in self.rows:
             return self.rows[key]
         for pattern, row in self.rows.items():
@@ -46,11 +46,11 @@ class Project:
         return None
 
     def marked(self, keys: Iterable[str]) -> int:
-        """Count the keys that only this project has."""
+        """Return the number of keys that only this project has."""
         return sum(any(fnmatchcase(key, mark) for mark in self.marks) for key in keys)
 
     def defaults(self, given: Given) -> dict[str, Any]:
-        """Return the values of settings that a file leaves out, where they are not Headway's."""
+        """Return the project's defaults of settings that a file leaves out, if they differ from Headway's."""
         found = dict(self.guessed(given))
         for part in self.usual:
             if holds(part, found | dict(given)):
@@ -78,7 +78,7 @@ def read_project(module: ModuleType, further: Mapping[str, Mapping[str, Any]] | 
         for key in rows
         if key.startswith(one["section"])
     }
-    # In this order: a row of the table's own wins over one that is like another section's.
+    # In this order: a table's own row wins over one that is copied from another section.
     return replace(project, rows=alike | rows)
 
 
@@ -93,13 +93,13 @@ PROJECTS: Mapping[str, Project] = MappingProxyType(
 
 
 USUAL: Mapping[str, list[str]] = tomllib.loads(Path(__file__).with_name("usual.toml").read_text(encoding="utf-8"))
-"""Names that several have, whole or the last part of one → the nearest keys here."""
+"""Key, or last part of a key, that several projects have → the nearest keys here."""
 
 
 def whole_key(key: str) -> tuple[str, str, TableRow] | None:
-    """Find another project's setting of this very key: the project's name, the key, its row.
+    """Find another project's setting with exactly this key. Returns the project's name, the key and its row, or None.
 
-    A pattern counts where it has a counterpart of its own for each key, and for names without a section (``lora_*``).
+    A pattern counts if each matching key has its own counterpart, or if it has no section (``lora_*``).
     """
     for project in PROJECTS.values():
         if key in project.rows:
@@ -114,7 +114,7 @@ def whole_key(key: str) -> tuple[str, str, TableRow] | None:
 def last_part(key: str) -> tuple[str, str, TableRow] | None:
     """Find another project's setting, with a counterpart here, whose name is the last part of ``key``.
 
-    Only names of several words count where they lie in sections: ``type`` and ``path`` are everybody's.
+    Within sections only names of several words count: many projects have a ``type`` and a ``path``.
     """
     name = key.rpartition(".")[2]
     for project in PROJECTS.values():

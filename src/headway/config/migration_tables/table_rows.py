@@ -1,4 +1,4 @@
-"""Rows of the tables of other projects' settings, as they stand in TOML, and what becomes of a value.
+"""Rows of the tables of other projects' settings, in their TOML form, and the translation of a value.
 
 "num_generations" = {same = "rollout.n", by = "whole"}
 "max_steps" = {differs = "rollout.total_rollout_steps", by = "steps", note = "steps in groups"}
@@ -31,7 +31,7 @@ from typing import Any
 from headway.config.conditions import filled, holds, matches
 
 Given = Mapping[str, Any]
-"""Settings of a file of another project by dotted key, laid over the project's defaults."""
+"""Settings of another project's file by dotted key, over the project's defaults."""
 
 
 class ReportPart(Enum):
@@ -52,40 +52,40 @@ class Translated:
 
 
 def taken(values: Mapping[str, Any] | None = None, note: str = "") -> Translated:
-    """Make the answer of a setting that is taken over."""
+    """Return the translation of a setting that is taken over."""
     return Translated(ReportPart.TAKEN, values or {}, note)
 
 
 def other(values: Mapping[str, Any], note: str) -> Translated:
-    """Make the answer of a setting that means something else here."""
+    """Return the translation of a setting that means something else here."""
     return Translated(ReportPart.DIFFERS, values, note)
 
 
 def lost(note: str) -> Translated:
-    """Make the answer of a setting without a counterpart."""
+    """Return the translation of a setting without a counterpart."""
     return Translated(ReportPart.WITHOUT, {}, note)
 
 
 PARTS = {"taken": ReportPart.TAKEN, "other": ReportPart.DIFFERS, "lost": ReportPart.WITHOUT}
-"""Keys of a case that say which part of the report its answer is in."""
+"""Key of a case → the part of the report for its setting."""
 Convert = Callable[[Any, Given], Any]
-"""Function of a setting's value and all settings of the file: our value, or a whole `Translated`."""
+"""Function from a setting's value and all settings of the file to Headway's value, or to a whole `Translated`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A key of another project: the nearest key here ("" where there is none), how values are converted, a remark."""
+    """Row of another project's key: the nearest key here ("" if there is none), the conversion of values, a remark."""
 
     here: str = ""
     note: str = ""
     part: ReportPart = ReportPart.TAKEN
     convert: Convert | None = None
-    """None for a value that is taken as it is, null included."""
+    """Conversion of a value; None: the value is taken as it is, null included."""
     cases: tuple[Mapping[str, Any], ...] = ()
 
     def answer(self, value: Any, given: Given) -> Translated:
-        """Say what becomes of ``value``. Raises what the conversion raises for a value that it cannot read."""
-        # Before null counts as not given: a case may ask for null.
+        """Return the translation of ``value``. Raises the conversion's error for a value that it cannot read."""
+        # Before null counts as not given: a case may match null.
         for case in self.cases:
             if ("value" not in case or matches(value, case["value"])) and holds(case, given):
                 return self._answer_of(case, value, given)
@@ -118,11 +118,11 @@ class TableRow:
 
 
 _NAMES = {"true": [True, 1], "false": [False, 0], "null": "absent"}
-"""Names of values in a ``choice`` that are no texts; many a script has 1 and 0."""
+"""Name in a ``choice`` → the values that it stands for. Many scripts write 1 and 0."""
 
 
 def row_of(entry: Mapping[str, Any], functions: Mapping[str, Any]) -> TableRow:
-    """Make the row that a table's ``entry`` describes. ``functions``: the project's conversions by name."""
+    """Return the row for a table's ``entry``. ``functions``: the project's conversions by name."""
     convert, note, cases = _conversion(entry, functions), entry.get("note", ""), tuple(entry.get("cases", ()))
     if "says" in entry:
         cases = ({"taken": entry["says"]},)
@@ -168,7 +168,7 @@ _HOME = re.compile(r"^(~|\$HOME|\$\{HOME\})(?=/|$)")
 
 
 def whole(value: Any) -> int:
-    """Return a whole number, also of one that is written ``1e3``. Raises `ValueError` for any other."""
+    """Return a value as an integer, also one written ``1e3``. Raises `ValueError` for other values."""
     number = float(value)
     if number != int(number):
         raise ValueError(f"{value} is not a whole number")
@@ -176,24 +176,24 @@ def whole(value: Any) -> int:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a list of values, of one value or of several."""
+    """Return a list of values, given one value or several."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def numbers(value: Any) -> list[float]:
-    """Return the numbers of a list, or of a text with blanks between them."""
+    """Return the numbers of a list, or of a text with blanks between the numbers."""
     return [float(one) for one in (value.split() if isinstance(value, str) else value)]
 
 
 def path(value: Any) -> Any:
-    """Return a path, or a list of paths, with a home directory that is found when the recipe is read."""
+    """Return a path, or a list of paths. A home directory is resolved when the recipe is read."""
     if isinstance(value, list | tuple):
         return [path(one) for one in value]
     return _HOME.sub("${oc.env:HOME}", str(value))
 
 
 def source(value: Any) -> Any:
-    """Return a file of prompts, or a data set by its name."""
+    """Return the setting for a file of prompts, or for a data set by its name."""
     name = str(value)
     if name.endswith((".jsonl", ".parquet")):
         return path(name)
@@ -201,13 +201,13 @@ def source(value: Any) -> Any:
 
 
 def file_name(value: Any) -> str:
-    """Return a run's name, without what cannot stand in the name of a directory."""
+    """Return a run's name without characters that a directory's name cannot have."""
     name = re.sub(r"(\$\{oc\.env:[^}]*\})|[^\w.+=-]+", lambda at: at[1] or "-", str(value))
     return name.strip("-.")[:100] or "imported"
 
 
 def trackers(value: Any) -> Translated:
-    """Return the trackers that Headway has, of a name or a list of names."""
+    """Return those trackers of a name, or a list of names, that Headway has."""
     names = [str(name) for name in listed(value)]
     names = list(TRACKERS) if "all" in names else names
     known = [name for name in names if name in TRACKERS]
@@ -222,12 +222,12 @@ def interval(value: Any) -> int:
 
 
 def top_k(value: Any) -> int:
-    """Return the number of tokens, with 0 for all, which others call -1 or 10⁸."""
+    """Return the number of tokens. 0 means all; other projects write -1 or 10⁸."""
     return 0 if whole(value) >= 10**6 else max(whole(value), 0)
 
 
 def schedule(value: Any) -> str:
-    """Return the kind of a learning rate's schedule: the first word of its name in another project."""
+    """Return the kind of a learning-rate schedule: the first word of its name in another project."""
     return str(value).rpartition(".")[2].lower().partition("_")[0]
 
 
@@ -253,28 +253,28 @@ CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "trackers": trackers,
     "whole": whole,
 }
-"""Conversions that look at the value alone. Null, for all of them, is a setting that is not given."""
+"""Conversions of only the value. Null means a setting that is not given."""
 
 
 def groups(value: Any, version: int, what: str) -> Translated:
-    """Return the length of a run of ``value`` groups as a multiple of ``version`` groups."""
+    """Return a run's length of ``value`` groups, rounded to a multiple of ``version`` groups."""
     total = ceil(float(value) / version) * version
     return other({"rollout.total_rollout_steps": total}, f"{what}; a multiple of B={version} groups")
 
 
 def groups_of_steps(steps: Any, version: int) -> Translated:
-    """Return the length of a run of ``steps``, in each of which ``version`` groups are trained on."""
+    """Return the length of a run of ``steps`` steps, each with ``version`` groups."""
     return groups(whole(steps) * version, version, f"{steps} steps of {version} prompts, in prompts")
 
 
 def engines(count: Any, size: Any) -> Translated:
-    """Return the devices of so many engines of ``size`` devices each."""
+    """Return the settings for ``count`` engines of ``size`` devices each."""
     devices = whole(count) * whole(size)
     return other({"rollout.n_gpus_per_node": devices}, f"devices of {count} engines of {size} each")
 
 
 def warmup_share(share: Any, steps: int | None) -> Translated:
-    """Return the warmup that is a share of the run's optimizer ``steps``; None where these are not known."""
+    """Return a warmup given as a share of the run's optimizer ``steps``; ``steps`` is None if unknown."""
     if not share or float(share) <= 0:
         return taken(note="off, as here")
     if steps is None:
@@ -284,5 +284,5 @@ def warmup_share(share: Any, steps: int | None) -> Translated:
 
 
 def first_given(given: Given, keys: Sequence[str], default: Any = None) -> Any:
-    """Return the first of these settings that has a value."""
+    """Return the first of these settings with a value; ``default`` if none has one."""
     return next((given[key] for key in keys if given.get(key) is not None), default)

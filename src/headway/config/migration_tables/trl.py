@@ -20,9 +20,9 @@ from headway.config.migration_tables.table_rows import (
 )
 
 CONFIG = "the configuration's class"
-"""Name of the setting that says which class the settings are for."""
+"""Name of the setting for the configuration's class."""
 PROCESSES = "num_processes"
-"""Training processes of ``accelerate launch``."""
+"""Name of the setting for the number of processes of ``accelerate launch``."""
 REWARDS = {
     "accuracy_reward": "math_verify",
     "accuracy": "math_verify",
@@ -30,24 +30,24 @@ REWARDS = {
     "reasoning_accuracy_reward": "math_verify",
 }
 PARAMS = {"think_format_reward": {"params": {"pattern": "<think>(?!.*<think>).*?</think>.*"}}}
-"""TRL's rewards → parameters with which Headway's give the same."""
+"""TRL's reward → parameters with which Headway's reward gives the same values."""
 OVERLONG = "get_soft_overlong_punishment"
 
 
 def completions(given: Given) -> int:
-    """Completions of one optimizer step."""
+    """Number of completions of one optimizer step."""
     sizes = (given["per_device_train_batch_size"], given["gradient_accumulation_steps"], given.get(PROCESSES, 1))
     return whole(sizes[0]) * whole(sizes[1]) * whole(sizes[2])
 
 
 def mini(given: Given) -> int:
-    """Prompts of one optimizer step, at least one."""
-    # Fewer completions than a group has are one group in several steps.
+    """Number of prompts of one optimizer step, at least one."""
+    # With fewer completions than a group, one group takes several steps.
     return max(1, completions(given) // whole(given["num_generations"]))
 
 
 def batches(given: Given) -> int:
-    """Optimizer steps for each batch of generation."""
+    """Number of optimizer steps for each generated batch."""
     steps = given.get("steps_per_generation")
     if steps is None and given.get("generation_batch_size") is not None:
         return max(1, whole(given["generation_batch_size"]) // completions(given))
@@ -55,7 +55,7 @@ def batches(given: Given) -> int:
 
 
 def uses(given: Given) -> int:
-    """Optimizer steps that see each prompt of a batch."""
+    """Number of optimizer steps that train on each prompt of a batch."""
     return max(1, whole(given.get("num_iterations", 1)))
 
 
@@ -89,7 +89,7 @@ def epochs(value: Any, given: Given) -> int:
 
 
 def every(value: Any, given: Given, here: str) -> Translated:
-    """Return an interval in optimizer steps as one in versions."""
+    """Convert an interval in optimizer steps to versions."""
     if float(value) < 1:
         return lost(f"a share of the run; give {here} in versions")
     versions = max(1, round(whole(value) * mini(given) / (version(given) * uses(given))))
@@ -97,7 +97,7 @@ def every(value: Any, given: Given, here: str) -> Translated:
 
 
 def data(value: Any, given: Given, side: str) -> Translated:
-    """Return a data set: a name of the Hub with what goes with it, or what the script loads."""
+    """Return the settings for a data set: a name on the Hub with subset and split, or the files that a script loads."""
     source = dict(value) if isinstance(value, Mapping) else {"dataset": str(value)}
     subset, split = given.get("dataset_config"), given.get(f"dataset_{side}_split")
     source |= ({"subset": subset} if subset else {}) | ({"split": split} if split else {})
@@ -113,7 +113,7 @@ def data(value: Any, given: Given, side: str) -> Translated:
 
 
 def importable(name: str) -> str:
-    """Return ``package.module.function`` as a function of a file, and any other name as it is."""
+    """Convert ``package.module.function`` to a function of a file. Other names stay as they are."""
     module, dot, function = name.rpartition(".")
     return f"{module.replace('.', '/')}.py:{function}" if dot and ":" not in name else name
 
@@ -146,7 +146,7 @@ def rewards(value: Any, given: Given) -> Translated:
 
 
 def of_files(value: Any, given: Given, here: str, example: str) -> Translated:
-    """Return what the script has made as what ``here`` takes: names in files."""
+    """Return names in files, for the setting ``here``, of functions or classes that a script defines."""
     names = [str(one) for one in listed(value)]
     if not names or not all(":" in name for name in names):
         return lost(f"give {here}={example} (docs/agents.md)")

@@ -21,13 +21,13 @@ from headway.config.migration_tables.table_rows import (
 )
 
 PROGRAM = "the program"
-"""Name of the setting that says which of verl's programs a file names."""
+"""Name of the setting for the verl program that a file names."""
 TRAINER = "the trainer"
-"""Name of what that makes with `TRAINER_MODE`: conditions in the table ask for it."""
+"""Name of the fact derived from program and `TRAINER_MODE`, for conditions in the table."""
 PPO, ONE_STEP_OFF, FULLY_ASYNC = "main_ppo", "one_step_off_policy", "fully_async_policy"
 TRAINER_MODE = "trainer.v1.trainer_mode"
 COLOCATE_ASYNC, SEPARATE_ASYNC = "colocate_async", "separate_async"
-"""Values of `TRAINER_MODE` that make `main_ppo` a program of its own."""
+"""Values of `TRAINER_MODE` with which `main_ppo` counts as another program."""
 RENAMED: Mapping[str, str] = {
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_manager.name": "reward_model.reward_manager",
@@ -38,11 +38,11 @@ RENAMED: Mapping[str, str] = {
     "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
     "sandbox_fusion.": "reward_model.sandbox_fusion.",
 }
-"""Beginnings of keys of verl's section ``reward`` → those of the older keys, which the rows have."""
+"""Prefix of keys in verl's section ``reward`` → the prefix of the older keys, which the table has."""
 
 
 def mini(given: Given) -> int:
-    """Prompts of one optimizer step. Forks with ``n_agent`` count answers there."""
+    """Number of prompts of one optimizer step. Forks with ``n_agent`` count answers."""
     return max(1, whole(given["actor.ppo_mini_batch_size"]) // agent_answers(given))
 
 
@@ -58,20 +58,20 @@ def mini_batch(value: Any, given: Given) -> Translated:
 
 
 def answers(value: Any, given: Given) -> int:
-    """Answers of a prompt: the engine's, for each of the copies of it that forks with ``n_agent`` make."""
+    """Number of answers to a prompt: the engine's, times the copies of a prompt in forks with ``n_agent``."""
     return whole(given.get("rollout.n", 1)) * agent_answers(given)
 
 
 def batches(given: Given) -> Fraction:
-    """Mini-batches of one of verl's training steps."""
+    """Number of mini-batches of one of verl's training steps."""
     if given[TRAINER] == FULLY_ASYNC:
         return Fraction(whole(given.get("async_training.require_batches", 1)))
-    # Exact, so that a rest is noticed and said.
+    # Exact, so that a remainder is noticed and reported.
     return Fraction(whole(given["data.train_batch_size"]), mini(given))
 
 
 def version(given: Given) -> int:
-    """Groups of one version."""
+    """Number of groups of one version."""
     trigger = given.get("async_training.trigger_parameter_sync_step", 4) if given[TRAINER] == FULLY_ASYNC else 1
     return max(1, int(batches(given))) * mini(given) * whole(trigger)
 
@@ -97,12 +97,12 @@ def rollout_steps(value: Any, given: Given) -> Translated:
 
 
 def ranks(given: Given) -> int:
-    """Devices that train."""
+    """Number of training devices."""
     return whole(given["trainer.nnodes"]) * whole(given["trainer.n_gpus_per_node"])
 
 
 def lines(given: Given) -> int:
-    """Ranks that compute different rows."""
+    """Number of ranks with different rows."""
     return max(1, ranks(given) // whole(given.get("actor.ulysses_sequence_parallel_size", 1)))
 
 
@@ -116,7 +116,7 @@ def micro_batch(value: Any, given: Given) -> Translated:
 
 
 def micro_batch_of_all(value: Any, given: Given) -> Translated:
-    """Return `micro_batch` for a size over all ranks, which verl divides by the data ranks."""
+    """Return `micro_batch` for a size over all ranks. verl divides such a size by the data ranks."""
     return micro_batch(max(1, whole(value) // lines(given)), given)
 
 
@@ -126,12 +126,12 @@ def warmup_of_ratio(value: Any, given: Given) -> Translated:
 
 
 def updates(role: str, given: Given) -> int:
-    """Number of optimizer steps in a training step of verl, whose learning rate moves once per training step."""
+    """Number of optimizer steps in a training step of verl. verl changes the learning rate once per training step."""
     return max(1, int(batches(given))) * whole(given.get(f"{role}.ppo_epochs", 1))
 
 
 def warmup(value: Any, given: Given, role: str) -> Translated:
-    """Return a warmup in training steps as one in optimizer steps."""
+    """Convert a warmup in training steps to optimizer steps."""
     if float(value) < 0:
         return taken(note="not given, here either")
     here, several = f"{role}.optim.lr_warmup_steps", updates(role, given)
@@ -168,7 +168,7 @@ def reward_function(value: Any, given: Given) -> Translated:
 
 
 def guessed(given: Given) -> dict[str, Any]:
-    """Return the program that the settings are for, where the file does not name it, and which of its trainers."""
+    """Return the program of the settings, if the file does not name it, and its trainer."""
     is_async = any(key.startswith("async_training.") for key in given)
     apart = given.get("rollout.nnodes", 0) not in (0, None)  # a whole configuration of main_ppo says 0
     program = given.get(PROGRAM, FULLY_ASYNC if is_async else ONE_STEP_OFF if apart else PPO)

@@ -14,29 +14,28 @@ from headway.runtime.user_code import names_a_server, names_user_code
 
 
 class McpServerConfig(Section):
-    """An MCP server by its name, whose tools the model may call (docs/agents.md). It needs the extra ``mcp``."""
+    """An MCP server whose tools the model may call (docs/agents.md). Needs the extra ``mcp``."""
 
     command: tuple[str, ...] = ()
-    """A command that starts the server and speaks with it over its standard input and output: a program and its
-    arguments."""
+    """Command that starts a server on standard input and output: a program and its arguments."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the command. ``$NAME`` in a value stands for a variable of the process that runs
     episodes, such as one of ``agent.env``."""
     url: str | None = None
-    """The server's address, in place of a command: one that speaks over streamable HTTP."""
+    """Address of a server that speaks streamable HTTP, in place of a command."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Headers of requests to ``url``, with ``$NAME`` as in ``env``."""
     timeout_s: float = Field(30.0, gt=0)
-    """Most seconds that an answer of the server may take. The episode of a call that takes longer is run again."""
+    """Time limit in seconds of an answer of the server. After a time-out the call's episode is run again."""
     per_episode: bool = False
-    """Each episode has a connection of its own, and a command is started for each: for servers that remember. Otherwise
-    episodes of a process share one."""
+    """Give each episode its own connection, and its own process of ``command``: for stateful servers. False: episodes
+    of a process share one."""
     tools: tuple[str, ...] | None = None
-    """Names of the tools that are offered. Default: all of the server's."""
+    """Names of the server's tools to offer. Default: all."""
 
 
 MAKES_EPISODES = ("tools", "mcp", "environment", "program", "client")
-"""Keys of which one makes the episodes."""
+"""Keys that make user code produce the episodes."""
 _EXAMPLES = {
     "tools": "tools.py:look_up",
     "environment": "environment.py:Game",
@@ -45,7 +44,8 @@ _EXAMPLES = {
 }
 
 Limit = Literal["turns", "tokens", "step", "time"]
-"""A limit of an episode: ``max_turns``; the tokens of a conversation; ``step_timeout_s``; ``episode_timeout_s``."""
+"""Name of an episode's limit: ``max_turns``, the tokens of a conversation, ``step_timeout_s``,
+``episode_timeout_s``."""
 
 
 class AgentConfig(Section):
@@ -57,10 +57,10 @@ class AgentConfig(Section):
     mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
     """MCP servers by name, whose tools are offered beside ``tools``."""
     environment: str | None = None
-    """An environment, ``file.py:Class``, in the form of TRL, Gymnasium, GEM or SkyRL-gym, by which it is recognised; or
-    the address of a server of OpenEnv's, ``ws://host:8000``."""
+    """An environment, ``file.py:Class``, with the interface of TRL, Gymnasium, GEM or SkyRL-gym, which is detected; or
+    the address of an OpenEnv server, ``ws://host:8000``."""
     program: str | None = None
-    """A program of one's own, ``file.py:function``: ``async def run(row, chat)``, which returns the reward."""
+    """Your own program, ``file.py:function``: ``async def run(row, chat)``, which returns the reward."""
     client: (
         Annotated[
             Annotated[str, Tag("text")] | Annotated[tuple[str, ...], Field(min_length=1), Tag("list")],
@@ -68,71 +68,71 @@ class AgentConfig(Section):
         ]
         | None
     ) = None
-    """An agent that asks for turns over HTTP, with a client of its own: ``file.py:function``, which is ``async def
-    run(row, base_url, api_key)`` and returns the reward; or a command, ``[program, argument, …]``, which is given the
-    row as JSON on standard input, and the endpoint in the environment (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``); the
-    reward is the last line that it prints."""
+    """An agent that requests turns over HTTP with its own client: ``file.py:function``, an ``async def run(row,
+    base_url, api_key)`` that returns the reward; or a command, ``[program, argument, …]``, which gets the row as JSON
+    on standard input and the endpoint in the environment (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``), and prints the
+    reward on its last line."""
     sampling: Literal["override", "strict"] = "override"
-    """What becomes of requests of agents for other sampling than the run's, which training could not follow: the run's
-    holds, and they are counted, or they are refused."""
+    """Handling of an agent's request with other sampling parameters than the run's, which training could not account
+    for: ``override`` uses the run's and counts the request, ``strict`` refuses it."""
     models: tuple[str, ...] = Field(("policy", "default"), min_length=1)
-    """Names under which agents may ask for the policy."""
+    """Model names under which agents may request the policy."""
     endpoint_host: str = "127.0.0.1"
-    """Address at which agents reach the endpoint: this one of each machine with replicas, or ``node`` for that by which
-    the cluster knows the machine, where agents start something on other machines that asks for turns."""
+    """Address of the endpoint for agents, on each machine with replicas. ``node`` is the machine's address in the
+    cluster, for agents that start processes on other machines which request turns."""
     endpoint_port: int = Field(0, ge=0, lt=2**16)
-    """Port of the endpoint on each machine; 0 for any that is free."""
+    """Port of the endpoint on each machine; 0: any free port."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the environment's constructor, or further ones of the program or agent, by name."""
+    """Keyword arguments of the environment's constructor, or further ones of the program or agent."""
     tool_parser: str = "auto"
     """Parser of tool calls: ``template``, ``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``, ``glm``,
-    ``deepseek``, ``kimi``, ``harmony``, or ``auto`` for the one that reads what the model's chat template writes."""
+    ``deepseek``, ``kimi``, ``harmony``, or ``auto``: the one that fits the model's chat template."""
     workers: Positive = 2
-    """Number of processes that asynchronous programs share, on each machine that has replicas."""
+    """Number of processes for asynchronous programs on each machine with replicas."""
     environment_processes: Positive = 64
-    """Most processes of synchronous environments and tools, one for each episode that is open, on each machine that
-    has replicas. Further episodes wait before their first turn."""
+    """Maximum number of processes for synchronous environments and tools, one per open episode, on each machine with
+    replicas. Further episodes wait before their first turn."""
     stall_s: float = Field(2.0, gt=0)
-    """Seconds without a sign of a user-code worker's event loop after which that is replaced."""
+    """Seconds without a response of a user-code worker's event loop after which the worker is replaced."""
     max_turns: Positive = 10
-    """Most turns of an episode."""
+    """Maximum number of turns of an episode."""
     max_turn_tokens: Positive | None = None
-    """Most tokens of one turn; one that has as many is not cut off (``algorithm.overlong_filtering``). Default:
-    ``data.max_response_length``. A conversation, those of tools and environments included, has at most
-    ``data.max_prompt_length + data.max_response_length`` tokens."""
+    """Maximum number of tokens of one turn. A turn of this length does not count as cut off
+    (``algorithm.overlong_filtering``). Default: ``data.max_response_length``. A conversation, with the tokens of tools
+    and environments, has at most ``data.max_prompt_length + data.max_response_length`` tokens."""
     step_timeout_s: float = Field(60.0, gt=0)
-    """Most seconds that a program may take between two turns."""
+    """Time limit in seconds of a program between two turns."""
     episode_timeout_s: float = Field(600.0, gt=0)
-    """Most seconds of an episode. Clocks of steps and episodes stop while the policy is halted or asleep."""
+    """Time limit in seconds of an episode. The clocks of this and ``step_timeout_s`` stop while replicas are paused or
+    asleep."""
     train_on_limit: tuple[Limit, ...] = ("turns", "tokens")
-    """Limits that leave an episode trained on, with the reward that it has by then. An episode that another one ends
+    """Limits after which an episode is still trained on, with its reward by then. An episode that another limit ends
     has failed."""
     min_episodes: Positive | None = None
-    """Fewest episodes of a group that must not have failed for the others to be trained on. Default: ``k`` for
-    estimators of pass@k, 2 for those that compare the episodes of a group, else 1."""
+    """Minimum number of episodes that did not fail for their group to be trained on. Default: ``k`` for estimators of
+    pass@k, 2 for those that compare the episodes of a group, else 1."""
     side_effects: tuple[str, ...] = ()
-    """Names of tools that must not be called twice for one answer; ``*`` for all that programs and environments do.
-    Where a program is run again, after a resume or the loss of a worker, an episode that may have called one already is
-    begun anew with other answers."""
+    """Names of tools that must not be called twice for one answer; ``*``: everything that programs and environments do.
+    When a program is run again, after a resume or the loss of a worker, an episode that may have called such a tool
+    starts over with new answers."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the processes that hold user code: name there → name in your environment. Their values
-    are never written down, and are shown as ***. Of your other variables these processes get those of paths, language,
-    proxies, certificates and libraries' settings alone (``headway/runtime/workers/redaction.py``), and no
-    secret."""
+    """Environment variables of the processes with user code: name there → name in your environment. Their values are
+    never written, and are shown as ***. Of your other variables these processes get only those for paths, language,
+    proxies, certificates and libraries (``headway/runtime/workers/redaction.py``), and no secrets."""
 
     @property
     def has_program(self) -> bool:
-        """True where episodes are made by user code."""
+        """True if user code makes the episodes."""
         return any(getattr(self, name) for name in MAKES_EPISODES)
 
     @property
     def client_function(self) -> str | None:
-        """The agent's ``file.py:function``; None for a command, and where there is no agent."""
+        """The agent's ``file.py:function``; None for a command, or without an agent."""
         return self.client if isinstance(self.client, str) else None
 
 
 def program_problems(agent: AgentConfig) -> Iterator[str]:
-    """Yield what is wrong with the programs that are named."""
+    """Yield the problems of the named programs."""
     chosen = [f"agent.{name}" for name in MAKES_EPISODES if getattr(agent, name)]
     if len(chosen) > 1 and (agent.program or agent.client):
         yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
@@ -147,7 +147,7 @@ def program_problems(agent: AgentConfig) -> Iterator[str]:
 
 
 def _is_other_form(name: str, spec: str) -> bool:
-    """Tell whether ``spec`` is a value of ``agent.NAME`` that is no ``file.py:name``."""
+    """Tell whether ``spec`` is a valid value of ``agent.NAME`` in another form than ``file.py:name``."""
     if name == "environment":
         return names_a_server(spec)
     return name == "tools" and (spec == PYTHON or spec.endswith((".yaml", ".yml")))
@@ -156,25 +156,25 @@ def _is_other_form(name: str, spec: str) -> bool:
 CODE = "code"
 """Name of the reward that runs a row's unit tests."""
 LEAST_CPU_S = 10.0
-"""Least limit of processor time, in seconds."""
+"""Minimum limit of processor time, in seconds."""
 LEAST_MIB = 64
-"""Memory that an interpreter needs to start."""
+"""Memory in MiB that an interpreter needs to start."""
 
 
 class SandboxConfig(Section):
     """The sandbox of the tool ``python`` and the reward ``code`` (docs/sandbox.md). A bare name is ``{kind: …}``."""
 
     kind: Literal["bubblewrap", "process_limits"] = "bubblewrap"
-    """The kind: ``bubblewrap`` puts each call into namespaces of its own; ``process_limits`` bounds what it takes, and
-    protects nothing else."""
+    """The kind: ``bubblewrap`` puts each call into its own namespaces; ``process_limits`` only bounds a call's
+    resources, and protects nothing."""
     wall_s: float = Field(10.0, gt=0, le=3600)
-    """Most seconds of a call, and of processor time of its processes (10 at least). A test of the reward ``code`` has
-    its own limit, ``reward.params.timeout_s``."""
+    """Time limit in seconds of a call, and of its processes' processor time (at least 10). A test of the reward
+    ``code`` has its own limit, ``reward.params.timeout_s``."""
     memory_mib: int = Field(512, ge=LEAST_MIB)
-    """Largest memory of all processes of a call together, files included, in MiB."""
+    """Memory limit in MiB of all processes of a call together, files included."""
 
     @property
     def spec(self) -> SandboxSpec:
-        """The sandbox that the section asks for."""
+        """The sandbox that this section describes."""
         limits = SandboxLimits(self.wall_s, max(LEAST_CPU_S, self.wall_s), self.memory_mib)
         return SandboxSpec(self.kind, limits)

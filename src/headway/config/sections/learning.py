@@ -1,6 +1,6 @@
 """The sections of learning: the mesh, the policy's losses, the critic, the reference, the estimators.
 
-    ranks of a role = replicate × shard × cp × tp         shard is what is left
+    ranks of a role = replicate × shard × cp × tp         shard is the remaining factor
     experts         = replicate × (shard · cp · tp / ep) × ep
 
 Ranks are numbered with tp fastest, then cp: the cp · tp ranks that compute the same rows, an *inner mesh*, are
@@ -21,39 +21,39 @@ from headway.config.sections.losses import ChosenLoss, PpoClip
 from headway.config.sections.section import Every, NonNegative, Positive, Section
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_attention_heads_per_layer")
-"""Names of a layer's number of attention heads, in the ``config.json`` of one family or another."""
+"""Keys of a layer's number of attention heads in the families' ``config.json``."""
 KV_HEADS = (
     "num_key_value_heads",
     "num_global_key_value_heads",
     "swa_num_key_value_heads",
     "num_key_value_heads_per_layer",
 )
-"""Names of a layer's number of heads of keys and values."""
+"""Keys of a layer's number of key and value heads."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of a layer's number of experts, of which a token goes to some."""
+"""Keys of a layer's number of routed experts."""
 DIVIDES = (5, 23)
-"""First release of transformers that divides matrices and experts as is asked of it here."""
+"""First release of transformers that can divide matrices and experts as Headway asks."""
 
 KLKind = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
-"""Name of an estimator of the KL divergence, which `headway.algorithms.kl` computes."""
+"""Name of an estimator of the KL divergence, as in `headway.algorithms.kl`."""
 
 
 class ParallelConfig(Section):
-    """Dimensions of the mesh that policy, critic, reference and ``logp`` are computed on. Devices that are left shard
-    the weights (FSDP2)."""
+    """Dimensions of the mesh of policy, critic, reference and ``logp``. The weights are sharded over the remaining
+    factor of a role's devices (FSDP2)."""
 
     replicate: Positive = 1
-    """Number of copies of the sharded model (HSDP): each is sharded over its own ranks, and gradients are added up over
-    the copies. With one copy in each machine, weights travel within machines alone."""
+    """Number of copies of the sharded model (HSDP): each is sharded over its own ranks, and gradients are summed over
+    the copies. With one copy per machine, weights are gathered only within machines."""
     tp: Positive = 1
-    """Tensor parallelism: number of ranks that divide each layer's matrices, by the plan that ``transformers`` has for
-    the model. Divides its heads, and its heads of keys and values."""
+    """Tensor parallelism: number of ranks that divide each layer's matrices, by the model's plan in
+    ``transformers``. Must divide the numbers of attention heads and of key and value heads."""
     cp: Positive = 1
-    """Context (sequence) parallelism by Ulysses: number of ranks that divide each line of tokens, and for attention the
+    """Context (sequence) parallelism by Ulysses: number of ranks that divide each line of tokens and, in attention, the
     heads. A micro-batch has ``cp`` times as many tokens."""
     ep: Positive = 1
-    """Expert parallelism: number of ranks that divide the experts of a mixture-of-experts model. A multiple of ``tp``;
-    divides the ranks of one copy, and the number of experts."""
+    """Expert parallelism: number of ranks that divide the experts of a mixture-of-experts model. A multiple of ``tp``,
+    and a divisor of the number of ranks of one copy and of the number of experts."""
 
     @property
     def inner(self) -> int:
@@ -62,16 +62,16 @@ class ParallelConfig(Section):
 
     @property
     def least_ranks(self) -> int:
-        """Fewest ranks that make such a mesh; any number of ranks that makes one is a multiple of it."""
+        """Minimum number of ranks of such a mesh. Other possible numbers are multiples of it."""
         return self.replicate * lcm(self.inner, self.ep)
 
     @property
     def is_plain(self) -> bool:
-        """True where all ranks shard, and each has different rows."""
+        """True if all ranks shard and each has different rows."""
         return self == ParallelConfig()
 
     def problems(self, nnodes: int, per_node: int, whose: str) -> Iterator[str]:
-        """Yield problems of this mesh on ``nnodes`` × ``per_node`` devices of ``whose``."""
+        """Yield problems of this mesh on ``nnodes`` × ``per_node`` devices. ``whose``: the role, for messages."""
         ranks = nnodes * per_node
         copies = self.replicate * self.inner
         if ranks % copies:
@@ -96,10 +96,10 @@ class ParallelConfig(Section):
 
 
 def model_problems(parallel: ParallelConfig, model: Mapping[str, object]) -> Iterator[str]:
-    """Yield what does not fit a model, by its ``config.json`` (or its text part)."""
+    """Yield dimensions that do not fit a model. ``model``: its ``config.json``, or that file's text part."""
     heads, experts = _numbers(model, HEADS), _numbers(model, EXPERTS)
     kv_heads = _numbers(model, KV_HEADS) or heads
-    # Ulysses gives each rank whole heads, of those that tp has left it.
+    # Ulysses divides the heads of each tp rank into whole heads.
     inner = f"actor.parallel: cp={parallel.cp} × tp={parallel.tp} is {parallel.inner}, which"
     of_heads = [*_indivisible(inner, parallel.inner, heads, "attention heads")]
     of_heads += _indivisible(f"actor.parallel.tp={parallel.tp}", parallel.tp, kv_heads, "heads of keys and values")
@@ -110,9 +110,9 @@ def model_problems(parallel: ParallelConfig, model: Mapping[str, object]) -> Ite
 
 
 def replica_problems(size: int, model: Mapping[str, object]) -> Iterator[str]:
-    """Yield what keeps vLLM from dividing a model over ``size`` devices, by its ``config.json``.
+    """Yield reasons why vLLM cannot divide a model over ``size`` devices. ``model``: its ``config.json``.
 
-    With fewer heads of keys and values than devices, several devices hold each.
+    With fewer key and value heads than devices, several devices hold each head.
     """
     heads = _numbers(model, HEADS)
     kv_heads = _numbers(model, KV_HEADS) or heads
@@ -129,7 +129,7 @@ def replica_problems(size: int, model: Mapping[str, object]) -> Iterator[str]:
 def expert_problems(parallel: ParallelConfig, model: Mapping[str, object], ranks: Mapping[str, int]) -> Iterator[str]:
     """Yield a problem for each role whose mesh leaves a rank without experts.
 
-    ``ranks``: number of the ranks of each role that has devices of its own, on any of which the mesh fits.
+    ``ranks``: role with its own devices → its number of ranks, which the mesh fits.
     """
     experts = min(_numbers(model, EXPERTS), default=0)
     for role, count in ranks.items():
@@ -159,14 +159,14 @@ def _fits(parallel: ParallelConfig, ranks: int, experts: int) -> bool:
 
 
 def _each_holds(parallel: ParallelConfig, ranks: int, experts: int) -> bool:
-    """Tell whether each rank holds an expert: FSDP2 gives the first ranks equal parts of a group's, rounded up."""
+    """Tell whether each rank holds an expert. FSDP2 gives the first ranks of a group equal parts, rounded up."""
     sharding = ranks // parallel.replicate // (parallel.ep if parallel.ep > 1 else parallel.tp)
     local = experts // parallel.ep
     return -(-local // sharding) * (sharding - 1) < local
 
 
 def plan_problems(parallel: ParallelConfig, model: Any) -> Iterator[str]:
-    """Yield what `transformers` has no plan for. ``model``: configuration of the text part, or its class."""
+    """Yield dimensions that `transformers` has no plan for. ``model``: configuration of the text part, or its class."""
     release = version("transformers")
     if (parallel.tp > 1 or parallel.ep > 1) and tuple(map(int, release.split(".")[:2])) < DIVIDES:
         yield (
@@ -176,7 +176,7 @@ def plan_problems(parallel: ParallelConfig, model: Any) -> Iterator[str]:
         return
     for name in ("tp", "ep"):
         size = getattr(parallel, name)
-        # A model's own plan also has its output layer, which alone would divide next to nothing.
+        # A model's own plan has at least its output layer, which alone would divide almost nothing.
         if size > 1 and not getattr(model, f"base_model_{name}_plan", None):
             yield (
                 f"actor.parallel.{name}={size}, and transformers has no plan for dividing a {model.model_type!r} model "
@@ -185,14 +185,16 @@ def plan_problems(parallel: ParallelConfig, model: Any) -> Iterator[str]:
 
 
 def _numbers(model: Mapping[str, object], names: Sequence[str]) -> list[int]:
-    """Numbers above 0 under any of ``names``: one for the model, or a list of them for its layers."""
+    """Return the numbers above 0 under any of ``names``: one for the model, or a list for its layers."""
     values = [model.get(name) for name in names]
     each = [one for value in values for one in (value if isinstance(value, list) else [value])]
     return [one for one in each if isinstance(one, int) and one > 0]
 
 
 def _indivisible(what: str, by: int, numbers: Sequence[int], of: str) -> Iterator[str]:
-    """Yield a problem where ``by``, as ``what`` says, does not divide one of ``numbers``."""
+    """Yield a problem if ``by`` does not divide one of ``numbers``. ``what``: the setting of ``by``, for the
+    message.
+    """
     if (odd := next((number for number in numbers if number % by), None)) is not None:
         yield f"{what} does not divide the model's {odd} {of}; expected a divisor of {odd}"
 
@@ -205,10 +207,10 @@ class OptimConfig(Section):
     lr_warmup_steps: NonNegative = 0
     """Optimizer steps of linear warm-up."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio`` at the last
-    optimizer step."""
+    """Learning-rate schedule after warm-up. ``linear`` and ``cosine`` fall to ``min_lr_ratio`` at the last optimizer
+    step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Share of ``lr`` that is left at the last optimizer step."""
+    """Share of ``lr`` at the last optimizer step."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled weight decay."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -233,10 +235,10 @@ class ActorConfig(Section):
     ppo_epochs: Positive = 1
     """Number of training passes over each train batch."""
     ppo_max_token_len_per_gpu: Positive = 16_384
-    """Most tokens of one micro-batch on each rank: those that are computed, and padding where rows are padded
-    (``model.packing``). A longer answer has a micro-batch of its own."""
+    """Maximum number of tokens of one micro-batch on each rank: computed ones, and padding if rows are padded
+    (``model.packing``). A longer answer gets its own micro-batch."""
     clip_ratio: float = Field(0.2, gt=0)
-    """Clip range ε where ``clip_ratio_low`` or ``clip_ratio_high`` is not given: ratios count in 1 ± ε."""
+    """Clip range ε for ``clip_ratio_low`` and ``clip_ratio_high`` if they are not given: ratios count in 1 ± ε."""
     clip_ratio_low: float | None = Field(None, gt=0)
     """Clip range ε of ratios below 1; default ``clip_ratio``."""
     clip_ratio_high: float | None = Field(None, gt=0)
@@ -251,13 +253,14 @@ class ActorConfig(Section):
     entropy_coeff: float = Field(0.0, ge=0)
     """Subtract this times the policy's mean entropy from the loss."""
     use_kl_loss: bool = False
-    """Add ``kl_loss_coef`` · KL(π_θ‖π_ref) to the loss; brings the reference policy in."""
+    """Add ``kl_loss_coef`` · KL(π_θ‖π_ref) to the loss. Needs the reference policy."""
     kl_loss_coef: float = Field(0.001, ge=0)
     """Coefficient of the KL term in the loss."""
     kl_loss_type: KLKind = "k3"
-    """KL estimator of the loss. With ``+``: its value, with the unbiased gradient (docs/algorithms/kl.md)."""
+    """KL estimator of the loss. With ``+``: the estimator's value with the unbiased gradient
+    (docs/algorithms/kl.md)."""
     use_bias_correction_kl: bool = False
-    """Weigh the estimator by π_θ/π_behav: its value and gradient are then unbiased on stale data, too."""
+    """Weight the estimator by π_θ/π_behav, so that its value and gradient are unbiased on stale data, too."""
     prox_logp_method: Literal["recompute", "loglinear"] = "recompute"
     """Source of log π_prox with ``async_training.use_rollout_log_probs: false``: a forward pass, or log-linear
     interpolation between the versions of the tokens and the current policy."""
@@ -275,7 +278,7 @@ class ActorConfig(Section):
 
 
 class RefConfig(Section):
-    """The reference policy, where the algorithm asks for one."""
+    """The reference policy, if the algorithm needs one."""
 
     nnodes: NonNegative = 0
     """Number of machines of the reference; 0 puts it on the trainer's ranks, inside each train batch."""
@@ -287,17 +290,17 @@ class LogpConfig(Section):
     """The role that recomputes log π_prox (``async_training.use_rollout_log_probs: false``)."""
 
     nnodes: NonNegative = 0
-    """Number of machines of this role: its ranks hold a copy of the policy together, and get every update. 0 puts it on
-    the trainer's ranks, inside each train batch."""
+    """Number of machines of this role. Its ranks together hold a copy of the policy, and get every update. 0 puts the
+    role on the trainer's ranks, inside each train batch."""
     n_gpus_per_node: Positive = 1
     """Devices on each of this role's machines (on CPUs: processes)."""
 
 
 class CriticConfig(Section):
-    """The critic, where the advantage estimator asks for one. It begins as a copy of the initial model."""
+    """The critic, if the advantage estimator needs one. It starts as a copy of the initial model."""
 
     enable: bool | None = None
-    """Use a critic. null: with ``gae``. true: for an estimator of your own that looks at values."""
+    """Use a critic. null: only with ``gae``. true: for your own estimator that uses values."""
     nnodes: NonNegative = 0
     """Number of machines of the critic; 0 puts it on the trainer's ranks, inside each train batch."""
     n_gpus_per_node: Positive = 1
@@ -305,7 +308,7 @@ class CriticConfig(Section):
     ppo_epochs: Positive = 1
     """Number of the critic's passes over each train batch; mini-batches are the actor's."""
     cliprange_value: float | None = Field(0.5, gt=0)
-    """Largest change that values are trained to from what they were at the train batch's start; null: no limit."""
+    """Clip range of values around those at the train batch's start; null: no limit."""
     grad_clip: float = Field(1.0, gt=0)
     """Maximum norm of the critic's gradient."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
@@ -319,26 +322,27 @@ class FilterGroupsConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Correction by w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``), or a
-    list of several, whose weights are multiplied: a rejection by the geometric mean beside ``truncate``, say."""
+    """Correction by w = π_prox/π_behav if the two differ (``async_training.use_rollout_log_probs: false``), or a list
+    of corrections, whose weights are multiplied: for example ``truncate`` and a rejection by the geometric mean."""
 
     name: str | None = None
     """Name of the correction: ``truncate``, ``mask`` (IcePop), ``reject``, ``veto``, ``off_policy_sequence_mask``, or
     ``file.py:function``. Default: none, so that w is 1."""
     bound: float | None = Field(None, gt=0)
-    """Largest π_prox/π_behav that counts (in full, for ``truncate``). 2 where neither bound is given."""
+    """Largest π_prox/π_behav that counts (for ``truncate``: in full). 2 if neither bound is given."""
     lower: float | None = Field(None, gt=0)
     """Smallest π_prox/π_behav that counts."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio that the bounds apply to: each token's, the answer's product, or its geometric mean."""
+    """Ratio that the bounds apply to: each token's, their product over the answer, or their geometric mean."""
     veto: float | None = Field(None, gt=0)
-    """Smallest ratio of a token: an answer with one below this is rejected whole, beside any other action."""
+    """Smallest ratio of a token. An answer with a ratio below this is rejected as a whole, in addition to the
+    action."""
     delta: float | None = Field(None, gt=0)
     """``off_policy_sequence_mask``: largest mean of log(π_behav/π_θ) of a bad answer, in nats per token."""
 
     @property
     def looks_at_sequences(self) -> bool:
-        """True where it looks at whole sequences, or may do so."""
+        """True if the correction uses whole sequences, or may do so."""
         by_token = self.name in ("truncate", "mask", "reject") and self.level == "token" and self.veto is None
         return self.name is not None and not by_token
 
@@ -347,7 +351,7 @@ OneOrSeveral = Annotated[
     Annotated[CorrectionConfig, Tag("one")] | Annotated[tuple[CorrectionConfig, ...], Tag("list")],
     Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "one"),
 ]
-"""A correction, or several, whose weights are multiplied."""
+"""One correction, or several whose weights are multiplied."""
 
 
 class KlCtrlConfig(Section):
@@ -358,24 +362,24 @@ class KlCtrlConfig(Section):
 
 
 class GuardConfig(Section):
-    """Action on an effective sample size of an optimizer step below ``min_ess`` (docs/algorithms/health.md)."""
+    """Action when an optimizer step's effective sample size is below ``min_ess`` (docs/algorithms/health.md)."""
 
     min_ess: float | None = Field(None, gt=0, lt=1)
     """Least effective sample size, (Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's N tokens; 1 is on policy. null:
     off."""
     action: Literal["warn", "tighten", "lower_eta", "stop"] = "warn"
-    """Action of the guard. ``warn`` says so once per version. ``tighten`` halves the clip range, down to an eighth.
-    ``lower_eta`` admits half as far ahead; both come back when the size does. ``stop`` ends the run after the version,
-    with a checkpoint."""
+    """Action of the guard. ``warn`` warns once per version. ``tighten`` halves the clip range, down to an eighth.
+    ``lower_eta`` halves η for admission. Both are undone when the size recovers. ``stop`` ends the run after the
+    version, with a checkpoint."""
 
 
 class AlgorithmConfig(Section):
     """Advantages, losses, corrections and filters (docs/algorithms/grpo.md and the pages beside it)."""
 
     adv_estimator: str = "grpo"
-    """Name in the registry of advantages (docs/algorithms), or ``file.py:function``."""
+    """Advantage estimator: a name (docs/algorithms), or ``file.py:function``."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation or not (``grpo``, ``grpo_passk``, ``gigpo``)."""
+    """Divide advantages by the group's standard deviation (``grpo``, ``grpo_passk``, ``gigpo``)."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount γ from token to token (``gae``, ``reinforce_plus_plus``)."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -383,17 +387,17 @@ class AlgorithmConfig(Section):
     turn_discount: float = Field(1.0, ge=0, le=1)
     """Discount of rewards and values from each turn of an episode to the next (docs/algorithms/gae.md)."""
     step_weight: float = Field(1.0, ge=0)
-    """Weight ω of what is said of single turns, beside what is said of their episode (``gigpo``)."""
+    """Weight ω of the turns' advantages, which are added to their episode's (``gigpo``)."""
     pass_k: Positive = 4
     """Number k of answers in pass@k (``pass_at_k``)."""
     policy_loss: ChosenLoss = PpoClip()
-    """The policy loss, which ``loss_mode`` chooses. Each loss has keys that no other loss takes."""
+    """The policy loss, which ``loss_mode`` chooses. Each loss has its own keys."""
     rollout_correction: OneOrSeveral = CorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_filtering: bool = False
-    """Leave answers that were cut off out of every loss (DAPO). Their rewards still count in their groups."""
+    """Leave cut-off answers out of every loss (DAPO). Their rewards still count in their groups."""
     use_kl_in_reward: bool = False
-    """Take ``kl_ctrl.kl_coef`` · KL(π_prox‖π_ref) off each token's reward; brings the reference policy in."""
+    """Subtract ``kl_ctrl.kl_coef`` · KL(π_prox‖π_ref) from each token's reward. Needs the reference policy."""
     kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"
     """The KL estimator in the reward (docs/algorithms/kl.md)."""
     kl_ctrl: KlCtrlConfig = KlCtrlConfig()
@@ -401,30 +405,30 @@ class AlgorithmConfig(Section):
 
     @property
     def corrections(self) -> tuple[CorrectionConfig, ...]:
-        """Corrections in use: those that have a name."""
+        """Corrections in use, which are those with a name."""
         given = self.rollout_correction
         return tuple(one for one in (given if isinstance(given, tuple) else (given,)) if one.name is not None)
 
     @property
     def looks_at_sequences(self) -> bool:
-        """True where the policy loss, or a correction, looks at whole sequences, or may do so."""
+        """True if the policy loss or a correction uses whole sequences, or may do so."""
         return self.policy_loss.looks_at_sequences or any(one.looks_at_sequences for one in self.corrections)
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning by ``headway sft``, which one recipe can have beside all that ``headway train`` reads."""
+    """Supervised fine-tuning by ``headway sft``. One recipe can also have the sections of ``headway train``."""
 
     batch_size: Positive = 32
     """Number of conversations in one optimizer step."""
     max_length: Positive | None = None
-    """Most tokens of a conversation; longer ones are left out, and counted. Default: ``data.max_prompt_length`` +
-    ``data.max_response_length``."""
+    """Maximum number of tokens of a conversation. Longer ones are left out, and counted. Default:
+    ``data.max_prompt_length`` + ``data.max_response_length``."""
     completion_key: str = "auto"
-    """Column of the completion, where rows are a prompt and its completion. ``auto``: ``completion``, ``response`` or
+    """Column of the completion, if rows have a prompt and its completion. ``auto``: ``completion``, ``response`` or
     ``output``."""
     max_steps: Positive | None = None
-    """Number of optimizer steps; at most those of ``data.epochs`` where that is given. Default: as many as
-    ``data.epochs`` passes over the data take, or one pass."""
+    """Number of optimizer steps; at most those of ``data.epochs`` passes if that is given. Default: those of
+    ``data.epochs`` passes over the data, or of one pass."""
     val_freq: Positive = 50
     """Optimizer steps between two measurements of the loss on held-out conversations."""
     save_freq: Every = 200

@@ -1,7 +1,7 @@
 """The policy losses' sections: the settings of each loss, with defaults. ``loss_mode`` chooses one.
 
-A section is what its function in `headway.algorithms.losses` takes as ``params.own``: a parameter is a field here and
-is read there. Facts that other settings depend on, such as whether the loss clips, are class variables.
+A loss's function in `headway.algorithms.losses` gets its section as ``params.own``: a parameter is a field here and is
+read there. Facts that other settings depend on, such as whether the loss clips, are class variables.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class PolicyLossConfig(Section):
     loss_mode: str
 
     clips: ClassVar[bool] = True
-    """True where the loss looks at ``actor.clip_ratio``, ``clip_ratio_low`` and ``clip_ratio_high``."""
+    """True if the loss uses ``actor.clip_ratio``, ``clip_ratio_low`` and ``clip_ratio_high``."""
     weighs_behaviour: ClassVar[bool] = False
-    """True where the loss weighs by π_θ/π_behav itself: then there is no need of π_prox, or of a correction."""
+    """True if the loss itself weights by π_θ/π_behav: then neither π_prox nor a correction is needed."""
     looks_at_sequences: ClassVar[bool] = False
-    """True where the loss looks at whole sequences, and not at single tokens alone."""
+    """True if the loss uses whole sequences, not only single tokens."""
 
     @model_validator(mode="before")
     @classmethod
     def _null_is_not_given(cls, values: Any) -> Any:
-        """Drop keys that are null: a null takes back what a file below gave."""
+        """Drop keys that are null: a null clears a value of an earlier file."""
         return {k: v for k, v in values.items() if v is not None} if isinstance(values, Mapping) else values
 
 
@@ -45,11 +45,11 @@ class PpoClip(PolicyLossConfig):
 
 
 class DualClip(PolicyLossConfig):
-    """PPO with a bound on the loss where the advantage is negative (docs/algorithms/ppo.md)."""
+    """PPO with a bound on the loss for negative advantages (docs/algorithms/ppo.md)."""
 
     loss_mode: Literal["dual_clip"] = "dual_clip"
     clip_ratio_c: float = Field(3.0, gt=0)
-    """Largest ratio that counts where the advantage is negative; above 1 + ``actor.clip_ratio_high``."""
+    """Largest ratio that counts for negative advantages; above 1 + ``actor.clip_ratio_high``."""
 
 
 class TPpo(PolicyLossConfig):
@@ -57,7 +57,7 @@ class TPpo(PolicyLossConfig):
 
     loss_mode: Literal["t_ppo"] = "t_ppo"
     ignore_last: NonNegative = 0
-    """Number of last tokens of an unfinished answer that are left out; the doctor asks for at least 1."""
+    """Number of last tokens of an unfinished answer that are left out; at least 1."""
 
 
 class Gspo(PolicyLossConfig):
@@ -106,7 +106,7 @@ class DppoTv(PolicyLossConfig):
 
 
 class DppoKl(PolicyLossConfig):
-    """DPPO with the KL divergence in the place of the total variation (docs/algorithms/dppo.md)."""
+    """DPPO with the KL divergence instead of the total variation (docs/algorithms/dppo.md)."""
 
     loss_mode: Literal["dppo_kl"] = "dppo_kl"
     clip_ratio_c: float = Field(20.0, gt=0)
@@ -114,13 +114,13 @@ class DppoKl(PolicyLossConfig):
 
 
 class Sapo(PolicyLossConfig):
-    """SAPO: a smooth gate where others clip (docs/algorithms/sapo.md)."""
+    """SAPO: a smooth gate instead of clipping (docs/algorithms/sapo.md)."""
 
     loss_mode: Literal["sapo"] = "sapo"
     tau_pos: float = Field(1.0, gt=0)
-    """Temperature of the gate where the advantage is positive."""
+    """Temperature of the gate for positive advantages."""
     tau_neg: float = Field(1.05, gt=0)
-    """Temperature of the gate elsewhere. Larger fades sooner."""
+    """Temperature of the gate for other advantages. With a larger one the gate closes sooner."""
     clips: ClassVar[bool] = False
 
 
@@ -148,7 +148,7 @@ class KlCov(PolicyLossConfig):
 
 
 class OwnLoss(PolicyLossConfig):
-    """A loss of the user's own (docs/your-own.md). All further keys are its parameters, as ``params.own.KEY``."""
+    """The user's own loss (docs/your-own.md). All further keys are its parameters, as ``params.own.KEY``."""
 
     model_config = ConfigDict(extra="allow")
     looks_at_sequences: ClassVar[bool] = True
@@ -165,8 +165,8 @@ class OwnLoss(PolicyLossConfig):
 
 
 def _loss_of(value: Any) -> Any:
-    """Return the tag that chooses the section of a policy loss, given as a mapping or built already."""
-    # A default is a section already, and has no keys.
+    """Return the tag that chooses the section of a policy loss, given as a mapping or as a section."""
+    # A default is a section, not a mapping.
     if not isinstance(value, Mapping):
         mode = getattr(value, "loss_mode", None)
     elif (mode := value.get("loss_mode")) is None:
@@ -174,7 +174,7 @@ def _loss_of(value: Any) -> Any:
     return OWN if isinstance(mode, str) and names_user_code(mode) else mode
 
 
-# By a function and tags: Field(discriminator="loss_mode") refuses fields with a validator before, which sections have.
+# By a function and tags: Field(discriminator="loss_mode") refuses models with a "before" validator, which these have.
 ChosenLoss = Annotated[
     Annotated[PpoClip, Tag("ppo_clip")]
     | Annotated[DualClip, Tag("dual_clip")]
@@ -192,10 +192,10 @@ ChosenLoss = Annotated[
     | Annotated[OwnLoss, Tag(OWN)],
     Discriminator(_loss_of),
 ]
-"""Any loss's section, as ``loss_mode`` chooses it."""
+"""Section of the loss that ``loss_mode`` chooses."""
 
 
 LOSSES: Mapping[str, type[PolicyLossConfig]] = MappingProxyType(
     {tag.tag: section for section, tag in map(get_args, get_args(get_args(ChosenLoss)[0])) if tag.tag != OWN}
 )
-"""Names of Headway's policy losses → their sections."""
+"""Name of a built-in policy loss → its section."""

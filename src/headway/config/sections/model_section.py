@@ -1,4 +1,4 @@
-"""The sections of the model, which is loaded, or made and warmed up."""
+"""The sections of the model: a loaded one, or one that is made and warmed up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.config.sections.section import NonNegative, Positive, Section
 
 
 class MakeModelConfig(Section):
-    """A model made from nothing: a Qwen3-style causal LM with a character tokenizer."""
+    """A model with random initial weights: a Qwen3-style causal LM with a character tokenizer."""
 
     architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
     """Model family of ``transformers``."""
@@ -29,16 +29,16 @@ class MakeModelConfig(Section):
     intermediate_size: Positive = 384
     """Width of the feed-forward layer."""
     max_position_embeddings: Positive = 256
-    """Longest context: prompt and response have to fit."""
+    """Longest context, in tokens of prompt and response together."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output layer, too."""
     vocabulary: str = Field("0123456789abcdefghijklmnopqrstuvwxyz:=,|+-*() ", min_length=1)
     """Characters of the tokenizer; ``<pad>`` and ``<eos>``, padding and end-of-sequence, are added."""
     special_tokens: tuple[str, ...] = ()
-    """Further tokens of several characters, such as ``<|user|>``: each one id, wherever a text has it."""
+    """Further tokens of several characters, such as ``<|user|>``. Each is one id wherever it occurs in a text."""
     chat_template: str | None = None
-    """Chat template of the tokenizer, in Jinja. Its ``eos_token`` is ``<eos>``, with which an answer has to end.
-    Default: none, so that prompts are text."""
+    """Jinja chat template of the tokenizer. Answers have to end with its ``eos_token``, ``<eos>``. Default: none, and
+    prompts are text."""
 
     @field_validator("vocabulary")
     @classmethod
@@ -67,7 +67,7 @@ class MakeModelConfig(Section):
 
 
 class GiveUpConfig(Section):
-    """A teacher that writes ``?`` instead of some answers, which reinforcement learning has to find out then."""
+    """A teacher that writes ``?`` instead of some answers, so that reinforcement learning has to find them."""
 
     above: Positive
     """Length of an answer, in characters, above which the teacher may give up."""
@@ -76,34 +76,34 @@ class GiveUpConfig(Section):
 
 
 class WarmupConfig(Section):
-    """Supervised steps on the task's solutions until held-out greedy accuracy lies in ``target``, or ``max_steps`` of
-    them on ``demonstrations``."""
+    """Supervised steps on the task's solutions until held-out greedy accuracy lies in ``target``, or ``max_steps``
+    steps on ``demonstrations``."""
 
     demonstrations: str | None = None
-    """Teach from conversations instead of the task's solutions: ``file.py:function``, called with a ``random.Random``,
-    returns one as a list of chat messages, in which ``agent.tools`` may be called. What the assistant says is
-    learned, for exactly ``max_steps`` steps."""
+    """Teach from conversations instead of the task's solutions: ``file.py:function`` is called with a ``random.Random``
+    and returns one as a list of chat messages, which may call ``agent.tools``. The assistant's messages are learned,
+    for exactly ``max_steps`` steps."""
     conversations: Positive = 8192
-    """Most demonstrations that are made: rendering one takes about as long as learning from it. A longer warm-up
-    repeats them, each time in another order."""
+    """Maximum number of demonstrations: rendering one takes about as long as learning from it. A longer warm-up repeats
+    them, each time in another order."""
     target: tuple[float, float] = (0.4, 0.6)
-    """The window of held-out greedy accuracy in which warm-up stops."""
+    """Window of held-out greedy accuracy in which warm-up stops."""
     batch_size: Positive = 128
     """Number of problems, or of demonstrations, in one supervised step."""
     lr: float = Field(1e-3, gt=0)
     """Learning rate of the first supervised step."""
     eval_every: Positive = 20
-    """Optimizer steps between two evaluations, or reports of the loss where there are none. A jump over the window goes
-    back to the last weights below it and on with a quarter of the learning rate and of these steps."""
+    """Optimizer steps between two evaluations or, without evaluations, reports of the loss. If accuracy jumps over the
+    window, training resumes from the last weights below it, with a quarter of the learning rate and of these steps."""
     min_steps: NonNegative = 0
-    """First step at which the window counts: before that, accuracy may be right by a skill half learned."""
+    """First step at which the window counts. Before, accuracy may be in it with half-learned skills."""
     max_steps: Positive = 2000
-    """Step at which the learning rate reaches zero, linearly; a warm-up outside the window by then has failed, and one
-    on demonstrations is over."""
+    """Step at which the linearly falling learning rate reaches zero. A warm-up that is outside the window then fails;
+    one on demonstrations ends."""
     give_up: GiveUpConfig | None = None
-    """Teach from imperfect solutions. Default: the task's own solutions, all of which are right."""
+    """Teach from imperfect solutions. Default: the task's own, correct solutions."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the task that differ in warm-up: shorter problems, for example."""
+    """Parameters of the task in warm-up, where they differ: for example shorter problems."""
 
     @field_validator("target")
     @classmethod
@@ -114,7 +114,7 @@ class WarmupConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model that is trained: one that is loaded, or a small one that is made."""
+    """The model to train: a loaded one, or a small one that is made."""
 
     path: str | None = None
     """A Hugging Face folder (config, weights, tokenizer). Replaces ``make`` and ``warmup``."""
@@ -127,14 +127,14 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     compile: bool = False
-    """Compile the decoder layers and the chunked log-probs with ``torch.compile``: a minute at the start, and fewer,
-    larger kernels from then on. Results differ in the last bits."""
+    """Compile the decoder layers and the chunked log-probs with ``torch.compile``: takes a minute at the start, and
+    gives fewer, larger kernels. Results differ in the last bits."""
     packing: Literal["shared", "packed", "padded"] = "shared"
-    """Micro-batches: ``shared`` puts rows into one line without padding, and computes what the rows of a group have in
-    common once; ``packed`` computes it for each row; ``padded`` pads rows. Models whose attention cannot be packed have
-    padded rows in any case, and a run says so."""
+    """Layout of micro-batches: ``shared`` puts rows into one line without padding, and computes a prefix that rows of a
+    group share only once; ``packed`` computes it for each row; ``padded`` pads rows. Models whose attention cannot be
+    packed always have padded rows, and the run notes it."""
     trust_remote_code: bool = False
-    """Run the code that comes with the model's folder."""
+    """Allow code from the model's folder to run."""
 
     @field_validator("path", mode="after")
     @classmethod

@@ -1,4 +1,4 @@
-"""The base of all sections of the configuration: their class, and types of values that several keys have."""
+"""Base class of all sections of the configuration, and types of values that several keys share."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 
 
 def exact_fraction(value: Any) -> Any:
-    """Make an exact fraction: 0.3, "0.3" and "3/10" all become 3/10, a float by its shortest decimal spelling."""
+    """Return an exact fraction: 0.3, "0.3" and "3/10" all become 3/10. A float counts by its shortest decimal form."""
     try:
-        # By its spelling: Fraction(0.3) is a little less than 3/10, and ⌊η·B⌋ may be one group too few.
+        # By decimal form: Fraction(0.3) is a little less than 3/10, and ⌊η·B⌋ could be one group too few.
         return Fraction(str(value))
     except (ValueError, ZeroDivisionError):
         raise ValueError("expected a number, like 1, 0.3 or 3/10") from None
@@ -41,18 +41,18 @@ def folder_path(value: Any) -> Any:
 
 
 def types_in(annotation: Any) -> set[Any]:
-    """The plain types that an annotation is made of: ``Positive | None`` is made of int and None's type."""
+    """Return the plain types in an annotation: for ``Positive | None``, int and None's type."""
     inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
     return set().union(*map(types_in, inner)) if inner else {annotation}
 
 
 def text_or_list(value: Any) -> str:
-    """Tell by its type which of two forms a value is meant to have: what is wrong is then said of that form alone."""
+    """Return which of two forms a value has, by its type, so that errors are reported for only that form."""
     return "list" if isinstance(value, list | tuple) else "text"
 
 
 def on_or_off(value: Any) -> Any:
-    """Spell a truth value as ``on`` or ``off``, which YAML reads as such when bare."""
+    """Return ``on`` or ``off`` for a boolean: YAML reads these words as booleans without quotes."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -63,14 +63,14 @@ def never_or_every(value: int) -> int:
 
 
 def shortest_spelling(value: Fraction) -> int | float | str:
-    """The number as a user would type it: an integer or decimal where that is exact, else ``p/q``."""
+    """Return the number as a user would type it: an integer or decimal if that is exact, else ``p/q``."""
     if value.denominator == 1:
         return int(value)
     return float(value) if Fraction(str(float(value))) == value else str(value)
 
 
 EXACT_NUMBER = "exact"
-"""Mark of a fraction in the JSON schema, whose bounds are numbers and whose default is a text."""
+"""Key that marks an exact fraction in the JSON schema; its bounds are numbers and its default is text."""
 
 
 def exact_number(**bounds: float) -> WithJsonSchema:
@@ -97,17 +97,19 @@ class Section(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid",
-        frozen=True,  # a field's default is one section, which all configurations share
+        frozen=True,  # all configurations share a field's default section
         use_attribute_docstrings=True,
         validate_default=True,
-        coerce_numbers_to_str=True,  # YAML makes a number of a name like 7
+        coerce_numbers_to_str=True,  # YAML reads a name like 7 as a number
         allow_inf_nan=False,
     )
 
     @field_validator("*", mode="before")
     @classmethod
     def _keys_that_are_not_given_are_the_defaults(cls, value: Any, info: ValidationInfo) -> Any:
-        """Complete a section with what this field's default has other than its class: ``critic.optim`` has an lr."""
+        """Complete a section with the values in which this field's default differs from its class
+        (``critic.optim.lr``).
+        """
         field = cls.model_fields[info.field_name or ""]
         if (
             isinstance(value, Mapping)
@@ -115,14 +117,14 @@ class Section(BaseModel):
             and field.annotation is type(field.default)
         ):
             # Only where the default differs from its class: critic.optim={} keeps the critic's lr.
-            # Left to pydantic, a critic.optim of which one key was given had the lr of actor.optim.
+            # With pydantic alone, a critic.optim with one given key had the lr of actor.optim.
             return {**field.default.model_dump(exclude_defaults=True), **value}
         return value
 
     @field_validator("*", mode="before")
     @classmethod
     def _a_truth_value_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic takes true for 1: rollout.n=true would be a run of one answer each.
+        # pydantic reads true as 1: rollout.n=true would be one answer per prompt.
         if isinstance(value, bool) and {int, float} & types_in(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError("expected a number")
         return value

@@ -1,9 +1,9 @@
-"""A decoder's sizes, read off its ``config.json``: how many parameters it has, and how much its layers save.
+"""A decoder's sizes, from its ``config.json``: numbers of parameters, and bytes that its layers save.
 
     embedding [V, H] ─▶ layer ─▶ … ─▶ layer ─▶ final norm ─▶ head [V, H], or the embedding once more (tied)
                         └ attention, MLP or experts (divided over tp, experts over ep), norms and routers (on each rank)
 
-Arithmetic alone: no torch, so that the doctor can ask.
+Only arithmetic, without torch, so that the doctor can use it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class ModelFamily:
     """Number of norms of a layer."""
     qkv_bias: bool = False
     all_biases: bool = False
-    """True where all matrices have biases, the head's too."""
+    """True if all matrices have biases, the head included."""
     qk_norm: bool = False
     gated: bool = True
-    """True for an MLP with a gate: three matrices in place of two."""
+    """True for an MLP with a gate: three matrices instead of two."""
     fused_qkv: bool = False
     tied: bool = False
-    """True where the head is the embedding unless the config says otherwise."""
+    """True if the head is the embedding by default."""
     joined: bool = False
-    """True where the native engine serves it in few large operations, whose matrices have a second copy on a CPU."""
+    """True if the native engine serves it with few large operations, whose matrices have a second copy on a CPU."""
 
 
 FAMILIES: Mapping[str, ModelFamily] = {
@@ -52,7 +52,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder. All numbers of parameters are those of the whole model."""
+    """Sizes of a decoder. All numbers of parameters are for the whole model."""
 
     family: ModelFamily
     layers: int
@@ -72,15 +72,15 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape | None:
-        """Read the sizes off ``config``, a ``config.json``. None for a model whose memory is not known."""
+        """Read the sizes from ``config``, a ``config.json``. Returns None for a model whose memory is not known."""
         family = FAMILIES.get(str(config.get("model_type")))
-        # Layers of two kinds: the sums below take all for equal.
+        # Two kinds of layers: the sums below assume that all are equal.
         if family is None or config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             return None
         experts = config.get("num_experts", config.get("num_local_experts")) or 0
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-            # Not .get with a default, which would be read in any case: a mixture may lack intermediate_size.
+            # Not .get with a default, which would always be evaluated: a mixture may lack intermediate_size.
             width = (
                 config["moe_intermediate_size"] if "moe_intermediate_size" in config else config["intermediate_size"]
             )
@@ -120,7 +120,7 @@ class ModelShape:
 
     @property
     def head(self) -> int:
-        """Parameters of the head that are its own: none where it is the embedding."""
+        """Parameters of the head; 0 if it is the embedding."""
         return 0 if self.tied else self.embedding + self.vocabulary * self.family.all_biases
 
     @property
@@ -147,7 +147,7 @@ class ModelShape:
 
     @property
     def kept(self) -> int:
-        """Parameters of a layer that each rank of a tensor-parallel group has whole: norms, routers, row biases."""
+        """Parameters of a layer that each rank of a tensor-parallel group holds whole: norms, routers, row biases."""
         family = self.family
         norms = family.norms * self.final + 2 * self.head_dim * family.qk_norm
         rows = (family.all_biases or self.attention_bias) + (family.all_biases or (self.mlp_bias and not self.experts))
@@ -166,7 +166,7 @@ class ModelShape:
 
     @property
     def largest(self) -> int:
-        """Parameters of the largest tensor of a file."""
+        """Parameters of the largest tensor in the model's files."""
         return max(self.embedding, self.hidden * self.intermediate, self.hidden * self.queries)
 
     # ------------------------------------------------------------------------------------------ per token
@@ -176,8 +176,8 @@ class ModelShape:
         return 2 * self.layers * -(-self.kv_heads // devices) * self.head_dim * itemsize
 
     def saved_by_norm(self, itemsize: int) -> int:
-        """Bytes per token that a norm saves for its backward pass: its input in float32, what the weight multiplies
-        and the result, which is a matrix's input."""
+        """Bytes per token that a norm saves for its backward pass: its input in float32, the normalised input, and its
+        output, which is a matrix's input."""
         match self.family.norm:
             case "layer":
                 return 2 * itemsize * self.hidden + 2 * itemsize

@@ -1,8 +1,8 @@
-"""Placement of roles on devices: arithmetic over device numbers. It says which devices have to be on one machine; the
+"""Placement of roles on devices: arithmetic over device numbers. It says which devices must be on one machine; the
 cluster chooses the machine (`headway.cluster.on_ray.resource_pool`).
 
-counts    │ actor ... │ rollout ... │ ref ... │ logp ... │ critic ... │   (the last three, or on the actor's)
-shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout │               (logp and ref, or on the actor's)
+counts    │ actor ... │ rollout ... │ ref ... │ logp ... │ critic ... │   (the last three may be on the actor's)
+shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout │               (logp and ref may be on the actor's)
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from headway.config.sections.rollout_section import RolloutConfig
 from headway.errors import ConfigError
 
 DeviceGroup = tuple[int, ...]
-"""Devices that work as one, in the machine's order: those of a training rank's inner mesh, or of a replica."""
+"""Devices that work as one, in the machine's order: an inner mesh of training ranks, or a replica's."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """Devices that are on one machine, in its order. Shares of one owner are on different machines; a machine that has
-    room takes shares of several owners."""
+    """Devices on one machine, in its order. Shares of one owner are on different machines; a machine with room takes
+    shares of several owners."""
 
     owner: str
-    """Section of the settings whose ``nnodes`` counts such shares, like ``trainer``."""
+    """Configuration section whose ``nnodes`` counts these shares, like ``trainer``."""
     node: int
     """Index among the owner's shares."""
     devices: tuple[int, ...]
 
     def only(self, devices: Collection[int]) -> NodeShare:
-        """Return the part of this share that consists of some of ``devices``."""
+        """Return the part of this share that is among ``devices``."""
         chosen = frozenset(devices)
         return replace(self, devices=tuple(device for device in self.devices if device in chosen))
 
@@ -49,12 +49,12 @@ ACTOR, ROLLOUT, REF, LOGP, CRITIC = "actor", "rollout", "ref", "logp", "critic"
 SHARE_NAMES = ("train", "logp", "ref_logp", "generate")
 
 MOST_SLOTS = 256
-"""Most trajectories that a replica decodes at once by default: a step's cost per row falls little beyond."""
+"""Default maximum of trajectories that a replica decodes at once: beyond it a step's cost per row falls little."""
 ALWAYS_SLOTS = 64
-"""Trajectories that a replica decodes at once, if there are so many, however long their contexts may become."""
+"""Number of trajectories that a replica may always decode at once, however long their contexts become."""
 WHOLE_CONTEXT_TOKENS = 2**18
-"""Tokens of all slots' whole contexts together, beyond `ALWAYS_SLOTS`, where nobody has said how much memory there is:
-34 GB of an 8 B model's keys and values (8 heads of 128 in 32 layers, bfloat16)."""
+"""Maximum tokens of all slots' whole contexts, beyond `ALWAYS_SLOTS`, if the memory is not given: 34 GB of an 8 B
+model's keys and values (8 heads of 128 in 32 layers, bfloat16)."""
 
 
 GROUP_RELATIVE = (
@@ -73,18 +73,18 @@ GROUP_RELATIVE = (
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Device numbers of each role, in rank order. A role that the algorithm does not ask for is absent."""
+    """Device numbers of each role, in rank order. A role that the algorithm does not need is absent."""
 
     devices: Mapping[str, tuple[int, ...]]
     total: int
     """Number of devices, idle ones included."""
     shares: tuple[NodeShare, ...]
-    """Shares of machines, one after the other, in the devices' order: each share is on one machine."""
+    """Node shares, in the devices' order."""
     per_replica: int = 1
-    """Number of devices of one replica, which divides those of the rollout role."""
+    """Number of devices of one replica, a divisor of the rollout role's number."""
 
     def on_nodes(self, role: str) -> list[NodeShare]:
-        """Return the role's devices by node, nodes without any left out."""
+        """Return the role's devices by node. Nodes without any are left out."""
         parts = [share.only(self.devices.get(role, ())) for share in self.shares]
         return [part for part in parts if part.devices]
 
@@ -113,7 +113,7 @@ class Placement:
 
 
 def needs_reference(config: Config) -> bool:
-    """Tell whether there is a KL term to a reference policy, in the loss or in the reward."""
+    """Tell whether the loss or the reward has a KL term to a reference policy."""
     algorithm = config.algorithm
     in_loss = config.actor.use_kl_loss and config.actor.kl_loss_coef > 0
     return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0)
@@ -125,19 +125,21 @@ def needs_logp(config: Config) -> bool:
 
 
 def needs_critic(config: Config) -> bool:
-    """Tell whether the advantages are made from a critic's values."""
+    """Tell whether advantages are computed from a critic's values."""
     enable = config.critic.enable
     return config.algorithm.adv_estimator == "gae" if enable is None else enable
 
 
 def needs_greedy_baseline(config: Config) -> bool:
-    """Tell whether each group gets a greedy answer beside its own."""
+    """Tell whether each group gets an additional greedy answer."""
     asked = config.rollout.greedy_baseline
     return config.algorithm.adv_estimator == "remax" if asked is None else asked
 
 
 def min_episodes(config: Config) -> int:
-    """Fewest episodes of a group that must not have failed: ``agent.min_episodes``, or what the estimator needs."""
+    """Return the minimum number of a group's episodes that must not fail: ``agent.min_episodes``, or the
+    estimator's.
+    """
     algorithm = config.algorithm
     if config.agent.min_episodes is not None:
         return config.agent.min_episodes
@@ -147,10 +149,10 @@ def min_episodes(config: Config) -> int:
 
 
 def concurrent(config: Config) -> int:
-    """Number of trajectories that one replica decodes at once: ``rollout.max_concurrent``, or what stands for null.
+    """Return the number of trajectories that one replica decodes at once: ``rollout.max_concurrent``, or its default.
 
-    More slots than there are trajectories in flight would only take memory. Without a bound on that memory there is
-    room for a whole context in each slot, so that long contexts get fewer.
+    More slots than trajectories in flight would only take memory. Without a bound on the KV cache each slot has room
+    for a whole context, so that long contexts get fewer slots.
     """
     rollout = config.rollout
     if rollout.max_concurrent is not None:
@@ -164,16 +166,16 @@ def concurrent(config: Config) -> int:
 
 
 def most_in_flight(config: Config) -> int:
-    """Return the most trajectories that are in flight at once over all replicas: ⌊(1+η)·B⌋ · ``n``.
+    """Return the maximum number of trajectories in flight over all replicas: ⌊(1+η)·B⌋ · ``n``.
 
-    Greedy baselines and held-out answers come on top.
+    Greedy baselines and held-out answers are not included.
     """
     groups = floor((1 + config.async_training.staleness_threshold) * config.groups_per_version)
     return groups * config.rollout.n
 
 
 def several_nodes(config: Config) -> dict[str, int]:
-    """Return the number of machines of each section that asks for more than one.
+    """Return section → its number of machines, for sections with more than one.
 
     Raises:
         ConfigError: as `resolve_placement`.
@@ -183,11 +185,11 @@ def several_nodes(config: Config) -> dict[str, int]:
 
 
 def resolve_placement(config: Config) -> Placement:
-    """Place roles by ``trainer.use_nodes_ratios`` where that is given, else by counts.
+    """Place roles by ``trainer.use_nodes_ratios`` if given, else by counts.
 
     Raises:
-        ConfigError: a share is not a whole number of devices, shares do not fit, a role has no device, or devices that
-            generate are no whole replicas.
+        ConfigError: a share is not a whole number of devices, shares do not fit, a role has no device, or the
+            generating devices do not make whole replicas.
     """
     ratios = config.trainer.use_nodes_ratios
     placement = _by_counts(config) if ratios is None else _by_shares(config, ratios)
@@ -195,7 +197,7 @@ def resolve_placement(config: Config) -> Placement:
 
 
 def _in_replicas(config: Config, placement: Placement) -> Placement:
-    """Return the placement with the size of its replicas, each of which has its devices on one machine."""
+    """Return the placement with the replicas' size. A replica's devices are on one machine."""
     size, setting = config.rollout.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
     if size == 1 or config.cluster.placement == "shared":  # where it has no effect, as `idle` says
         return placement
@@ -219,13 +221,13 @@ def _by_counts(config: Config) -> Placement:
     def own(role: str, section: RolloutConfig | RefConfig | LogpConfig | CriticConfig) -> tuple[int, ...]:
         nonlocal shares
         used = sum(len(share.devices) for share in shares)
-        # Behind all shares so far: a device's number is its place among them.
+        # After all shares so far: a device's number is its position among them.
         of_role = _devices(used, section.nnodes * section.n_gpus_per_node)
         shares += node_shares(role, of_role, section.n_gpus_per_node)
         return of_role
 
     devices[ROLLOUT] = _of_trainers_nodes(config) if config.cluster.placement == "shared" else own(ROLLOUT, rollout)
-    # No nodes of its own: on the trainer's ranks.
+    # Without own nodes: on the trainer's ranks.
     if needs_reference(config):
         devices[REF] = own(REF, config.ref) or train
     if needs_logp(config):
@@ -236,7 +238,7 @@ def _by_counts(config: Config) -> Placement:
 
 
 def _of_trainers_nodes(config: Config) -> tuple[int, ...]:
-    """Devices that generate where they are the trainer's: the first ones of each of its first nodes."""
+    """Return the generating devices if they are the trainer's: the first devices of each of its first nodes."""
     trainer, rollout = config.trainer, config.rollout
     if rollout.nnodes > trainer.nnodes or rollout.n_gpus_per_node > trainer.n_gpus_per_node:
         raise ConfigError(
@@ -262,12 +264,12 @@ def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
     devices = {ACTOR: _devices(0, train), ROLLOUT: _devices(total - generate, generate)}
     disjoint = train + logp + ref + generate <= total
     if with_logp:
-        # Where shares overlap, logp and ref have the first of the trainer's devices.
+        # If shares overlap, logp and ref have the first of the trainer's devices.
         devices[LOGP] = _devices(train, logp) if logp and disjoint else devices[ACTOR][: logp or train]
     if with_ref:
         devices[REF] = _devices(train + logp, ref) if ref and disjoint else devices[ACTOR][: ref or train]
     shares = node_shares("trainer", range(total), config.trainer.n_gpus_per_node)
-    # The four shares have nothing for a critic: its devices come on top.
+    # The four shares do not include a critic: its devices are additional.
     if needs_critic(config):
         own = _devices(total, config.critic.nnodes * config.critic.n_gpus_per_node)
         devices[CRITIC] = own or devices[ACTOR]
@@ -277,7 +279,7 @@ def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
 
 
 def _whole_devices(ratios: tuple[Fraction, ...], total: int) -> list[int]:
-    # Exact, so that a share that is no whole number of devices is refused and never rounded.
+    # Exact, so that a fractional number of devices is refused, not rounded.
     counts = [share * total for share in ratios]
     problems = [
         f"{name}'s share {float(share):g} of {total} devices is {float(count):g} devices"

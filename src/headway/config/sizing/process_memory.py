@@ -1,12 +1,12 @@
-"""Memory of each process of a run, by what takes it. Arithmetic alone: no torch, so that doctor and ``--dry-run`` ask.
+"""Memory of each process of a run, by item. Only arithmetic, without torch, for the doctor and ``--dry-run``.
 
     trainer rank   held: its shares of weights, gradients and moments (reference, critic)
-                   at a time: gathered weights + activations + what the moment needs; the largest moment counts
+                   at a time: gathered weights + activations + the moment's buffers; the largest moment counts
     replica        held: served weights, keys and values; at a time: a bucket of an update
-    machine        held: one copy of new weights, for all replicas on it
+    machine        held: one copy of new weights for all its replicas
 
 The moments of a training step follow each other: the log-probs begin the backward pass, each layer follows, and the
-embedding ends it. ``benchmarks/memory.py`` holds these numbers against measured peaks.
+embedding ends it. ``benchmarks/memory.py`` compares these numbers with measured peaks.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from headway.config.sections.learning import ParallelConfig, replica_problems
 from headway.config.sizing.model_shape import FLOAT, ModelShape
 
 CPU_ELEMENTS = 16_777_216
-"""Number of logits in a chunk on a CPU: 64 MiB in float32. More is no faster there."""
+"""Number of logits in a chunk on a CPU: 64 MiB in float32. More are no faster there."""
 GPU_SHARE = 32
-"""Divisor of a GPU's memory that a chunk's logits may take; about three such matrices are held at once."""
+"""A chunk's logits may take a GPU's memory divided by this; about three such matrices are held at once."""
 MOST_TOKENS = 4096
-"""Largest number of tokens in a chunk of logits: more make no matrix product of a GPU faster."""
+"""Maximum number of tokens in a chunk of logits: more do not make a GPU's matrix products faster."""
 PACKED_FROM = 120_000
-"""Weights of a matrix from which on a replica on a CPU has a second copy, in the order that kernels read. Smaller ones
-stay in the caches, and the call itself costs more."""
+"""Number of a matrix's weights from which on a replica on a CPU holds a second copy, in its kernels' order. Smaller
+matrices stay in the caches, and the call itself costs more."""
 INDEX = 8
 """Bytes of a token's id."""
 
 
 def chunk_tokens(vocabulary: int, device_bytes: int | None) -> int:
-    """Number of tokens in a chunk of [chunk × vocabulary] float32 logits on a device of ``device_bytes`` memory, None
-    for a CPU.
+    """Return the number of tokens in a chunk of [chunk × vocabulary] float32 logits. ``device_bytes``: the device's
+    memory; None for a CPU.
 
-    It depends on the device's whole memory and not on what is free, so that equal devices compute equal chunks.
+    It depends on the device's whole memory, not on the free part, so that equal devices compute equal chunks.
     """
     elements = CPU_ELEMENTS if device_bytes is None else max(CPU_ELEMENTS, device_bytes // GPU_SHARE // FLOAT)
     return max(1, min(MOST_TOKENS, elements // vocabulary))
@@ -43,24 +43,24 @@ def chunk_tokens(vocabulary: int, device_bytes: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """Something that takes memory of a process."""
+    """A named part of a process's memory."""
 
     name: str
     nbytes: int
     on_host: bool = False
-    """True where it is in the host's memory, and the process computes on another device."""
+    """True if it is in host memory while the process computes on another device."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Memory of one process: what it holds all the time, and beside that at one moment or another."""
+    """Memory of one process: items held all the time, and additional items at certain moments."""
 
     held: tuple[MemoryItem, ...]
     moments: Mapping[str, tuple[MemoryItem, ...]]
 
     @property
     def busiest(self) -> str | None:
-        """Name of the moment that takes most of the device; None where nothing is held for a while only."""
+        """Name of the moment with the most device memory; None without moments."""
         return max(self.moments, key=lambda name: _sum(self.moments[name], on_host=False), default=None)
 
     @property
@@ -70,12 +70,12 @@ class ProcessMemory:
 
     @property
     def device(self) -> int:
-        """Most bytes of the device's memory."""
+        """Maximum bytes of device memory."""
         return _sum(self.lines, on_host=False)
 
     @property
     def host(self) -> int:
-        """Most bytes of host memory beside those of the device."""
+        """Maximum bytes of host memory, of items that are `on_host`."""
         others = [_sum(lines, on_host=True) for lines in self.moments.values()]
         return _sum(self.held, on_host=True) + max(others, default=0)
 
@@ -86,29 +86,29 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A role's ranks, and how a model is divided over them."""
+    """A role's ranks, and the division of a model over them."""
 
     ranks: int
     parallel: ParallelConfig
 
     def share(self, shape: ModelShape) -> int:
-        """Parameters that each rank holds of the model."""
+        """Number of the model's parameters on each rank."""
         # `copy`: number of ranks that hold one copy of the model together.
         parallel, copy = self.parallel, self.ranks // self.parallel.replicate
         dense = shape.layers * (up(shape.divided, parallel.tp) + shape.kept) + self.root(shape)
         return up(dense, copy // parallel.tp) + up(shape.layers * shape.of_experts, copy)
 
     def root(self, shape: ModelShape) -> int:
-        """Parameters that stay gathered on each rank in a step: embedding, last norm and head."""
+        """Number of parameters that stay gathered on each rank in a step: embedding, last norm and head."""
         return up(shape.embedding, self.parallel.tp) + shape.final + up(shape.head, self.parallel.tp)
 
     def layer(self, shape: ModelShape) -> int:
-        """Parameters of a gathered layer on each rank."""
+        """Number of parameters of a gathered layer on each rank."""
         parallel = self.parallel
         return up(shape.divided, parallel.tp) + shape.kept + up(shape.of_experts, max(parallel.tp, parallel.ep))
 
     def vocabulary(self, shape: ModelShape) -> int:
-        """Tokens whose logits each rank computes."""
+        """Number of vocabulary entries whose logits each rank computes."""
         return up(shape.vocabulary, self.parallel.tp)
 
 
@@ -118,19 +118,19 @@ class TrainingStep:
 
     mesh: Mesh
     tokens: int
-    """Most tokens of a micro-batch that the rank computes; all of them may be tokens of answers."""
+    """Maximum number of a micro-batch's tokens that the rank computes; all may be tokens of answers."""
     itemsize: int
-    """Bytes of a number of the dtype that is computed in."""
+    """Bytes of one number in the compute dtype."""
     recompute: bool = False
     """``model.enable_gradient_checkpointing``"""
     reshard: bool = True
     """``actor.fsdp_config.reshard_after_forward``"""
     offload: bool = False
-    """``actor.fsdp_config.param_offload``, on a device beside the host"""
+    """``actor.fsdp_config.param_offload``, on a device other than the CPU."""
     device_bytes: int | None = None
     """Memory of the device; None for a CPU."""
     entropy: bool = False
-    """True where the loss has the entropy in it."""
+    """True if the loss has an entropy term."""
 
 
 def trainer(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
@@ -145,7 +145,7 @@ def trainer(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
 
 
 def reference(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
-    """Memory of a rank of the reference policy, or of one that recomputes log-probs: forward passes alone."""
+    """Memory of a rank of the reference policy, or of one that recomputes log-probs: only forward passes."""
     mesh, c = step.mesh, step.itemsize
     forward = (
         MemoryItem("gathered embedding and head", c * mesh.root(shape)),
@@ -171,9 +171,10 @@ def critic(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
 def update(
     shape: ModelShape, itemsize: int, bucket: int, *, senders: int, copy: bool, on_cpu: bool, through_host: bool = False
 ) -> ProcessMemory:
-    """Memory of an update on a trainer rank. ``senders``: ranks that send, each a share; 0 for one that does not.
+    """Memory of an update on a trainer rank. ``senders``: number of sending ranks; 0 for a rank that does not send.
 
-    ``copy``: what is sent is kept (overlapped, or deltas). ``through_host``: a GPU's buckets are sent from the host.
+    ``copy``: a copy of the sent weights is kept (overlapped, or deltas). ``through_host``: a GPU's buckets are sent
+    from host memory.
     """
     share = up(shape.parameters * itemsize, max(1, senders))
     bucket = min(bucket, share)
@@ -198,7 +199,7 @@ def activations(shape: ModelShape, step: TrainingStep) -> int:
 
 
 def _moments(shape: ModelShape, step: TrainingStep, *, headless: bool = False) -> dict[str, tuple[MemoryItem, ...]]:
-    """Return what a step takes at each moment. ``headless``: of a decoder whose head is one number."""
+    """Return moment of a step → its items. ``headless``: True for a decoder whose head has one output."""
     mesh, c = step.mesh, step.itemsize
     layer, root = mesh.layer(shape), mesh.root(shape)
     own_embedding = mesh.vocabulary(shape) * shape.hidden
@@ -207,7 +208,7 @@ def _moments(shape: ModelShape, step: TrainingStep, *, headless: bool = False) -
     kept_layers = 0 if step.reshard else shape.layers * c * layer
     saved = MemoryItem("activations", activations(shape, step))
     of_layer = step.tokens * shape.saved_by_layer(c, mesh.parallel.tp)
-    # What a layer has saved is freed as its backward pass goes on, and was not there before where it is recomputed.
+    # A layer's saved activations are freed during its backward pass; with recomputation they did not exist before.
     last, within = (0, of_layer) if step.recompute else (of_layer, step.tokens * _passing(shape, step))
     logits = 0 if headless else _chunk(shape, step)
     hidden = MemoryItem("gradient of the hidden states", step.tokens * c * shape.hidden)
@@ -244,7 +245,7 @@ def _moments(shape: ModelShape, step: TrainingStep, *, headless: bool = False) -
 
 
 def _passing(shape: ModelShape, step: TrainingStep) -> int:
-    """Bytes per token that come and go while a layer is computed."""
+    """Temporary bytes per token while a layer is computed."""
     tp, chosen = step.mesh.parallel.tp, max(1, shape.experts_per_token)
     return step.itemsize * (2 * shape.hidden + 2 * chosen * shape.intermediate // tp)
 
@@ -267,52 +268,52 @@ def up(number: int, parts: int) -> int:
 PER_MACHINE = 8
 """Devices of a machine."""
 SIZES = (1, 2, 4, 8)
-"""Numbers of devices that a replica of vLLM's may have, in the order of what they cost."""
+"""Numbers of devices that a vLLM replica may have, the cheapest first."""
 MANY = 8
-"""Whole answers at once, for fewer of which a replica gets more devices, where it can have them."""
+"""Number of concurrent whole answers below which a replica gets more devices, if it may."""
 SAMPLED = 64
-"""Answers that a decode step is planned for."""
+"""Number of answers for which a decode step is planned."""
 BUDGETS = (32_768, 16_384, 8192)
-"""Tokens of a micro-batch that are tried, those of one longest answer beside them."""
+"""Sizes of a micro-batch that are tried, in tokens, beside that of one longest answer."""
 BUCKET = 64 * 2**20
 BF16 = 2
 
 
 def room(device_bytes: int) -> int:
-    """Return the bytes of a device that are planned with: libraries, communication and gaps take the others."""
+    """Return the usable bytes of a device. Libraries, communication and fragmentation take the rest."""
     return device_bytes * 9 // 10
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Devices that train, and devices that generate."""
+    """Numbers of devices that train and that generate."""
 
     train: int
     generate: int
-    """Number of devices of their own; 0 where those that train generate, too."""
+    """Number of devices that only generate; 0 if the training devices also generate."""
     replicas: tuple[int, ...] = (1,)
-    """Numbers of devices that a replica may have, in the order of preference."""
+    """Numbers of devices that a replica may have, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Training ranks, their mesh and micro-batches, and replicas, that fit."""
+    """A layout that fits: training ranks with mesh and micro-batches, and replicas."""
 
     shared: bool
-    """True where the same devices generate."""
+    """True if the same devices train and generate."""
     step: TrainingStep
     memory: ProcessMemory
     """Memory of a rank while it trains."""
     replica: int
-    """Devices of a replica."""
+    """Number of devices of a replica."""
     answers: int
-    """Whole answers whose keys and values a replica has room for; 0 where it does not fit."""
+    """Number of whole answers whose keys and values fit into a replica; 0 if the replica itself does not fit."""
 
 
 def fits(
     shape: ModelShape, splits: Iterable[Split], context: int, device_bytes: int, budgets: tuple[int, ...] = BUDGETS
 ) -> Iterator[Fit]:
-    """Yield what fits, the cheapest first, for prompts and answers of ``context`` tokens together.
+    """Yield layouts that fit, the cheapest first, for prompts and answers of ``context`` tokens together.
 
     ``splits`` are tried in their order.
     """
@@ -330,9 +331,9 @@ def fits(
 
 
 def replicas(shape: ModelShape, nbytes: int, context: int, split: Split) -> tuple[int, int]:
-    """Return the devices of a replica, and the whole answers that it has room for, with ``nbytes`` on each device.
+    """Return the number of a replica's devices, and of whole answers that fit, with ``nbytes`` on each device.
 
-    The first size that has room for `MANY`; else the last that has for any.
+    Chooses the first size with room for `MANY` answers, else the last size with room for any.
     """
     heads, devices = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}, split.generate
     sizes = [size for size in split.replicas if devices % size == 0 and not any(replica_problems(size, heads))]
@@ -342,7 +343,7 @@ def replicas(shape: ModelShape, nbytes: int, context: int, split: Split) -> tupl
 
 
 def whole_answers(shape: ModelShape, nbytes: int, context: int, devices: int = 1) -> int:
-    """Return how many whole answers have room beside the served weights, and the logits of a step, in ``nbytes`` on
+    """Return the number of whole answers that fit beside the served weights and a step's logits, with ``nbytes`` on
     each of a replica's ``devices``.
     """
     left = nbytes - BF16 * shape.served(devices) - 3 * SAMPLED * shape.vocabulary * FLOAT
@@ -352,13 +353,13 @@ def whole_answers(shape: ModelShape, nbytes: int, context: int, devices: int = 1
 def _steps(
     shape: ModelShape, ranks: int, context: int, device_bytes: int, budgets: tuple[int, ...]
 ) -> Iterator[TrainingStep]:
-    """Yield training steps on so many devices, in the order of what they cost."""
+    """Yield training steps on so many devices, the cheapest first."""
     within = min(ranks, PER_MACHINE)
     inner = [(tp, cp) for tp, cp in product((1, 2, 4, 8), repeat=2) if tp * cp <= within and shape.kv_heads % tp == 0]
     inner.sort(key=lambda sizes: (sizes[0] * sizes[1], sizes[0]))
     experts = (within, 1) if shape.experts else (1,)
     copies = (ranks // PER_MACHINE, 1) if ranks > PER_MACHINE else (1,)
-    # `product` varies the last factor first: offloading, which costs most, comes after all without it.
+    # `product` varies the last factor first: offloading, which costs most, comes after all others.
     for offload, (tp, cp), recompute, replicate, ep in product((False, True), inner, (False, True), copies, experts):
         least = -(-context // cp)
         for budget in (*(budget for budget in budgets if budget > least), least):

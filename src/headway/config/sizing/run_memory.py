@@ -1,4 +1,4 @@
-"""Memory of the processes of a configured run: its roles, placed, with the sizes of its model."""
+"""Memory of the processes of a configured run, from its roles' placement and its model's sizes."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from headway.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
 REPLICA, OF_REPLICA = "replica", "device of a replica"
-"""Names of processes that generate, alone or with others."""
+"""Names of generating processes: a replica on one device, or one device of a replica."""
 
 
 SNAPSHOTS = 2
-"""Most snapshots of a rank at once: the one that is complete, and the next one."""
+"""Maximum number of snapshots of a rank at once: the complete one and the next one."""
 BYTES_PER_TOKEN = 4 + 4 + 4 + 1
 """Bytes of a token's id, log-prob, version and mask."""
 
 
 def restarts_ranks(config: Config) -> bool:
-    """Tell whether ranks of a reference, or of log-probs, are started again where they are lost."""
+    """Tell whether lost ranks of a reference, or of log-probs, are restarted."""
     return config.cluster.backend == "ray" and config.trainer.max_restarts > 0
 
 
 def restarts_trainer(config: Config) -> bool:
-    """Tell whether a trainer or critic that is lost is started again, and trained again on what is kept for that."""
+    """Tell whether a lost trainer or critic is restarted, and repeats the kept batches."""
     return restarts_ranks(config) and config.trainer.save_freq > 0
 
 
 def token_bytes(config: Config) -> int:
-    """Return the bytes of all tokens that may wait at once, or be trained on again, one row for an episode."""
+    """Return the bytes of all tokens that may wait at once or be kept for repetition, with one row per episode."""
     group = (config.rollout.n + 1) * (config.data.max_prompt_length + config.data.max_response_length)
     groups = (1 + config.async_training.staleness_threshold) * config.groups_per_version + config.groups_per_batch
-    if restarts_trainer(config):  # until the next checkpoint is written, beside which the one after it falls due
+    if restarts_trainer(config):  # until the next checkpoint is written; the one after it may be due by then
         groups += 2 * config.trainer.save_freq * config.groups_per_version
     return int(groups * group * BYTES_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
 class RunProcess:
-    """Equal processes of a run, one per device; or machines, with the memory their processes share."""
+    """Equal processes of a run, one per device; or machines, with memory that their processes share."""
 
     name: str
     count: int
@@ -55,15 +55,15 @@ class RunProcess:
 
 
 def made(make: MakeModelConfig) -> Mapping[str, Any]:
-    """Return what ``config.json`` of a made model says of its sizes."""
+    """Return the sizes of a made model as in its ``config.json``."""
     sizes = make.model_dump(exclude={"architecture", "vocabulary", "special_tokens", "chat_template"})
     return {**sizes, "model_type": make.architecture, "vocab_size": len(make.vocabulary) + len(make.special_tokens) + 2}
 
 
 def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: int | None = None) -> list[RunProcess]:
-    """Return the processes of a run of a model of ``shape``. Those of one process each (``backend: inline``), too.
+    """Return the processes of a run with a model of ``shape``; with ``backend: inline`` as if each were separate.
 
-    Micro-batches are as large as they may be, answers as long, and all slots in use.
+    Micro-batches and answers have their maximum size, and all slots are in use.
     """
     run = _Run(config, shape, on_cpu, None if on_cpu else device_bytes)
     placement, step = run.placement, run.step
@@ -91,11 +91,11 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     received = MemoryItem("new weights, for all who load them", shape.parameters * run.served, on_host=not on_cpu)
     copy = ProcessMemory((received,), {})
     apart = config.rollout.name == "native" and (not config.rollout.enable_dual_buffer or run.on_devices)
-    # One copy for a machine, where its replicas load from it and not each into its own buffer.
+    # One copy per machine, if its replicas load from it and not each from its own buffer.
     if ROLLOUT in roles and not apart:
         found.append(RunProcess("machine with replicas", len(placement.on_nodes(ROLLOUT)), copy))
     tokens = MemoryItem("tokens of groups that wait, or may be trained on again", token_bytes(config), not on_cpu)
-    # One of their episode workers may be on the ranks' machine: they take others.
+    # One of the episode workers may be on the ranks' machine: the ranks use others.
     ranks = up(step.mesh.ranks, max(1, len(placement.on_nodes(ROLLOUT)) - 1))
     nbytes = SNAPSHOTS * ranks * 3 * FLOAT * step.mesh.share(shape) * (2 if placement.shared(CRITIC, ACTOR) else 1)
     snapshots = MemoryItem(f"snapshots of training ranks: {SNAPSHOTS} of {ranks}", nbytes, on_host=not on_cpu)
@@ -109,7 +109,7 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
 def rank_memory(
     config: Config, shape: ModelShape, role: str, ranks: int, *, on_cpu: bool, device_bytes: int | None
 ) -> ProcessMemory:
-    """Return the memory of each of so many ``ranks`` of ``role``, of the trainer that of one that sends. ``config`` has
+    """Return the memory of each of ``ranks`` ranks of ``role``; for the trainer, of a sending rank. ``config`` has
     their mesh; ``device_bytes`` is as for `processes`.
     """
     run = _Run(config, shape, on_cpu, device_bytes, ranks if role == ACTOR else None)
@@ -117,25 +117,25 @@ def rank_memory(
 
 
 SIZES = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", "cpu_offload_gb"})
-"""Arguments of vLLM's with which the user says what it takes of a GPU."""
+"""vLLM's arguments for its share of a GPU's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRoom:
-    """Room for a replica on each of its GPUs."""
+    """Memory for a replica on each of its GPUs."""
 
     share: float
-    """Part of the device that the replica may take, for vLLM's ``gpu_memory_utilization``."""
+    """Share of the device's memory for the replica: vLLM's ``gpu_memory_utilization``."""
     cache_bytes: int
-    """Bytes of it for keys and values."""
+    """Bytes of that share for keys and values."""
     planned: int
-    """Bytes of the device for all else, of the training rank too that shares it."""
+    """Bytes of the device for everything else, including a training rank that shares it."""
 
     def cache_in(self, free: int, allocated: int) -> int:
-        """Return the bytes for keys and values on a device of which ``free`` are left, maybe beside other processes.
+        """Return the bytes for keys and values on a device with ``free`` free bytes, perhaps beside other processes.
 
-        ``allocated``: bytes that this process has there already, of those that are planned. Raises `ConfigError` where
-        nothing is left.
+        ``allocated``: bytes of `planned` that this process has allocated already. Raises `ConfigError` if nothing is
+        left.
         """
         to_come = max(0, self.planned - allocated)
         if room(free) <= to_come:
@@ -147,16 +147,16 @@ class ReplicaRoom:
 
 
 def replica_room(config: Config, shape: ModelShape, device_bytes: int, *, in_one_process: bool = False) -> ReplicaRoom:
-    """Return what is left for a replica on a GPU of ``device_bytes``: beside a training rank that shares it, less.
+    """Return the memory for a replica on a GPU of ``device_bytes``, less that of a training rank that shares it.
 
     ``in_one_process``: the trainer and all replicas run in one process and share this GPU, also with split placement.
 
     Raises:
-        ConfigError: there is no room for one whole answer, and the user has not chosen the room.
+        ConfigError: one whole answer does not fit, and the user has not chosen the replica's share.
     """
     run, held = _Run(config, shape, on_cpu=False, device_bytes=device_bytes), 0
     if in_one_process or run.placement.shared(ROLLOUT, ACTOR):
-        # From the first step on. Before it the moments are not there: what starts now must fit when it wakes up then.
+        # From the first step on. The optimizer's moments do not exist before; the replica must fit beside them later.
         held = sum(line.nbytes for line in run.trainer(senders=0).held if not line.on_host)
     left = (room(device_bytes) - held) // (len(run.placement.replicas) if in_one_process else 1)
     alone = run.replica(len(run.placement.devices[ACTOR]), cache_bytes=0).device
@@ -179,7 +179,7 @@ class _Run:
     def __init__(
         self, config: Config, shape: ModelShape, on_cpu: bool, device_bytes: int | None, ranks: int | None = None
     ) -> None:
-        """``ranks``: of the trainer; None for as many as are placed."""
+        """Collect the sizes. ``ranks``: number of the trainer's ranks; None: as placed."""
         self._config, self._shape, self._on_cpu = config, shape, on_cpu
         self.placement: Placement = resolve_placement(config)
         self.context = config.data.max_prompt_length + config.data.max_response_length
@@ -189,11 +189,11 @@ class _Run:
         self.on_devices = not on_cpu and between_devices(
             update.transport, update.schedule, update.encoding, config.cluster.backend
         )
-        """True where new weights go from the trainer's GPUs to those of others."""
+        """True if new weights go from the trainer's GPUs to other GPUs."""
         actor = config.actor
         mesh, cp = Mesh(ranks or len(self.placement.devices[ACTOR]), actor.parallel), actor.parallel.cp
         groups = up(actor.ppo_mini_batch_size * actor.parallel.inner, mesh.ranks)  # of a mini-batch, on each data rank
-        budget = max(actor.ppo_max_token_len_per_gpu, up(self.context, cp))  # a row is divided over cp ranks alone
+        budget = max(actor.ppo_max_token_len_per_gpu, up(self.context, cp))  # a row is divided only over cp ranks
         self.step = TrainingStep(
             mesh=mesh,
             tokens=min(budget, up(groups * config.rollout.n * self.context, cp)),
@@ -209,13 +209,13 @@ class _Run:
         return FLOAT if dtype == "float32" or (dtype == "auto" and self._on_cpu) else FLOAT // 2
 
     def senders(self, ranks: int) -> int:
-        """Return how many of the trainer's ranks send weights to replicas on other devices."""
+        """Return the number of the trainer's ranks that send weights to replicas on other devices."""
         config = self._config
         facts = TRANSPORTS[transport_of(config.param_update.transport, backend=config.cluster.backend, shared=False)]
         return 1 if self.on_devices else min(facts.most_senders, ranks // config.actor.parallel.replicate)
 
     def saved(self, name: str, mesh: Mesh) -> ProcessMemory:
-        """Return the copy that a checkpoint is written from: the trainer's, or the critic's, which has no head."""
+        """Return the memory of the copy for a checkpoint. ``name``: trainer or critic, which has no head."""
         weights = mesh.share(replace(self._shape, tied=True) if name == "critic" else self._shape)
         copy = MemoryItem(f"copy for the {name}'s checkpoint", 3 * FLOAT * weights, on_host=not self._on_cpu)
         if self._config.trainer.save_freq > 0:
@@ -223,7 +223,7 @@ class _Run:
         return ProcessMemory((), {f"checkpoint of the {name}": (copy,)})  # when training is over
 
     def trainer(self, *, senders: int) -> ProcessMemory:
-        """Return the memory of a rank that trains, one of so many ``senders``; 0 where it sends nothing."""
+        """Return the memory of a training rank. ``senders``: number of sending ranks; 0 if it does not send."""
         config, shape, step, placement = self._config, self._shape, self.step, self.placement
         memory = process_memory.trainer(shape, step).beside(self.saved("trainer", step.mesh))
         if placement.shared(REF, ACTOR):
@@ -247,16 +247,16 @@ class _Run:
         return memory.beside(sends)
 
     def own_rank(self, role: str, ranks: int) -> ProcessMemory:
-        """Return the memory of each of so many ranks of a role that has its own."""
+        """Return the memory of each of ``ranks`` ranks of a role with its own ranks."""
         step = replace(self.step, mesh=Mesh(ranks, self.step.mesh.parallel))
         if role != CRITIC:
             return process_memory.reference(self._shape, step)
         return process_memory.critic(self._shape, step).beside(self.saved("critic", step.mesh))
 
     def replica(self, senders: int, *, cache_bytes: int | None = None) -> ProcessMemory:
-        """Return the memory of a replica, or of each of the devices that vLLM divides it over.
+        """Return the memory of a replica, or of each device that vLLM divides it over.
 
-        ``cache_bytes``: for keys and values; None for what the settings ask for.
+        ``cache_bytes``: bytes for keys and values; None: as the settings say.
         """
         shape, rollout, on_cpu, itemsize = self._shape, self._config.rollout, self._on_cpu, self.served
         shared, devices = self._config.cluster.placement == "shared", rollout.tensor_model_parallel_size
@@ -275,7 +275,7 @@ class _Run:
         if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= process_memory.PACKED_FROM:
             packed = shape.parameters - (0 if shape.tied else shape.embedding)
             held.append(MemoryItem("the weights as a CPU's kernels read them", packed * itemsize))
-        # A cut or parked answer is read again with all that it has; only vLLM on GPUs divides a context over steps.
+        # A cut or parked answer is prefilled as a whole; only vLLM on GPUs divides a context over steps.
         undivided = self.context if on_cpu or rollout.name == "native" else 0
         prefill = max(min(rollout.max_batched_tokens, slots * self.context), undivided)
         divided = 2 * (shape.queries + 2 * shape.keys) + 3 * shape.intermediate * max(1, shape.experts_per_token)
