@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headway.config.presets import PRESETS
 from headway.errors import ConfigError
-from headway.planner.grid import around, full, own, setting_of, splits, triggers
+from headway.planner.grid import PlanSetting, around, full, own, setting_of, splits, triggers
 from tests.planner.planning import profile_of
 from tests.tiers import searched
 
@@ -93,3 +93,13 @@ def test_etas_that_would_let_no_whole_group_run_ahead_are_left_out():
 def test_eta_is_exact():
     profile = profile_of()
     assert setting_of(profile, "async_partial", splits(profile)[0], eta=0.3).eta == Fraction(3, 10)
+
+
+def test_a_setting_is_given_by_the_keys_that_make_it() -> None:
+    setting = PlanSetting("async_partial", splits(profile_of())[0], Fraction(1, 2), trigger=2, require_batches=3)
+    assert setting.settings == {
+        "mode": "async_partial",
+        "async_training.staleness_threshold": 0.5,
+        "async_training.trigger_parameter_sync_step": 2,
+        "async_training.require_batches": 3,
+    }

@@ -10,7 +10,7 @@ from headway.agents.rewards.built_in import make_rule
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.config.migration.settings_files import SettingsFile
 from headway.config.migration.shell_scripts import unresolved
-from headway.config.migration.translation import Translation, recipe, translate
+from headway.config.migration.translation import Translation, body, recipe, translate
 from headway.config.migration_tables.projects import PROJECTS
 from headway.config.migration_tables.table_rows import ReportPart
 from tests.tiers import crossed
@@ -339,3 +339,8 @@ def test_a_dataset_whose_columns_the_file_does_not_say_asks_for_them() -> None:
 @pytest.mark.parametrize(("project", "key"), [("trl", "run_name"), ("openrlhf", "wandb_run_name")])
 def test_a_run_without_a_name_is_not_called_none(project: str, key: str) -> None:
     assert "run.name" not in imported(project, {key: None}).values
+
+
+def test_a_settings_origin_stands_behind_it_and_its_remark_above_it() -> None:
+    text = body({"run.seed": 3, "mode": "on_policy"}, {"run.seed": ("data.seed", "one seed for all"), "mode": ("", "")})
+    assert text == "mode: on_policy\n\nrun:\n  # one seed for all\n  seed: 3  # data.seed\n"
