@@ -159,11 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # ------------------------------------------------------------------------------------------ asleep
 
 
-class TimedRecord:
+class TimedTokens:
     """Tokens of an episode, with the CPU seconds added up. Texts are short: nothing else runs in ``prompt``."""
 
     def __init__(self, chats: Chats, seconds: list[float]) -> None:
-        self._record, self._seconds = chats.new_episode(), seconds
+        self._tokens, self._seconds = chats.new_episode(), seconds
 
     @contextmanager
     def _rendering(self) -> Iterator[None]:
@@ -175,18 +175,18 @@ class TimedRecord:
 
     async def prompt(self, *args: Any) -> Any:
         with self._rendering():
-            return await self._record.prompt(*args)
+            return await self._tokens.prompt(*args)
 
     def answered(self, *args: Any) -> Any:
         with self._rendering():
-            return self._record.answered(*args)
+            return self._tokens.answered(*args)
 
     def rows(self) -> Any:
         with self._rendering():
-            return self._record.rows()
+            return self._tokens.rows()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._record, name)
+        return getattr(self._tokens, name)
 
 
 def chats(template: str = TEMPLATE, said: str = SAID) -> tuple[Chats, list[int]]:
@@ -215,7 +215,7 @@ async def asleep(workload: Workload) -> dict[str, Any]:
     programs: Any = SimpleNamespace(run=workers.run, close=nothing)
     limits = EpisodeLimits(max_length=100_000, max_turns=workload.turns)
     stop_ids = tuple(made.renderer.end_ids)
-    hosting = Hosting(programs, lambda: TimedRecord(made, rendering), limits, stop_ids=stop_ids)
+    hosting = Hosting(programs, lambda: TimedTokens(made, rendering), limits, stop_ids=stop_ids)
     ends: list[float] = []
 
     async def chain(first: int) -> None:

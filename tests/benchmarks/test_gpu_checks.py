@@ -482,7 +482,6 @@ def test_the_peak_that_is_assumed_goes_by_the_devices_name(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_ranks_and_two_processes_pass_and_what_is_planted_in_one_of_them_is_found(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,7 +501,6 @@ def test_two_ranks_and_two_processes_pass_and_what_is_planted_in_one_of_them_is_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_broadcast_of_versions_that_is_slower_than_plain_collectives_is_found(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,11 +189,11 @@ def test_without_a_terminal_a_line_tells_of_each_tenth_and_never_of_a_few(total:
 def test_ctrl_c_ends_it_with_what_was_answered_on_disk(tiny: Path, tmp_path: Path) -> None:
     """In a process of its own, whose imports take seconds: the terminal's signal goes to all its processes."""
     (tmp_path / "reward.py").write_text(
-        "import time\ndef score(response, answer):\n    time.sleep(0 if answer == '0' else 60)\n    return 1.0\n"
+        "import time\ndef score(response, answer):\n    time.sleep(0 if answer == '0' else 600)\n    return 1.0\n"
     )
     data = write(tmp_path / "test.jsonl", [{"prompt": f"{i}=", "answer": str(i // 10)} for i in range(20)])
     output = tmp_path / "answers.jsonl"
-    settings = [f"reward.function={tmp_path}/reward.py:score", "reward.timeout_s=90", "rollout.max_concurrent=1"]
+    settings = [f"reward.function={tmp_path}/reward.py:score", "reward.timeout_s=900", "rollout.max_concurrent=1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "headway", "eval", str(tiny), data, *SHORT, *settings, "-o", str(output)],
         env={**os.environ, **math_environment(1)},

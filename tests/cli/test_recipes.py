@@ -142,7 +142,6 @@ def test_a_recipe_takes_as_many_gpus_as_its_comments_say(
     assert not placement.idle
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", DATA)
 def test_a_recipe_trains_a_tiny_model_to_its_first_version(

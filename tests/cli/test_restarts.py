@@ -127,7 +127,7 @@ def test_workers_that_a_killed_driver_left_are_ended_before_it_is_resumed(tmp_pa
         "if left.exists():\n"
         "    pathlib.Path(run / 'alive').write_text(str(os.path.exists('/proc/' + left.read_text())))\n"
         "    sys.exit(0)\n"
-        "worker = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "worker = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         "left.write_text(str(worker.pid))\n"
         "(run / 'checkpoints' / 'version_1').mkdir(parents=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -178,7 +178,7 @@ def test_a_signal_is_passed_on_and_the_run_that_it_ends_is_not_resumed(tmp_path:
         "import os, pathlib, signal, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
         f"pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     attending = attend(tmp_path, 3, asks)
     try:
@@ -230,9 +230,9 @@ def test_a_run_that_is_killed_as_it_is_told_to_stop_says_how_to_go_on(tmp_path: 
         f"run = pathlib.Path({str(tmp_path)!r})\n"
         "signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
         "(run / 'checkpoints' / 'version_3').mkdir(parents=True)\n"
-        "(run / 'left').write_text(str(subprocess.Popen(['sleep', '60'], start_new_session=True).pid))\n"
+        "(run / 'left').write_text(str(subprocess.Popen(['sleep', '600'], start_new_session=True).pid))\n"
         "(run / 'ready').touch()\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     attending = attend(tmp_path, 3, asks)
     until = time.monotonic() + 240

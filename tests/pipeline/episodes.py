@@ -80,7 +80,7 @@ class IdRecord:
     """A record of real ids: a transcript, whose messages are turned into ids by what they say."""
 
     def __init__(self) -> None:
-        self._transcript = TokenRows()
+        self._rows = TokenRows()
 
     async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
         ids = context_of(request)
@@ -88,16 +88,16 @@ class IdRecord:
 
     def answered(self, prompted: TurnContext, request: TurnRequest, finished: Completion, number: int) -> TurnAnswer:
         assert finished.tokens is not None
-        self._transcript.add(prompted.ids, finished.tokens, number)
+        self._rows.add(prompted.ids, finished.tokens, number)
         reason = "stop" if finished.finish_reason is FinishReason.STOP else "length"
         return TurnAnswer("", "", {**said("assistant", ""), "ids": finished.tokens.ids}, finish_reason=reason)
 
     def rows(self) -> list[RowTokens]:
-        return self._transcript.rows()
+        return self._rows.rows()
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        return {"forks": self._transcript.forks}
+        return {"forks": self._rows.forks}
 
 
 def context_of(request: TurnRequest) -> np.ndarray[Any, Any]:

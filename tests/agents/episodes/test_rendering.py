@@ -137,16 +137,16 @@ def test_qwen3_without_thinking_loses_the_empty_thinking_of_its_generation_promp
 @pytest.mark.parametrize("template", ["qwen2_5", "llama3"])
 def test_many_turns_are_one_row(template):
     renderer = renderer_of(template)
-    chats, transcript, chat = Conversations(renderer), TokenRows(), [USER]
+    chats, token_rows, chat = Conversations(renderer), TokenRows(), [USER]
     for turn in range(5):
         prompt = chats.prompt(chat, TOOLS)
         assert prompt.extends is (turn > 0)
         sampled = np.array(ended(renderer, f"the answer is {turn}\n"), np.int32)
         tokens = SampledTokens(sampled, np.zeros(len(sampled), np.float32), np.zeros(len(sampled), np.int32))
-        assert transcript.add(prompt.ids, tokens) is (turn > 0)
+        assert token_rows.add(prompt.ids, tokens) is (turn > 0)
         chats.answered(prompt, sampled)
         chat += [said("assistant", f"the answer is {turn}"), said("user", "no")]  # as a program that strips text
-    [row] = transcript.rows()
+    [row] = token_rows.rows()
     assert len(row.turns) == 5
     assert renderer.tokenizer.decode(row.ids[row.loss_mask]).count("the answer is") == 5
 
@@ -380,7 +380,7 @@ def test_whatever_was_sampled_is_trained_unchanged_after_the_context_that_the_en
     renderer = renderer_of(template)
     tools = TOOLS if with_tools and template in WITH_TOOLS else None
     [end] = renderer.end_ids
-    chats, transcript = Conversations(renderer), TokenRows()
+    chats, token_rows = Conversations(renderer), TokenRows()
     chat, calls, extending = [USER], [], []
     for numbers, ends, follow, text in turns:
         ids = [n % len(renderer.tokenizer) for n in numbers]
@@ -396,7 +396,7 @@ def test_whatever_was_sampled_is_trained_unchanged_after_the_context_that_the_en
         tokens = SampledTokens(
             np.array(sampled, np.int32), np.zeros(len(sampled), np.float32), np.zeros(len(sampled), np.int32)
         )
-        continues = transcript.add(prompt.ids, tokens)
+        continues = token_rows.add(prompt.ids, tokens)
         edited = any(turn[2] == "edit" for turn in turns)
         assert continues or edited or not prompt.extends
         answer = said("assistant", renderer.text(sampled))
@@ -408,7 +408,7 @@ def test_whatever_was_sampled_is_trained_unchanged_after_the_context_that_the_en
         else:
             chats.answered(prompt, sampled, answer)
             chat += [said("assistant", "edited") if follow == "edit" else answer, said("user", text)]
-    seen = {turn.number: row for row in transcript.rows() for turn in row.turns}
+    seen = {turn.number: row for row in token_rows.rows() for turn in row.turns}
     trained = 0
     for number, (context, sampled) in enumerate(calls):
         if number not in seen:
@@ -420,7 +420,7 @@ def test_whatever_was_sampled_is_trained_unchanged_after_the_context_that_the_en
         assert np.concatenate([row.prompt_ids, row.ids])[:until].tolist() == context + sampled
         assert row.loss_mask[turn.start : turn.stop].all()
         trained += len(sampled)
-    assert sum(int(row.loss_mask.sum()) for row in transcript.rows()) == trained
+    assert sum(int(row.loss_mask.sum()) for row in token_rows.rows()) == trained
     if template in ("qwen2_5", "llama3") and not edited:
         assert all(extending[1:])
-        assert transcript.forks == 0
+        assert token_rows.forks == 0

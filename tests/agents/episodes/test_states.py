@@ -86,14 +86,14 @@ def test_a_turn_that_is_renumbered_or_asked_again_keeps_its_state():
 def of_messages(template: str, *chats: Sequence[Message]) -> list[int]:
     """The states of turns of one episode, each asked with one of these chats."""
     renderer = renderer_of(template)
-    record = Chats(renderer).new_episode()
+    episode = Chats(renderer).new_episode()
     for n, chat in enumerate(chats):
-        prompted = asyncio.run(record.prompt(request := TurnRequest(list(chat))))
+        prompted = asyncio.run(episode.prompt(request := TurnRequest(list(chat))))
         ids = np.append(renderer.encode(f"<think>{n}</think>well"), min(renderer.end_ids)).astype(np.int32)
         tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
         finished = Completion(n, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
-        record.answered(prompted, request, finished, n)
-    found = {turn.number: turn.state for row in record.rows() for turn in row.turns}
+        episode.answered(prompted, request, finished, n)
+    found = {turn.number: turn.state for row in episode.rows() for turn in row.turns}
     return [found[n] for n in range(len(chats))]
 
 

@@ -31,7 +31,7 @@ def add(a: int, b: int) -> int:
 async def test_calls_good_and_bad_are_answered_and_all_that_was_sampled_is_trained(template, forks):
     renderer, tool = renderer_of(template), make_tool(add, "here")
     parser = choose_parser(renderer)
-    chats, transcript, chat = Conversations(renderer), TokenRows(), [said("user", "add 1 and 2")]
+    chats, token_rows, chat = Conversations(renderer), TokenRows(), [said("user", "add 1 and 2")]
     call = renderer.example_call("add", {"a": 1, "b": 2}).removeprefix("<think>\n\n</think>\n\n")
     told, everything = [], []
     for text in (call, call.replace("1,", "1,,"), call.replace('"add"', '"sub"'), call, "It is 3."):
@@ -40,7 +40,7 @@ async def test_calls_good_and_bad_are_answered_and_all_that_was_sampled_is_train
         everything += sampled
         zeros = np.zeros(len(sampled))
         tokens = SampledTokens(np.array(sampled, np.int32), zeros.astype(np.float32), zeros.astype(np.int32))
-        transcript.add(prompt.ids, tokens)
+        token_rows.add(prompt.ids, tokens)
         answer = parser.parse(renderer.text(sampled), [tool.schema], first_id=len(told))
         chats.answered(prompt, sampled, answer.message)
         chat.append(answer.message)
@@ -54,5 +54,5 @@ async def test_calls_good_and_bad_are_answered_and_all_that_was_sampled_is_train
         "Error: there is no tool 'sub';",
         "3",
     ]
-    assert (transcript.turns, transcript.forks) == (5, forks)
-    assert np.concatenate([row.ids[row.loss_mask] for row in transcript.rows()]).tolist() == everything
+    assert (token_rows.turns, token_rows.forks) == (5, forks)
+    assert np.concatenate([row.ids[row.loss_mask] for row in token_rows.rows()]).tolist() == everything

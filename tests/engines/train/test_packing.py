@@ -276,7 +276,6 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_parts_have_the_gradient_of_rows_one_by_one(
     one_rank: None, model_path: ModelPath, compiling: None, recompute: bool
@@ -294,7 +293,6 @@ def test_compiled_parts_have_the_gradient_of_rows_one_by_one(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_steps_of_all_kinds_are_compiled_in_few_variants(
     one_rank: None, model_path: ModelPath, compiling: None
 ) -> None:

@@ -45,8 +45,9 @@ class Held:
 class Clock(Condition):
     """The condition of an exchange, whose waits are as long as the test lets time pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
         super().__init__()
+        self._timeout_s = timeout_s
         self._now = 0.0
         self._waits: dict[int, tuple[float, Callable[[], bool]]] = {}
         """By thread: when a wait's time is over, and what it waits for."""
@@ -55,11 +56,11 @@ class Clock(Condition):
     def of(cls, ends: Ends) -> Clock:
         """A clock for the exchange of ``ends``, at which nobody waits yet."""
         exchange: Any = ends.sender
-        exchange._changed = clock = cls()
+        exchange._changed = clock = cls(exchange._timeout_s)
         return clock
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        assert timeout is not None, "a wait without a limit"
+        assert timeout == self._timeout_s, "each wait has the whole time"
         until = self._now + timeout
         self._waits[get_ident()] = until, predicate
         self.notify_all()

@@ -93,7 +93,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tokens_and_log_probs_are_those_of_a_sort(
     case: tuple[str, dict[str, float], int], interpreted: dict[str, tuple[list[int], list[float]]]

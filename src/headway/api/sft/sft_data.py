@@ -6,7 +6,7 @@ a function of the user's      ─▶ `demonstrations` ┴   (``model.warmup``, w
 
 Given conversations become rows by the same code as episodes:
 
-messages ─▶ for each answer: its context ─▶ the answer's ids, as the template writes it ─▶ Record.answered ─▶ rows
+messages ─▶ for each answer: its context ─▶ its ids, as the template writes it ─▶ ChatEpisodeTokens.answered ─▶ rows
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ def demonstrated(
         DataError: the template refuses the messages, or does not write an answer after its prompt.
         ConfigError: the template does not end answers with one of the tokenizer's end-of-turn tokens.
     """
-    chat, record = plain_messages(messages), chats.new_episode()
+    chat, episode = plain_messages(messages), chats.new_episode()
     answers = [at for at, message in enumerate(chat) if message["role"] == "assistant" and at > 0]
     if not answers:
         roles = ", ".join(str(message["role"]) for message in chat)
         raise UserCodeError(f"there is nothing to learn from messages of {roles}: no answer of role assistant follows")
     for number, at in enumerate(answers):
         request = TurnRequest(chat[:at], list(tools) if tools else None)
-        prompted = record.context(request)
+        prompted = episode.context(request)
         ids = _answer_ids(chats.renderer, chat[: at + 1], tools)
         # Placeholders: the loss of supervised steps uses neither log-probs nor versions
         tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
         finished = Completion(at, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
-        record.answered(prompted, request, finished, number)
-    return record.rows()
+        episode.answered(prompted, request, finished, number)
+    return episode.rows()
 
 
 def _answer_ids(
