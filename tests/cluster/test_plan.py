@@ -15,7 +15,7 @@ from headway.cluster.machine.worker_setup import threads_of
 from headway.cluster.on_ray.ray_cluster import MIN_OBJECT_STORE, check_answers, object_store_bytes
 from headway.cluster.worker_engines import clock_offset
 from headway.cluster.worker_group import Worker
-from headway.cluster.worker_plan import ClusterPlan, plan_cluster
+from headway.cluster.worker_plan import ClusterPlan, plan_cluster, trainer_alone
 from headway.config.schema import Config
 from headway.config.sizing.placement import resolve_placement
 from headway.errors import ConfigError
@@ -117,6 +117,14 @@ def test_what_is_reserved_by_node_are_the_devices_that_have_a_worker() -> None:
         ("trainer", 0, (0, 1)),
         ("trainer", 1, (4, 5, 6, 7)),
     ]
+
+
+def test_a_trainer_without_the_others_reserves_its_own_devices_alone() -> None:
+    whole = plan(trainer={"nnodes": 2, "n_gpus_per_node": 2}, rollout={"nnodes": 1, "n_gpus_per_node": 2})
+    alone = trainer_alone(whole)
+    assert {spec.name for spec in alone.workers} == {f"actor-{rank}" for rank in range(4)}
+    assert {device for share in alone.shares for device in share.devices} == {spec.device for spec in alone.workers}
+    assert len(whole.shares) > len(alone.shares)
 
 
 def test_a_reference_without_ranks_of_its_own_runs_on_the_trainers() -> None:

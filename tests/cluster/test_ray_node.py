@@ -92,3 +92,12 @@ async def test_all_that_wait_for_a_process_see_its_end_also_when_one_stops_waiti
         await asyncio.gather(first, second)
     assert watched.has_ended
     await process.wait()
+
+
+def test_a_watched_process_is_waited_for_and_one_that_was_gone_before_has_ended() -> None:
+    with subprocess.Popen(["sleep", "0.2"]) as sleeping:
+        watched = Watched(sleeping.pid)
+        assert not watched.ends_within(0.0)
+        assert watched.ends_within(60.0)
+        assert sleeping.wait(60) == 0
+    assert watched.has_ended and Watched(sleeping.pid).has_ended
