@@ -1,1 +1,1 @@
-"""Reports on a run: everything here is derived from `headway.events` and from nothing else."""
+"""Reports on a run, derived only from `headway.events`."""

@@ -1,4 +1,4 @@
-"""Folders of a run's checkpoints: which are complete, and the removal of older ones (`CheckpointRetention`).
+"""Folders of a run's checkpoints: complete ones, and the removal of older ones (`CheckpointRetention`).
 
 checkpoints/version_N          the trainer's, and the driver's state       renamed into place when it is whole …
 checkpoints/critic/version_N   the critic's, where there is one            … after this one was
@@ -41,7 +41,7 @@ class Checkpoints:
         return next((v for v in reversed(self.complete(with_critic=with_critic)) if v in recorded), None)
 
     def forget_above(self, version: int) -> None:
-        """Remove checkpoints of versions after ``version``, and those that were left half written or half removed."""
+        """Remove checkpoints of versions after ``version``, and half-written or half-removed ones."""
         for folder in (self.path, self.path / "critic"):
             for later, path in list(_versions(folder)):  # a list: the folder changes while it is gone through
                 if later > version:
@@ -51,8 +51,8 @@ class Checkpoints:
                     rmtree(path, ignore_errors=True)
 
     def set_aside(self, version: int) -> list[Path]:
-        """Rename a version's folders so that they are no checkpoint any more; return them, for removal."""
-        # The critic's first: what a kill in between leaves is found again as the trainer's folder.
+        """Rename a version's folders so that they no longer count as a checkpoint. Returns them, for removal."""
+        # The critic's first: after a kill in between, the trainer's folder is still found.
         there = [path for path in (self.critic(version), self.actor(version)) if path.is_dir()]
         return [path.rename(path.with_name(f".{path.name}.old")) for path in there]
 
@@ -61,7 +61,7 @@ class Checkpoints:
 class CheckpointRetention:
     """Observer that removes older checkpoints (``trainer.max_actor_ckpt_to_keep``) whenever one was saved.
 
-    The newest one that the run could be resumed from stays. Each is removed in a thread, as its files may be many.
+    The newest checkpoint that the run can be resumed from stays. Removal is in a thread, as the files may be many.
     """
 
     checkpoints: Checkpoints
@@ -76,7 +76,7 @@ class CheckpointRetention:
     def on_event(self, event: Event) -> None:
         if self.keep is None or not isinstance(event, CheckpointSaved):
             return
-        # The newest one may be ahead of the record on the disk, and cannot be resumed from until that tells of it.
+        # The newest checkpoint cannot be resumed from until the record on the disk mentions it.
         resumable = self.checkpoints.newest(range(self.recorded_version() + 1), with_critic=False)
         for version in self.checkpoints.complete(with_critic=False)[: -self.keep]:
             if version in (resumable, self.in_use()):
@@ -115,7 +115,7 @@ def write_version(model: Path, version: int) -> None:
 
 
 def version_of(model: Path) -> int | None:
-    """The version of an exported model; None where the folder does not say, or is not there."""
+    """Return the version of an exported model; None if the folder does not say, or does not exist."""
     try:
         version = json.loads((model / FILE).read_text(encoding="utf-8"))["version"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,9 +1,9 @@
-"""``headway compare``: what differs between runs in their settings, and in what they reached at equal cost.
+"""``headway compare``: differences between runs in settings, and in results at equal cost.
 
 RUN, RUN, … ─▶ `read_runs`: settings, curves, figures ─▶ `compared` ─▶ tables for the terminal, and one page of curves
 
-Runs are compared where all of them have been: at the groups, the seconds and the tokens that the shortest one reached.
-The page has the curves of all runs, one over the other, and the two tables. It needs no other file.
+Runs are compared at the groups, the seconds and the tokens that the shortest run reached. The page has the overlaid
+curves of all runs and the two tables. It needs no other file.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from headway.reports.timeline.run_history import to_json as curves_json
 
 REWARD, ESS = "reward/mean", "offpolicy/ess"
 AVERAGED = 10
-"""Number of versions whose mean training reward is compared: that of one version is noisy."""
+"""Number of versions over which training reward is averaged: one version's reward is noisy."""
 WIDEST = 28
-"""Most characters of a run's column in a terminal. In a pipe there is no limit: names and paths are whole there."""
+"""Maximum characters of a run's column in a terminal. In a pipe there is no limit."""
 NARROWEST = 12
-"""Least characters to which the column of a run's settings is narrowed, so that all runs come in one table."""
+"""Minimum characters of a run's column of settings, which is narrowed so that all runs fit into one table."""
 HEAD, GAP = 38, 2
-"""Most characters of a table's first column, and those between two columns."""
+"""Maximum characters of a table's first column, and the number of characters between two columns."""
 NOT_COMPARED = frozenset({"run.dir"})
 AXES: dict[str, Callable[[float], str]] = {
     "groups": lambda value: human.count(round(value)),
     "seconds": human.number,
     "tokens": human.number,
 }
-"""Fields of `CurvePoint` at which runs are compared, and how values of them are written."""
+"""Field of `CurvePoint` at which runs are compared → the format of its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class RunRead:
 
 
 ComparisonRow = tuple[str, ...]
-"""A row of a table: what it is about, and one text for each run."""
+"""A row of a table: its name, and one text for each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Comparison:
 def read_runs(paths: Sequence[Path]) -> list[RunRead]:
     """Read the runs in the directories ``paths``. Their names are the directories', as long as needed to differ.
 
-    Raises `ConfigError` for two that are one, and for what is no run's directory or cannot be read.
+    Raises `ConfigError` if two paths are one run, or if a path is not a run's directory or cannot be read.
     """
     seen: dict[Path, Path] = {}
     for path in paths:
@@ -121,7 +121,7 @@ def compared(runs: Sequence[RunRead]) -> Comparison:
 
 
 def _differing(runs: Sequence[RunRead]) -> list[ComparisonRow]:
-    """The settings that are not the same in all runs. One that a file lacks has its default there, shown as a dash."""
+    """Return the settings that differ between runs. A dash stands for a setting that a file lacks: its default."""
     missing = object()  # None is a value that a setting may have
     keys = list(dict.fromkeys(key for run in runs for key in run.settings if key not in NOT_COMPARED))
     rows: list[ComparisonRow] = []
@@ -170,9 +170,9 @@ def _results(runs: Sequence[RunRead]) -> list[ComparisonRow]:
 def at_equal(
     name: str, points: Sequence[Sequence[tuple[CurvePoint, float]]], *, versions: bool = False
 ) -> list[ComparisonRow]:
-    """Rows of a metric at the groups, seconds and tokens that all runs with a value of it have reached.
+    """Return rows of a metric at the groups, seconds and tokens that all runs with values of it have reached.
 
-    ``points``: of each run, by version. A run without any value has dashes. ``versions``: say which version it is of.
+    ``points``: values of each run, by version. A run without values has dashes. ``versions``: also name the version.
     """
     known = [run for run in points if run]
     if not known:
@@ -213,7 +213,7 @@ def _end(curves: CurveLog) -> CurvePoint:
 
 
 def print_comparison(found: Comparison, console: Console) -> None:
-    """Print the settings that differ, and the table of results."""
+    """Print the differing settings, and the table of results."""
     if found.settings:
         _print_table("settings that differ", found, found.settings, console, whole=False)
     else:
@@ -225,7 +225,7 @@ def print_comparison(found: Comparison, console: Console) -> None:
 def _print_table(
     title: str, found: Comparison, rows: Sequence[ComparisonRow], console: Console, *, whole: bool
 ) -> None:
-    """``whole``: values stay on one line, and runs that have no room come in a table below."""
+    """Print a table. ``whole``: values stay on one line, and runs that do not fit are in a further table below."""
     widest = WIDEST if console.width < UNBOUNDED else UNBOUNDED
     if not whole:  # a path or two is broken rather than a table made for each run
         head = min(max(len(text) for text in (title, *(name for name, *_ in rows))), HEAD)
@@ -241,9 +241,9 @@ def _print_table(
 
 
 def _as_it_is(text: str, width: int | None = None, *, words: bool = False) -> Text:
-    """Return text of a file for a terminal: brackets are no markup, and control characters are spelled out.
+    """Return text of a file for a terminal, without markup and with control characters spelled out.
 
-    ``width``: most characters of a line, or with ``words`` of a word; None: any number.
+    ``width``: maximum characters of a line, or with ``words`` of a word; None: no maximum.
     """
     shown = visible(text)
     if width is not None:
@@ -284,7 +284,7 @@ def _run(place: int, name: str, status: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Make an HTML table, whose columns behind the first hold numbers."""
+    """Return an HTML table. All columns but the first hold numbers."""
 
     def cells(name: str, row: Sequence[str]) -> str:
         first, *others = map(_breakable, row)
@@ -300,7 +300,7 @@ def _breakable(text: str) -> str:
 
 
 def overlaid(found: Comparison) -> dict[str, Any]:
-    """Return charts with one curve for each run: of each kind of chart the first metric that any run has."""
+    """Return charts with one curve per run: for each kind of chart, the first metric that any run has."""
     each = [curves_json(run.curves) for run in found.runs]
     tables = {f"{place}/{name}": rows for place, of in enumerate(each) for name, rows in of["tables"].items()}
     charts = [chart for kind in KINDS if (chart := _chart(kind, found, each))["curves"]]

@@ -10,7 +10,7 @@ from statistics import fmean
 _BLOCKS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "-"
 LARGE = 1e6
-"""The number from which on numbers are written with an exponent."""
+"""Numbers from this one on are written with an exponent."""
 
 
 def count(value: int) -> str:
@@ -19,7 +19,7 @@ def count(value: int) -> str:
 
 
 def share(value: float | None) -> str:
-    """Write a share in percent: 0.123 → ``12%``; one that rounds to 0 or 100 but is neither says so."""
+    """Write a share in percent: 0.123 → ``12%``. A share that only rounds to 0 or 100 is marked as such."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     percent = round(100 * value)
@@ -71,7 +71,7 @@ def duration(seconds: float | None) -> str:
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw values as ``width`` blocks at most, between minimum and maximum; nothing for fewer than two.
 
-    Of more values than ``width``, neighbours are drawn as their mean.
+    If there are more values than ``width``, neighbours are averaged.
     """
     shown = [value for value in values if math.isfinite(value)]
     if len(shown) > width:

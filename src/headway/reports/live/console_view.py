@@ -1,4 +1,4 @@
-"""Parts that every view of a run on a console has in common, and the block that ends it."""
+"""Common parts of a run's console views, and the report at its end."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from headway.reports.run_directory import RunDirectory
 BIASED_BELOW = 0.9
 REASONS_SHOWN = 3
 FILTERED_FROM, ENOUGH_GROUPS = 0.8, 64
-"""Share of filtered groups, and number of latest groups, from which on the end report asks for a change."""
+"""Minimum share of filtered groups, and minimum number of latest groups, for the end report to advise a change."""
 
 
 class ConsoleView(Protocol):
-    """An observer and row sink that also shows what comes before and after training."""
+    """Observer and row sink that also shows the phases before and after training."""
 
     def phase(self, text: str, detail: str = "") -> None:
-        """Show that the run is doing ``text`` (making the model, starting workers); ``detail`` is how far it got."""
+        """Show the run's phase ``text`` (making the model, starting workers). ``detail``: its progress."""
 
     def warn(self, text: str) -> None:
         """Show a warning about the reports themselves."""
 
     def note(self, text: str) -> None:
-        """Show something worth knowing about the reports, like where a tracker shows the run."""
+        """Show a note on the reports, like the place where a tracker shows the run."""
 
     def on_event(self, event: Event) -> None: ...
 
@@ -49,10 +49,9 @@ def report_end(
     resumable: bool = False,
     trackers: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Print the end of a run: what it achieved, what held it up, where its files are, and what to do next.
+    """Print the end of a run: results, bottleneck, places of its files, and advice.
 
-    ``model``: the exported model, None where there is none; ``trackers``: names of trackers, and where each shows the
-    run.
+    ``model``: the exported model, or None; ``trackers``: names of trackers, and where each shows the run.
     """
     tensorboard = run.tensorboard if any(run.tensorboard.glob("*")) else None  # somebody may have removed it
     console.print()
@@ -79,7 +78,7 @@ def report_end(
 
 
 def _place(name: str, what: Text) -> Text:
-    """Make a line of ``name`` and a path, not wrapped however long, so that the path can be copied."""
+    """Return a line of ``name`` and a path. It is never wrapped, so that the path can be copied."""
     return Text.assemble("  ", (f"{name:<13}", "bright_black"), what)
 
 
@@ -105,7 +104,9 @@ def _headline(summary: dict[str, Any]) -> Text:
 
 
 def _not_trained(summary: dict[str, Any]) -> Text:
-    """Say what was not trained: ``Not trained: 484 filtered (453 all rewards are 0, 31 all rewards are 1).``"""
+    """Return the line on untrained groups: ``Not trained: 484 filtered (453 all rewards are 0, 31 all rewards are
+    1).``
+    """
     parts = []
     for fate, reasons in summary["reasons"].items():
         frequent = sorted(reasons.items(), key=lambda item: -item[1])[:REASONS_SHOWN]
@@ -128,13 +129,13 @@ def _episodes(summary: dict[str, Any]) -> Text:
 
 
 def _hardly_trains(summary: dict[str, Any]) -> bool:
-    """Tell whether nearly all of the run's latest groups were filtered."""
+    """Tell whether at least `FILTERED_FROM` of the run's latest groups were filtered."""
     filtered = summary["filtered"]
     return bool(filtered["recent_groups"] >= ENOUGH_GROUPS and filtered["recent_share"] >= FILTERED_FROM)
 
 
 def _rose(evaluations: Sequence[dict[str, Any]]) -> bool:
-    """Tell whether validation reward was ever above what the run began with."""
+    """Tell whether validation reward was ever above its first value."""
     first, *later = (evaluation["accuracy"] for evaluation in evaluations)
     return bool(max(later) > first or first == 1.0)
 

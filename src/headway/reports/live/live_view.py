@@ -3,7 +3,7 @@
     event loop ──events, phases, rows──▶ counters, lines to print     (under the lock, never waits for the terminal)
     drawing thread ──every half second──▶ takes panel and lines (under the lock), then prints them (without it)
 
-The drawing thread alone touches the terminal, so no thread ever holds both locks, ours and the console's.
+Only the drawing thread touches the terminal, so that no thread ever holds both this lock and the console's.
 
 console.print(line) ─▶ lines that stay ─┐
 LiveView ─▶ show(what changes) ─────────┴▶ `Cell`: a page of HTML ─▶ the function that it was given, at each change
@@ -40,7 +40,7 @@ _PAGE = (
 
 
 class Cell(Console):
-    """Console, and place of a view, of which ``send`` is given the whole page each time that it changed."""
+    """Console in a notebook's cell. ``send`` gets the whole page, lines and view, at each change."""
 
     def __init__(self, send: Callable[[str], None]) -> None:
         super().__init__(file=io.StringIO(), record=True, width=WIDTH, color_system="truecolor", highlight=False)
@@ -50,12 +50,12 @@ class Cell(Console):
         self._sending = threading.Lock()
 
     def show(self, view: RenderableType) -> None:
-        """Show ``view`` below the lines that were printed, in the place of what was shown there before."""
+        """Show ``view`` below the printed lines. It replaces the previous view."""
         self._changing = _code(view)
         self._send_if_new()
 
     def close(self) -> None:
-        """Keep what is shown, and what was printed. What is printed from now on is below it: close again to show it."""
+        """Keep the view and the printed lines. Later lines are printed below them, and shown by another `close`."""
         self._kept += _recorded(self) + self._changing
         self._changing = ""
         self._send_if_new()
@@ -97,13 +97,13 @@ class LiveView:
     """
 
     def __init__(self, console: Console, progress: RunProgress, lock: AbstractContextManager[Any]) -> None:
-        """Begin to draw on ``console``, on its terminal unless it is a `Cell`."""
+        """Begin to draw on ``console``: a terminal or a `Cell`."""
         self._console = console
         self._progress = progress
         self._lock = lock
         self._phase: tuple[str, str, float] | None = None
         self._lines: list[Text | Padding] = []
-        """Lines to print above the view: a `Text` is one line, however long; a `Padding` wraps between its margins."""
+        """Lines to print above the view: a `Text` is never wrapped; a `Padding` wraps between its margins."""
         self._spinner = Spinner("dots", style=ACCENT)
         self._show: Callable[[RenderableType], None]
         if isinstance(console, Cell):
@@ -117,7 +117,7 @@ class LiveView:
         self._thread.start()
 
     def phase(self, text: str, detail: str = "") -> None:
-        """Show the phase ``text``. The phase before it is printed above the view with the time that it took."""
+        """Show the phase ``text``. The previous phase is printed above the view, with its duration."""
         if self._phase is not None and self._phase[0] == text:
             self._phase = (text, detail, self._phase[2])
             return
@@ -165,7 +165,7 @@ class LiveView:
         with self._lock:
             phase, lines, self._lines = self._phase, self._lines, []
             parts = [panel(self._progress, self._console.width)] if self._progress.metrics.started else []
-        # Without the lock: a terminal that stands still (Ctrl-S) must not stop the run.
+        # Without the lock: a stopped terminal (Ctrl-S) must not stop the run.
         for line in lines:
             self._console.print(line, soft_wrap=isinstance(line, Text))
         if phase is not None:
@@ -175,7 +175,7 @@ class LiveView:
 
 
 def _phase_line(phase: tuple[str, str, float], *mark: tuple[str, str]) -> Text:
-    """Return the line of a phase, (text, detail, since when), behind its ``mark``, with the time that it took."""
+    """Return ``mark`` and the line of a phase, (text, detail, start), with its duration."""
     text, detail, since = phase
     took = human.duration(time.monotonic() - since)
     return Text.assemble(*mark, text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))

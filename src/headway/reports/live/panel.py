@@ -1,6 +1,6 @@
-"""The panel of the live view: what is shown of a run beside its metrics, and its drawing for a width.
+"""The panel of the live view: a run's state, and its drawing for a width.
 
-Colours are only where they tell.
+Colours are used only where they carry meaning.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.run_sums import Series
 
 MOST_POINTS = 400
-"""Most rewards that a run's curve is drawn of."""
+"""Maximum number of rewards in a run's curve."""
 
 
 class RunProgress:
-    """A run at this moment: its metrics, its newest row, and a ``clock`` that runs on between two events."""
+    """Present state of a run: its metrics, its newest row, and a ``clock`` that goes on between two events."""
 
     def __init__(self, metrics: RunMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.metrics = metrics
         self.rewards: Series[float] = Series(MOST_POINTS)
-        """Mean rewards of versions, of which at most `MOST_POINTS` are kept."""
+        """Mean rewards of versions, at most `MOST_POINTS` of them."""
         self.row: dict[str, Any] = {}
         """Newest value of each metric."""
         self._clock = clock
@@ -65,7 +65,7 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end; None where that is unknown, or all groups are trained."""
+        """Seconds to the end; None if unknown, or if all groups are trained."""
         total = self.metrics.started.total_groups if self.metrics.started else None
         if total is None or self.trained >= total:
             return None
@@ -76,10 +76,10 @@ TWO_COLUMNS_FROM = 110
 LABEL_WIDTH = 10
 OFTEN_IDLE = 0.3
 MANY_FILTERED = 4
-"""Number of filtered groups per trained one from which on the panel shows a warning."""
+"""Minimum number of filtered groups per trained group for the panel to show a warning."""
 
 FIRST = ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/clip_fraction")
-"""Optimizer metrics that the panel shows before any other."""
+"""Optimizer metrics that the panel shows first."""
 
 ACCENT = "cyan"
 QUIET = "bright_black"

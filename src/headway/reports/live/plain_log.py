@@ -1,7 +1,7 @@
 """The run as lines of text: on the console where no terminal is attached, and in the driver's log.
 
 On the console there is one line per phase, version and validation, and one for start and end. The log has the few
-events that somebody who looks for a cause reads, as lines of standard logging.
+events that help to find a cause, as lines of standard logging.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PlainView:
         self._progress = progress
         self._clock = clock
         self._told_below = 0
-        """Version below which every version had its line before the run was resumed."""
+        """Versions below this one had their line before the run was resumed."""
 
     def phase(self, text: str, detail: str = "") -> None:
         self._line(f"{text}: {detail}" if detail else text)
@@ -42,7 +42,7 @@ class PlainView:
         self._line(text)
 
     def on_event(self, event: Event) -> None:
-        # Rows of versions that survived a resume come again, and were told before it.
+        # Rows of versions that survived a resume come again, but were already printed.
         if isinstance(event, events.RunResumed):
             self._told_below = event.version
         if (told := words(event)) is not None and told[0] != "log":
@@ -81,9 +81,9 @@ class PlainView:
 
 
 def words(event: Event) -> tuple[str, str] | None:
-    """Return the level of an event, ``info``, ``warning``, or ``log`` for the log alone, and the words that tell it.
+    """Return an event's level (``info``, ``warning``, or ``log`` for only the log) and its text.
 
-    None for one that is not told.
+    Returns None for an event without a text.
     """
     match event:
         case events.Note(level=level, text=text):
@@ -173,7 +173,7 @@ class EventLog:
             logger.log(logging.WARNING if warns else logging.INFO, told[1])
 
     def close(self) -> None:
-        """Leave the log open: what fails as the run ends is logged, too. See `end`."""
+        """Leave the log open, since failures at the run's end are logged, too; `end` closes it."""
 
     def end(self) -> None:
         """Close the log."""

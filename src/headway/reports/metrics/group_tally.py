@@ -1,9 +1,9 @@
-"""Every group's way, as the events tell it: where each one is now, and how each one ended.
+"""State and fate of every group, from the events.
 
     admitted ─▶ rewarded ─▶ taken ─▶ settled: trained | dropped(nonfinite)
         └──────────┴─▶ settled: filtered | dropped | failed            (in_flight: whatever is left)
 
-This is bookkeeping beside the pipeline's own ledger and checks it: both must come to the same numbers.
+It is independent of the pipeline's own ledger and checks it: both must have the same numbers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from headway.events import Event
 FATES = ("trained", "filtered", "dropped", "failed")
 IN_FLIGHT = "in_flight"
 RECENT = 256
-"""Number of latest groups that the recent share of filtered groups is computed over."""
+"""Number of latest groups in the recent share of filtered groups."""
 MOST_REASONS, OTHER_REASONS = 200, "another reason"
-"""Most reasons of one fate that are counted apart, since some quote an answer, and the name of all others."""
+"""Maximum number of reasons of one fate that are counted separately, as some quote an answer; and the others' name."""
 MOST_PROBLEMS = 100
 
 
 @dataclass(slots=True)
 class GroupRecord:
-    """The facts known of one group between its admission and its fate."""
+    """Facts about one group between its admission and its fate."""
 
     number: int
     version: int = 0
@@ -34,10 +34,10 @@ class GroupRecord:
     source: str = ""
     rewards: list[float] | None = None
     parts: dict[str, list[float | None]] = field(default_factory=dict)
-    """Part of the reward → its values for the group's answers, where the reward has several parts."""
+    """Component of the reward → its values for the group's answers; empty without several components."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each episode that did not fail, its baseline not counted. No event is kept: open groups have thousands,
-    and the state of a large run is copied at each boundary while the driver waits."""
+    """Tokens of each episode that did not fail, without the baseline. Events are not kept: open groups have thousands,
+    and the driver waits while the state of a large run is copied at each boundary."""
     clipped: int = 0
     """Number of the episodes in ``lengths`` that were cut off by their length."""
     oldest: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class GroupRecord:
     lost: list[int] = field(default_factory=list)
     """Tokens of each episode that failed, its baseline not counted."""
     episodes: int = 0
-    """Number of its episodes; 0 where the record does not tell."""
+    """Number of its episodes; 0 if the record does not tell."""
     reported: int = 0
     """Number of its episodes that ended, its baseline included."""
     taken_at: int | None = None
@@ -76,7 +76,7 @@ class GroupRecord:
 
 
 class GroupTally:
-    """Counts admissions and fates, and notices what does not add up."""
+    """Counts of admissions and fates, and their inconsistencies."""
 
     def __init__(self) -> None:
         self.admitted = 0
@@ -84,11 +84,11 @@ class GroupTally:
         self.reasons: dict[str, Counter[str]] = defaultdict(Counter)
         self.problems: list[str] = []
         self.episode_fates: Counter[str] = Counter()
-        """Numbers of episodes by fate: that of their group, or failed before."""
+        """Fate → number of episodes: their group's fate, or failed before it."""
         self.failures: Counter[str] = Counter()
         """Numbers of failed episodes by reason."""
         self._episodes = 0
-        """Number of episodes of each group that is admitted from now on; 0 where the record does not tell."""
+        """Number of episodes of each group admitted from now on; 0 if the record does not tell."""
         self._episodes_admitted = 0
         self.sources: set[str] = set()
         """Sources of the prompts that were admitted."""
@@ -99,7 +99,9 @@ class GroupTally:
         self._highest = -1
 
     def on_event(self, event: Event) -> GroupRecord | None:
-        """Take an event of any kind. Return the record of a group that it settled, which is then forgotten."""
+        """Take an event of any kind. Returns the record of the group that it settled, which is then dropped; else
+        None.
+        """
         match event:
             case events.RunStarted():  # first or resumed: from here on groups may have another number of episodes
                 self._episodes = event.episodes
@@ -132,7 +134,7 @@ class GroupTally:
         self.sources.add(event.source)
 
     def _settle(self, event: events.GroupSettled) -> GroupRecord | None:
-        """Count a group's fate; return its record, or None when the event makes no sense."""
+        """Count a group's fate. Returns its record; None for an inconsistent event."""
         if event.fate not in FATES:
             self._notice(f"group {event.number} has the unknown fate {event.fate!r}")
             return None
@@ -188,8 +190,8 @@ class GroupTally:
         return {"admitted": self.admitted, **{fate: self.fates[fate] for fate in FATES}, IN_FLIGHT: len(self._records)}
 
     def episode_counts(self) -> dict[str, int]:
-        """Numbers of episodes: as `counts`; those of open groups that have failed are among the failed. All are 0 where
-        the record does not tell how many there are.
+        """Numbers of episodes, as in `counts`. Failed episodes of open groups count as failed. All are 0 if the record
+        does not tell the number of a group's episodes.
         """
         fates = Counter(self.episode_fates)
         for record in self._records.values():
@@ -199,8 +201,8 @@ class GroupTally:
         return {"admitted": self._episodes_admitted, **{fate: fates[fate] for fate in (*FATES, IN_FLIGHT)}}
 
     def balances(self, ledger: dict[str, int] | None, episodes: dict[str, int] | None = None) -> bool:
-        """Tell whether every number between the first and last admitted has one fate, and ``ledger`` says the same;
-        and whether its account of ``episodes`` is that of this one, where it is given.
+        """Tell whether every number from the first to the last admitted has one fate, and ``ledger`` has the same
+        counts. ``episodes``: the ledger's counts of episodes, which are compared if given.
         """
         counts = self.counts()
         settled = sum(counts[fate] for fate in FATES)

@@ -63,7 +63,7 @@ def complement(spans: Iterable[Span], window: Span) -> list[Span]:
 class IntervalUnion:
     """A growing union of intervals that arrive nearly in order: adding and measuring are then O(log n).
 
-    Of the time before the last `sum_up` only a sum is kept. A window that begins in that time has all of the sum, so
+    For the time before the last `sum_up` only a sum is kept. A window that begins in that time counts the whole sum, so
     windows should begin at the origin or after that time.
 
     Example:
@@ -109,7 +109,7 @@ class IntervalUnion:
             start = self._summed_until
         if end <= start:
             return
-        # left and right so that intervals that touch are joined: gaps of no length are no idle time.
+        # left and right, so that touching intervals are joined: gaps of zero length are not idle time.
         first = bisect_left(self._ends, start)
         last = bisect_right(self._starts, end)
         if first < last:
@@ -124,7 +124,7 @@ class IntervalUnion:
         start, end = window
         if end <= start:
             return 0.0
-        # A window that begins in the time that was summed up has all of the sum.
+        # A window that begins in the summed-up time counts the whole sum.
         before = -self._summed if start < self._summed_until else self._until(start)
         return min(max(self._until(end) - before, 0.0), end - start)
 
@@ -145,7 +145,7 @@ class IntervalUnion:
 
 
 class Spread:
-    """Amounts, each spread evenly over a span; spans come in order. `begin` and `sum_up` are as in `IntervalUnion`."""
+    """Amounts spread evenly over spans, which come in order. `begin` and `sum_up` work as in `IntervalUnion`."""
 
     def __init__(self, origin: float = -inf) -> None:
         self._origin = self._summed_until = origin

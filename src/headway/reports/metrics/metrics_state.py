@@ -1,9 +1,9 @@
-"""State of a large run's metrics at its newest boundaries, as a start for readers.
+"""Saved metrics of a large run at its newest boundaries, from which readers start.
 
     RunMetrics at version.reached ─▶ events/000042.state ─▶ a reader reads the events behind that boundary
 
-A state is a shortcut and no record: one that other code wrote, or that fits no boundary of the surviving history, is
-passed over, and all is read from the events.
+A state is only a shortcut: one that other code wrote, or that fits no boundary of the surviving history, is ignored,
+and all events are read.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from headway.reports.record.events_file import SurvivingRecord
 from headway.reports.run_directory import RunDirectory
 
 LARGE = 2**20
-"""Bytes of a record from which on states are kept."""
+"""Minimum bytes of a record for states to be kept."""
 MOST_WAITING = 8
-"""Most states that wait for the disk."""
+"""Maximum number of states that wait for the disk."""
 SUFFIX = ".state"
 KEPT = 4
 """Number of newest states that are kept, beside those of versions that have a checkpoint."""
 PARTS = ("run_metrics", "group_tally", "occupancy", "version_row", "run_sums", "intervals")
 MODULES = frozenset({"headway.events", *(f"headway.reports.metrics.{name}" for name in PARTS)})
-"""Modules whose classes a state consists of, beside those of `OTHERS`."""
+"""Modules of the classes in a state, beside those of `OTHERS`."""
 OTHERS = frozenset(
     {
         *(("collections", name) for name in ("Counter", "deque", "defaultdict")),
@@ -70,13 +70,13 @@ class MetricsStates:
         self._warn = warn
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics-state")
         self._saving: deque[Future[None]] = deque()
-        """Writing of each state, the oldest first."""
+        """Pending write of each state, the oldest first."""
         self._failed = False
 
     def keep(self, metrics: RunMetrics, event: VersionReached, offset: int) -> None:
         """Keep ``metrics`` at the boundary ``event``, which ends at ``offset`` of the record."""
         self._look()
-        # Several: where only one could wait, a quick run kept its first state alone.
+        # Several: with only one, a fast run kept just its first state.
         if len(self._saving) >= MOST_WAITING:
             return
         try:
@@ -131,9 +131,9 @@ def save(run: RunDirectory, state: bytes, version: int, offset: int, time: float
 
 
 def newest(run: RunDirectory, record: SurvivingRecord, sink: RowSink, until: int | None = None) -> MetricsState:
-    """Return the newest usable state of the surviving history, at most at the boundary of ``until``.
+    """Return the newest usable state of the surviving history, not after the boundary of ``until``.
 
-    ``sink`` gets the rows of metrics that were handed out until then, and those to come.
+    ``sink`` gets the state's metrics rows, and later ones.
     """
     for path in _states(run):
         version = int(path.stem)
@@ -166,7 +166,7 @@ def _load(run: RunDirectory, path: Path, offset: int, sink: RowSink) -> MetricsS
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but what a state consists of: a run's directory may come from elsewhere."""
+    """Unpickler for only the classes of a state: a run's directory may come from an untrusted place."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(import_module(module), name) if module in MODULES or (module, name) in OTHERS else None
@@ -178,7 +178,7 @@ class _Unpickler(pickle.Unpickler):
 
 @cache
 def _code() -> str:
-    """Return a digest of the code that makes states: other code makes others."""
+    """Return a digest of the code that makes states, to detect states of other code."""
     digest = hashlib.sha256()
     for name in sorted(MODULES):
         digest.update(Path(str(import_module(name).__file__)).read_bytes())

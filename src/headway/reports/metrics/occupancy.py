@@ -10,8 +10,8 @@ The run's window reaches from the first admission to the last optimizer step. Ti
 idle time: a paused or loading replica decodes nothing and therefore reports nothing. A replica's time, busy or idle, is
 counted from its join to its loss: before and after, it is no part of the run.
 
-Intervals are held only as long as a window may begin or end among them: `sum_up` makes sums of those before, so that
-what is held, and what a window costs, does not grow with the run.
+Intervals are kept only while a window may begin or end among them. `sum_up` sums up earlier ones, so that neither the
+memory nor the cost of a window grows with the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ReplicaTime:
     """Busy slot-seconds of each report, spread over the extent of its busy spans."""
     last_report: float = 0.0
     late: bool = False
-    """True where it joined in the course of the run, under a name that no other one ever has."""
+    """True if it joined in the course of the run, under a new name."""
 
     @property
     def reported_until(self) -> float:
@@ -67,12 +67,12 @@ REPLICA_SECONDS: Mapping[str, Callable[[ReplicaTime, Span], float]] = {
     "slots": lambda replica, window: replica.slots * replica.seconds(window),
     "filled": lambda replica, window: replica.slot_time.within(replica.presence(window)),
 }
-"""Seconds of a replica within a window: as part of the run, at work; of its slots, and of those that were filled."""
+"""Seconds of a replica within a window: present and busy seconds; slot-seconds, and filled slot-seconds."""
 
 
 @dataclass(slots=True)
 class TrainerTime:
-    """The trainer's work. A span of work is reported at its end, so what is under way is not known yet.
+    """The trainer's work. A span of work is reported at its end, so current work is not known yet.
 
     The trainer computes forwards and steps while its stage is processing. While its stage waits for an update it
     gathers, once. Else it computes nothing.
@@ -106,7 +106,7 @@ class StageView:
 
 
 class Occupancy:
-    """Accumulates when trainer, replicas and stages were busy or waited; each figure is for a window of time.
+    """Accumulated busy and waiting times of trainer, replicas and stages. Each figure is for a window of time.
 
     After `begin` and `sum_up` a window begins at the origin, or at an instant that was not summed up.
     """
@@ -125,8 +125,8 @@ class Occupancy:
         self._stage_work: dict[str, IntervalUnion] = {}
         self._origin = self._summed_until = -inf
         self._summed: dict[str, float] = defaultdict(float)
-        """Seconds, before the last `sum_up`, in which several things held at once, by their names in `seconds`; and of
-        the replicas that were lost before it, by the names of `REPLICA_SECONDS`."""
+        """Seconds before the last `sum_up`: by the names in `seconds`; and of replicas lost before it, by the names of
+        `REPLICA_SECONDS`."""
 
     def begin(self, origin: float) -> None:
         """Forget what lies before ``origin``; no window will start earlier."""
@@ -169,14 +169,14 @@ class Occupancy:
     def declare(self, slots: dict[str, int], since: float = -inf) -> None:
         """Declare the run's replicas and their slots; they are idle until they report.
 
-        Some may be known: of a run that was resumed, at ``since``. Those that are not declared again are lost then.
+        In a run that was resumed at ``since`` some may be known. Known ones that are not declared again are lost.
         """
         for name, replica in self.replicas.items():
             if name not in slots:
                 replica.lost = min(replica.lost, since)
         for name, count in slots.items():
             replica = self.replicas.setdefault(name, self._replica(count, joined=since))
-            if replica.lost < inf:  # it is back: there is nothing to be told of the time that it was gone
+            if replica.lost < inf:  # it is back: its absence is not part of the run
                 replica.lost, replica.last_report = inf, max(replica.last_report, since)
             replica.slots = count
 
@@ -185,7 +185,7 @@ class Occupancy:
         replica.late = True
 
     def lose(self, event: events.ReplicaLost) -> None:
-        """Note the time of a replica's loss. A replica that never joined is ignored."""
+        """Record the time of a replica's loss. A replica that never joined is ignored."""
         if (replica := self.replicas.get(event.replica)) is not None:
             replica.lost = event.time
 
@@ -225,12 +225,12 @@ class Occupancy:
         return None if wall <= 0 else 1.0 - self.trainer.busy.within(window) / wall
 
     def seconds(self, what: str, window: Span) -> float:
-        """Seconds of ``window``, the time that was summed up included, in which something held.
+        """Return the seconds of ``window``, including summed-up time, in which a condition held.
 
-        ``what``: ``saved``: the trainer copied its state for a checkpoint; ``between_steps``: it had a batch and
-        computed nothing, as advantages, rows or results were on their way, and neither saved a checkpoint nor waited
-        for shared devices; ``waited_for_reward``: it waited for groups, nothing decoded and a reward was computed;
-        ``idle_while_saving``: replicas, added up, were idle while it saved.
+        ``what`` names it. ``saved``: the trainer copied its state for a checkpoint. ``between_steps``: the trainer had
+        a batch but computed nothing, as advantages, rows or results were pending, and neither saved a checkpoint nor
+        waited for shared devices. ``waited_for_reward``: the trainer waited for groups, nothing decoded and a reward
+        was computed. ``idle_while_saving``: a replica was idle while the trainer saved, summed over replicas.
         """
         summed = self._summed[what] if window[0] < self._summed_until else 0.0
         return summed + self._measures()[what]((max(window[0], self._summed_until), window[1]))
@@ -253,7 +253,7 @@ class Occupancy:
         return length(intersection(working.spans, complement(other, window)))
 
     def _of_replicas(self, what: str, window: Span) -> float:
-        """Sum over all replicas, those that were lost included, of one of `REPLICA_SECONDS`."""
+        """Return the sum of one of `REPLICA_SECONDS` over all replicas, lost ones included."""
         lost = self._summed[what] if window[0] < self._summed_until else 0.0
         return lost + sum(REPLICA_SECONDS[what](replica, window) for replica in self.replicas.values())
 
@@ -266,7 +266,7 @@ class Occupancy:
         return None if present <= 0 else 1.0 - self._of_replicas("busy", window) / present
 
     def idle_while_saving(self, window: Span) -> float:
-        """The part of `rollouter_idle` in which the trainer copied its state; 0 when no replica was part of the run."""
+        """Return the part of `rollouter_idle` in which the trainer copied its state; 0 without replicas."""
         present = self._of_replicas("present", window)
         return 0.0 if present <= 0 else self.seconds("idle_while_saving", window) / present
 
@@ -282,7 +282,7 @@ class Occupancy:
         return None if capacity <= 0 else min(self._of_replicas("filled", window) / capacity, 1.0)
 
     def reported_until(self) -> float | None:
-        """The instant up to which every replica's activity is known; infinite when all are lost."""
+        """Return the instant up to which every replica's activity is known; infinite if all are lost."""
         return min((replica.reported_until for replica in self.replicas.values()), default=None)
 
     def _waited_for_reward(self, window: Span) -> float:
@@ -294,7 +294,7 @@ class Occupancy:
         return length(intersection(intersection(all_idle, self.trainer_waits.spans), rewarding.spans))
 
     def stage_waits(self, window: Span) -> dict[str, dict[str, float]]:
-        """Seconds of ``window`` that each stage waited, by whom it waited for."""
+        """Return stage → the stage that it waited for → seconds of ``window``."""
         waits: dict[str, dict[str, float]] = defaultdict(dict)
         for (stage, other), union in sorted(self._stage_waits.items()):
             if (seconds := union.within(window)) > 0:

@@ -4,10 +4,10 @@
            ─▶ Occupancy   (who was busy when)                        ├─▶ rows: metrics.jsonl, TensorBoard, the log
            ─▶ VersionRow  (what was trained, the update after it)   └─▶ summary(): summary.json, the final report
 
-The row of version v is closed by the update to v+1, which it includes, so rows tile the run; the last one is closed by
-the end of the run. A closed row is handed out when all is known that the trainer did until then: an overlapped update
-may finish in the middle of an optimizer step, which is reported at its end. Nothing here reads a clock: replaying a
-run's ``events.jsonl`` gives the same figures.
+The row of version v includes the update to v+1, which closes it, so that rows tile the run; the end of the run closes
+the last row. A closed row is emitted once all of the trainer's work until then is known: an overlapped update may
+finish during an optimizer step, which is reported at its end. Nothing here reads a clock: replaying a run's
+``events.jsonl`` gives the same figures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headway.reports.metrics.version_row import EventSums, Mean, VersionRow, dro
 
 KEPT_WARNINGS = 50
 MOST_VALIDATIONS = 512
-"""Most results of validations that are kept, and that the summary lists."""
+"""Maximum number of validation results that are kept, and listed in the summary."""
 
 
 class RowSink(Protocol):
@@ -42,7 +42,7 @@ class RunTotals(EventSums):
 
     fetches: int = 0
     stale_trajectories: int = 0
-    """Trained trajectories whose oldest token was sampled before the version that trained on them."""
+    """Number of trained trajectories whose oldest token was sampled before the version that trained on them."""
     trained: Mean = field(default_factory=Mean)
     """Lengths in tokens of the trained groups' episodes."""
     trainable: Mean = field(default_factory=Mean)
@@ -75,8 +75,8 @@ class RunMetrics:
         self.checkpoints = {"saved": 0, "failed": 0, "snapshots": 0, "paused_s": 0.0}
         """Numbers of checkpoints and snapshots, and seconds for which training stood still to copy them."""
         self.storage: dict[str, Any] | None = None
-        """Newest version whose checkpoint is in the run's storage, number of outages, and why something is not there
-        now; None where nothing was sent."""
+        """Newest version whose checkpoint is in the run's storage, number of outages, and the reason of a current one;
+        None if nothing was sent."""
         self.version = 0
         self.served: dict[str, int] = {}
         """Version that each replica has loaded."""
@@ -85,29 +85,28 @@ class RunMetrics:
         self.validations: Series[events.ValidationFinished] = Series(MOST_VALIDATIONS)
         """Results of validations."""
         self.left_out: dict[str, dict[str, dict[str, int]]] = {}
-        """Part (training or held-out) → source → reason → number of rows that were left out."""
+        """Part (training or held-out) → source → reason → number of rows left out."""
         self.warnings: list[str] = []
         self.workers: dict[str, events.WorkerDescribed] = {}
         """Descriptions of the workers, by name."""
         self.totals = RunTotals()
         self.pace = Pace()
         self.updates = UpdateSums()
-        """Sums of the updates that finished after the first admission: what was published before it cost the run
-        nothing."""
+        """Sums of the updates that finished after the first admission. Earlier ones cost the run nothing."""
         self.updates_before_last_step = UpdateSums()
-        """The same of those that had finished when the last optimizer step, and the wall time with it, ended."""
+        """Sums of those `updates` that finished before the last optimizer step, which ends the wall time."""
         self.lease_validation_s = 0.0
         """Seconds that the trainer waited for validations before it got shared devices."""
         self.sinks = sinks
         self.rows = 0
-        """Number of rows that were handed out."""
+        """Number of emitted rows."""
         self._rows: dict[int, VersionRow] = {}
         self._closed: deque[ClosedRow] = deque()
-        """Closed rows that were not handed out yet, in order."""
+        """Closed rows that were not emitted yet, in order."""
         self._closed_below = 0
         self._row_opened = 0.0
         self._rollouter_cut = 0.0
-        """Time up to which replicas' activity is in rows that were handed out."""
+        """Time up to which emitted rows include replicas' activity."""
         self._first_admission: float | None = None
         self._last_step: float | None = None
 
@@ -116,7 +115,7 @@ class RunMetrics:
     def on_event(self, event: Event) -> None:
         if self.first is None:
             self.first = event.time
-        # First: what follows reads the tally, and rows that close now have this event's counts.
+        # First: the code below reads the tally, and rows that close now include this event.
         group = self.tally.on_event(event)
         match event:
             case events.StageChanged():
@@ -198,11 +197,11 @@ class RunMetrics:
                 self.warnings.append(event.text)
 
     def close(self) -> None:
-        """Hand out the rows of a run that did not get to its end."""
+        """Emit the remaining rows of a run that did not reach its end."""
         self._end_rows(self._last_step)
 
     def _on_started(self, event: events.RunStarted) -> None:
-        """Note a start, first or resumed: workers are new, and have the initial model until the first update."""
+        """Handle a first or resumed start: workers are new, and have the initial model until the first update."""
         if self.started is None:
             self.occupancy.declare(event.slots)
         else:
@@ -248,7 +247,7 @@ class RunMetrics:
         self._hand_out_known()
 
     def _on_validation(self, event: events.ValidationFinished) -> None:
-        """Take a validation's scores. If its version's row was closed meanwhile, they become a row of their own."""
+        """Take a validation's scores. If its version's row was closed meanwhile, they become a separate row."""
         self.validations.append(event, event.accuracy)
         if event.version < self._closed_below:
             self._closed.append(ClosedRow({"version": event.version, **validation_values(event)}))
@@ -279,7 +278,7 @@ class RunMetrics:
         self._closed_below = max(self._closed_below, below or 0)
 
     def _hand_out_known(self) -> None:
-        """Hand out closed rows, in order, whose windows the trainer's events cover completely."""
+        """Emit closed rows, in order, whose windows the trainer's events cover completely."""
         known, before = self.occupancy.trainer.known_until, len(self._closed)
         while self._closed and ((window := self._closed[0].window) is None or window[1] <= known):
             self._hand_out(self._closed.popleft())
@@ -287,14 +286,14 @@ class RunMetrics:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        """Let the occupancy sum up all time within which no later row, and not the run's window, begins or ends."""
+        """Let the occupancy sum up all time in which neither a later row nor the run's window begins or ends."""
         if self._last_step is not None:
             waiting = (row.window[0] for row in self._closed if row.window is not None)
             known = self.occupancy.trainer.known_until
             self.occupancy.sum_up(min(self._row_opened, self._rollouter_cut, self._last_step, known, *waiting))
 
     def _end_rows(self, until: float | None) -> None:
-        """Hand out all rows at the end of a run, when no further event will complete them."""
+        """Emit all rows at the end of a run, when no further event will complete them."""
         self._close_rows(until, below=None)
         while self._closed:
             self._hand_out(self._closed.popleft())
@@ -318,7 +317,7 @@ class RunMetrics:
         }
 
     def _episode_fates(self) -> dict[str, int]:
-        """Return the episodes' account, where programs make them."""
+        """Return the counts of episodes if programs make them; else nothing."""
         if not self.totals.episodes.finished:
             return {}
         return {f"episodes/{fate}": count for fate, count in self.tally.episode_counts().items()}
@@ -337,7 +336,7 @@ class RunMetrics:
         return values
 
     def _rollouter_rates(self, until: float) -> dict[str, Any]:
-        """Idle ratio and slot utilization since the last row, as far as every replica has reported."""
+        """Return idle ratio and slot utilization since the last row, up to where every replica has reported."""
         known = self.occupancy.reported_until()
         if known is None or (until := min(until, known)) <= self._rollouter_cut:
             return {}
@@ -376,7 +375,7 @@ class RunMetrics:
         return sum(count for lag, count in self.lags.items() if lag >= 1)
 
     def bias(self) -> dict[str, float | None]:
-        """Mean lengths of the answers trained on and of all dispatched to training that have ended, and their ratio."""
+        """Return the mean length of trained answers, that of all ended answers meant for training, and their ratio."""
         trained, dispatched = (
             sums.mean if sums.count else None for sums in (self.totals.trained, self.totals.trainable)
         )

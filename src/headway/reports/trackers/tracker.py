@@ -105,7 +105,7 @@ class TrackerSetting:
 
 
 class NotKept(RunError):
-    """Error of a tracker that lost what it had taken: another one is made, and is told all of it again."""
+    """Raised by a tracker that lost what it was sent: it is made again, and all is sent again."""
 
 
 class Tracker:
