@@ -1,4 +1,4 @@
-"""Command line of Headway. Each command loads what it needs when it runs, so that ``--help`` answers at once.
+"""Command line of Headway. Each command imports its modules when it runs, so that ``--help`` answers at once.
 
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
@@ -28,7 +28,7 @@ from headway.cli.train_command import demo, doctor, sft, train
 from headway.cli.watch_command import compare, ctl, sync, watch
 
 EXIT_S = 5.0
-"""Seconds for the process to end once its command is over, where a tracker does not answer."""
+"""Limit in seconds for the process to end after its command if a tracker does not answer."""
 
 cli = typer.Typer(
     name="headway",
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _limit_exit(ended: BaseException | None) -> None:
-    """End the process after `EXIT_S` where a tracker was given up: its library's exit handlers may wait for minutes."""
+    """End the process after `EXIT_S` if a tracker was given up: its library's exit handlers may wait for minutes."""
     if any(thread.name.startswith("tracker-") for thread in threading.enumerate()):
         code = ended.code if isinstance(ended, SystemExit) else EXIT_FAILED
         left = threading.Timer(EXIT_S, os._exit, [code if isinstance(code, int) else EXIT_FAILED if code else 0])
@@ -99,8 +99,8 @@ def _limit_exit(ended: BaseException | None) -> None:
 def _open_what_is_closed() -> None:
     """Replace stdin (empty) and stdout and stderr (lost) that were closed (``>&-``), here and for child processes.
 
-    Otherwise Python has None in their place, and the next file that is opened gets their number: what a library or a
-    child process prints would be written into it.
+    Otherwise Python has None in their place, and the next opened file gets their number: output of a library or a child
+    process would be written into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in this order each gets its own number
         if getattr(sys, name) is None:

@@ -1,8 +1,8 @@
-"""Parts that the commands share: options, completion, standard output, files to write, errors of one message.
+"""Shared parts of the commands: options, completion, standard output, output files, errors as one message.
 
-Files that a command writes are checked before any work: that they can be written, and are none that it reads.
+Output files are checked before any work: they must be writable, and must not be inputs.
 
-Standard output that takes no more text ends a command with one message; a pipe whose reader has left, silently.
+A failing standard output ends a command with one message; a pipe whose reader has left ends it silently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headway.runtime.signals import terminations_as_interrupts
 
 
 def complete_config(incomplete: str) -> Iterator[str]:
-    """Yield recipes' names and YAML files, and folders on the way to some, that begin with ``incomplete``."""
+    """Yield names of recipes, and paths of YAML files and folders, that begin with ``incomplete``."""
     from headway.config.recipes import recipes
 
     typed, files = incomplete[: incomplete.rfind("/") + 1], list[str]()
@@ -44,8 +44,8 @@ def complete_config(incomplete: str) -> Iterator[str]:
 
 
 def complete_setting(incomplete: str) -> Iterator[str]:
-    """Yield ``a.b=default`` for each key that begins with ``incomplete``; no value where the default is none, or
-    a shell would take it apart.
+    """Yield ``a.b=default`` for each key that begins with ``incomplete``. The value is empty if there is no default, or
+    if a shell would split it.
     """
     from headway.config.schema_keys import REQUIRED, keys
 
@@ -68,10 +68,10 @@ def complete_key(incomplete: str) -> Iterator[str]:
 EXIT_FAILED = 1
 
 A_TYPING_ERROR = 0.8
-"""Likeness, in [0, 1], from which on an unknown option is taken for a misspelled known one."""
+"""Minimum similarity, in [0, 1], for an unknown option to be taken for a misspelled known one."""
 
 STATIC = "--static"
-"""Option that ``--dry-run=static`` is short for, with ``--dry-run``."""
+"""Option behind ``--dry-run=static``, which stands for ``--dry-run --static``."""
 
 Overrides = Annotated[
     list[str] | None,
@@ -115,7 +115,7 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
 
 
 def command(run: Callable[..., None]) -> Callable[..., None]:
-    """Make ``run`` a command: with the option ``--debug``, and with its errors as messages."""
+    """Make ``run`` a command, with the option ``--debug`` and with errors as messages."""
     signature = inspect.signature(run, eval_str=True)
 
     @wraps(run)
@@ -146,7 +146,7 @@ def is_of_stdout(error: BaseException) -> bool:
 
 
 def give_up_stdout(error: BaseException) -> int:
-    """Say what standard output refused, but for a reader who left, as behind ``| head``. Returns the exit code."""
+    """Report a failure of standard output, except a reader that left (``| head``). Returns the exit code."""
     with suppress(OSError):  # the interpreter flushes last, and would fail over what is still buffered
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if not isinstance(error, BrokenPipeError):
@@ -190,8 +190,8 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = (
 def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
     """Check that ``path`` can be written, before minutes of work that could not be saved. Leaves ``path`` unchanged.
 
-    Raises `ConfigError` when it cannot be opened, and when it is one of the files ``inputs`` or a file already in one
-    of the folders among them. A pipe or a device is not checked: a reader may take that for the end.
+    Raises `ConfigError` when it cannot be opened, or when it is a file of ``inputs`` or in a folder among them. A pipe
+    or a device is not opened: its reader could take that for the end.
     """
     if path is None:
         return
@@ -237,7 +237,7 @@ def _is_of(path: Path, one: Path) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the identity of a file, equal for two names of one file; None where there is no such file."""
+    """Return the identity of a file, equal for two names of one file; None if there is no such file."""
     try:
         found = path.stat()
     except (OSError, ValueError):  # raised also for what can be no path: too long, or with a zero byte
@@ -246,9 +246,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 class TakesSettings(TyperCommand):
-    """Command with ``a.b=c`` arguments. A setting that is typed as an option is answered with how settings are written.
+    """Command with ``a.b=c`` arguments. If a setting is typed as an option, the error shows the right form.
 
-    ``--dry-run=static`` is the one option of two forms.
+    Also parses ``--dry-run=static``, the only option with two forms.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -269,7 +269,7 @@ class TakesSettings(TyperCommand):
 
 
 def _as_a_setting(option: str, typed: Sequence[str]) -> str:
-    """Return a hint for ``--a.b=c`` or ``--a.b c`` where ``a.b=c`` is meant; empty where no setting resembles it."""
+    """Return a hint for ``--a.b=c`` or ``--a.b c`` instead of ``a.b=c``; empty if no setting is similar."""
     from headway.config.schema_messages import meant, of_another_project
 
     at = next((i for i, word in enumerate(typed) if word.startswith(option)), 0)

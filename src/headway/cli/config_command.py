@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headway.config.schema_keys import Key, KeyTable
 
 MOST_RELATED = 8
-"""Most keys that are named as related to one."""
+"""Maximum number of related keys that are named."""
 
 
 @command
@@ -30,7 +30,7 @@ def config(
         ),
     ] = None,
 ) -> None:
-    """Explain settings: all sections, the keys of one, or all about one key."""
+    """Explain settings: all sections, the keys of a section, or one key in detail."""
     from rich.console import Console
 
     from headway.config.aliases import canonical_key
@@ -133,7 +133,7 @@ def _print_table(console: Console, rows: Sequence[Sequence[str]], indent: int = 
 
 
 def _plain(key: str) -> str:
-    """Return a key without the numbers, or brackets, of a list's items."""
+    """Return a key without the indices or brackets of lists."""
     return re.sub(r"\[\d*\]", "", key)
 
 
@@ -142,7 +142,7 @@ def _first_sentence(markdown: str) -> str:
 
 
 def _terminal(markdown: str) -> str:
-    """Return Markdown of one line as it is read in a terminal: no backticks, pages by their paths."""
+    """Return a line of Markdown as text for a terminal: without backticks, with the paths of linked pages."""
     return re.sub(r"\[[^\]]*\]\((?!http)([^)]*)\)", r"docs/\1", markdown).replace("`", "")
 
 

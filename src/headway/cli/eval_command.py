@@ -93,7 +93,7 @@ def evaluate(
 
 
 def _inputs(job: EvaluationJob, model: str, recipe: Path | None) -> Iterator[Path]:
-    """Yield the files that an evaluation reads: of the run, the recipe, the model, the data, and the user's code."""
+    """Yield the input files of an evaluation: the run's, the recipe, the model's, the data, and the user's code."""
     from headway.runtime.user_code import names_a_file
 
     run = Path(os.path.expanduser(model))  # noqa: PTH111  # Path's raises where there is no such user
@@ -118,7 +118,7 @@ def _ks(given: str | None, n: int) -> tuple[int, ...]:
 
 
 def _solve(job: EvaluationJob, limit: int | None, output: Path | None) -> tuple[Questions, list[Solved], bool]:
-    """Answer the questions. Returns them, their answers, and whether ``output`` has all of the answers."""
+    """Answer the questions. Returns questions, answers, and whether all answers were written to ``output``."""
     from rich.console import Console
 
     from headway.api.eval.scored_answers import carry_out
@@ -145,7 +145,7 @@ def print_figures(
     ks: Sequence[int],
     threshold: float,
 ) -> None:
-    """Print the evaluation's figures and how they were measured, also by source where there are several."""
+    """Print the evaluation's figures and how they were measured; also by source if there are several."""
     from rich.table import Table
 
     from headway.api.eval.figures import by_source, figures
@@ -203,14 +203,14 @@ def _pass(figures: Figures, k: int) -> str:
 
 
 def _reasons(failures: Iterable[str | None]) -> str:
-    """The first of some reasons, one at least, and how many others there are."""
+    """Return the first of at least one reason, and the number of others."""
     reasons = list(dict.fromkeys(failure for failure in failures if failure is not None))
     more = f", and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
     return f"{reasons[0]}{more}"
 
 
 def print_samples(console: Console, solved: Sequence[Solved], count: int) -> None:
-    """Print ``count`` problems at even distances (all where there are fewer), each with its first answer."""
+    """Print ``count`` evenly spaced problems, or all if there are fewer, each with its first answer."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -243,16 +243,16 @@ def _end_of(text: Any) -> str:
 
 
 class AnswersFile:
-    """File of JSON lines, one for each answer; a problem's are on disk when the next problem's are written.
+    """File of JSON lines, one for each answer. A problem's lines are on disk before the next problem's are written.
 
-    A failure to write is reported once. The file then ends with the last problem of which it has all answers.
+    A write failure is reported once. The file then ends with the last problem whose answers are complete.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
         """Remember ``path``, which is replaced when the context is entered, and ``tell``, which reports a failure."""
         self._path, self._tell = path, tell
         self._problems = self._size = 0
-        """Number of problems, and number of bytes, that were written."""
+        """Numbers of problems and of bytes written."""
         self.whole = True
         """True until writing fails."""
 

@@ -97,7 +97,7 @@ def init(
 
 
 def _name(model: str, data: str) -> str:
-    """Return a name for the run and its recipe: that of the model and that of the data."""
+    """Return a name for the run and its recipe, from the names of model and data."""
     parts = (Path(model).name, Path(data.partition(":")[0]).stem if Path(data).suffix else Path(data).name)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-.").lower() or "recipe"
 
@@ -106,7 +106,7 @@ def _given(model: str, data: str, overrides: Sequence[str], reward: str | None) 
     """Return the user's settings, flat, and the reward's function, which may be one of them.
 
     Raises:
-        ConfigError: settings that cannot be, or that MODEL and DATA say.
+        ConfigError: a setting is invalid, or is already determined by MODEL or DATA.
     """
     from headway.api.checks.preflight import go_offline_without_a_hub
     from headway.api.init.data_summary import source_of
@@ -154,7 +154,7 @@ def _check(text: str, model: ModelFacts) -> None:
 
 
 def _say(path: Path, text: str, model: ModelFacts, data: DataFacts, machine: Machine) -> None:
-    """Print what the recipe is for, and what to do next."""
+    """Print the recipe's model, data and devices, and the next commands."""
     typer.echo(f"{model.family}, {model.size} parameters; {data.rows} rows; {machine.words}")
     typer.echo(f"recipe: {path} ({len(text.splitlines())} lines, each choice with its reason)")
     if model.lacks:
@@ -185,7 +185,7 @@ def import_files(
         typer.Option("--from", metavar="PROJECT", help="verl, trl, areal, prime-rl or openrlhf; default: by the keys."),
     ] = None,
 ) -> None:
-    """Turn a file of verl, TRL, AReaL, prime-rl or OpenRLHF into a recipe, and say what became of each setting."""
+    """Turn a file of verl, TRL, AReaL, prime-rl or OpenRLHF into a recipe, with a report on each setting."""
     from headway.api.checks.preflight import missing_packages
     from headway.config.migration.settings_files import read
     from headway.config.migration.translation import recipe, recognise, report, translate

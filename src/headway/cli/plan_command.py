@@ -1,4 +1,4 @@
-"""Commands ``headway plan``, ``profile`` and ``report``: a job's cost, its best settings, where a run spent time."""
+"""Commands ``headway plan``, ``profile`` and ``report``: a job's best settings, its costs, and a run's timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ProfileFile = Annotated[Path | None, typer.Argument(metavar="PROFILE", help="YAM
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
 
 TOLD_EVERY_S = 10.0
-"""Seconds between two lines of progress where stderr is no terminal."""
+"""Seconds between two lines of progress if stderr is not a terminal."""
 
 
 @command
@@ -126,7 +126,7 @@ def _profile(path: Path | None, run: Path | None) -> Profile:
 
 
 def _progress() -> Progress:
-    """Return a function that shows progress: as one changing line on a terminal, else as a line now and then."""
+    """Return a function that shows progress: one changing line on a terminal, else a line every `TOLD_EVERY_S`."""
     from rich.console import Console
 
     from headway.planner.plan_rows import PlanRow

@@ -1,11 +1,10 @@
-"""Restarts of a failed run, for ``headway train --restarts N``: its process is watched, and another one resumes it.
+"""Restarts of a failed run, for ``headway train --restarts N``: another process resumes it.
 
     this process ── signals ─▶ headway train CONFIG       killed, or failed with exit code 1
-          └── ends what that left ─▶ headway train --resume RUN       again, N times at the most
+          └── ends its leftovers ──▶ headway train --resume RUN       again, at most N times
 
-The process's end is the only thing that is looked at: a driver that is killed says nothing. What hangs ends itself, by
-the run's own limits. The process that resumes waits beside the run, with its imports made: they are a third of the time
-from a kill to the next step.
+Only the end of the process is watched: a killed driver reports nothing, and a hanging run ends by its own limits. A
+standby process waits beside the run with its imports done, which are a third of the time from a kill to the next step.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ HEADWAY = (
     f"{IMPORTS_AS_HERE}import signal; from headway.runtime.process_tree import die_with; "
     "die_with(owner, signal.SIGTERM); from headway.cli import main; main()"
 )
-"""Program of the process that trains: the command, which saves and ends, as after SIGTERM, when this process ends."""
+"""Program of the training process: the command, which saves and ends as after SIGTERM when this process ends."""
 WAITS = """
 import json, select, sys
 if not select.select([sys.stdin], [], [], 20)[0]:  # until then the run itself starts, and needs the cores
@@ -42,30 +41,30 @@ if not select.select([sys.stdin], [], [], 20)[0]:  # until then the run itself s
     import_ahead()
 sys.stdin.readline() or sys.exit()
 """
-"""Beginning of a program that waits for a line on stdin, and ends where none comes."""
+"""Beginning of the standby program: it waits for a line on stdin, and ends if stdin is closed."""
 IMPORTED = (
     "headway.api.run",
     "headway.cluster.on_ray.ray_cluster",
     "headway.engines.train.fsdp.objective",
     "transformers.models.auto.tokenization_auto",
 )
-"""The modules by which the process that waits imports most of what a run does: 5 of 6 CPU seconds of its start."""
+"""Modules that the standby process imports: 5 of the 6 CPU seconds of a run's start."""
 
 AGAIN_S = 20.0
-"""Seconds after which a resumption is tried again that was refused before the run went on: a disk was full, say."""
+"""Seconds before a refused resumption is retried: for example, a disk was full."""
 
 
 def keep_going(arguments: Sequence[str], run: Path, restarts: int, *, debug: bool = False) -> int:
-    """Run `HEADWAY` with ``arguments``; after each failure with ``train --resume RUN``, ``restarts`` times at most.
+    """Run `HEADWAY` with ``arguments``; after a failure with ``train --resume RUN``, at most ``restarts`` times.
 
-    A run that was interrupted, given wrong input, or stopped by its own settings is not resumed; a resumption that is
-    refused is tried again, for its input was right before. ``debug``: processes show the tracebacks of errors. Returns
-    the exit code of the last process, as a shell gives it.
+    A run is not resumed if it was interrupted, had wrong input, or was stopped by its own settings. A refused
+    resumption is retried, since its input was right before. ``debug``: processes show the tracebacks of errors. Returns
+    the exit code of the last process, in a shell's form.
     """
     options, resumes = ["--debug"] if debug else [], ("train", "--resume", str(run))
     directory, restart = RunDirectory(run), 0
     written = _changed(directory.config)
-    # Before the first process: the workers of one that is killed become children of this one, which ends them.
+    # Before the first process: the workers of a killed process become this one's children, and are ended.
     adopt_orphans()
     attended = _Attended([*resumes, *options])
     with closing(attended), handled(attended.pass_on, interrupting_signals()):
@@ -77,7 +76,7 @@ def keep_going(arguments: Sequence[str], run: Path, restarts: int, *, debug: boo
                 end_children(but=attended.waiting)
             went_on, wrong = _changed(directory.events) != record, code == UserError.exit_code
             refused = restart > 0 and wrong and not went_on
-            # What is wrong after version 0 is not the input: a file that is gone, say.
+            # After version 0 the input is not the cause: for example, a file was removed.
             failed = code == EXIT_FAILED or (wrong and went_on and _left_version_0(directory))
             if code >= 0 and not failed and not refused:
                 return code
@@ -124,46 +123,46 @@ def _left_version_0(directory: RunDirectory) -> bool:
 
 
 def _changed(file: Path) -> int | None:
-    """Return when ``file`` was written, in ns; None where there is none."""
+    """Return the modification time of ``file`` in ns; None if it does not exist."""
     return file.stat().st_mtime_ns if file.exists() else None
 
 
 class _Attended:
-    """Processes of `HEADWAY` that run one after the other, to which this one passes its signals on.
+    """Successive processes of `HEADWAY`. This process passes its signals on to them.
 
-    Each is in a group of its own, so that a terminal's Ctrl-C reaches it once.
+    Each has its own process group, so that a terminal's Ctrl-C reaches it once.
     """
 
     def __init__(self, resumes: Sequence[str]) -> None:
-        """``resumes``: the arguments with which a run goes on."""
+        """Set up. ``resumes``: arguments of the command that resumes the run."""
         self._resumes = resumes
         self._waits: subprocess.Popen[bytes] | None = None
-        """The process that goes on with the run when this one has ended."""
+        """Standby process, which resumes the run after the current process; None if there is none."""
         self.stop_asked = Event()
-        """Event that is set once this process was told to stop."""
+        """Set once this process is told to stop."""
         self._process: subprocess.Popen[bytes] | None = None
         self._repeats = Repeats()
 
     @property
     def waiting(self) -> list[int]:
-        """The ids of the processes that wait."""
+        """Process ids of standby processes."""
         return [] if self._waits is None else [self._waits.pid]
 
     def finish(self, arguments: Sequence[str], *, again: bool) -> int:
         """Run `HEADWAY` with ``arguments`` to its end, and return its exit code. ``again``: another may follow."""
-        # Groups of their own: Ctrl-C of a terminal would reach them twice, and the second one leaves at once
+        # Separate groups: otherwise a terminal's Ctrl-C would reach them twice, and the second one leaves at once
         went_on = arguments == self._resumes and self._goes_on()
         self._process = went_on or subprocess.Popen(python_command(HEADWAY, *arguments), process_group=0)
         if again and self._waits is None:
             command = python_command(WAITS + HEADWAY, *self._resumes)
-            # Started ahead: it makes its imports, seconds of them, while the run goes on, and not when it is needed.
+            # Started ahead: its imports, which take seconds, are done while the run goes on.
             self._waits = subprocess.Popen(command, process_group=0, stdin=subprocess.PIPE)
         if self.stop_asked.is_set():  # between two processes
             self._process.terminate()
         return self._process.wait()
 
     def _goes_on(self) -> subprocess.Popen[bytes] | None:
-        """Let the process that waits go on, and return it; None where there is none, or it has ended."""
+        """Start the standby process on the run and return it; None if there is none, or it has ended."""
         waits, self._waits = self._waits, None
         if waits is None or waits.stdin is None:
             return None

@@ -1,4 +1,4 @@
-"""Summary of settings: the numbers that follow from them, the devices of each role, and memory by process.
+"""Summary of settings: derived numbers, the devices of each role, and memory by process.
 
 The doctor shows the memory of each kind of process; it and ``--dry-run`` show which ranks are on one machine.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WIDTH, COLUMN = 80, 12
 PROBLEM = "problem: "
-"""Beginning of a line that tells of one."""
+"""Beginning of a line about a problem."""
 
 
 class _Memory(NamedTuple):
@@ -33,11 +33,11 @@ class _Memory(NamedTuple):
     processes: list[RunProcess]
     on_cpu: bool
     device_bytes: int | None
-    """Memory of a device of the run; None where it is not known."""
+    """Bytes of memory of a device of the run; None if unknown."""
 
 
 def memory_lines(config: Config) -> Iterator[str]:
-    """Yield the lines of the table, of 80 columns at most; none where the model's sizes are not known."""
+    """Yield the lines of the memory table, at most 80 columns wide; none if the model's sizes are unknown."""
     if (found := _memory(config)) is None:
         return
     yield _row(f"memory, {_billions(found.shape)} parameters", "device", "host")
@@ -64,7 +64,7 @@ def memory_lines(config: Config) -> Iterator[str]:
 
 
 def memory_in_short(config: Config) -> str | None:
-    """Return the table in one line; None where the model's sizes are not known."""
+    """Return the memory table in one line; None if the model's sizes are unknown."""
     if (found := _memory(config)) is None:
         return None
     parts = [f"{process.name} {size(process.memory.device)}" for process in found.processes]
@@ -100,7 +100,7 @@ def _shape(config: Config) -> ModelShape | None:
 
 
 def _notes_on_devices(config: Config, found: _Memory, there: int) -> Iterator[str]:
-    """Say what is more than there is, and what is left for a replica on a GPU, where it takes what it finds."""
+    """Yield notes on processes that need more memory than there is, and on vLLM's share of a GPU."""
     from headway.config.sizing.run_memory import replica_room
 
     for process in found.processes:
@@ -137,14 +137,14 @@ def size(nbytes: int) -> str:
 
 
 MOST_ROWS = 8
-"""Most nodes that are drawn; of more, the first ones and the last one."""
+"""Maximum number of drawn nodes. If there are more, the first ones and the last one are drawn."""
 
 
 def nodes_drawn(placement: Placement, parallel: ParallelConfig) -> dict[str, str]:
-    """Return a line for each node of the run, by its name; none where there is one node and devices work alone.
+    """Return node name → a line for each node of the run; empty for one node without device groups.
 
-    Line i has node i of each role. A role's ranks in one line are on one machine, those in different lines on different
-    ones. The roles of a line share a machine where there is room for them.
+    Line i has node i of each role. A role's ranks in one line are on one machine, and in different lines on different
+    machines. The roles of a line share a machine if there is room.
     """
     count = max(share.node for share in placement.shares) + 1
     if count == 1 and parallel.is_plain and placement.per_replica == 1:
@@ -167,7 +167,7 @@ def nodes_drawn(placement: Placement, parallel: ParallelConfig) -> dict[str, str
 
 
 def _share(placement: Placement, share: NodeShare, parallel: ParallelConfig) -> str:
-    """Return the roles of a share, with those that have the same devices joined by ``+``."""
+    """Return the roles of a node share. Roles with the same devices are joined by ``+``."""
     drawn: dict[tuple[int, ...], list[str]] = {}
     for role, devices in placement.devices.items():
         here = share.only(devices).devices
@@ -202,7 +202,7 @@ def print_resolved(loaded: LoadedConfig) -> None:
 
 
 def print_summary(loaded: LoadedConfig) -> None:
-    """Print what the settings amount to, as a table, and the notes."""
+    """Print the summary of the settings as a table, and the notes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -221,7 +221,7 @@ def print_summary(loaded: LoadedConfig) -> None:
 
 
 def summary(config: Config) -> dict[str, str]:
-    """Return the summary of the settings, line by line: the numbers that follow from them, and who runs where."""
+    """Return label → line of the settings' summary: derived numbers, and the devices of each role."""
     from headway.config.sizing.placement import ROLLOUT, concurrent, resolve_placement
     from headway.pipeline.admission.staleness import admission_limit, lag_bound
 

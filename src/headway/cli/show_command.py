@@ -1,4 +1,4 @@
-"""Command ``headway show``: what drawn groups and held-out problems of a run said, token by token."""
+"""Command ``headway show``: answers of a run's sampled groups and held-out problems, token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LAST = 40
-"""Samples of a table without ``--last``."""
+"""Number of samples in the table without ``--last``."""
 
 Group = Annotated[int | None, typer.Argument(min=0, metavar="GROUP", help="A group's number; default: a table.")]
 
@@ -102,7 +102,7 @@ def _group(run: Path, number: int, color: str, tokens: bool, episode: int | None
 
 @contextmanager
 def _damage_told(run: Path) -> Iterator[list[int]]:
-    """Yield a list for the numbers of lines that are no samples, and say on stderr how many there are."""
+    """Yield a list for the numbers of damaged lines, and report their number on stderr."""
     damaged: list[int] = []
     yield damaged
     if damaged:
@@ -111,7 +111,7 @@ def _damage_told(run: Path) -> Iterator[list[int]]:
 
 
 def _print_json(value: object) -> None:
-    """Print JSON, with what a terminal might obey, or UTF-8 cannot encode, as JSON's escapes."""
+    """Print JSON. Control characters, and those that UTF-8 cannot encode, become JSON escapes."""
     text = json.dumps(value, indent=1, ensure_ascii=False)
     typer.echo(re.sub(r"[^\n\x20-\x7e]", lambda c: c[0] if c[0].isprintable() else json.dumps(c[0])[1:-1], text))
 

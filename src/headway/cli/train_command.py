@@ -192,7 +192,7 @@ def _dry_run(loaded: LoadedConfig, static: bool) -> None:
 
 @command
 def doctor(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check settings and say what they amount to."""
+    """Check settings and print their summary."""
     from headway.api.checks.trials import check_dry
     from headway.cli.settings_summary import print_summary
 
