@@ -1,8 +1,8 @@
-"""Frames over a socket: what Headway's processes say to each other where a message must cost microseconds.
+"""Frames over a socket: messages between Headway's processes that cost only microseconds.
 
     header: size of the payload, kind, number, detail  │  payload
 
-What kinds there are, and what the numbers and payloads mean, is for those who use a connection to say.
+The users of a connection define the kinds, and the meaning of numbers and payloads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 HEADER = struct.Struct("!QBIq")
 CHUNK = 1 << 18
-"""Most bytes that are read at once."""
+"""Maximum bytes of one read."""
 
 
 class Frame(NamedTuple):
@@ -49,14 +49,14 @@ class FrameChannel:
         self._loop.add_reader(sock, self._read)
 
     def send(self, frame: Frame) -> None:
-        """Send ``frame``, at once as far as the socket takes it. To an end that is closed nothing is sent."""
+        """Send ``frame``, at once as far as the socket takes it. Nothing is sent to a closed end."""
         self._gathered.append(frame.packed())  # behind what was said before in this turn
         self._send_gathered()
 
     def send_soon(self, frame: Frame) -> None:
         """Send ``frame`` at the end of this turn of the loop, with all others of the turn: the other end wakes up once.
 
-        A loop that is held up, or ends, sends nothing: use this only where no code blocks it.
+        A blocked or ending loop sends nothing: use this only where no code blocks the loop.
         """
         if self.is_open:
             if not self._gathered:
@@ -92,7 +92,7 @@ class FrameChannel:
         except OSError:
             data = b""
         if not data:
-            # Closed before the callback: who asks `is_open` in there is told the truth.
+            # Closed before the callback, so that `is_open` is right in it.
             self.close()
             self._on_end()
             return False

@@ -1,4 +1,4 @@
-"""A run's log files: standard logging under ``headway``, each line with the run and the worker that says it.
+"""A run's log files: standard logging under ``headway``, each line with its run and worker.
 
 logging.getLogger("headway.…") ─▶ RUN/logs/driver.log          in the driver, and in workers of its process
                                └▶ RUN/logs/<role>-<rank>.log   in a worker's own process, with what it prints
@@ -17,7 +17,7 @@ DRIVER = "driver"
 
 
 def log_to(handler: logging.Handler, run: str, worker: str) -> logging.Handler:
-    """Have what Headway's loggers say from now on, from level INFO, written by ``handler``. Returns it."""
+    """Write messages of Headway's loggers, from level INFO, by ``handler``. Returns it."""
 
     def named(record: logging.LogRecord) -> bool:
         record.run = run
@@ -39,7 +39,7 @@ def first_line(path: Path, text: str) -> str:
 
 
 class DriverLog:
-    """The driver's log, ``driver.log`` in the folder ``logs``, from here to `close`. A full disk ends no run."""
+    """The driver's log, ``driver.log`` in the folder ``logs``, open until `close`. A full disk does not end the run."""
 
     def __init__(self, logs: Path, run: str) -> None:
         with suppress(OSError):

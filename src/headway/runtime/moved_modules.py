@@ -1,4 +1,4 @@
-"""Import of documented modules by the paths that they had before they moved, for one release, with a warning."""
+"""Import of moved modules by their old documented paths, for one release, with a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python processes started as this one, and their guard: a process above that ends all descendants with the owner.
+"""Python processes with this one's imports, and their guard: a parent process that ends all descendants.
 
     owner ── Popen ─▶ guard ── fork ─▶ the process ─▶ its descendants, in any session
                         ├ the owner ends in any way, or SIGTERM comes: the guard kills all below it
@@ -26,12 +26,11 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORWARDED = signal.SIGUSR2
 """Signal that the guard passes on to its process."""
 END_S = 30.0
-"""Seconds for the kernel to end what is killed. A process that takes longer to release its memory is not waited for."""
+"""Limit in seconds for killed processes to end. One that takes longer to release its memory is not waited for."""
 MOST_FILES = 65536
-"""More files than a process may have open."""
+"""Number above all descriptors of a process."""
 STOPPED_S = 2.0
-"""Seconds for which a process may be stopped: a debugger or a job scheduler that continues it at once changes nothing.
-"""
+"""Seconds that a process may be stopped (SIGSTOP) before it is killed. Short stops have no effect."""
 
 
 def run_guarded(owner: int) -> None:
@@ -54,7 +53,7 @@ def run_guarded(owner: int) -> None:
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send ``by`` to this process when its parent ends, whose main thread must have forked it."""
+    """Let the kernel send ``by`` to this process when its parent ends. The parent's main thread must have forked it."""
     _prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it ended before this was set up
         os._exit(1)
@@ -72,12 +71,12 @@ def end_children(but: Collection[int] = ()) -> None:
     """
     until = time.monotonic() + END_S
     looks_without = 0
-    # Again and again: what ends leaves its children to this process, which sees them only then.
+    # Repeatedly: this process inherits, and sees, the children of a process only when that ends.
     while time.monotonic() < until:
         below = _children()
         ending = [child for child in below.get(os.getpid(), ()) if child not in but]
-        # Twice: a child that forks and ends during a look is gone from it, and what it forked was not yet there. A
-        # bwrap whose asker was killed did so, and its own child waited for ever.
+        # Twice: a listing misses the child of a process that forks and ends during it. So it was with a bwrap whose
+        # caller was killed: its child waited for ever.
         looks_without = 0 if ending else looks_without + 1
         if looks_without == 2:
             return
@@ -93,7 +92,7 @@ def end_children(but: Collection[int] = ()) -> None:
 def children() -> list[int]:
     """Return the ids of this process's children, ended ones included, as the kernel lists them for each thread.
 
-    Without a look at other processes, of which a large machine has thousands. A child may be missing while others are
+    Other processes, of which a large machine has thousands, are not read. A child may be missing while others are
     reaped.
     """
     try:
@@ -110,7 +109,7 @@ def descendants(*pids: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a signal has stopped a process; False where the system does not tell."""
+    """Tell whether a signal has stopped a process; False if unknown."""
     with suppress(OSError):
         # Behind the last bracket, since a program's name may have blanks: the state of proc(5).
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
@@ -118,7 +117,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _guarded(child: int, owner: int) -> int:
-    """Guard ``child`` until all is over. Returns its exit code; a signal that ended it ends this process, too."""
+    """Guard ``child`` until it and its descendants have ended. Returns its exit code, or ends by the same signal."""
     os.closerange(0, MOST_FILES)  # a pipe or socket of the process ends only when the guard does not hold it either
     for _ in range(3):
         os.open(os.devnull, os.O_RDWR)
@@ -129,7 +128,7 @@ def _guarded(child: int, owner: int) -> int:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, number)
 
-    # A guard that ended by these would take its process with it: when that ends, its owner alone decides.
+    # These must not end the guard, and with it the process: only the owner decides.
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: send(signal.SIGKILL))
@@ -142,7 +141,7 @@ def _guarded(child: int, owner: int) -> int:
         ends.register(owner_ends, select.POLLIN)
         if os.getppid() == owner:  # else it has ended, and its id may be another's
             ends.poll()
-    # Also where it has ended: then this does nothing, and nothing is left to race with.
+    # Also if it has ended: then this does nothing, and there is no race.
     send(signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     end_children()
@@ -188,18 +187,18 @@ def _prctl(option: int, value: int) -> None:
 
 
 IMPORTS_AS_HERE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); owner = int(sys.argv.pop()); "
-"""Statements by which a program of `python_command` begins to import as the process that started it does, its owner."""
+"""First statements of a `python_command` program: they give it the import path of its owner, which started it."""
 
 
 GUARDED = f"{IMPORTS_AS_HERE}from headway.runtime.process_tree import run_guarded; run_guarded(owner); "
-"""Statements that begin a program which leaves nothing behind and ends with its owner: see `run_guarded`. SIGTERM to
-the process that is started, its guard, ends all of it."""
+"""First statements of a program that leaves nothing behind and ends with its owner: see `run_guarded`. SIGTERM to the
+started process, which is the guard, ends everything."""
 
 
 def python_command(program: str, *arguments: str) -> list[str]:
-    """Return the command that runs ``program``: statements with `IMPORTS_AS_HERE` or `GUARDED` before what they import.
+    """Return the command that runs ``program``: Python code that begins with `IMPORTS_AS_HERE` or `GUARDED`.
 
-    To the program ``sys.argv[1:]`` are ``arguments``.
+    The program's ``sys.argv[1:]`` are ``arguments``.
     """
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
     return [sys.executable, "-c", program, *arguments, str(os.getpid()), path]

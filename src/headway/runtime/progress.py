@@ -1,9 +1,9 @@
-"""Progress of a worker: what it does, and when its work last moved. This answers whether the worker is alive.
+"""Progress of a worker: its current work, and the time of its last step. It shows whether the worker is alive.
 
     engine ── advance("micro-batch 3 of 8") ──▶ Progress ── heartbeat() ──▶ Heartbeat ──▶ the driver
 
-A worker's thread may compute for hours before it comes back to anybody. So the places that it passes meanwhile (a
-micro-batch, a layer, a bucket of weights, bytes in a file) count as progress, and another thread answers for it.
+A worker's thread may compute for hours before it returns. So the steps in between (a micro-batch, a layer, a bucket of
+weights, bytes in a file) count as progress, and another thread answers heartbeats.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from threading import Event, Thread
 from typing import Protocol
 
 LOOK_S = 1.0
-"""Seconds between two looks at how much of a folder is written."""
+"""Seconds between two checks of the size of a folder that is being written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Answer of a worker to a heartbeat. Durations are by its own clock: two machines' clocks need not agree."""
+    """Answer of a worker to a heartbeat. Durations are by its own clock, since machines' clocks may differ."""
 
     doing: str
-    """Description for people: the calls that are open, for how long, and where they are; empty for an idle worker."""
+    """Description of the open calls, their durations and their steps; empty for an idle worker."""
     quiet_s: float = math.inf
-    """Seconds since the worker's counted work last moved, or began; infinite where there is none."""
+    """Seconds since the last step, or the beginning, of the worker's work; infinite without work."""
     file_nbytes: int | None = None
-    """Bytes, so far, of the files that the worker writes or reads: work that has a limit of its own. None: no files."""
+    """Bytes so far of the files that the worker writes or reads, which has a separate limit; None without files."""
 
 
 class Living(Protocol):
-    """Worker that answers heartbeats, also while it computes."""
+    """Worker that answers heartbeats even while it computes."""
 
     name: str
 
@@ -45,7 +45,7 @@ class Living(Protocol):
 
 
 class OpenWork:
-    """Silence of a worker with open work. Only progress ends the silence: an answer alone is no sign of life.
+    """Silence of a worker with open work. Only progress ends the silence; an answer to a heartbeat does not.
 
     Example:
         >>> work = OpenWork()
@@ -61,7 +61,7 @@ class OpenWork:
 
     def __init__(self) -> None:
         self.began = False
-        """True once the worker has done something: what takes long before the first step alone is over."""
+        """True once the worker has made progress; before, its first step may take longer."""
         self._since = 0.0
         self._was_open = False
 
@@ -81,11 +81,11 @@ class Files:
     """Files that one call writes or reads."""
 
     nbytes: int
-    """Bytes of them, as far as that is known."""
+    """Bytes of the files, as far as known."""
 
 
 class Progress:
-    """Progress of one worker. Written by the threads that work, read by one that does not.
+    """Progress of one worker. Its working threads write it, and another thread reads it.
 
     Example:
         >>> progress = Progress(clock=iter([0.0, 0.0, 5.0, 12.0]).__next__)
@@ -104,7 +104,7 @@ class Progress:
         """Files that are being written or read; None: no files."""
 
     def advance(self, place: str = "") -> None:
-        """Count one more step as done. ``place`` says which one, of how many; without it the last place is kept."""
+        """Count one more step. ``place``: the step and their number; empty: the last place is kept."""
         self._moved = self._clock()
         self._place = place or self._place
 
@@ -119,7 +119,7 @@ class Progress:
             self._work = None
 
     def heartbeat(self) -> Heartbeat:
-        """Return the heartbeat of the work that is under way; an idle one where there is none."""
+        """Return the heartbeat of the current work; an idle one without work."""
         # Read once: the thread that works changes them meanwhile.
         work, place, moved = self._work, self._place, self._moved
         if work is None:
@@ -146,8 +146,8 @@ class Progress:
         """Count files as being written into ``folder`` until the block ends: their growth, in size or on disk, is
         progress.
 
-        Another thread looks, so that libraries that write a file in one call are seen at work, and a file system that
-        does not answer does not delay a heartbeat.
+        Another thread checks the files, so that progress is seen within a library's single call, and a file system that
+        does not answer does not delay heartbeats.
         """
         closed, files = Event(), Files(0)
         # A daemon: a look at a network's disk may hang, and would keep the process from ending.
@@ -190,7 +190,7 @@ def count_for(progress: Progress) -> None:
 
 @contextmanager
 def counting(progress: Progress, work: str) -> Iterator[None]:
-    """Count what the block does, and threads that it starts by `asyncio.to_thread`, as ``work`` of ``progress``."""
+    """Count the block, and threads that it starts by `asyncio.to_thread`, as ``work`` of ``progress``."""
     before = _current.set(progress)
     try:
         with progress.working(work):

@@ -43,7 +43,7 @@ class Repeats:
 
 @contextmanager
 def signals_handled(on_signal: Callable[[], object]) -> Iterator[None]:
-    """Have the running event loop call ``on_signal`` for SIGINT, SIGTERM and SIGHUP, once for one sent in two ways."""
+    """Let the event loop call ``on_signal`` for SIGINT, SIGTERM and SIGHUP; a signal sent in two ways counts once."""
     import asyncio
 
     loop, repeats = asyncio.get_running_loop(), Repeats()
@@ -66,7 +66,9 @@ def signals_handled(on_signal: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], object], numbers: Collection[int]) -> Iterator[None]:
-    """Have ``handler`` called for these signals, outside of event loops. The handlers before are there again after."""
+    """Call ``handler`` for these signals within the block, outside of event loops. Afterwards the old ones are
+    restored.
+    """
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

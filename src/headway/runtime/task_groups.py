@@ -1,11 +1,11 @@
-"""Coroutines that run side by side and fail as one.
+"""Concurrent coroutines that fail as one.
 
     concurrently(coroutines)   all of them are known at the start
     failing_as_one(main)       ``main`` starts others on its way
 
-What is cancelled is cancelled in the order in which it was started, so that a run that fails ends the same way each
-time; `asyncio.TaskGroup` cancels in the order of a set. Nor can a cancellation from outside get lost here in a failure
-that comes at the same time, as it can there: nothing but what was started is ever cancelled.
+Tasks are cancelled in the order in which they were started, so that a failing run always ends in the same way;
+`asyncio.TaskGroup` cancels in the order of a set. A cancellation from outside is not lost in a simultaneous failure, as
+it can be there: only started tasks are ever cancelled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ U = TypeVar("U")
 P = ParamSpec("P")
 
 LONG = 20_000
-"""Characters of text from which on it takes long enough to hold up an event loop: tens of milliseconds."""
+"""Minimum number of characters of text whose processing goes to a thread: it takes tens of milliseconds."""
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -38,13 +38,13 @@ async def never() -> NoReturn:
 
 
 def failure_ignored(future: asyncio.Future[T]) -> asyncio.Future[T]:
-    """Mark the failure of ``future`` as seen, so that asyncio never logs it as unretrieved. Returns it."""
+    """Mark the failure of ``future`` as retrieved, so that asyncio does not log it. Returns ``future``."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
     return future
 
 
 def in_daemon_thread(name: str, function: Callable[[], T]) -> ConcurrentFuture[T]:
-    """Call ``function`` in a new thread, for which the end of the process does not wait. Returns its future result."""
+    """Call ``function`` in a new daemon thread. Returns a future of its result."""
     future: ConcurrentFuture[T] = ConcurrentFuture()
     # Marked as running: else a waiter that is cancelled would cancel it, and `set_result` raise in the thread.
     future.set_running_or_notify_cancel()
@@ -77,7 +77,7 @@ class Tasks:
     ) -> asyncio.Task[T]:
         """Start ``coroutine`` as a task. A task cancelled alone ends quietly; a failure ends the whole group.
 
-        ``among``: tasks of the caller's, of which it is one while it runs.
+        ``among``: the caller's set of tasks, which contains it while it runs.
         """
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._running[task] = None
@@ -142,7 +142,7 @@ async def concurrently(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks that still run and wait for their ends, however often this one is cancelled meanwhile."""
+    """Cancel the running tasks and wait until they have ended, even if this task is cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     for task in tasks:
         task.cancel()

@@ -20,7 +20,7 @@ from headway.errors import UserCodeError, boundary, raised_by, shown
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return a hint at the name among ``known`` that is spelled most like ``given``; empty where none is alike."""
+    """Return a hint with the name of ``known`` that is most similar to ``given``; empty if none is similar."""
     close = difflib.get_close_matches(given, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -49,7 +49,7 @@ def names_a_server(spec: str) -> bool:
 def resolve_spec(spec: str) -> str:
     """Make a file's path in ``spec`` absolute, so that a process with another working directory finds the same file.
 
-    What names no file is returned as it is.
+    A ``spec`` without a file is returned unchanged.
     """
     if not names_a_file(spec):
         return spec
@@ -84,7 +84,7 @@ def load_object(spec: str) -> Any:
 
 
 def _load(spec: str) -> tuple[Path | str, Any]:
-    """The file or module of ``spec``, and what has its name there; None where nothing has."""
+    """Return the file or module of ``spec``, and the object with its name there; None if there is none."""
     if names_a_module(spec):
         module = spec.partition(":")[0]
         try:
@@ -112,7 +112,7 @@ def _name(spec: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The parameters of a user's function, which is given those arguments that it names.
+    """Parameters of a user's function, which gets only the arguments that it names.
 
     Example:
         >>> def reset(seed, options=None): ...
@@ -125,7 +125,7 @@ class Parameters:
     named: Mapping[str, Parameter]
     """Parameters that can be given by name, ``self`` aside."""
     takes_all: bool
-    """True where the function has ``**kwargs``."""
+    """True if the function has ``**kwargs``."""
     order: tuple[str, ...] = ()
     """Names of all parameters but ``self`` and ``**kwargs``, those that cannot be given by name included."""
     readable: bool = True
@@ -159,7 +159,7 @@ def check_call(
     named: Sequence[str] = (),
     params: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check that ``function`` can be called with these arguments, and those of ``named`` that it has a parameter for.
+    """Check that ``function`` can be called with these arguments, and those of ``named`` that are its parameters.
 
     ``params``: values that the user gives it by name.
 
@@ -202,10 +202,10 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def pickled_beside(file: str) -> Any:
-    """Return the object that is pickled beside ``file``, which was written with it and has its name.
+    """Return the object that is pickled beside ``file``, under the same name.
 
-    Where it imports from is put at the end of ``sys.path``, in place of the file's own folder: there is a file with its
-    name, which is not the module that it may be from.
+    The object's import path is appended to ``sys.path``. The file's own folder is not: the file could be taken for the
+    module that the object is from.
 
     Raises:
         UserCodeError: the pickle is of another version of Python, whose functions this one cannot read.

@@ -1,4 +1,4 @@
-"""The sandbox: runs code that a model wrote, within limits and, with `bubblewrap`, in namespaces of its own.
+"""Sandbox for code that a model wrote, with limits and, by `bubblewrap`, separate namespaces.
 
     sandbox = Sandbox(SandboxSpec())                 # the kind, and limits
     sandbox.probe()                                  # once on each machine: ConfigError where it cannot be had

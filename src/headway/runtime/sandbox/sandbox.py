@@ -1,4 +1,4 @@
-"""The door to the sandbox: calls from an event loop or without one, and the trial at the start."""
+"""The sandbox's interface: calls with or without an event loop, and a check at the start."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from headway.runtime.sandbox.sandbox_call import (
 from headway.runtime.sandbox.seccomp import seccomp_filter
 
 AT_ONCE = max(32, 2 * (os.cpu_count() or 1))
-"""Most calls that a process runs at once; further ones wait. There are more than processors, because a call that sleeps
-uses none, and should not hold up others."""
+"""Maximum number of concurrent calls of a process; further calls wait. It exceeds the number of processors, because a
+sleeping call uses none and should not hold up others."""
 FILE_NAME = re.compile(r"[\w.-]{1,100}")
 TRIAL = SandboxLimits(wall_s=10.0, cpu_s=5.0, memory_mib=256, processes=8, output_kib=16, scratch_mib=1)
 REFUSED = (
@@ -54,7 +54,7 @@ class Sandbox:
     """Runs untrusted programs, each in a new sandbox. May be used from several threads."""
 
     def __init__(self, spec: SandboxSpec) -> None:
-        """Find what it needs on this machine; nothing is started.
+        """Find the needed programs on this machine. Nothing is started.
 
         Raises:
             ConfigError: a program is missing; says what to install.
@@ -68,10 +68,11 @@ class Sandbox:
             programs("prlimit", kind="sandbox=process_limits")
 
     def probe(self) -> None:
-        """Run a program of one line, and one that is to be ended by a limit that is measured from outside.
+        """Run two programs as a check: one of one line, and one that a limit measured from outside must end.
 
         Raises:
-            ConfigError: it does not run here, or what it takes cannot be measured; says why, and what to change.
+            ConfigError: a program does not run here, or its resources cannot be measured; the message says what to
+            change.
         """
         try:
             ran = self.run_blocking("print('here')", limits=TRIAL)
@@ -163,7 +164,7 @@ CODE = "main.py"
 
 @lru_cache(maxsize=1)
 def _threads(process: int) -> ThreadPoolExecutor:
-    """The threads of ``process`` that see calls through. They live as long as it: a sandbox ends with its thread."""
+    """Return the threads for calls of ``process``. They live as long as it: a sandbox ends with its thread."""
     return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sandbox")
 
 
@@ -182,8 +183,8 @@ PAUSE_S = 0.005
 class ProcessLimitsCall(SandboxCall):
     """One call without bubblewrap: only limits, a new session and a new directory.
 
-    What runs so has the user's rights: it reads the user's files, reaches the network, signals the user's processes. A
-    process that leaves its session outlives the call.
+    The program has the user's rights: it can read the user's files, reach the network and signal the user's processes.
+    A process that leaves its session outlives the call.
     """
 
     _directory = Path()

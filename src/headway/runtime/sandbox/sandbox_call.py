@@ -1,9 +1,9 @@
-"""One call in the sandbox, from its first process to the end of its last one: its limits, what it takes, its outcome.
+"""One call in the sandbox, from its first process to the end of its last one: limits, resource usage, outcome.
 
 started ── output within its bound, limits kept ─▶ the program ends ─▶ ended: nothing of it is left
    └────── a limit, or `stop` ────────────────────────────────────────▶ ended
 
-What the processes take is measured according to /proc.
+The processes' resource usage is read from /proc.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class SandboxResult:
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SOCKET = 320 << 10
-"""Bytes of the kernel's that a socket may hold, with what it takes to keep them."""
+"""Maximum bytes of kernel memory of a socket, overhead included."""
 INODE = 1024
-"""Bytes of the kernel's that a file takes at least, even an empty one."""
+"""Minimum bytes of kernel memory of a file, even an empty one."""
 SPARE = 2
-"""Processes of a call that are not the program's: those that set it up."""
+"""Number of a call's processes that only set it up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _process(place: str) -> ProcEntry:
 
 
 def exceeded(processes: Iterable[ProcEntry], scratch: str, limits: SandboxLimits) -> Limit | None:
-    """The limit that the processes of one call, with the files of its scratch space, have gone beyond; or None."""
+    """Return the limit that a call's processes and scratch files have exceeded; or None."""
     processes = list(processes)
     if sum(one.threads for one in processes) > limits.processes + SPARE:
         return "processes"
@@ -139,8 +139,8 @@ def exceeded(processes: Iterable[ProcEntry], scratch: str, limits: SandboxLimits
     files += SOCKET * sum(map(_sockets, processes))
     if files + sum(one.resident for one in processes) <= most:
         return None
-    # Forked processes share pages: only the exact figure counts, which is slower to get. It has to be found twice: when
-    # processes end during a look, the shares of those that are read after them grow, and the sum is too high.
+    # Forked processes share pages: only the exact figure counts, which takes longer. It must exceed the limit twice:
+    # when processes end during a reading, the shares of those read later grow, and the sum is too high.
     return "memory" if all(files + sum(map(_exact, processes)) > most for _ in range(2)) else None
 
 
@@ -188,7 +188,7 @@ def _text(path: str) -> str:
 
 
 LOOKS_S = 0.02
-"""Seconds between two looks at what the processes take."""
+"""Seconds between two measurements of the processes' resource usage."""
 ENDS_S = 10.0
 """Seconds for the kernel to end all processes of a call, whose memory is limited."""
 CHUNK = 1 << 16
@@ -232,14 +232,14 @@ class SandboxCall:
         """
 
     def exceeded(self) -> Limit | None:
-        """Return the limit that was gone beyond, or None."""
+        """Return the exceeded limit, or None."""
         return None
 
     def end(self) -> bool:
-        """End all processes of the call that are left, and wait until they are gone.
+        """End all remaining processes of the call, and wait until they are gone.
 
         Returns:
-            False where they are not, after `ENDS_S`: what they did keeps the kernel busy.
+            False if some are left after `ENDS_S`: their work keeps the kernel busy.
         """
         raise NotImplementedError
 
@@ -254,7 +254,7 @@ class SandboxCall:
         self._stopped.set()
 
     def run(self, program: Sequence[str], stdin: bytes) -> SandboxResult:
-        """Run ``program`` to its end, and return what came of it.
+        """Run ``program`` to its end, and return its result.
 
         Raises:
             SandboxFailed: the surroundings could not be made.

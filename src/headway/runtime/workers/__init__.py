@@ -1,1 +1,1 @@
-"""WorkerPool: processes that hold user code, and nothing else."""
+"""WorkerPool: processes that run only user code."""

@@ -1,6 +1,6 @@
-"""Secrets and user code: the environment variables that its processes get, and secrets taken out of texts.
+"""Secrets and user code: the environment variables of its processes, and the removal of secrets from texts.
 
-The texts are those that people read: error messages, and the log of what workers print.
+The texts are error messages, and the log of the workers' output.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ PASSED = {
     *("TOKENIZERS_PARALLELISM", "MPLBACKEND", "MALLOC_ARENA_MAX"),
 }
 PROXIES = {"HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY"}
-"""Variables that are passed on in either case."""
+"""Variables that are passed on, in upper or lower case."""
 PREFIXES = (
     *("LC_", "XDG_", "LD_", "SSL_CERT_", "PYTHON", "UV_", "PIP_", "NPM_CONFIG_", "HF_", "TRANSFORMERS_", "HEADWAY_"),
     *("CUDA_", "NVIDIA_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "RAYON_"),
 )
-"""Beginnings of names that are passed on."""
+"""Prefixes of variables that are passed on."""
 SECRET = re.compile(
     r"(?:^|_)(?:API|ACCESS)?(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIAL)S?(?:_|\d|$)", re.IGNORECASE
 )
 """A name of a variable that holds a secret."""
 SHORTEST_SECRET = 6
-"""Fewest characters of a value that counts as a secret because of its variable's name."""
+"""Minimum characters of a value that counts as a secret because of its variable's name."""
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
@@ -65,15 +65,15 @@ def secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
 
 MASK = "***"
 SHORTEST = 3
-"""Fewest characters of a value that is hidden: shorter ones are no secrets, and stand everywhere."""
+"""Minimum characters of a hidden value: shorter ones are not secrets, and occur everywhere."""
 CHUNK = 1 << 16
 PIPE = 1 << 20
 MOST_BYTES = 128 << 20
-"""Most bytes of a log that are kept."""
+"""Maximum bytes of a log that are kept."""
 
 
 class Redaction:
-    """The values that no text may show, also as JSON or Python would spell them."""
+    """Removal of secret values from texts, also in their JSON and Python spellings."""
 
     def __init__(self, values: Iterable[str] = ()) -> None:
         spelled = {one for value in values for one in (value, json.dumps(value)[1:-1], repr(value)[1:-1])}
@@ -94,7 +94,7 @@ class Redaction:
         return data
 
     def begins_in(self, data: bytes) -> int:
-        """Return the position in ``data`` from which on it may be the beginning of a value; its length if nowhere."""
+        """Return the position in ``data`` from which its end may be the beginning of a value; its length if none."""
         longest = max(map(len, self._encoded), default=1) - 1
         for begin in range(max(0, len(data) - longest), len(data)):
             if any(value.startswith(data[begin:]) for value in self._encoded):
@@ -161,7 +161,7 @@ class RedactedLog:
         os.write(self._target, told.encode())
 
     def _pass_on(self) -> bool:
-        """Write one chunk, but for an end that may be half a secret. Returns False where nothing had arrived."""
+        """Write one chunk, without an end that may be half a secret. Returns False if nothing had arrived."""
         try:
             data = os.read(self._reader, CHUNK)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The boundary between a worker process and the user code in it, and what host and worker say to each other.
+"""The boundary between a worker process and its user code, and the protocol between host and worker.
 
 class Echo:                                             # lives in the worker process: `Hosted`
     def describe(self): return "an echo"
@@ -45,24 +45,24 @@ Ask = Callable[[Any], Awaitable[Any]]
 
 
 class Hosted(Protocol):
-    """User code, loaded: what a worker process holds, and serves one job after another with."""
+    """Loaded user code in a worker process, which serves jobs."""
 
     def describe(self) -> Any:
-        """Return what the user's code turned out to be: plain data that pickles, told to the host at the start."""
+        """Return a picklable description of the user's code, which the host gets at the start."""
 
     async def serve(self, job: Any, ask: Ask) -> Any:
         """Do ``job`` and return its result, which pickles and unpickles without the user's modules.
 
-        With several jobs at once in a process this runs on the process's event loop; of one job several asks may be
-        open at once there. With one job at a time there is no event loop, so that synchronous code may run one of its
-        own: then this may await nothing but ``ask``. Global generators are seeded here, by whatever the job says.
+        With concurrent jobs in a process this runs on the process's event loop, and one job may have several open asks.
+        With one job at a time there is no event loop, so that synchronous code may run its own: then this may await
+        only ``ask``. Global random generators are seeded here, by the job.
 
         ``ask`` raises the `HeadwayError` that the host answers with. Exceptions of this call end the job, not the
         process: a `HeadwayError` as itself, any other as `UserCodeFailed` with its text.
         """
 
     async def close(self) -> None:
-        """Close what the user's code holds, before its process ends in order. It has a few seconds."""
+        """Close the user code's resources before an orderly end of its process. It has a few seconds."""
 
 
 class HostedSpec(Protocol):
@@ -73,12 +73,11 @@ class HostedSpec(Protocol):
         """The name of the user's code in messages, such as ``reward.py:score``."""
 
     def load(self) -> Hosted:
-        """Load the code, in the worker process. Raises `UserError` where it cannot be used."""
+        """Load the code, in the worker process. Raises `UserError` if it cannot be used."""
 
 
 async def closed(hosted: Hosted) -> None:
-    """Have the user's code close what it holds, if it has ``close``. In a process without an event loop this awaits
-    nothing."""
+    """Call ``close`` of the user's code, if it has one. In a process without an event loop this awaits nothing."""
     try:
         await hosted.close()
     except (Exception, SystemExit):
@@ -124,7 +123,7 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 
 MOST_SAID = 300
-"""Most characters that are told of an exception of user code."""
+"""Maximum characters of the message of an exception in user code."""
 
 
 FrameKind = IntEnum(
@@ -177,7 +176,7 @@ def said_without_secrets(error: BaseException, redaction: Redaction) -> str:
 
 
 def raised(payload: bytes) -> HeadwayError:
-    """Make the error that `pickled_error` has pickled; of a variable that user code was not given it says how to."""
+    """Return the error that `pickled_error` pickled, with advice if user code lacks an environment variable."""
     kind, text = pickle.loads(payload)
     missing = re.search(r"KeyError: '(\w+)'", text)
     if missing is not None and (name := missing[1]) in os.environ:
@@ -187,7 +186,7 @@ def raised(payload: bytes) -> HeadwayError:
 
 
 def unpickled(payload: bytes, what: str) -> Any:
-    """Return the pickled value. Raises `UserCodeFailed` where it does not unpickle, with ``what`` it was."""
+    """Return the pickled value. Raises `UserCodeFailed` if it does not unpickle. ``what``: its name in the message."""
     try:
         return pickle.loads(payload)
     except Exception as cause:
@@ -195,7 +194,7 @@ def unpickled(payload: bytes, what: str) -> Any:
 
 
 def answer_in(frame: Frame) -> Any:
-    """Return what the host has answered to an ask. Raises the `HeadwayError` that it has refused it with."""
+    """Return the host's answer to an ask. Raises the `HeadwayError` with which the host refused it."""
     if frame.kind == FrameKind.REFUSAL:
         raise pickle.loads(frame.payload)
     return unpickled(frame.payload, "the answer")

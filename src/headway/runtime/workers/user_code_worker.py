@@ -1,4 +1,4 @@
-"""One worker, as its host sees it: its process, started, connected and watched until it is gone, and its jobs.
+"""The host's side of one worker: its process, which is started, connected and watched until it is gone, and its jobs.
 
 ready ── begin ─▶ has jobs ── result, error ─▶ ready            a job that is left: cancelled, or the process killed
                       └── the process ends, is stopped, or its loop stands still ─▶ every job fails with `RunnerLost`
@@ -25,13 +25,13 @@ from headway.runtime.workers.user_code_boundary import FrameKind, raised, unpick
 from headway.runtime.workers.worker_main import BOOT, HELD_BACK, SHOWS_WHERE, WorkerStart
 
 SHOWN_S = 0.2
-"""Seconds for a process to print where its threads stand."""
+"""Seconds for a process to print its threads' tracebacks."""
 LOOK_S = 1.0
-"""Most seconds between two looks at whether a process is stopped, or its event loop stands still."""
+"""Maximum seconds between two checks for a stopped process or a blocked event loop."""
 CUT_S = 1.0
 """Seconds that a process may outlive its connection."""
 TOLD_S = END_S + 10.0
-"""Seconds for a fork server to fork a worker, or to say how one ended, once it has killed what that one has left."""
+"""Limit in seconds for a fork server to fork a worker, or to kill an ended worker's leftovers and report its end."""
 WITH_FORK_SERVER = "the process that forked it"
 """End of a worker whose fork server has ended: all of its workers end with it."""
 
@@ -40,24 +40,24 @@ WITH_FORK_SERVER = "the process that forked it"
 class WorkerProcess:
     """A process with user code, watched on the host's event loop.
 
-    loaded    what it describes, once it has loaded the user's code: a result, `UserError` or `RunnerLost`
-    ended     how it ended, such as ``exit code 3`` or ``SIGKILL``, once it is gone
+    loaded    future of the loaded code's description; its errors: `UserError` or `RunnerLost`
+    ended     future of the process's end, such as ``exit code 3`` or ``SIGKILL``
     """
 
     pid: int
     sock: InitVar[socket.socket]
     on_frame: Callable[[Frame], object]
     end_of: Callable[[int], Awaitable[str]]
-    """Returns how the process ended, which stays unreaped until this is awaited."""
+    """Function that returns how the process ended. The process stays unreaped until the result is awaited."""
     guarded: bool = False
-    """True where ``pid`` is the process's guard (`headway.runtime.process_tree`)."""
+    """True if ``pid`` is the process's guard (`headway.runtime.process_tree`)."""
 
     def __post_init__(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         self._works_as = self.pid
-        """Id of the process that runs the user's code: below the guard, where there is one."""
+        """Id of the process that runs the user's code: the guard's child, if there is a guard."""
         self._stopped_s = 0.0
-        """Seconds of the looks in a row that found it stopped."""
+        """Seconds of successive checks that found it stopped."""
         self.loaded: asyncio.Future[Any] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._ending: asyncio.Task[None] | None = None
@@ -73,9 +73,9 @@ class WorkerProcess:
         return self._stopped_s > STOPPED_S
 
     def look(self, every_s: float) -> bool:
-        """Kill the process where it has been stopped for `STOPPED_S`. Returns whether it was. Call it ``every_s``.
+        """Kill the process if it has been stopped for `STOPPED_S`. Returns whether it was. Call it ``every_s`` seconds.
 
-        Looks are counted, not the time between them: a host that stood still itself has looked once.
+        Checks are counted, not time: a host that was itself suspended has checked once.
         """
         if not self.was_stopped:
             self._stopped_s = self._stopped_s + every_s if is_stopped(self._works_as) else 0.0
@@ -84,7 +84,7 @@ class WorkerProcess:
         return self.was_stopped
 
     def kill(self, *, shown_first: bool = False) -> None:
-        """Kill the process. ``shown_first``: a moment after it has printed where it stands."""
+        """Kill the process. ``shown_first``: first let it print its tracebacks."""
         if self._ending is None:
             with suppress(ProcessLookupError):
                 # By descriptor: once the process was reaped, its id may be another one's.
@@ -139,8 +139,8 @@ def spawn(
 ) -> WorkerProcess:
     """Start a new process for user code. Raises `OSError` where that fails.
 
-    ``environment``: its whole environment; ``output``: descriptor of what it prints to; ``note``: where it notes whose
-    steps it makes.
+    ``environment``: its whole environment; ``output``: descriptor for its output; ``note``: file for the job of the
+    current step, or None.
     """
     here, there = socket.socketpair()
     # Closed here once the process has it: while this side holds it, the connection has no end.
@@ -182,16 +182,16 @@ class ForkServer:
     """A process that forks workers."""
 
     def __init__(self, start: Callable[[Callable[[Frame], object]], WorkerProcess]) -> None:
-        """Start it by ``start``, a function of what is called with its frames. Raises `OSError` as that does."""
+        """Start the process by ``start``, which takes the callback for its frames. Raises `OSError` as that does."""
         self.process = start(self._on_frame)
         self.lost = False
-        """True once the fork server forks no more."""
+        """True once the fork server cannot fork any more."""
         self.process.ended.add_done_callback(self._on_end)
         self._orders: dict[int, asyncio.Future[int]] = {}
         self._last = 0
 
     async def fork(self, on_frame: Callable[[Frame], object]) -> WorkerProcess:
-        """Fork a worker. Raises `RunnerLost` where the fork server does not do it; it is ended then."""
+        """Fork a worker. Raises `RunnerLost` if the fork server fails to; it is then ended."""
         here, there = socket.socketpair()
         try:
             with there:
@@ -215,7 +215,7 @@ class ForkServer:
             return WITH_FORK_SERVER
 
     async def _ordered(self, order: Frame, descriptor: int | None = None) -> int:
-        """Send an order, and return what comes back. Raises `OSError` where nothing does."""
+        """Send an order, and return its result. Raises `OSError` if there is none."""
         self._last += 1
         told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._orders[self._last] = told
@@ -245,7 +245,7 @@ class ForkServer:
 
 
 class StepNote:
-    """The file in which a worker notes whose step its event loop is making."""
+    """File in which a worker's event loop notes the job of its current step."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("headway-worker")
@@ -260,7 +260,7 @@ class StepNote:
 
     @property
     def whose(self) -> int:
-        """Number of the job whose step is being made; 0 where it is none's, or not known."""
+        """Number of the job of the current step; 0 if none or unknown."""
         return int(self._view[0])
 
     @property
@@ -270,7 +270,7 @@ class StepNote:
 
 
 def end_text(exit_code: int) -> str:
-    """Say how a process ended: its exit code, or the signal where the code is negative."""
+    """Return how a process ended: its exit code, or the signal if the code is negative."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -281,9 +281,9 @@ def end_text(exit_code: int) -> str:
 
 OnAsk = Callable[[Any], Awaitable[Any]]
 LEAVES_S = 30.0
-"""Seconds that a job may go on after it was cancelled."""
+"""Limit in seconds for a cancelled job to end."""
 TICKS = 20
-"""Least looks at a silent event loop before it counts as held."""
+"""Minimum number of checks of a silent event loop before it counts as blocked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -329,19 +329,19 @@ class UserCodeWorker:
         self.dying = False
         """True once the worker takes no more jobs."""
         self.failed = False
-        """True where the user's code raised in the last job."""
+        """True if the user's code raised in the last job."""
         self.jobs: dict[int, WorkerJob] = {}
         self._name, self._note, self._on_room = name, note, on_room
         self._leaving: set[int] = set()
         """Numbers of jobs that were cancelled and have not ended yet."""
         self._heard = False
         self._silent_s = 0.0
-        """Seconds without a sign of life, over consecutive looks."""
+        """Seconds without a sign of life, over consecutive checks."""
         self._steps = 0
 
     @property
     def load(self) -> int:
-        """Number of jobs of the worker, those included that are being cancelled."""
+        """Number of jobs of the worker, including those being cancelled."""
         return len(self.jobs) + len(self._leaving)
 
     def begin(self, job: WorkerJob) -> None:
@@ -442,7 +442,7 @@ class UserCodeWorker:
     # ------------------------------------------------------------------------------------------ ends
 
     def on_end(self, end: str) -> None:
-        """Fail what it had when its process has ended."""
+        """Fail the worker's jobs after its process has ended."""
         # Read before the note is closed, and before the jobs are taken.
         whose = self._note.whose if self._note is not None else 0
 
@@ -459,12 +459,12 @@ class UserCodeWorker:
             self._note.close()
 
     def look(self, every_s: float, stall_s: float | None) -> None:
-        """Look for a sign of life of a process with jobs. After ``stall_s`` without one, or when it has been stopped,
-        end it. Call it ``every_s``.
+        """Check a process with jobs for signs of life. End it after ``stall_s`` without one, or if it was stopped. Call
+        it every ``every_s`` seconds.
 
-        Signs of life are anything that it says, such as an answer to a ping, and steps of its loop: a loop with a
-        thousand jobs answers late. Looks are counted, not seconds, and what has arrived is read between two looks. So a
-        host that stood still itself has looked once, and then finds the signs that came meanwhile.
+        Signs of life are any message, such as an answer to a ping, and steps of its loop: a loop with a thousand jobs
+        answers late. Checks are counted, not seconds, and arrived messages are read between two checks. So a host that
+        was itself suspended has checked once, and then finds the signs that came meanwhile.
         """
         self.dying |= bool(self.load) and self.process.look(every_s)
         if self._note is None or stall_s is None:

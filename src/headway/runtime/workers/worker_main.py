@@ -1,7 +1,7 @@
-"""The inside of a worker process: where it starts, and how it serves jobs.
+"""The code inside a worker process: its start, and the serving of jobs.
 
-One at a time needs no event loop: synchronous user code may run one. Many at once share one, which notes in a file that
-the host reads whose step it is making.
+Jobs served one at a time need no event loop, so that synchronous user code may run its own. Concurrent jobs share one,
+which notes the job of its current step in a file that the host reads.
 
 A fork server may have forked the process: one that has loaded the user's code once, so that the workers it forks have
 it loaded. It has one thread and no event loop, and runs no more of the user's code. It reaps an ended worker only when
@@ -53,9 +53,9 @@ from headway.runtime.workers.user_code_boundary import (
 HELD_BACK = {signal.SIGINT, signal.SIGHUP}
 """Signals of a terminal, which are blocked while workers start."""
 SHOWS_WHERE = signal.SIGUSR2
-"""Signal at which a worker prints where its threads stand, even while C code keeps the interpreter's lock."""
+"""Signal at which a worker prints its threads' tracebacks, even while C code holds the interpreter's lock."""
 BOOT = f"{GUARDED}from headway.runtime.workers.worker_main import main; main(*map(int, sys.argv[2:]))"
-"""Program of a worker process; its arguments are a name for people, and those of `main`."""
+"""Program of a worker process. Its arguments are a display name, and those of `main`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +63,21 @@ class WorkerStart:
     """The first message to a worker process."""
 
     spec: bytes
-    """The pickled `HostedSpec`; apart, so that one that does not unpickle is told as a failure to load."""
+    """The pickled `HostedSpec`. It is pickled separately, so that a failure to unpickle is reported as one to load."""
     shown: str
     forks: bool
-    """True for a fork server, which serves nothing itself and forks workers."""
+    """True for a fork server, which only forks workers."""
     alone: bool
     """True: one job at a time, without an event loop."""
     secrets: tuple[str, ...]
     prints: bool
-    """True where tracebacks of failures to load are printed."""
+    """True if tracebacks of failures to load are printed."""
 
 
 def main(descriptor: int, note: int = -1) -> None:
     """Run a worker process on the connection ``descriptor`` to its host.
 
-    ``note`` is the descriptor of the file in which an event loop, where there is one, notes whose step it makes.
+    ``note``: descriptor of the file in which an event loop notes the job of its current step; -1: none.
     """
     _leave_signals_to_the_host()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -107,7 +107,7 @@ def main(descriptor: int, note: int = -1) -> None:
 
 
 def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) -> Hosted | None:
-    """Load the user's code and tell the host what it is, or why there is none."""
+    """Load the user's code, and send the host its description, or the error."""
     try:
         spec: HostedSpec = pickle.loads(start.spec)
         # What is described is pickled inside the try: it may hold what does not pickle.
@@ -149,7 +149,7 @@ def serve_alone(channel: BlockingChannel, hosted: Hosted, redaction: Redaction) 
 
 
 def _done(channel: BlockingChannel, hosted: Hosted, frame: Frame) -> Any:
-    """Run a job's coroutine, which waits for nothing but the host, in one step."""
+    """Run a job's coroutine in one step. It waits only for the host."""
     asks = count(1)
 
     async def ask(message: Any) -> Any:
@@ -172,7 +172,7 @@ def _done(channel: BlockingChannel, hosted: Hosted, frame: Frame) -> Any:
 
 
 def close_alone(hosted: Hosted) -> None:
-    """Have the user's code close what it holds, in one step."""
+    """Close the user's code, in one step."""
     with suppress(StopIteration):
         closed(hosted).send(None)
 
@@ -228,7 +228,7 @@ def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
 MOST_THREADS = 256
 """Most threads for `asyncio.to_thread`: episodes wait in them for a network, more than for a processor."""
 LEAVES_S = 3.0
-"""Seconds for jobs to end that are cancelled when the process ends, before the user's code closes what they use."""
+"""Seconds for cancelled jobs to end at the process's end, before the user's code closes what they use."""
 NOBODY = 0
 _whose: ContextVar[int] = ContextVar("job", default=NOBODY)
 """Number of the job that a task belongs to: tasks that user code starts inherit it."""
@@ -239,8 +239,8 @@ class TaskExited(Exception):
 
 
 class _Shared:
-    """Jobs that share an event loop. ``note`` gets the number of the job whose step is being made, 0 where it is
-    none's, and the count of all steps.
+    """Jobs that share an event loop. ``note`` gets the number of the current step's job, 0 for none, and the count of
+    all steps.
     """
 
     def __init__(self, hosted: Hosted, redaction: Redaction, note: memoryview) -> None:
@@ -292,7 +292,7 @@ class _Shared:
                 pass
 
     async def _job(self, number: int, payload: bytes) -> Frame:
-        """Do a job, and return what to tell the host of its end."""
+        """Run a job, and return the frame with its result or error."""
         try:
             result = await self._hosted.serve(pickle.loads(payload), partial(self._ask, number))
             return Frame(FrameKind.RESULT, number, 0, pickle.dumps(result))
@@ -330,7 +330,7 @@ class _Shared:
     def _task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, *, context: Context | None = None, **others: Any
     ) -> asyncio.Task[Any]:
-        """Make a task that notes whose steps it makes."""
+        """Make a task that notes its job at each step."""
         if not asyncio.iscoroutine(coroutine):
             raise TypeError(f"a coroutine was expected, got {coroutine!r}")
         number = _whose.get() if context is None else context.get(_whose, NOBODY)
@@ -342,7 +342,7 @@ class _Shared:
 
     @types.coroutine
     def _steps(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Generator[Any, Any, Any]:
-        """Step through ``coroutine``; what it waits for is the task's to wait for."""
+        """Step through ``coroutine``, and yield what it waits for to the task."""
         note, pid = self._note, self._pid
         value, error = None, None
         while True:

@@ -1,4 +1,4 @@
-"""Processes that hold user code, and the jobs that they serve.
+"""Processes with user code, and the jobs that they serve.
 
     run(job) ─▶ waits for a worker with room ─▶ JOB ─▶ ASK, answered by on_ask, any number of times ─▶ result
                         │                                                                         └▶ error with its text
@@ -39,7 +39,7 @@ from headway.runtime.workers.user_code_worker import (
 from headway.runtime.workers.worker_main import WorkerStart
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a process to start and to load the user's code, which holds no model of the run's."""
+"""Limit in seconds for a process to start and to load the user's code, which has none of the run's models."""
 STOP_TIMEOUT_S = 2 * END_S + 10.0
 """Seconds for processes that are killed to be gone: later than a fork server, and then its guard, give up."""
 
@@ -57,8 +57,8 @@ class WorkerPool:
     _: KW_ONLY
     processes: int
     at_once: int | None
-    """Most jobs at once in a process, None for any number. With 1 there is no event loop in it, and a job that is left
-    is killed with its process; with more, jobs share an event loop."""
+    """Maximum number of concurrent jobs of a process; None: any number. With 1 there is no event loop in it, and an
+    abandoned job is killed with its process; otherwise jobs share an event loop."""
     forked: bool = False
     """Processes are forked from one that has loaded the user's code, and after a job that failed the next one gets a
     new process; they take one job at a time. Otherwise each process loads the code itself."""
