@@ -1,1 +1,1 @@
-"""Prompts, trajectories, groups and batches; where prompts come from; how trajectories become batches."""
+"""Prompts, trajectories, groups and batches; sources of prompts; batching of trajectories."""

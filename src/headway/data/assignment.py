@@ -1,9 +1,9 @@
-"""Assignment of a batch to data ranks: who trains on which groups, once for everything that is done with the batch.
+"""Assignment of a batch's groups to data ranks, made once for all computations on the batch.
 
 mini-batches of samples ─▶ assign ─▶ episode → rank ─▶ split ─▶ one list of samples per rank and call
 
-A data rank owns whole groups, so it reads their tokens alone, once, and computes a group's prompt once. Groups are
-spread over ranks where that shortens the work of the rank that works longest. Pure functions of metadata.
+A data rank owns whole groups, so it reads only their tokens, once, and computes a group's prompt once. A group is cut
+only if that shortens the longest rank's work. Pure functions of metadata.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from operator import attrgetter
 from headway.data.types import TrainSample, TrajectoryId
 
 WORTH = 0.01
-"""Least share by which cutting groups must shorten the longest rank's work: each piece computes the prompt again."""
+"""Minimum share by which cutting groups must shorten the longest rank's work: each piece computes the prompt again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of a row's work, in tokens: their number, and the pairs of tokens that attention looks at, weighed.
+    """Cost of a row in tokens: their number, plus the weighted number of token pairs in attention.
 
     A transformer of L layers of width h has about 12·L·h² parameters, each of which costs 2 FLOPs per token; attention
     costs 4·L·h per pair. So a pair costs 1/(6·h) of a token.
@@ -42,11 +42,11 @@ class Cost:
 
 
 GroupId = tuple[int, int, int]
-"""Identity of a group: what the ids of its episodes begin with."""
+"""Identity of a group: the common beginning of its episodes' ids."""
 
 
 def group_of(sample: TrainSample) -> GroupId:
-    """Return the identity of the group that the sample is of."""
+    """Return the identity of the sample's group."""
     return sample.episode[:3]
 
 
@@ -76,11 +76,11 @@ _Placed = tuple[list[float], list[list[_Work]]]
 
 
 def assign(mini_batches: Sequence[Sequence[TrainSample]], ranks: int, cost: Cost) -> dict[TrajectoryId, int]:
-    """Assign the episodes of a batch to data ranks, whole groups where possible; a function of its arguments alone.
+    """Assign the episodes of a batch to data ranks, if possible in whole groups. Depends only on its arguments.
 
-    Each mini-batch is balanced by ``cost``, since ranks wait for each other at each optimizer step; so is the batch as
-    a whole, which is computed on at once before its first step. A group is cut into pieces, never an episode, where the
-    longest rank's work becomes shorter: when groups are fewer than ranks, or one is larger than a rank's share.
+    Each mini-batch is balanced by ``cost``, since ranks wait for each other at each optimizer step; so is the whole
+    batch, which is computed on before its first step. A group, never an episode, is cut if that shortens the longest
+    rank's work: when there are fewer groups than ranks, or a group is larger than a rank's share.
     """
     if ranks == 1:
         return {sample.episode: 0 for samples in mini_batches for sample in samples}
@@ -153,7 +153,7 @@ def _place(units: Sequence[_Work], ranks: int) -> _Placed:
     for unit in sorted(units, key=attrgetter("cost"), reverse=True):
         own = there.setdefault(unit.group, {})
         after = {}
-        # The emptiest bin, and those that have a prompt of the group already: no other one can be better.
+        # The emptiest bin, and bins with a prompt of the group: no other bin can be better.
         for bin in {loads.index(min(loads)), *own}:
             new = sum(cost for length, cost in unit.prompts.items() if length not in own.get(bin, ()))
             after[bin] = loads[bin] + unit.responses + new

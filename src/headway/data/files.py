@@ -21,24 +21,24 @@ from headway.errors import DataError, boundary, shown
 Messages = list[dict[str, Any]]
 """A chat: ``{"role": …, "content": …}``, oldest first."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""Names that ShareGPT's messages, ``{"from": …, "value": …}``, have for roles."""
+"""ShareGPT's name of a role, in ``{"from": …, "value": …}`` → the role."""
 
 ANSWER_KEYS = ("reward_model.ground_truth", "answer")
-"""Default keys of the ground truth: the first that a row has counts. The former is verl's."""
+"""Default keys of the ground truth; the first one in a row counts. The former is verl's."""
 
 
 FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
 """Endings of the files that can be read."""
 ARCHIVES = (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz")
 COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""The bytes with which compressed files begin, whatever their name."""
+"""First bytes of compressed files."""
 CHAT_AS_TEXT = re.compile(
     r"""\s*(?:array\()?\s*\[\s*\{\s*(['"])(?:role|content|from|value|name|tool_calls|tool_call_id)\1\s*:"""
 )
-"""The beginning of chat messages that were written as text: JSON, or as Python or NumPy spells them."""
+"""Pattern of the beginning of chat messages as text: in JSON, or in Python's or NumPy's form."""
 A_ROLE = re.compile(r"""(['"])(?:role|from)\1\s*:""")
 LONGEST_FIELD = 2**31 - 1
-"""Most characters of a CSV file's field. Python's own limit, 128 K, is less than some prompts have."""
+"""Maximum characters of a CSV field. Python's default, 128 K, is too small for some prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,10 @@ class Columns:
 
     prompt: str = "prompt"
     answer: str = "auto"
-    """Column of the ground truth, or by dots a value inside one; ``auto``: the row's first of `ANSWER_KEYS`, or what
-    the assistant says in the last message of a chat, which then is no part of the prompt.
-    """
+    """Column of the ground truth, or with dots a value inside a column. ``auto``: the row's first of `ANSWER_KEYS`, or
+    the assistant's last message of a chat, which is then not part of the prompt."""
     name: str | None = None
-    """Name of the source, whatever the rows say; None: as they say."""
+    """Name of the source; None: the rows' own."""
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -129,7 +128,7 @@ def records_of(
 ) -> Iterator[Record]:
     """Turn rows into checked records. Raises `DataError` for one that lacks a column or holds another type.
 
-    ``columnar``: all values of a column have the same fields, so that those which are null in a value are taken off.
+    ``columnar``: True if all values of a column have the same fields; fields that are null are then removed.
     """
     plain = without_nulls if columnar else lambda value: value
     for where, row in rows:
@@ -157,8 +156,8 @@ def records_of(
 def check_columns(present: Iterable[str], columns: Columns | None, where: str) -> None:
     """Check that the prompt's and the ground truth's columns exist, where ``columns`` says which they are.
 
-    Without the names of ground truths' columns a chat may still end with one: each row is asked. Raises `DataError`,
-    naming the existing columns.
+    If the ground truth's column is not named, a chat may end with it, which is checked for each row. Raises `DataError`
+    with the existing columns.
     """
     if columns is None:
         return
@@ -172,7 +171,7 @@ def check_columns(present: Iterable[str], columns: Columns | None, where: str) -
 
 
 def _within(row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """Dotted keys that exist in the place of the first missing step of each of ``keys``, for messages."""
+    """Return the dotted keys that exist beside the first missing part of each of ``keys``, for messages."""
     found: list[str] = []
     for key in keys:
         value: Any = row
@@ -197,7 +196,7 @@ def _missing(keys: Iterable[str], present: Iterable[str], where: str) -> DataErr
 def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str | None, Any]:
     """Return the ground truth's key and value. A column whose own name has dots goes before looking inside.
 
-    The key is None where it is the last message of the prompt's chat, in rows without a column for it.
+    The key is None if the ground truth is the last message of the prompt's chat.
     """
     for key in columns.answers:
         value: Any = row
@@ -213,7 +212,7 @@ def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str |
 
 
 def _text_lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file, each with where it is. Raises `DataError` for one that is not UTF-8."""
+    """Yield the place and the text of each line of a file. Raises `DataError` for a line that is not UTF-8."""
     with boundary(f"{file} cannot be read", DataError), file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file}, line {number}"
@@ -323,9 +322,9 @@ def without_nulls(value: Any) -> Any:
 
 
 def read_chat(prompt: Any, where: str) -> Any:
-    """Return the chat messages that a text spells, as JSON or as Python does; any other value as it is.
+    """Return the chat messages in a text in JSON's or Python's form; other values are returned unchanged.
 
-    Raises `DataError` for messages that neither of both reads, such as NumPy's spelling of them.
+    Raises `DataError` for messages in another form, such as NumPy's.
     """
     if not isinstance(prompt, str) or not CHAT_AS_TEXT.match(prompt):
         return prompt
@@ -343,7 +342,7 @@ def read_chat(prompt: Any, where: str) -> Any:
 
 
 def checked_prompt(prompt: Any, where: str, plain: Callable[[Any], Any]) -> str | Messages:
-    """Return text, or chat messages, as they are rendered; ``plain`` is applied to values of messages.
+    """Return text, or chat messages ready to be rendered. ``plain``: function that is applied to messages' values.
 
     Raises `DataError` for anything else.
     """
@@ -377,7 +376,7 @@ def plain_message(message: Any) -> Any:
 
 
 def answer_within(chat: Any) -> str | None:
-    """Return what the assistant says in the last message of a chat; None where it ends otherwise, or is no chat."""
+    """Return the text of a chat's last message if it is the assistant's; else None."""
     last = plain_message(chat[-1]) if isinstance(chat, list) and chat else None
     if not isinstance(last, dict) or last.get("role") != "assistant":
         return None

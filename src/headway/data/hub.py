@@ -30,7 +30,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def splits_of(folder: Path) -> list[str]:
-    """Return the names of a saved folder's splits; none where it holds one dataset without a name.
+    """Return the names of a saved folder's splits; empty if it holds one unnamed dataset.
 
     Raises `OSError`, `ValueError`, `KeyError` or `TypeError` where the folder is damaged.
     """
@@ -98,7 +98,9 @@ def _load(dataset: str, source: SourceConfig, default_split: str) -> tuple[list[
 
 
 def _place_of(dataset: str, folder: Path, split: str | None, default_split: str) -> Path:
-    """Return the folder of the asked-for split of what `save_to_disk` left: some splits, or one without a name."""
+    """Return the folder of the requested split in a folder of `save_to_disk`, which has several splits or one
+    unnamed.
+    """
     if not (splits := splits_of(folder)):
         if split is not None:
             raise DataError(f"dataset {dataset}: the folder holds one split without a name; drop split: {split}")

@@ -1,17 +1,16 @@
-"""The journal: what a run has finished, appended to files as it happens, for the process that resumes the run.
+"""The journal: a run's finished work, appended to files as it happens, for the process that resumes the run.
 
     RUN/journal/WRITER.BLOCK.LIFE     of one writer in one life of its process, on the groups of one block of numbers;
                                       a later life has a higher number, in whatever block
 
     record: length, CRC-32 │ header: one line of JSON │ bytes
 
-A file is only appended to, in whole records; the first names the run. Reading ends at the first record that is not
-whole: its writer died, or its disk was full. A file that is cut off is therefore the file of an earlier moment. What is
-*finished* is written before anything uses it: the death of a process loses nothing, the death of a machine loses what
-was not synced yet.
+Files are append-only, in whole records; the first record names the run. Reading ends at the first incomplete record:
+its writer died, or its disk was full. A truncated file is therefore a valid earlier state. *Finished* work is written
+before anything uses it: the death of a process loses nothing, the death of a machine loses what was not synced.
 
-A record is found by its content: a completion by its trajectory, call and context. So no list is kept of the calls that
-were under way. `headway.pipeline.admission.run_journal` has the driver's records.
+A record is found by its content: a completion by its trajectory, call and context. So no list of open calls is kept.
+`headway.pipeline.admission.run_journal` has the driver's records.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ FRAME = struct.Struct("<II")
 SETTINGS = "settings.json"
 """File of the settings that groups are made by, and the run's id."""
 GIVEN_UP = "given-up-"
-"""Begin of the name of an empty file for each writer that was given up."""
+"""Prefix of the name of an empty file for each writer that was given up."""
 FILE_NAME = re.compile(r"[^.]+\.\d+\.\d+")
 """Names of the journal's files: others may lie beside them, such as an editor's."""
 OPEN_BLOCKS = 8
-"""Most blocks of which a writer keeps files open, and a reader what it found."""
+"""Maximum number of blocks whose files a writer keeps open, and whose records a reader keeps."""
 
 
 class Record(NamedTuple):
@@ -55,7 +54,7 @@ class Record(NamedTuple):
     values: Mapping[str, Any]
     data: bytes = b""
     at: int = 0
-    """Place of the record in its file, where it was read."""
+    """Byte offset of the record in its file, if it was read."""
 
     def packed(self) -> bytes:
         """Return the record as it stands in a file."""
@@ -66,12 +65,12 @@ class Record(NamedTuple):
 def records(
     path: Path, at: int = 0, tell: Callable[[str], object] = log.warning, *, values_alone: bool = False
 ) -> Iterator[Record]:
-    """Yield the whole records of a file from byte ``at`` on, up to the first torn one; one at a time is in memory.
-    ``values_alone``: their bytes are not read, and no sum is compared: read a record again
-    before its bytes are used.
+    """Yield the whole records of a file from byte ``at`` on, up to the first incomplete one; one at a time is in
+    memory. ``values_alone``: do not read records' bytes or compare checksums; read a record again before its bytes are
+    used.
 
-    ``tell`` is called with a line on what follows the torn one, and with one on a file that cannot be read. A file that
-    does not exist has no records.
+    ``tell`` gets a line about the rest after an incomplete record, or about an unreadable file. A file that does not
+    exist has no records.
     """
     try:
         with path.open("rb") as file:
@@ -111,8 +110,8 @@ def written(
     *,
     values_alone: bool = False,
 ) -> Iterator[tuple[Path, Record]]:
-    """Yield the records of a ``writer`` and a ``block``, the earlier lives first, as `records` does. ``tell`` gets what
-    is left out: files of another run, and what `records` tells.
+    """Yield the records of a ``writer`` and a ``block``, earlier lives first, as `records` does. ``tell`` gets lines on
+    files of another run, and those of `records`.
     """
     run = settings_in(directory).get("run")
     for path in segments(directory, writer, block):
@@ -125,7 +124,7 @@ def written(
 
 
 def settings_in(directory: Path) -> Mapping[str, str]:
-    """Return what the journal in ``directory`` is of; nothing where that is missing or damaged."""
+    """Return the settings of the journal in ``directory``; empty if they are missing or damaged."""
     try:
         found = json.loads((directory / SETTINGS).read_bytes())
     except (OSError, ValueError):
@@ -134,8 +133,8 @@ def settings_in(directory: Path) -> Mapping[str, str]:
 
 
 def segments(directory: Path, writer: str = "*", block: int | str = "*") -> list[Path]:
-    """Return the files of a ``writer`` and a ``block``: those of writers that were given up first, then by their lives.
-    Of two records of one call the last one counts.
+    """Return the files of a ``writer`` and a ``block``, first those of given-up writers, then by life. If a call has
+    two records, the last one counts.
     """
 
     def rank(path: Path) -> tuple[bool, int]:
@@ -147,13 +146,13 @@ def segments(directory: Path, writer: str = "*", block: int | str = "*") -> list
 
 
 def give_up(directory: Path, writer: str) -> None:
-    """Have calls of other writers count before those of ``writer``, which may come back."""
+    """Give precedence to other writers over ``writer``, which was given up and may come back."""
     with suppress(OSError):
         (directory / f"{GIVEN_UP}{writer}").touch()
 
 
 def block_of(path: Path) -> int:
-    """Return the block that a file is of."""
+    """Return the block number of a file."""
     return int(path.stem.rpartition(".")[2])
 
 
@@ -178,8 +177,8 @@ class JournalWriter:
         sync_s: float | None,
         tell: Callable[[str], object] = log.warning,
     ) -> None:
-        """``sync_s``: most seconds from a record until the disk has it; None: whenever the system writes it. ``tell``
-        is told once that the disk takes no more.
+        """Set up. ``sync_s``: maximum seconds until a record is on the disk; None: left to the system. ``tell`` gets
+        one warning if the disk fails.
         """
         self.directory, self.groups_per_block = directory, groups_per_block
         self._name, self._sync_s, self._tell = name, sync_s, tell
@@ -191,8 +190,8 @@ class JournalWriter:
         self._told = False
 
     def append(self, number: int, record: Record) -> int | None:
-        """Append a record of group ``number``. Returns its place in `file_of` that group. A disk that does not take it
-        is warned of once: it is missing then, and is made again where it would be needed.
+        """Append a record of group ``number``. Returns its offset in the group's `file_of`; None if the disk failed, of
+        which one warning is given. A missing record's work is repeated when it is needed.
         """
         block = number // self.groups_per_block
         try:
@@ -266,17 +265,17 @@ class JournalWriter:
 
 
 class CompletionJournal:
-    """Finished calls of training groups: those of one episode worker are written, those of all are found again."""
+    """Finished calls of training groups: writes those of one episode worker, and finds those of all."""
 
     def __init__(self, writer: JournalWriter) -> None:
         self._writer = writer
         self._found: dict[int, dict[tuple[int, ...], dict[tuple[int, int], tuple[Path, int]]]] = {}
-        """File and place of what other processes wrote and nobody recalled, by block, then by trajectory, then by call
-        and how it was asked for. The tokens stay on the disk."""
+        """Block → trajectory → (call, sum of its request) → file and offset of another process's record that was not
+        recalled. The tokens stay on the disk."""
 
     def append(self, number: int, request: GenerateRequest, replica: str, completion: Completion) -> None:
-        """Write a call of group ``number`` that ``replica`` has finished. Calls of validation, those that were aborted
-        and simulated ones are left out.
+        """Write a call of group ``number`` that ``replica`` has finished. Validation, aborted and simulated calls are
+        left out.
         """
         tokens = completion.tokens
         training = request.priority is Priority.TRAINING
@@ -295,19 +294,19 @@ class CompletionJournal:
         self._writer.append(number, Record(values, data))
 
     def keep(self, number: int, tokens: bytes) -> tuple[Path, int] | None:
-        """Write the tokens of the finished group ``number``. Returns the record's file and its place there, where the
-        disk took it.
+        """Write the tokens of the finished group ``number``. Returns the record's file and offset; None if the disk
+        failed.
         """
         at = self._writer.append(number, Record({"kind": "tokens", "group": number}, tokens))
         return None if at is None else (self._writer.file_of(number), at)
 
     def reread(self, number: int) -> None:
-        """Look again for what others wrote of group ``number``: its episode worker was lost."""
+        """Read other writers' records of group ``number`` again: its episode worker was lost."""
         self._found.pop(number // self._writer.groups_per_block, None)
 
     def recall(self, number: int, request: GenerateRequest) -> tuple[str, Completion] | None:
-        """Return the replica and the result of a call of group ``number`` that was finished before; None where it was
-        not, or was asked for with another context or other sampling.
+        """Return the replica and the result of an earlier finished call of group ``number``; None if there is none with
+        this context and sampling.
         """
         if request.priority is not Priority.TRAINING:
             return None
@@ -343,7 +342,7 @@ class CompletionJournal:
         return record.values["replica"], completion
 
     def unused(self, number: int, trajectory: TrajectoryId) -> int:
-        """Return how many finished calls of an episode of group ``number`` were not recalled."""
+        """Return the number of an episode's finished calls that were not recalled."""
         return len(self._found.get(number // self._writer.groups_per_block, {}).get(trajectory, ()))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Mixing of sources: which rows an epoch hands out, and in which order.
+"""Mixing of sources: the rows of an epoch, and their order.
 
 parts ─▶ quotas ─▶ each part's draws of this epoch ─▶ one order of all N
 
@@ -7,8 +7,8 @@ quota qᵢ = N·wᵢ/Σw, rounded by largest remainder to a sum of N. Its rows c
 rows once; epoch e takes the draws e·qᵢ … (e+1)·qᵢ − 1 of that stream. So no row of a part comes again before all others
 of the part did, and an epoch follows from (seed, epoch) alone: what was drawn before need not be known.
 
-Which groups and held-out problems leave a sample of what was said is drawn by pure functions of the run's seed: a
-resumed run draws the same.
+Pure functions of the run's seed also draw the groups and held-out problems that leave a sample, so that a resumed run
+draws the same ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def generator(seed: int, *key: int) -> np.random.Generator:
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """One source's share of the records, which lie one part after the other."""
+    """One source's part of the records, which are stored source after source."""
 
     name: str
     rows: int
@@ -56,7 +56,7 @@ class Draws(NamedTuple):
 
 
 def quotas(parts: Sequence[SourceShare]) -> list[int]:
-    """Number of draws of each part in one epoch; they add up to the number of rows.
+    """Return the number of draws of each part in one epoch. They add up to the number of rows.
 
     Raises:
         DataError: a part has no rows, or so small a weight that an epoch has none of it.

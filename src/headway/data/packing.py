@@ -1,4 +1,4 @@
-"""Collation and packing: rows of samples, which of a rank's are computed together, and what of them is computed once.
+"""Collation and packing of a rank's samples: rows, micro-batches, and prefixes that rows share.
 
     samples ─▶ assign ─▶ one list per data rank                        (driver: metadata only; see `assignment`)
     samples ─▶ a rank's batch cache ─▶ rows ─▶ trees ─▶ micro-batches  (worker: arrays)
@@ -34,7 +34,7 @@ from headway.config.schema import Config
 from headway.data.types import TrajectoryId, TurnSpan
 
 LEAST_SHARED = 4
-"""Least number of tokens for which a segment of their own is made: each costs attention a part of its own."""
+"""Minimum number of tokens of a shared segment: each segment costs attention a separate part."""
 
 Ids = NDArray[np.int32]
 Places = NDArray[np.int64]

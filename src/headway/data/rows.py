@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headway.config.schema import Config, DataConfig, SourceConfig
 
 DIGESTS = 64
-"""Stretches of the training rows that a checkpoint tells apart."""
+"""Number of stretches of the training rows with their own digest in a checkpoint."""
 TRAIN_SPLIT, VAL_SPLIT = "train", "test"
 """Splits of a dataset for training and validation, where ``split`` is not given."""
 
@@ -53,7 +53,7 @@ class Rows:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of further columns that every row has, held-out ones too: what a reward may ask for."""
+        """Names of further columns that every row has, held-out ones included: those that a reward may use."""
         return tuple(name for name, where in self._lacking().items() if where is None)
 
     @property
@@ -182,7 +182,7 @@ def _read_held_out(data: DataConfig, seed: int) -> tuple[list[Record], tuple[Sou
 
 
 def digests(rows: Sequence[Any]) -> tuple[str, ...]:
-    """Digests of what the rows say, of `DIGESTS` stretches of equal length."""
+    """Return digests of the rows' content, for `DIGESTS` stretches of equal length."""
     length, found = max(1, -(-len(rows) // DIGESTS)), []
     for start in range(0, len(rows), length):
         digest = xxhash.xxh3_64()

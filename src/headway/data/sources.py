@@ -47,12 +47,12 @@ __all__ = ["Cursor", "DataBundle", "RowSource", "Rows", "build_sources", "read_r
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in the data, by what was handed out: ``position`` draws of ``epoch``'s order."""
+    """Position in the data: number of draws taken from ``epoch``'s order."""
 
     epoch: int = 0
     position: int = 0
     left_out: Counts = field(default_factory=dict)
-    """Rows met so far that are left out."""
+    """Counts of the rows left out so far."""
 
 
 class RowSource:
@@ -97,7 +97,7 @@ class RowSource:
             "prompts": [*rows.digests],
         }
         self.changes: tuple[str, ...] = ()
-        """What `restore` found to differ from the data that the state was taken over."""
+        """Differences that `restore` found between the present data and the state's."""
         self._left_out = LeftOutRows()
         self._handed_out = Cursor()
         self._ahead = Cursor()
@@ -282,14 +282,14 @@ class RowSource:
 
 @dataclass(frozen=True, slots=True)
 class DataBundle:
-    """Everything that a run reads."""
+    """All prompts of a run."""
 
     train: RowSource
     val: list[Prompt]
-    """Held-out prompts, disjoint from training; their ``row`` is none of training's."""
+    """Held-out prompts, disjoint from the training prompts also in their ``row``."""
     val_left_out: LeftOutRows
     notes: tuple[str, ...] = ()
-    """What the user is to know of the data."""
+    """Notes on the data, for the user."""
 
 
 def _model_digest(folder: Path) -> str:
@@ -333,7 +333,7 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows
 
 
 def prompt_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptTokenizer:
-    """Make what tokenises the prompts of a run."""
+    """Return the tokenizer of a run's prompts."""
     data = config.data
     return PromptTokenizer(
         tokenizer,

@@ -1,4 +1,4 @@
-"""Protocols between the pipeline and the machinery. The pipeline knows these and nothing behind them.
+"""Protocols between the pipeline and the engines. The pipeline depends only on these, not on implementations.
 
                  RewardFn          LogProbEngine
                     ▲                   ▲

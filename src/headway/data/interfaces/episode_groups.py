@@ -45,11 +45,11 @@ class Group:
     baseline_sampling: SamplingParams | None = None
     """Sampling of one more episode, k = n, which is not trained on; None without one."""
     shown: bool = False
-    """True where the group leaves a sample: its episodes come with their conversations, whoever scores them."""
+    """True if the group leaves a sample: its episodes then always include their conversations."""
     trajectories: tuple[Trajectory, ...] = ()
-    """One for each episode, in order of k; after scoring, those to train on."""
+    """One trajectory for each episode, in order of k; after scoring, only those to train on."""
     tokens: Handle[GroupTokens] | None = None
-    """None where the tokens are only simulated, or are not for training."""
+    """Handle of the tokens; None if they are simulated, or not for training."""
     rewards: NDArray[np.float32] | None = None
     """Each trajectory's own reward, beside those of its turns, [n]; set by the stage Reward."""
     baseline: float | None = None
@@ -57,13 +57,13 @@ class Group:
     columns: dict[str, tuple[AnyColumn, ...]] = field(default_factory=dict)
     """The numbers computed per token, by name: one [T] column per row, in the order of `samples`."""
     again: bool = False
-    """True where the episode worker that made the group was lost: the journal may have calls of it."""
+    """True if an earlier episode worker of the group was lost: the journal may have its calls."""
 
     def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[TrainSample]:
-        """The samples of the group for a forward or training step, with those of ``columns`` that it has.
+        """Return the group's samples for a forward or training step, with those of ``columns`` that it has.
 
-        There is one for each row of each trajectory, in order. ``mask_cut_off``: episodes that did not end by
-        themselves are in no loss (overlong filtering).
+        There is one for each row of each trajectory, in order. ``mask_cut_off``: leave episodes that did not end by
+        themselves out of the loss (overlong filtering).
         """
         samples: list[TrainSample] = []
         present = {name: self.columns[name] for name in columns if name in self.columns}
@@ -97,14 +97,14 @@ class Group:
 
 
 class EpisodeWorkerProtocol(Protocol):
-    """A holder of groups: it makes their episodes with calls to replicas, and keeps what was sampled.
+    """Worker that makes groups' episodes with calls to replicas, and keeps the sampled tokens.
 
         await worker.join(replica)
         await worker.route([replica.name])              # new calls go to these
         async for group in worker.generate([Group(0, prompt, n=8, sampling=sampling)]):
             ...                                         # each group when its last episode is over
 
-    The calls of a replica that `leave` are asked again of another one.
+    After `leave`, the calls of that replica are repeated on another one.
     """
 
     name: str
@@ -121,19 +121,19 @@ class EpisodeWorkerProtocol(Protocol):
         """Connect to ``replica``, which gets calls once `route` names it."""
 
     async def leave(self, replica: str) -> None:
-        """Ask the unfinished calls of ``replica`` again of others: it is gone."""
+        """Repeat the unfinished calls of the lost ``replica`` on others."""
 
     async def route(self, replicas: Sequence[str], halted: bool = False) -> None:
-        """Send new calls to these replicas alone. ``halted``: they wait there, and clocks of episodes stand still."""
+        """Send new calls only to these replicas. ``halted``: calls wait there, and clocks of episodes stand still."""
 
     async def hold(self) -> None:
-        """Start no training group any more; return when all that were started are done, or `go_on` was called."""
+        """Start no further training groups. Returns when all started ones are done, or `go_on` was called."""
 
     async def go_on(self) -> None:
         """Start the groups that were held back, and new ones again."""
 
     async def abort_older_than(self, version: int) -> None:
-        """End the training groups that have a token of an older version in a call that is finished."""
+        """End the training groups with a token of an older version in a finished call."""
 
     def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """Yield a replica's name and why it failed, for each replica that ended or refused a call's transport."""
@@ -149,12 +149,12 @@ class Scores:
     rewards: NDArray[np.float32]
     """Rewards [n], all finite: Σ weight · value over the parts that apply to the response."""
     parts: Mapping[str, list[float | None]] = field(default_factory=dict)
-    """Values [n] that each part gave, by its name, before its weight, and further numbers that parts told, by theirs.
-    None: the part does not apply to the response, or told nothing of it."""
+    """Name of a reward component, or of another number that it returned → values [n], before weighting. None: the
+    component does not apply to the response, or returned no such number."""
 
 
 def means_of_parts(groups: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:
-    """Means of what the parts of a reward gave to groups, where they apply; empty unless there are several."""
+    """Return the mean value of each reward component over groups, where it applies; empty unless there are several."""
     found: dict[str, list[float]] = {}
     for parts in groups:
         for name, values in parts.items():
@@ -173,9 +173,9 @@ class RewardFn(Protocol):
     async def score(
         self, prompt: Prompt, responses: Sequence[str], conversations: Sequence[Conversation] | None = None
     ) -> Scores:
-        """Return the rewards of the responses, and what each part of the reward gave.
+        """Return the rewards of the responses, and the values of each component.
 
-        ``conversations``: those whose last answers the responses are, where a program made these.
+        ``conversations``: the conversations that end with the responses, if a program made them; else None.
 
         Raises `ScoringFailed` after the retry budget: an exception, a time-out, or a value that is not a finite number.
         """
@@ -186,7 +186,7 @@ class RewardFn(Protocol):
 class PromptSource(Protocol):
     """Source of prompts in a seeded order, epoch after epoch; its position can be saved and restored.
 
-    A cursor leads back to what came after it, and each prompt is found by its place:
+    A cursor restores the position, and a prompt can be found by epoch and row:
 
         first, cursor = source.next(), source.state()
         second = source.next()
@@ -204,6 +204,6 @@ class PromptSource(Protocol):
         """Return the cursor: JSON values that `restore` takes."""
 
     def find(self, epoch: int, row: int) -> Prompt | None:
-        """Return the prompt that was handed out in ``epoch`` for ``row``; None where the data do not have it now."""
+        """Return the prompt of ``row`` in ``epoch``; None if the data do not have it any more."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...

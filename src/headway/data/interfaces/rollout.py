@@ -1,4 +1,4 @@
-"""Calls of the policy, and the replicas which serve them: how they are paused and updated, and what they tell."""
+"""Calls of the policy, and the replicas that serve them: pausing, updates, and statistics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from headway.records import pickled_by_fields, record
 class Priority(StrEnum):
     """Purpose of a call. Waiting calls start in this order: validation first.
 
-    An update waits for a validation of single answers, and at η = 0 for one of programs. At η > 0 nothing waits for
-    the latter. It is first all the same: behind training that fills all slots, its episodes would reach their time
-    limit.
+    An update waits for a validation of single answers, and at η = 0 for one of programs. At η > 0 nothing waits for a
+    validation of programs. It still has priority: behind training calls in all slots, its episodes would time out.
     """
 
     VALIDATION = "validation"
@@ -31,7 +30,7 @@ class Priority(StrEnum):
 @pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings by which tokens are sampled: logits ▶ bias, ``min_tokens`` ▶ penalty ▶ temperature ▶ min-p ▶ top-k ▶
+    """Sampling settings, applied in this order: logits ▶ bias, ``min_tokens`` ▶ penalty ▶ temperature ▶ min-p ▶ top-k ▶
     top-p.
 
     The order is vLLM's. The log-prob of a token is that of the distribution at the end of this chain.
@@ -53,7 +52,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token and the value added to its logit."""
     min_tokens: int = 0
-    """Number of tokens before which no stop token is sampled, and no stop string looked for."""
+    """Minimum number of tokens before a stop token or stop string may end the answer."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer, with the token that completes one; the answer's text includes it."""
     seed: int | None = None
@@ -74,12 +73,12 @@ class GenerateRequest:
     """[P] the context."""
     sampling: SamplingParams
     key: int = 0
-    """Key that tells the calls of one episode apart: 0 for its first one."""
+    """Key that distinguishes the calls of one episode; 0 for the first one."""
     priority: Priority = Priority.TRAINING
     goes_on: bool = False
-    """True where the episode may call again with this context and its answer as a prefix, until it is released."""
+    """True if the episode may call again with this context and its answer as a prefix, until it is released."""
     together: int = 1
-    """Number of calls of the group that have the same context and are submitted with this one, itself included."""
+    """Number of the group's calls with the same context that are submitted together, this one included."""
 
 
 @record
@@ -150,7 +149,7 @@ class Capabilities:
 
     on_update: frozenset[OnUpdate]
     reproducible: bool
-    """True where (seed, trajectory id, position, weights) alone decide a token: not slots, order or replicas."""
+    """True if only (seed, trajectory id, position, weights) determine a token: not slots, order or replicas."""
     sleep: bool = False
     double_buffered: bool = True
     """True where the engine receives weights while it decodes. False: `stage_weights` overwrites the weights that are
@@ -196,10 +195,10 @@ class RolloutEngine(PolicyReceiver, Protocol):
         """End these calls of ``client`` as they are. Numbers of finished calls are ignored."""
 
     async def drop(self, client: str) -> None:
-        """Drop all calls of ``client``, which is gone without leaving `finished`: that raises `ClientGone`."""
+        """Drop all calls of ``client``, which vanished without leaving `finished`; its iterator raises `ClientGone`."""
 
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
-        """Give up what is kept for further calls of these episodes: they are over."""
+        """Free what is kept for further calls of these episodes, which are over."""
 
     async def abort_older_than(self, version: int) -> None:
         """End, between two steps, the unfinished training calls with a token of an older version."""

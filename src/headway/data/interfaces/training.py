@@ -20,20 +20,20 @@ class StepContext:
     """Position of an optimizer step in the run."""
 
     version: int = 0
-    """Version of the trainer. Optimizer steps that it made since then are not a version yet."""
+    """Version of the trainer, without the optimizer steps since then."""
     progress: float = 0.0
     """Share of this version's optimizer steps that were made before this one: in [0, 1)."""
     clip_scale: float = 1.0
     """Width of the trust region, as a multiple of the configured one."""
     shown: frozenset[GroupId] = frozenset()
-    """Groups of the mini-batch whose rows the report has, as the step saw them."""
+    """Groups of the mini-batch whose rows are included in the report."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedRow:
     """One row as an optimizer step saw it. All arrays are [T], of its response tokens.
 
-    What a step costs does not depend on it: the log-probs are those of the step's own forward pass.
+    It costs no computation: the log-probs are those of the step's own forward pass.
     """
 
     episode: TrajectoryId
@@ -109,14 +109,14 @@ class Profiled(Protocol):
 
 
 class BatchEngine(Protocol):
-    """Engine that is asked several times about one batch, which it divides over its ranks once.
+    """Engine with several calls for one batch, which it divides over its ranks once.
 
         await engine.begin_batch(mini_batches)              # each rank gets groups that are its own from now on
         values = await engine.forward_values(samples)       # it reads their tokens, and holds them
         await engine.train_step(mini_batches[0])
         await engine.end_batch()                            # they are forgotten when another one is read
 
-    Calls in between are about samples of that batch alone.
+    Calls in between are only about samples of that batch.
     """
 
     async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
@@ -174,8 +174,8 @@ class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
         await trainer.copy_state()
         await trainer.save(path, driver_state)              # the ranks may train meanwhile
 
-    For log-probs under a version's weights, ask before the version's first step; the engine then keeps what it needs to
-    be asked again.
+    Ask for log-probs under a version's weights before the version's first step. The engine then keeps what it needs for
+    further requests.
     """
 
     async def train_step(self, samples: Sequence[TrainSample], context: StepContext) -> StepReport:

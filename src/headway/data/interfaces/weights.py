@@ -1,4 +1,4 @@
-"""A version's way from the trainer to a copy of the policy: who receives it, and what both ends report."""
+"""Transfer of a version from the trainer to copies of the policy: the receivers, and the reports of both ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GatherReport:
 
 
 def changed_of_all(shares: Sequence[tuple[float | None, int]]) -> float | None:
-    """Return which part of the weights has changed, given that of each share and the share's bytes."""
+    """Return the changed share of the weights, from each part's changed share and bytes."""
     known = [(changed, nbytes) for changed, nbytes in shares if changed is not None]
     return sum(changed * nbytes for changed, nbytes in known) / sum(n for _, n in known) if known else None
 
@@ -71,7 +71,7 @@ class ReceiveReport:
 
 
 class PolicyReceiver(Protocol):
-    """A holder of a copy of the policy: a rollout replica, or a role that recomputes log-probs.
+    """Receiver with a copy of the policy: a rollout replica, or a role that recomputes log-probs.
 
     report, sent = await both(receiver.stage_weights(3), trainer.send_weights(3, [receiver.name]))
     assert report.checksum == sent.checksum     # version 3 is there, and version 2 is still served
@@ -83,8 +83,8 @@ class PolicyReceiver(Protocol):
 
     @property
     def copy(self) -> str:
-        """Name of the copy in host memory that it loads new versions from. Receivers of one copy load a version before
-        the next one comes.
+        """Name of the copy in host memory from which it loads new versions. Receivers of one copy load a version before
+        the next one arrives.
         """
 
     async def stage_weights(self, version: int) -> ReceiveReport:
