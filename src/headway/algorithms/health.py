@@ -1,5 +1,4 @@
-"""Health: how far the policy that is trained has moved from the one that sampled. Importance ratios w = π_θ/π_behav, as
-sums.
+"""Health: distance of the trained policy from the one that sampled, by sums of importance ratios w = π_θ/π_behav.
 
 Sums add up over micro-batches and ranks; what `MAX_REDUCED` names is reduced by its maximum instead. `ratio_sums` and
 `health` are of all tokens, `lag_sums` and `lag_health` of each lag's own.
@@ -21,7 +20,7 @@ from headway.algorithms.losses import MAX_LOG_RATIO, log_ratio
 MAX_REDUCED = frozenset({"ratio_max", "lag/ratio_max"})
 
 LAG_BUCKETS = 5
-"""Number of lags that are told apart: 0, 1, 2, 3, and 4 or more versions."""
+"""Number of lag classes: 0, 1, 2, 3, and 4 or more versions."""
 LAG_NAMES = ("lag_0", "lag_1", "lag_2", "lag_3", "lag_4_up")
 QUANTILES = (0.01, 0.5, 0.99)
 
@@ -80,7 +79,7 @@ def lag_sums(
 ) -> dict[str, Tensor]:
     """The sums of `ratio_sums` for each lag, with a histogram of log w, and Σ of each of ``per_token``; all float64.
 
-    The arguments are those of valid tokens alone.
+    The arguments are for valid tokens only.
 
     ``lag/count``, ``lag/ratio``, ``lag/ratio_squared``, ``lag/kl``, ``lag/ratio_max`` and ``lag/sum/<name>`` are
     [`LAG_BUCKETS`], ``lag/histogram`` is [`LAG_BUCKETS`, `HISTOGRAM_BINS`]. They add up over micro-batches and ranks as
@@ -90,7 +89,7 @@ def lag_sums(
         logprobs: log π_θ.
         behaviour_logprobs: log π_behav.
         lags: the trainer's version minus the one that sampled the token, ≥ 0.
-        per_token: what else is averaged by lag, by name: clip and mask indicators, entropy.
+        per_token: further values that are averaged by lag, by name: clip and mask indicators, entropy.
     """
     every_M = torch.ones_like(lags, dtype=torch.bool)
     # In float64: squares of ratios are summed over all tokens, and one large ratio would swallow the rest in float32.

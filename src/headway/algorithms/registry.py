@@ -15,8 +15,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Registry(Generic[F]):
     """Table of functions of one kind by name.
 
-    ``what``, ``key`` and ``also`` are words for messages: the kind, the configuration key that chooses a function, and
-    what else that key takes.
+    ``what``, ``key`` and ``also`` are for messages: the kind of function, the configuration key that chooses one, and
+    the key's other values.
 
     Example:
         >>> rules = Registry("rule", "game.rule")
@@ -36,8 +36,8 @@ class Registry(Generic[F]):
         expected: str = "",
         fits: Callable[..., bool] = lambda result, *arguments: True,
     ) -> None:
-        """``expected``: words for what a function of the user's own is to return; ``fits`` tells whether a result is
-        that, of these arguments.
+        """Set up. ``expected``: description of what a user's function must return; ``fits``: function of a result and
+        the arguments that checks it.
         """
         self._what, self._expected, self._fits = what, expected, fits
         self._key = key
@@ -75,7 +75,7 @@ class Registry(Generic[F]):
         return self._functions[name]
 
     def _attributed(self, spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the user's ``function``: what it raises, and a result that does not fit, is a `UserCodeError`."""
+        """Wrap the user's ``function``: its exceptions, and results of a wrong form, become `UserCodeError`."""
         expected = f"; expected {self._expected}" if self._expected else ""
 
         @wraps(function)

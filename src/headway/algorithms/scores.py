@@ -22,7 +22,7 @@ def episode_scores(
     *,
     turn_discount: float = 1.0,
 ) -> NDArray[np.float64]:
-    """The score Σ_t δ^t·r_t of each episode, δ = ``turn_discount``; its own reward is its last turn's.
+    """Return the score Σ_t δ^t·r_t of each episode, δ = ``turn_discount``. Its own reward counts to its last turn.
 
     Args:
         rewards: [n], each episode's own reward.
@@ -37,8 +37,7 @@ def episode_scores(
 
 
 def has_variance(rewards: NDArray[np.floating]) -> bool:
-    """Tell whether a group's rewards [n] differ at all: without that every advantage is 0 and the group has no
-    gradient.
+    """Tell whether a group's rewards [n] differ. Otherwise every advantage is 0 and the group has no gradient.
 
     The same comparison as `advantages.grpo`, so that a group that passes has a signal. A single answer has none.
 

@@ -1,1 +1,1 @@
-"""Making, opening and writing models, and log-probs without the logits."""
+"""Making, opening and writing models, and log-probs without holding all logits."""

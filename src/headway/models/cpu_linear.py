@@ -25,7 +25,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @cache
 def onednn_is_quicker() -> bool:
-    """Tell whether this is a processor of AMD with AVX-512, and torch has oneDNN's products."""
+    """Tell whether this is an AMD processor with AVX-512, and torch has oneDNN's products."""
     try:
         amd = "AuthenticAMD" in CPU_INFO.read_text(encoding="utf-8")
     except OSError:
@@ -68,7 +68,9 @@ class _Linear(torch.autograd.Function):
 
 
 def use_quickest(module: nn.Module) -> None:
-    """Have the linear layers of ``module``, whose weights are whole tensors when it computes, compute by `linear`."""
+    """Let the linear layers of ``module`` compute by `linear`. Their weights must be whole tensors when they
+    compute.
+    """
     if onednn_is_quicker():
         for layer in module.modules():
             if type(layer) is nn.Linear:  # not isinstance: a subclass may have a forward pass of its own

@@ -32,7 +32,7 @@ PLAIN = LogitRule()
 
 
 def logit_rule(model_config: Any) -> LogitRule:
-    """The rule of a model with this Hugging Face config; `PLAIN` for families that are not listed here."""
+    """Return the rule of a model with this Hugging Face config; `PLAIN` for families that are not listed here."""
     make, key = _RULES.get(model_config.model_type, (None, ""))
     # Of the text part, where a model reads more than text.
     value = getattr(model_config.get_text_config(), key, None) if make else None

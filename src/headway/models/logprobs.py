@@ -41,7 +41,7 @@ from headway.models.logits import PLAIN, LogitRule
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The part of the vocabulary whose rows of the output layer a rank has."""
+    """Part of the vocabulary: the rows of the output layer that a rank has."""
 
     group: ProcessGroup
     """The ranks that divide the vocabulary. All compute log-probs of the same tokens."""
@@ -49,7 +49,9 @@ class VocabularyPart:
     """Id of the part's first token."""
 
     def places(self, targets_C: Int[Tensor, " C"], size: int) -> tuple[Int[Tensor, " C"], Tensor]:
-        """Index of each target among the part's ``size`` tokens, 0 for another rank's; and which are this one's."""
+        """Return each target's index among the part's ``size`` tokens (0 if another rank has it), and a mask of its
+        own.
+        """
         places_C = targets_C - self.first
         own_C = (places_C >= 0) & (places_C < size)
         return places_C.where(own_C, 0), own_C
@@ -286,7 +288,7 @@ def _chunk_gradient(
 
 PROBE_SEQUENCES = 4
 PROBE_PREFILL = 4
-"""Number of tokens of each sequence that are given: its prompt."""
+"""Number of prompt tokens of each sequence."""
 PROBE_SCORED = 2
 """Number of last tokens of each sequence whose log-probs are compared."""
 

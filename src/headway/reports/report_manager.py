@@ -1,4 +1,4 @@
-"""All reports of one run behind one object: what the composition root opens, feeds and closes.
+"""All reports of one run in one object, which the composition root opens, feeds and closes.
 
 emit ─▶ events.jsonl ─▶ RunMetrics ──rows──▶ metrics.jsonl, trackers, the console's view
                            └─ summary() ──▶ summary.json, trackers
@@ -116,7 +116,7 @@ class Reports:
         self._log = EventLog(directory.path)
         # Metrics before the view, so that what is shown includes the event that caused it to be shown.
         self._dense_observers: list[Observer] = [self._events, metrics, progress]
-        """Those who look at events that come with every answer or group, which cost as much as all else about it."""
+        """Observers of frequent events, which come with every answer or group."""
         self._observers = [*self._dense_observers, view, self._log]
         self.validated = validated
         """The version that a run is resumed at where its validation is told; None where it has to be made."""

@@ -1,4 +1,4 @@
-"""A run's directory: what lies where, made once, never shared by two runs, and trained in by one process at a time.
+"""A run's directory: its files. It belongs to one run, and one process trains in it at a time.
 
 config.yaml    the resolved configuration       events.jsonl   everything that happened
 events/        of a large run: sums at its newest versions, from which reports begin
@@ -55,11 +55,11 @@ LEFTOVERS = frozenset({"run.lock", "run.alive", ".room", "tensorboard", "checkpo
 
 
 class Occupied(UserError):
-    """The run directory is taken or not empty: no run may begin there."""
+    """Raised for a run directory that is in use or not empty."""
 
 
 class RunLock:
-    """Lock of a run's directory, held from `take` to `release`, or to the end of the process, however it ends."""
+    """Lock of a run's directory, held from `take` until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -118,7 +118,7 @@ def _lock(file: TextIO) -> None:
 
 
 def signs_of_life(lock: Path) -> Path:
-    """Return the file beside a run's ``lock`` whose time of change says when its holder was last alive."""
+    """Return the file beside a run's ``lock`` whose modification time is its holder's last sign of life."""
     return lock.with_suffix(".alive")
 
 
@@ -275,7 +275,7 @@ class RunDirectory:
             )
 
     def discard(self) -> None:
-        """Remove what a start left that came to nothing. ``code``, and what is not Headway's, stays."""
+        """Remove the files of a failed start. ``code``, and files that are not Headway's, stay."""
         for path in (*self.own, signs_of_life(self.lock)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)

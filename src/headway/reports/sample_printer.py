@@ -1,4 +1,4 @@
-"""``headway show`` as it is printed: tables of samples, and one group from its prompt to the numbers of its tokens."""
+"""Output of ``headway show``: tables of samples, and one group in detail, down to its tokens."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Advantages: from rewards to how much better each trajectory, or token, was than expected.
+"""Advantage estimators: how much better each trajectory, or token, was than expected.
 
     inputs           what an estimator gets and returns; the registry
     groups           sums within groups, along tokens, over a batch
     group_relative   grpo, dr_grpo, rloo, opo, maxrl, grpo_passk, pass_at_k, gigpo
     reinforce        reinforce_plus_plus, reinforce_plus_plus_baseline, remax, gae
 
-Importing the package enters them all into `ADVANTAGES`.
+Importing the package registers all of them in `ADVANTAGES`.
 """
 
 from headway.algorithms.advantages.group_relative import (

@@ -277,7 +277,7 @@ def gigpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True, step_weight
     rewards_ST = inputs.rewards_of_tokens()
     turns_ST = torch.zeros_like(states_ST) if inputs.turns is None else inputs.turns
     turns = int(torch.where(counts_ST, turns_ST, 0).max()) + 1 if counts_ST.any() else 0
-    # What does not count goes to one turn more, which is cut off.
+    # Tokens that do not count go to an additional turn, which is cut off.
     place_ST = torch.where(counts_ST, turns_ST, turns)
     rewards_SK = rewards_ST.new_zeros(len(counts_ST), turns + 1).scatter_add_(1, place_ST, rewards_ST)[:, :turns]
     states_SK = states_ST.new_zeros(len(counts_ST), turns + 1).scatter_(1, place_ST, states_ST)[:, :turns]
@@ -286,7 +286,7 @@ def gigpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True, step_weight
     of_group_SK = inputs.groups[:, None].expand(states_SK.shape)
     labels_N = torch.stack([of_group_SK[taken_SK], states_SK[taken_SK]]).unique(dim=1, return_inverse=True)[1]
     returns_N = _returns(rewards_SK, inputs.turn_discount)[taken_SK]
-    # With the further turn: what does not count gathers its 0.
+    # With the additional turn: tokens that do not count get its 0.
     steps_SK = rewards_ST.new_zeros(len(counts_ST), turns + 1)
     steps_SK[:, :turns][taken_SK] = above_mean(returns_N, Groups.of(labels_N), by_std=normalize_by_std)
 

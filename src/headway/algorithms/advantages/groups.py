@@ -53,7 +53,9 @@ class Groups:
         return (low_G == high_G)[self.index]
 
     def ascending(self, values: Float[Tensor, " S"]) -> tuple[Int[Tensor, " S"], Int[Tensor, " S"]]:
-        """Trajectories in order of (group, value), and the rank within its group, from 0, of each in that order."""
+        """Return the trajectories sorted by (group, value), and for each in this order its rank in its group, from
+        0.
+        """
         by_value_S = values.argsort(stable=True)
         # Stable: within a group the order by value stays.
         order_S = by_value_S[self.index[by_value_S].argsort(stable=True)]

@@ -39,11 +39,11 @@ class AdvantageInputs:
     rewards: Float[Tensor, " S"]
     """One reward per trajectory [S]; for an estimator with rewards of tokens, that of the last token that counts."""
     groups: Int[Tensor, " S"]
-    """The group of each trajectory: any integers, equal within a group."""
+    """Group of each trajectory: any integers, equal within a group."""
     lengths: Int[Tensor, " S"]
     """Response tokens of each trajectory, holes included."""
     token_rewards: Float[Tensor, "S T"] | None = None
-    """Rewards of single tokens. Where given, they replace ``rewards``: a trajectory's own is their sum, discounted by
+    """Rewards of single tokens. If given, they replace ``rewards``: a trajectory's reward is their sum, discounted by
     turns."""
     mask: Bool[Tensor, "S T"] | None = None
     """True at tokens that the policy wrote; False in holes, such as the output of a tool. Default: no holes."""
@@ -54,10 +54,10 @@ class AdvantageInputs:
     finished: Bool[Tensor, " S"] | None = None
     """Flag of each trajectory, False where its answer was cut off before its end. Default: all are finished."""
     turns: Int[Tensor, "S T"] | None = None
-    """Number of the turn that each token is of, from 0, never less than the one before. Default: all are of turn 0."""
+    """Turn number of each token, from 0, ascending. Default: all tokens are of turn 0."""
     states: Int[Tensor, "S T"] | None = None
-    """The state in which the turn was taken that each token is of: any integers, equal where turns of a group were
-    taken in the same one. Given to estimators that are declared with `from_states`."""
+    """State in which each token's turn was taken: any integers, equal for turns of a group in the same state. Only for
+    estimators that are declared with `from_states`."""
     turn_discount: float = 1.0
     """Discount δ from one turn to the next, in [0, 1]."""
 
@@ -179,7 +179,7 @@ class Advantages:
 
     advantages: Float[Tensor, "S T"]
     returns: Float[Tensor, "S T"]
-    """The values that the critic should have said: the target of its loss. Never whitened."""
+    """Target of the critic's loss: the values that it should have predicted. Never whitened."""
 
 
 AdvantageEstimator = Callable[..., Tensor | Advantages]
@@ -216,7 +216,7 @@ def from_outcomes_alone(estimator: E) -> E:
 
 
 def looks_at_tokens(estimator: AdvantageEstimator) -> bool:
-    """Tell whether ``estimator`` may look at tokens: True unless it was declared with `from_outcomes_alone`."""
+    """Tell whether ``estimator`` may use tokens: True unless it was declared with `from_outcomes_alone`."""
     return not getattr(estimator, _OUTCOMES_ALONE, False)
 
 

@@ -1,4 +1,4 @@
-"""Corrections: what to do with π_prox/π_behav, the ratio between the trust region's anchor and what was sampled from.
+"""Corrections by π_prox/π_behav, the ratio of the trust region's anchor to the policy that sampled.
 
     LossInputs ─▶ correction ─▶ weights w [N, T] ─▶ w · policy loss (decoupled PPO); 0 rejects a token
 
@@ -13,9 +13,9 @@ By the ratio itself (a level, an action, two bounds), of whole sequences, and pr
 | reject | 1 within the bounds, 0 outside |
 | veto | 0 on the whole answer where any of its tokens is outside the bounds, else 1 |
 
-The normaliser of the loss stays the number of tokens before any rejection. Of the three ways to get log π_prox,
-recomputing it is a forward pass, taking π_behav for it is nothing to compute, and `log_linear_prox` interpolates
-between versions. Shape suffixes as in `losses`.
+The normaliser of the loss stays the number of tokens before any rejection. There are three ways to get log π_prox: a
+forward pass, π_behav itself at no cost, and `log_linear_prox`, which interpolates between versions. Shape suffixes as
+in `losses`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 
 Level = Literal["token", "sequence", "geometric"]
-"""The ratio that a bound is for: each token's own; the product over the answer; its geometric mean over the answer."""
+"""Ratio that a bound applies to: each token's, their product over the answer, or their geometric mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def ratio_at(
     mask: Bool[Tensor, "N T"],
     episodes: Int[Tensor, " N"] | None = None,
 ) -> Float[Tensor, "N T"]:
-    """The ratio that a level speaks of, at every token; ``log_ratio_NT`` is 0 where masked.
+    """Return the ratio at a level, for every token. ``log_ratio_NT`` is 0 where masked.
 
     ``token`` is low in variance and biased; ``sequence``, the product over the answer, is the unbiased weight of an
     answer and of enormous variance; ``geometric`` is the product's |y|-th root: a measure of drift, not a weight. An
@@ -223,7 +223,7 @@ def veto(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N
 
 
 def from_params(action: Action, params: CorrectionParams) -> RatioCorrection:
-    """Make the correction that an action and the parameters mean. Raises `ConfigError` as `RatioCorrection` does."""
+    """Return the correction for an action and parameters. Raises `ConfigError` as `RatioCorrection` does."""
     return RatioCorrection(action=action, level=params.level, upper=params.bound, lower=params.lower, veto=params.veto)
 
 
@@ -255,7 +255,7 @@ def off_policy_sequence_mask(
 
 
 def check_delta(delta: float | None) -> float:
-    """Return ``delta``. Raises `ConfigError` where it is no positive finite number."""
+    """Return ``delta``. Raises `ConfigError` unless it is a positive finite number."""
     if delta is None or not (math.isfinite(delta) and delta > 0):
         raise ConfigError(f"correction off_policy_sequence_mask needs a positive delta, not {delta} (try 0.5)")
     return delta

@@ -42,7 +42,7 @@ class LossInputs:
     ref_logprobs: Float[Tensor, "N T"] | None = None
     entropy: Float[Tensor, "N T"] | None = None
     finished: Bool[Tensor, " N"] | None = None
-    """Flags of the answers that have ended; ``None``: all have. Only ``t_ppo`` asks."""
+    """Flags of the answers that have ended; ``None``: all have. Only ``t_ppo`` uses them."""
     episodes: Int[Tensor, " N"] | None = None
     """Label of each row's episode: rows with the same one are one sequence. None: each row is a sequence."""
 
@@ -66,7 +66,7 @@ PolicyLoss = Callable[[LossInputs, PolicyLossParams[Any]], tuple[Tensor, dict[st
 
 
 def per_token_results(result: Any, inputs: LossInputs, *_: Any) -> bool:
-    """Tell whether ``result`` is what a loss or a correction returns: numbers per token [N, T], and metrics by name."""
+    """Tell whether ``result`` has the form of a loss or correction: numbers per token [N, T], and metrics by name."""
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         return False
     numbers, metrics = result

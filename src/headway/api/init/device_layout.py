@@ -347,7 +347,7 @@ def within_memory(choices: Sequence[Choice], model: ModelFacts, machine: Machine
 
 
 def taken(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> list[RunProcess]:
-    """Return the run's processes with their device memory, without vLLM's, which take whatever is free."""
+    """Return the run's processes with their device memory. vLLM's, which take all free memory, are left out."""
     device_bytes = None if machine.on_cpu else machine.device_bytes
     config = config_of(choices)
     found = processes(config, model.shape, on_cpu=machine.on_cpu, device_bytes=device_bytes)

@@ -118,7 +118,7 @@ class StorageClient:
             ) from cause
 
     def _within(self, limit_s: float, operation: Callable[[], R]) -> R:
-        """Return the result of ``operation``. Raises `TimeoutError` after ``limit_s``; its thread then goes on."""
+        """Return the result of ``operation``. Raises `TimeoutError` after ``limit_s``; the thread is then abandoned."""
         if self._last is None or wait([self._last], limit_s).done:
             # A daemon: a mount that hangs would keep the process from ending
             self._last = future = in_daemon_thread("headway-storage-operation", operation)

@@ -1,4 +1,4 @@
-"""Trying whether a model can be computed on packed lines: the same hidden states as on single rows.
+"""Trial of a model on packed lines, which must give the same hidden states as single rows.
 
     two rows with a common beginning, and a third ─▶ one by one, the model's own attention ─▶ hidden states
                        └──────────▶ one packed line, `packed_attention` ─────────────────────▶ the same, or the model
@@ -30,7 +30,7 @@ from headway.models.pretrained import quiet_transformers
 LEAST_HEAD = 16
 """Smallest size of a head that FlexAttention computes on GPUs."""
 WINDOW = 3
-"""Length of the sliding windows that models are tried with, where they have any."""
+"""Length in tokens of sliding windows in the trial, for models that have any."""
 LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Types of layers that packed attention computes, as configs name them. Small weights hide others from a trial: in
 bfloat16 a convolution of a model that was just made differs by less than rounding."""
@@ -102,7 +102,7 @@ def _head_size(config: Any) -> int:
 
 
 def _ropes(config: Any) -> set[str]:
-    """The types of rotary embeddings of a model: one for all of its layers, or one for each type of them."""
+    """Return a model's types of rotary embeddings: one for all layers, or one for each type of layer."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     each = [parameters, *(of for of in parameters.values() if isinstance(of, dict))]
     return {of["rope_type"] for of in each if "rope_type" in of}
@@ -130,7 +130,7 @@ def _packed_hidden(lm: PreTrainedModel, trees: Sequence[Tree], device: torch.dev
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
-    """Tell whether both are equal but for rounding in sums as large as the largest value."""
+    """Tell whether both are equal up to rounding in sums as large as the largest value."""
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
     largest = max(1e-3, float(expected.abs().max()))
     return torch.allclose(actual.float(), expected.float(), rtol=0.0, atol=tolerance * largest)

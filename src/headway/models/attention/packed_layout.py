@@ -43,7 +43,7 @@ CALL = 6_000
 MOST_PAIRS = 1 << 22
 """Most pairs of one view: their mask is held as numbers."""
 PIECE = 256
-"""Number of queries in a piece of a segment that is longer than a layer's window."""
+"""Number of queries per piece of a segment that is longer than a layer's window."""
 
 
 class AttentionKind(Enum):
@@ -63,7 +63,7 @@ class Item:
     keys: Places
     """Places of the keys."""
     dropped: int = 0
-    """Number of the first queries whose results another item has, too."""
+    """Number of first queries whose results another item has, too."""
     before: int = 0
     """Number of keys before the first query's own, in a view; 0 in other kinds."""
     level: int = 0
@@ -120,9 +120,9 @@ class PackedLayout:
         self.ends_L: Int[Tensor, " L"] = torch.from_numpy(np.repeat(segments.ends, tokens))
         """The place behind the subtree of each token's segment, on the same device."""
         self.windows: dict[int | None, list[AttentionPart]] = {}
-        """The parts that were made so far, by the window of the layers that asked for them."""
+        """Window of the layers → the parts made so far."""
         self.masks: dict[int | None, Any] = {}
-        """The masks that FlexAttention was given so far, by the window."""
+        """Window of the layers → FlexAttention's mask, if made so far."""
 
     @classmethod
     def of(cls, trees: Sequence[Tree], ranks: SequenceRanks | None = None) -> PackedLayout:
@@ -193,7 +193,7 @@ def _causal(lengths: Places) -> Places:
 
 
 def _paths(root: int, following: int, segments: Segments, stops: Places) -> Iterator[tuple[int, Places, Places]]:
-    """Yield each segment of a tree, with the places of its own tokens and of all tokens on its path."""
+    """Yield segments of a tree: (segment, its tokens' places, places of all tokens on the path to it)."""
     paths: dict[int, Places] = {-1: np.empty(0, np.int64)}
     for segment in range(root, following):
         own = np.arange(segments.starts[segment], stops[segment])
@@ -202,7 +202,7 @@ def _paths(root: int, following: int, segments: Segments, stops: Places) -> Iter
 
 
 def _rows(root: int, following: int, segments: Segments, stops: Places) -> list[Item]:
-    """Each row of a tree by itself. What it has in common with one before it is computed again, and dropped."""
+    """Return an item for each row of a tree. Tokens shared with an earlier row are computed again, and dropped."""
     items = []
     done = int(segments.starts[root])  # tokens before it are some row's already
     for segment, _, path in _paths(root, following, segments, stops):
@@ -213,7 +213,7 @@ def _rows(root: int, following: int, segments: Segments, stops: Places) -> list[
 
 
 def _segments(root: int, following: int, segments: Segments, stops: Places) -> list[Item]:
-    """Each segment of a tree by itself, and what stands behind it with the segment's keys."""
+    """Return an item for each segment of a tree, and one for its subtree with the segment's keys."""
     levels = {-1: -1}
     items = []
     for segment in range(root, following):
@@ -227,7 +227,9 @@ def _segments(root: int, following: int, segments: Segments, stops: Places) -> l
 
 
 def _views(root: int, following: int, segments: Segments, stops: Places, window: int | None) -> list[Item]:
-    """Each segment of a tree with its whole path; under a window in pieces, each with what it can see."""
+    """Return an item for each segment of a tree with its whole path; under a window in pieces with their visible
+    keys.
+    """
     items = []
     for _, own, path in _paths(root, following, segments, stops):
         depth = len(path) - len(own)

@@ -40,7 +40,9 @@ class SequenceRanks:
         return slice(self.rank * own, (self.rank + 1) * own)
 
     def to_heads(self, line: Float[Tensor, "1 H l D"]) -> Float[Tensor, "1 h L D"]:
-        """Give up heads for tokens: some heads of all tokens. Repeats heads where ``size`` does not divide them."""
+        """Exchange heads for tokens: returns some heads of all tokens. Repeats heads if ``size`` does not divide
+        them.
+        """
         heads = line.shape[1]
         if heads % self.size:
             line = line.repeat_interleave(self.size // gcd(heads, self.size), dim=1)
@@ -48,7 +50,7 @@ class SequenceRanks:
         return exchanged
 
     def to_tokens(self, line: Float[Tensor, "1 L h D"]) -> Float[Tensor, "1 l H D"]:
-        """Give up tokens for heads: all heads of this rank's tokens."""
+        """Exchange tokens for heads: returns all heads of this rank's tokens."""
         exchanged: Tensor = _AllToAll.apply(line, 1, 2, self.group)  # type: ignore[no-untyped-call]
         return exchanged
 

@@ -26,7 +26,7 @@ MOST_POINTS = 400
 
 
 class RunProgress:
-    """Present state of a run: its metrics, its newest row, and a ``clock`` that goes on between two events."""
+    """Present state of a run: metrics, newest row, and a ``clock`` that also runs between events."""
 
     def __init__(self, metrics: RunMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.metrics = metrics

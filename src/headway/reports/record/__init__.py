@@ -1,1 +1,1 @@
-"""A run's record on disk: events, written and read."""
+"""Writing and reading of a run's record, its events on disk."""

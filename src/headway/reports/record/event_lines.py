@@ -1,4 +1,4 @@
-"""One event as one line of JSON: read back as the typed event that it was."""
+"""One event as one line of JSON, and the line as a typed event."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def line_prefixes(kinds: Collection[type[Event]]) -> tuple[bytes, ...]:
 
 
 def _wrong_with(line: bytes) -> str:
-    """Say what is wrong with a line that holds no event, and what to do."""
+    """Return what is wrong with a line without a valid event, and what to do."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as cause:

@@ -32,7 +32,7 @@ from headway.reports.record.file_access import CHUNK, Tail
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
-"""Most bytes of lines that are kept while a disk refuses them: minutes of a large run."""
+"""Maximum bytes of lines that are kept while writing fails: minutes of a large run."""
 DENSE = (
     events.TrajectoryFinished,
     events.StageChanged,
@@ -41,7 +41,7 @@ DENSE = (
     events.GroupSettled,
     events.ReplicaActivity,
 )
-"""Events that come with every answer, group or few seconds: nearly all of a large run's."""
+"""Frequent events, for each answer or group, or every few seconds: nearly all events of a large run."""
 DENSE_PREFIXES = line_prefixes(DENSE)
 AT_ONCE = (events.VersionReached, events.RunResumed, events.RunFinished)
 """Events that are flushed when they happen: checkpoints, and readers of the file after a kill, rely on them."""
@@ -54,9 +54,9 @@ ALL = 1 << 62
 class JsonLines:
     """A file of JSON objects, one a line, appended and flushed at least every second while lines come.
 
-    What a disk refuses is kept and tried again at each flush, so that the file has no gap. It is given up at the end,
-    or where it becomes more than `KEPT_BYTES`; the run goes on without it. Either is reported once through ``report``.
-    Numbers that are not finite become null, since JSON has no word for them.
+    Lines that could not be written are kept and retried at each flush, so that the file has no gap. They are dropped at
+    the end, or if they exceed `KEPT_BYTES`; the run goes on. Each is reported once through ``report``. Numbers that are
+    not finite become null, since JSON has none.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ def _finite(value: Any) -> Any:
 
 @dataclass(slots=True)
 class SurvivingRecord:
-    """The parts of a record that survived, and how the run stands."""
+    """Surviving parts of a record, and the run's status."""
 
     parts: list[tuple[int, int]] = field(default_factory=lambda: [(0, ALL)])
     """Ranges [from, to) of byte offsets, in order."""
@@ -227,7 +227,7 @@ class SurvivingRecord:
     resumed: int = 0
     """Number of times that the run was resumed, undone ones included."""
     ended: str | None = None
-    """The status that the run ended with; None where it did not say."""
+    """Status at the run's end; None if the record has none."""
     size: int = 0
     """Number of bytes of the whole lines that were looked through."""
 

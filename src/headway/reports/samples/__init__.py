@@ -1,1 +1,1 @@
-"""Samples: what drawn groups and held-out problems said, and how tokens are coloured."""
+"""Samples: answers of sampled groups and held-out problems, and the colours of their tokens."""

@@ -1,4 +1,4 @@
-"""A run's samples, ``samples.jsonl``: what drawn groups and held-out problems said, one JSON object a line.
+"""A run's samples, ``samples.jsonl``: answers of sampled groups and held-out problems, one JSON object per line.
 
     on_sample ─▶ line ─▶ line ─▶ … ─▶ more than `LIMIT` bytes: half of the groups, and of the validations, leave
                                       the file, and of those to come half are taken
@@ -58,7 +58,7 @@ def mean_of(episodes: Iterable[Sample], name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Thinning:
-    """Rule of which samples stay in a file that was thinned so many times."""
+    """Rule for the samples that stay in a file, by the number of times that it was thinned."""
 
     seed: int
     share: float

@@ -1,4 +1,4 @@
-"""Lanes: what one party did at every instant, as spans, and why it was idle in between.
+"""Lanes: the work of one party over time, as spans, and the reasons of its idle time in between.
 
     work spans ──────────────┐
     claims, most telling first ┼─▶ lay_out() ─▶ spans of a lane: sorted, disjoint, without a gap
@@ -41,7 +41,7 @@ class Named(StrEnum):
 
 
 class SpanKind(Named):
-    """The kind of thing that a span shows."""
+    """Kind of a span."""
 
     STEP = "step", "optimizer step"
     FORWARD = "forward", "forward pass"
@@ -108,7 +108,7 @@ class Lane:
 
 
 ROUNDING_S = 1e-9
-"""Longest gap, in seconds, that is no time but the rounding of times added up in different orders."""
+"""Longest gap in seconds that counts as rounding of sums in different orders."""
 
 
 def idle(span: Span, reason: str, label: str | None = None, kind: SpanKind = SpanKind.IDLE) -> LaneSpan:
@@ -189,7 +189,7 @@ class Counter:
     times: tuple[float, ...]
     values: tuple[float, ...]
     limit: float | None = None
-    """The largest value that there can be, where that is known."""
+    """Largest possible value; None if unknown."""
 
     @property
     def points(self) -> Iterator[tuple[float, float]]:

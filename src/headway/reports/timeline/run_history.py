@@ -1,4 +1,4 @@
-"""Curves of how a run learns, and one line for each of its groups: what pages show beside the timeline.
+"""Learning curves of a run, and one line for each of its groups, for pages with the timeline.
 
 rows of metrics ─▶ `CurveLog` (a row sink) ─▶ `to_json`: charts with at most `MOST_POINTS` points a curve
                                            └▶ `points`: every value of one metric, with its place on each axis

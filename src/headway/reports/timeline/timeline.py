@@ -1,4 +1,4 @@
-"""Timelines: a run, real or simulated, as lanes on one time axis that show who did what, and why nothing was done.
+"""Timelines: a real or simulated run as lanes on one time axis, with work and the reasons of idle time.
 
     StageChanged ───────────────────────────────────────────▶ Stages: one lane each
     TrainerBusy, BatchTaken, CheckpointCopied ──────────────▶ Trainer
@@ -49,7 +49,7 @@ KEPT_DISCARDS = 20_000
 
 
 class MarkKind(Named):
-    """The kind of thing that happened at one instant. Those with words have a row of their own."""
+    """Kind of an event at one instant. Kinds with words have their own row."""
 
     UPDATE = "update"
     """A new version that every replica serves."""

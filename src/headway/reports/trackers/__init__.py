@@ -1,4 +1,4 @@
-"""Trackers: tools for looking at runs that are not Headway's own. Each gets what the run's directory has, too.
+"""Trackers: external tools for looking at runs. Each gets metrics that are also in the run's directory.
 
     rows, samples, summary, model ─▶ Trackers ─▶ TrackerThread ─▶ Tracker: TensorBoard's file, W&B, MLflow, …
                                                    ▲

@@ -13,9 +13,9 @@ from headway.config.layers import flatten
 from headway.errors import RunError, cut
 
 LONGEST_TEXT = 4000
-"""Most characters of a prompt or an answer in a sample that trackers are given."""
+"""Maximum characters of a prompt or an answer in a sample for trackers."""
 MOST_EPISODES = 16
-"""Most episodes of a group in a sample that trackers are given."""
+"""Maximum episodes of a group in a sample for trackers."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float | int]:
@@ -36,7 +36,7 @@ def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def trimmed(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample of ``samples.jsonl`` without what is there token by token, its texts cut to `LONGEST_TEXT`."""
+    """Return a sample of ``samples.jsonl`` without data per token, and with texts cut to `LONGEST_TEXT`."""
     episodes = [
         {name: _short(value) for name, value in episode.items() if name not in ("rows", "conversation")}
         for episode in sample["episodes"][:MOST_EPISODES]
@@ -99,7 +99,7 @@ class TrackerSetting:
     entry: str = ""
     """Id of the entry in which a resumed run goes on; empty for a new one."""
     undone_from: int | None = None
-    """Version from which on a resumed run begins anew; None for none. Only TensorBoard deletes its points."""
+    """First version that a resumed run repeats; None for a new run. Only TensorBoard deletes its points."""
     prometheus_host: str = "127.0.0.1"
     prometheus_port: int = 0
 
@@ -127,7 +127,7 @@ class Tracker:
     """
 
     entry = ""
-    """Id by which a resumed run finds its entry again; empty where a tracker has none."""
+    """Id by which a resumed run finds its entry; empty for a tracker without ids."""
     where = ""
     """Place to look at the run: a URL, or a folder with the command that shows it."""
     remedy = ""

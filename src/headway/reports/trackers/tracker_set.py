@@ -1,4 +1,4 @@
-"""All trackers of one run: what they need, looked at before it starts; opened, fed and ended with its reports."""
+"""All trackers of one run: checked before it starts; opened, fed and closed with its reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headway.reports.trackers.tracker_tools import ADDRESSES, KEPT, PACKAGES
 LIMIT_S = 10.0
 """Seconds that the end of a run waits for its trackers' last rows, beside the upload of a model."""
 QUIET_S = 0.5
-"""Seconds that the end of a run waits for its trackers without a word."""
+"""Seconds that the end of a run waits for its trackers before it prints that it waits."""
 ASK_S = 20.0
 """Seconds for W&B to say whether it has a login."""
 ASK = "import sys, wandb; sys.exit(0 if wandb.login(verify=False) else 3)"

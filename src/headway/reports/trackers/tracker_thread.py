@@ -23,11 +23,11 @@ from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting, t
 from headway.reports.trackers.tracker_tools import KEPT, make_tracker
 
 MOST_SAMPLES = 64
-"""Most samples that wait; of more, the oldest are dropped."""
+"""Maximum number of waiting samples. Beyond it the oldest are dropped."""
 MOST_REFUSALS = 3
-"""Times that one row is refused before the one behind it is tried, and that settings are before the run's end."""
+"""Number of refusals of a row before the next row is tried, and of the settings before the run's end."""
 BEHIND_S = 60.0
-"""Seconds without an answer after which a tracker is said to be behind."""
+"""Seconds without an answer after which the user is warned that a tracker is behind."""
 GOES_ON = "; the run goes on, and what waits is sent later"
 
 
@@ -174,7 +174,7 @@ class TrackerThread:
         return not self._thread.is_alive()
 
     def give_up(self) -> None:
-        """Call the tracker no more. A call that is under way is left to itself."""
+        """Stop calling the tracker. A call in progress is abandoned."""
         self._given_up = True
         self._news.set()
 

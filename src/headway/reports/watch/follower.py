@@ -1,4 +1,4 @@
-"""Follows a run by the files of its directory, which it only reads, and tells what has changed.
+"""Follower of a run by reading the files of its directory; it reports changes.
 
     events.jsonl  ─▶ TimelineBuilder ─▶ figures, curves, ledger, groups ─┐
     samples.jsonl ─▶ SampleIndex     ─▶ which groups have a text         ├─▶ `Follower.message`: the whole page as JSON
@@ -34,7 +34,7 @@ from headway.reports.timeline.timeline import TimelineBuilder
 LOOK_EVERY_S = 0.5
 """Seconds between two looks at the files."""
 BUSY_SHARE = 0.01
-"""Largest share of a core that building a part of the page takes over time: each is as rare as that."""
+"""Maximum share of a core for building a part of the page, which limits how often it is built."""
 MESSAGE_EVERY_S, TIMELINE_EVERY_S = 0.5, 3.0
 LIVE_SPANS = 30_000
 """Most spans of a timeline that is drawn again and again."""
@@ -83,7 +83,7 @@ class Follower:
         self._outdated = True
         """True where the record is to be read from its beginning."""
         self.watched = 0
-        """Number of pages that are open; nothing is built for nobody."""
+        """Number of open pages. Nothing is built without any."""
         self.epoch = 0
         self._status: dict[str, Any] = READING
         self._message, self._timeline = _Built(MESSAGE_EVERY_S), _Built(TIMELINE_EVERY_S)
