@@ -230,7 +230,7 @@ def _is_of(path: Path, one: Path) -> bool:
         return False
     if not one.is_dir():
         return _identity(path) == there
-    # For a link: where it lies and where it leads. The hub's folders hold links, and links lead into folders.
+    # Check a link's own place and its target: the hub's folders hold links, and links may lead into folders.
     if any(_identity(folder) == there for way in (path.absolute(), path.resolve()) for folder in way.parents):
         return True
     return any(_identity(path) == _identity(child) for child in one.iterdir())

@@ -143,13 +143,13 @@ class TaskSplit:
     train: TrainingProblems
     val: list[Problem]
     failures: tuple[str, ...] = ()
-    """Why held-out problems could not be made, for each that gave way to another."""
+    """Reason for each held-out problem that could not be made and was replaced."""
 
 
 def split_task(name: str, params: Mapping[str, Any], *, seed: int, size: int, val_size: int) -> TaskSplit:
     """Split a task: ``size`` training problems, and ``val_size`` distinct ones of indices that training never reaches.
 
-    A problem that the task cannot make gives way to the next one.
+    A problem that the task cannot make is replaced by the next one.
 
     Raises:
         ConfigError: as `make_task`; also when the task makes fewer than ``val_size`` distinct problems.

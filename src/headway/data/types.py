@@ -276,7 +276,7 @@ class Outcomes:
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     """Rewards of each episode's turns, by number, E of them; empty where no episode has any."""
     lengths: NDArray[np.int64] | None = None
-    """Number of tokens that each episode trains, [E], without holes; None where only their rows tell."""
+    """Number of tokens that each episode trains, [E], without holes; None: to be counted in its rows."""
 
     def __reduce__(self) -> tuple[Callable[..., Outcomes], tuple[bytes]]:
         """Pickle all ids at once: the pickler that calls on Ray go through is slow for each."""

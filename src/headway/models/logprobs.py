@@ -175,7 +175,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_weight_VH is not None:
                 grad_weight_VH += linear(grad_CV.t(), hidden_MH[of].t())
         if grad_hidden_MH is not None and ctx.part is not None:
-            # Each rank has the gradient by way of its own part of the vocabulary alone.
+            # Each rank has only its own part of the vocabulary's contribution to the gradient.
             dist.all_reduce(grad_hidden_MH, group=ctx.part.group)
         grad_weight_VH = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         grad_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)

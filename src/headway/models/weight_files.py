@@ -34,8 +34,8 @@ class FileTensor:
     """Dimension of the parameter for each dimension of the tensor; in all others the box has one element."""
 
     def within(self, start: Sequence[int], box: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
-        """Return the part of the tensor that lies in a ``box`` of the parameter, which begins at ``start``: where the
-        part begins in the tensor, and a view of it. None where they have nothing in common.
+        """Return the part of the tensor that lies in a ``box`` of the parameter, which begins at ``start``: the
+        part's first indices in the tensor, and a view of it. Returns None if tensor and box are disjoint.
         """
         place, view = [], box
         for dim, first in enumerate(self.start):

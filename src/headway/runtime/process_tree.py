@@ -141,7 +141,7 @@ def _guarded(child: int, owner: int) -> int:
         ends.register(owner_ends, select.POLLIN)
         if os.getppid() == owner:  # else it has ended, and its id may be another's
             ends.poll()
-    # Also if it has ended: then this does nothing, and there is no race.
+    # Also after the child has ended: the signal then does nothing, and there is no race.
     send(signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     end_children()

@@ -1,4 +1,4 @@
-"""``headway eval``: how good a model is on data, measured with what training measures with.
+"""``headway eval``: a model's quality on data, measured with training's engine and rewards.
 
 MODEL, DATA, a.b=c ─▶ settings ─▶ Config ─▶ answers: prompts ─▶ engine ─▶ reward ─▶ figures: accuracy, pass@k, lengths
 """

@@ -99,7 +99,7 @@ async def solve(
     from headway.models.tokenizer import stop_token_ids
 
     prompts = questions.prompts
-    # The columns that a reward may ask for: every row has them.
+    # Only columns that every row has: a reward may use them.
     columns = tuple(name for name in prompts[0].extra if all(name in prompt.extra for prompt in prompts))
     spec = replace(RewardSpec.of(config), columns=columns)
     async with AsyncExitStack() as stack:

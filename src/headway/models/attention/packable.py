@@ -62,7 +62,7 @@ def use_packed_attention(lm: PreTrainedModel, *, on_gpu: bool = False) -> str | 
         try:
             lm.set_attn_implementation(NAME)
             line = _packed_hidden(lm, [tree, grow(rows[2:])], device)
-        except Exception as error:  # the model's own code, of any family, which meets arguments that it may not know
+        except Exception as error:  # any model's own code, which gets arguments that it may not know
             lm.set_attn_implementation(before)
             if isinstance(error, TypeError) and "'layout'" in str(error):
                 return "its code does not hand on to its attention which tokens of a line belong together"

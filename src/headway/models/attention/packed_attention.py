@@ -90,7 +90,7 @@ Places = Int[Tensor, " N"] | slice
 
 
 def _take(line: Float[Tensor, "L ..."], places: Places) -> Float[Tensor, "N ..."]:
-    """Take the tokens at ``places``. Those of a slice are not copied."""
+    """Return the tokens at ``places``: a view if ``places`` is a slice, else a copy."""
     taken: Tensor = line[places] if isinstance(places, slice) else line.index_select(0, places)
     return taken
 

@@ -145,7 +145,7 @@ class PackedLayout:
         The parts that cover each token, ``causal`` or ``view``, come before the subtrees.
         """
         if window is not None and window > self.positions.max():
-            window = None  # none of the tokens is so far from another that it sees
+            window = None  # the window is longer than every row
         if window not in self.windows:
             # Subtrees of one level are disjoint. A query has a place in several levels', whose results are merged one
             # after the other: within a part only one of them would be kept.

@@ -23,9 +23,9 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class SequenceRanks:
-    """Ranks that divide lines of tokens, seen from one of them. A line's length is a multiple of their number.
+    """One rank among those that divide lines of tokens. A line's length is a multiple of their number.
 
-    Heads of keys and values are repeated where their number is no multiple of the number of ranks.
+    Key and value heads are repeated if their number is not a multiple of the number of ranks.
     """
 
     group: ProcessGroup
