@@ -188,12 +188,16 @@ def _helps(ahead: PlanRow, synchronous: PlanRow) -> str:
     )
 
 
+def precision(error: float) -> str:
+    """Say how well a value of this relative error is known; an infinite one has none yet."""
+    return f"within {share(error)}" if math.isfinite(error) else "from too few versions for any error"
+
+
 def _uncertain(ahead: PlanRow, synchronous: PlanRow) -> str:
-    error = _error(ahead, synchronous)
-    within = f"within {share(error)}" if math.isfinite(error) else "from too few versions for any error"
+    known = precision(_error(ahead, synchronous))
     return (
         f"Whether asynchrony helps cannot be said yet: {_named(ahead)} looks {share(_gain(ahead, synchronous))} faster "
-        f"than the best synchronous setting ({_named(synchronous)}), but that is known {within} only: give the plan "
+        f"than the best synchronous setting ({_named(synchronous)}), but that is known {known} only: give the plan "
         "more time (--budget)."
     )
 

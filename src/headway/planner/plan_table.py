@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from math import ceil
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
-from headway.planner.grid import DeviceSplit, PlanSetting, in_words
+from headway.planner.grid import PlanSetting, in_words
 from headway.planner.measure import PRECISION, config_of, fill_versions
-from headway.planner.plan_rows import AS_GOOD, PlanRow
+from headway.planner.plan_rows import AS_GOOD, PlanRow, precision
 from headway.planner.planner import PlanResult
 from headway.planner.profiles.job_profile import EmpiricalLengths, Profile
 from headway.planner.simulation.simulated_run import Simulation
@@ -77,8 +76,7 @@ def render(plan: PlanResult, width: int) -> RenderableType:
         parallel = [f"actor.parallel.{name}={each}" for name, each in plan.profile.train.parallel if each > 1]
         if (size := plan.profile.rollout.devices) > 1:
             parallel.append(f"rollout.tensor_model_parallel_size={size}")
-        given = [*_devices(plan.profile, advice.recommended.setting.split), *parallel]
-        parts += [Text(), Text.assemble(("Recommended: ", "bold"), *_in_words(advice.recommended, given))]
+        parts += [Text(), Text.assemble(("Recommended: ", "bold"), *_in_words(advice.recommended, parallel))]
     parts += [Text(), Text(advice.sentence, style="bold")]
     if assumptions := plan.profile.assumptions:
         caveat = f"The plan is as good as the profile's assumptions, which nobody measured ({len(assumptions)}):"
@@ -132,8 +130,10 @@ def _notes(plan: PlanResult) -> list[Text]:
         hurried = sum(not row.complete for row in plan.rows)
         why = f", {human.count(hurried)} of them for want of time (--budget)" if hurried else ""
         notes.append(f"Not known within {human.share(PRECISION)}: {_counted(rough, 'row')}{why}.")
-    if (chosen := plan.advice.recommended) is not None and chosen != (first := plan.rows[0]):
-        known = "" if first.complete else f" Row 1 is known within {human.share(first.relative_error)} only."
+    chosen = plan.advice.recommended
+    if chosen is not None and chosen != plan.rows[0]:
+        first = plan.rows[0]
+        known = "" if first.complete else f" Row 1 is known {precision(first.relative_error)} only."
         notes.append(
             f"Row {plan.rows.index(chosen) + 1}, not 1: of rows within {human.share(AS_GOOD)} of the quickest, those "
             f"cut short counted at the most that they may take, the least lag decides.{known}"
@@ -163,20 +163,6 @@ def _in_words(row: PlanRow, parallel: Sequence[str]) -> tuple[str | tuple[str, s
     given = setting.settings | {"async_training.staleness_threshold": f"{float(setting.eta):g}"}
     settings = [*(f"{key}={value}" for key, value in given.items()), *parallel]
     return (setting.preset, "bold green"), f", {where}: {' '.join(settings)}"
-
-
-def _devices(profile: Profile, split: DeviceSplit) -> list[str]:
-    """The settings that divide the devices so; none where no machines of one size do."""
-    total, per_node = profile.devices, profile.devices_per_node or profile.devices
-    if total <= per_node:
-        return [f"trainer.n_gpus_per_node={split.train_devices}", f"rollout.n_gpus_per_node={split.rollout_devices}"]
-    if total % per_node or (split.shared and split.train_devices < total):
-        return []
-    nodes = [f"trainer.nnodes={total // per_node}", f"trainer.n_gpus_per_node={per_node}"]
-    if split.shared:
-        return nodes + [setting.replace("trainer", "rollout") for setting in nodes]
-    train, rollout = Fraction(split.train_devices, total), Fraction(split.rollout_devices, total)
-    return [*nodes, f"trainer.use_nodes_ratios=[{train},0,0,{rollout}]"]
 
 
 def _bullets(lines: Sequence[str]) -> Table:
