@@ -28,6 +28,11 @@ class Checkpoints:
     def critic(self, version: int) -> Path:
         return self.path / "critic" / f"{PREFIX}{version}"
 
+    def check_readable(self) -> None:
+        """Raise `PermissionError` if the folder may not be read, in which `complete` finds nothing then."""
+        if self.path.is_dir():
+            next(self.path.iterdir(), None)
+
     def complete(self, *, with_critic: bool) -> list[int]:
         """Versions of the complete checkpoints, ascending; ``with_critic``: only those with the critic's folder."""
         found = dict(_versions(self.path))
@@ -100,9 +105,9 @@ class CheckpointRetention:
 
 
 def _versions(folder: Path) -> Iterator[tuple[int, Path]]:
-    for path in folder.iterdir() if folder.is_dir() else ():  # not by glob: to that a folder without the right is empty
+    for path in folder.glob(f"{PREFIX}*"):
         number = path.name.removeprefix(PREFIX)
-        if path.name.startswith(PREFIX) and path.is_dir() and number.isdecimal():
+        if path.is_dir() and number.isdecimal():
             yield int(number), path
 
 

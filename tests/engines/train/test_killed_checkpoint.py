@@ -15,12 +15,17 @@ from typing import Any
 
 import pytest
 
+from headway.api.run.new_run import _newest
+from headway.api.sft.sft_run import SftData, _resumed
+from headway.config.schema import Config
 from headway.engines.train.fsdp import checkpoint
 from headway.engines.train.state_file import read_state
 from headway.events import CheckpointSaved
 from headway.models import pretrained
 from headway.reports import checkpoint_folders
 from headway.reports.checkpoint_folders import CheckpointRetention, Checkpoints
+from headway.reports.record.events_file import SurvivingRecord
+from headway.reports.run_directory import RunDirectory
 from tests.engines.train.test_engine import ModelPath, engine
 from tests.full_disk import files_of_at_most
 from tests.tiers import mostly_slow
@@ -68,19 +73,25 @@ def newest(folder: Path) -> int | None:
 
 
 def test_checkpoints_in_a_folder_that_may_not_be_read_are_not_taken_for_none(tmp_path: Path, monkeypatch) -> None:
-    """A resumed run said that there was none, and to start over."""
-    assert newest(tmp_path / "nowhere") is None
-    (tmp_path / "version_3").mkdir()
-    (tmp_path / "4").mkdir()
-    assert newest(tmp_path) == 3
+    """A resumed run said that there was none, and to start over. Who only asks for the newest one finds none."""
+    run = RunDirectory(tmp_path)
+    checkpoints = Checkpoints(run.checkpoints)
+    checkpoints.check_readable()
+    checkpoints.actor(3).mkdir(parents=True)
+    (run.checkpoints / "4").mkdir()
+    checkpoints.check_readable()
+    assert newest(run.checkpoints) == 3
 
     def denied(path: str | Path) -> list[str]:
         raise PermissionError(13, "Permission denied", str(path))
 
     for name in ("listdir", "scandir"):
         monkeypatch.setattr(os, name, denied)
-    with pytest.raises(PermissionError, match=str(tmp_path)):
-        newest(tmp_path)
+    assert newest(run.checkpoints) is None
+    with pytest.raises(PermissionError, match=str(run.checkpoints)):
+        _newest(run, checkpoints, SurvivingRecord(), Config())
+    with pytest.raises(PermissionError, match=str(run.checkpoints)):
+        _resumed(run, SftData.__new__(SftData))
 
 
 def names(folder: Path) -> list[str]:

@@ -213,6 +213,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
 
 def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: SurvivingRecord, config: Config) -> int:
     """Return the version to resume from: the newest complete checkpoint that the record mentions."""
+    checkpoints.check_readable()
     newest = checkpoints.newest(record.boundaries, with_critic=needs_critic(config))
     if newest is not None:
         return newest

@@ -190,6 +190,7 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
 def _resumed(directory: RunDirectory, data: SftData) -> int:
     """Return the number of steps in the newest checkpoint, and remove what came after it."""
     checkpoints = Checkpoints(directory.checkpoints)
+    checkpoints.check_readable()
     if not (steps := checkpoints.complete(with_critic=False)):
         raise UserError(f"--resume {directory.path}: there is no checkpoint; begin again with another run.dir")
     state: dict[str, Any] = read_state(checkpoints.actor(steps[-1]))["extra"]
