@@ -176,5 +176,5 @@ def test_the_advice_names_the_log_of_what_failed():
     episodes, scores = f"{EPISODE_FAILED}: environment e.py:E: step() raised KeyError: 'a'", BOOM
     of_both, of_episodes = (cannot_be_scored("2", whys) for whys in ([episodes, scores], [episodes]))
     assert "logs/*-programs.log" in of_both and "logs/reward.log" in of_both
-    assert "agent.step_timeout_s" in of_episodes and "reward" not in of_episodes
+    assert "raise the limit that is named" in of_episodes and "reward" not in of_episodes
     assert "programs.log" not in cannot_be_scored("2", [scores])

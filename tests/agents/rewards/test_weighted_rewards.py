@@ -19,6 +19,7 @@ from headway.config.loading import dump, load
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Scores, means_of_parts
 from headway.errors import ConfigError, ScoringFailed, UserCodeError
+from headway.pipeline.admission.ledger import cannot_be_scored
 from tests.agents.rewards.parts import part_of
 from tests.tiers import searched
 
@@ -115,6 +116,18 @@ def test_the_reward_is_the_weighted_sum_and_the_parts_are_known(mine: str) -> No
 def test_a_single_reward_is_its_own_sum(mine: str) -> None:
     score = scorer(part(f"{mine}:length"))(REQUEST)
     assert score.rewards.tolist() == score.parts["length"] == [1.0, 33.0, 4.0]
+
+
+def test_failures_that_quote_long_answers_are_counted_as_one(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def score(response):\n    return float(response)\n")
+    score, reasons = scorer(part(f"{tmp_path}/own.py:score")), []
+    for letter in "abcdefgh":
+        with pytest.raises(ScoringFailed) as failed:
+            score(ScoreRequest("?", [letter * 400], "4", "sums", {}))
+        reasons.append(str(failed.value))
+    text = cannot_be_scored("8 problems", reasons)
+    assert "(8× " in text and "(own.py:2, in score) and alike)" in text and "a" * 150 in text
+    assert len(text) < 600
 
 
 def test_what_does_not_apply_is_left_out_of_the_sum(mine: str) -> None:

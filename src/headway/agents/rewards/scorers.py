@@ -45,6 +45,7 @@ HANGS_S = 60.0
 """Seconds that the sandbox has, beyond the time of what runs in it, to start and to end its last call. It waits for
 nothing as long as that: see `headway.runtime.sandbox.sandbox_call.ENDS_S`."""
 REASON_LENGTH = 200
+"""Most characters of what an exception says that the reason of a failed score keeps."""
 MOST_NAMES = 50
 """Most names of further numbers that a process keeps: each is a metric."""
 CANCELS_S = 0.5
@@ -279,7 +280,7 @@ def _attributed(name: str | None) -> Iterator[None]:
         with suppress(OSError):  # it may also have closed what this process prints to
             traceback.print_exc()
         # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
-        raise ScoringFailed(cut(f"{where}exception: {raised_by(error)}", REASON_LENGTH)) from None
+        raise ScoringFailed(f"{where}exception: {raised_by(error, REASON_LENGTH)}") from None
 
 
 def checked(values: Any, n: int, *, optional: bool = False) -> Values:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -153,7 +153,7 @@ _FAILED = (
 )
 ON_FAILURES = {
     False: _FAILED.format("logs/reward.log", "reward.timeout_s"),
-    True: _FAILED.format("logs/*-programs.log", "agent.step_timeout_s"),
+    True: _FAILED.format("logs/*-programs.log", "the limit that is named"),
 }
 """What to do about failures: those of a reward, and those of episodes (True)."""
 ADVICE = {
@@ -208,6 +208,11 @@ def _counted(reasons: Iterable[str]) -> str:
     for reason in reasons:
         kinds.setdefault(_ALIKE.sub(r"\1\2", reason), []).append(reason)
     shown = sorted(kinds.values(), key=len, reverse=True)[:SHOWN]
-    text = "; ".join(f"{len(alike)}× {alike[0]}{' and alike' * (len(set(alike)) > 1)}" for alike in shown)
+    text = "; ".join(_kind(alike) for alike in shown)
     rest = sum(map(len, kinds.values())) - sum(map(len, shown))
     return f"{text}; {rest}× something else" if rest else text
+
+
+def _kind(alike: Sequence[str]) -> str:
+    more = " and alike" if len(set(alike)) > 1 else ""
+    return f"{len(alike)}× {alike[0]}{more}"
