@@ -149,9 +149,9 @@ def test_a_folder_and_a_binary_file_are_refused(tmp_path) -> None:
             read_file(path)
 
 
-def test_a_runs_directory_is_refused_with_the_file_to_give_instead(tmp_path) -> None:
+def test_a_folder_with_a_configuration_is_refused_with_the_file_to_give_instead(tmp_path) -> None:
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=rf"{tmp_path}: .*{tmp_path}/config\.yaml, .*--resume"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path}: .*give {tmp_path}/config\.yaml$"):
         read_file(tmp_path)
 
 

@@ -232,7 +232,7 @@ def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:
         ) from None
     except OSError as error:
         own = [*path.glob("config.yaml")] if isinstance(error, IsADirectoryError) else []
-        give = f"the run's {own[0]}, or go on with it by --resume" if own else "a YAML file that you may read"
+        give = own[0] if own else "a YAML file that you may read"
         raise ConfigError(f"{path}: {error.strerror}; give {give}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8") from error

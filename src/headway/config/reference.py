@@ -60,8 +60,8 @@ on the command line over it: `headway train CONFIG rollout.n=4 'actor.optim.beta
 
 1. the defaults in the tables below;
 2. the values of the [mode](#what-each-mode-sets), which are only defaults, too;
-3. the files that a file names under `defaults:`, relative to it, and then the file, without keys that begin with `x-`,
-   which are for anchors;
+3. the files that a file names under `defaults:`, relative to it, and then the file, without keys at its top that begin
+   with `x-`, which are for anchors;
 4. `a.b=c` on the command line, whose values are YAML. Of two for the same key the last counts.
 
 `null`, where it is among a key's values, means that the key was not given. For a section or a mapping, `null` and `{}`
