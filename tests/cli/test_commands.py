@@ -293,7 +293,7 @@ def test_train_hands_over_the_checked_configuration_and_ends_with_the_runs_code(
         (
             PermissionError(13, "Permission denied", "a/b"),
             2,
-            "error: a/b: Permission denied; give a path that you may read",
+            "error: a/b: Permission denied; give a path that you may use",
         ),
         (ZeroDivisionError("division by zero"), 1, "error: unexpected ZeroDivisionError: division by zero"),
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -318,6 +318,13 @@ def test_a_failed_run_ends_with_a_message_and_shows_where_only_when_asked(
 def test_an_unexpected_error_says_how_to_see_more(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, RuntimeError("odd"))
     assert "--debug" in run("train", recipe).stderr
+    denied = PermissionError(13, "Permission denied", "a/b")
+    denied.add_note("go on with it so")
+    scripted(monkeypatch, denied)
+    assert run("train", recipe).stderr.splitlines()[1:] == [
+        "Run again with --debug to see where it is used.",
+        "go on with it so",
+    ]
 
 
 # ------------------------------------------------------------------------------------------- outputs of odd kinds

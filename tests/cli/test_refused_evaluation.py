@@ -20,7 +20,6 @@ from tests.cli.test_commands import run
         (["MODEL"], "expected DATA"),
         (["/nonexist"], "MODEL: got /nonexist, which does not exist; expected a Hugging Face folder"),
         (["MODEL", "data.max_response_length=4"], "expected DATA"),
-        (["OF_RUN"], "where MODEL is a run's directory, here RUN, or"),
         (["MODEL", "test.txt"], "DATA: got test.txt: no such file; expected a .jsonl, .csv or .parquet file"),
         (["MODEL", "nowhere.jsonl"], "DATA: got nowhere.jsonl: no such file"),
         (["nowhere", "sort"], "nowhere: no such folder"),
@@ -46,10 +45,10 @@ from tests.cli.test_commands import run
 def test_what_the_user_got_wrong_is_one_message_with_code_2(
     tiny: Path, run_dir: Path, arguments: list[str], message: str
 ) -> None:
-    places = {"MODEL": str(tiny), "RUN": str(run_dir), "OF_RUN": str(run_dir / "model")}
+    places = {"MODEL": str(tiny), "RUN": str(run_dir)}
     done = run("eval", *(places.get(word, word) for word in arguments))
     assert done.exit_code == 2, done.output
-    assert message.replace("RUN", str(run_dir)) in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -127,7 +126,18 @@ def test_a_run_without_its_model_says_so(run_dir: Path) -> None:
     done = run("eval", str(run_dir))
     assert done.exit_code == 2
     assert "has no model/, which is written at its end" in done.stderr
-    assert "headway train --resume" in done.stderr
+    assert f"headway sft --resume {run_dir})" in done.stderr
+    named = run_dir.rename(run_dir.with_name("my run"))
+    (named / "events.jsonl").touch()
+    assert f"headway train --resume '{named}')" in run("eval", str(named)).stderr
+
+
+def test_a_run_is_named_where_its_model_stands_for_it_and_no_other_folder_is(run_dir: Path) -> None:
+    assert "a run's directory or --config" in run("eval", str(run_dir / "model")).stderr, "it has no record"
+    (run_dir / "events.jsonl").touch()
+    assert f"a run's directory, here {run_dir}, or --config" in run("eval", str(run_dir / "model")).stderr
+    shutil.copytree(run_dir / "model", run_dir / "other")
+    assert "a run's directory or --config" in run("eval", str(run_dir / "other")).stderr
 
 
 def test_a_data_file_that_is_not_there_is_named(tiny: Path) -> None:

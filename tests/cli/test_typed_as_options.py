@@ -40,6 +40,13 @@ def test_another_value_of_dry_run_is_answered_with_the_one_that_there_is() -> No
     assert "--dry-run=static" in done.stderr
 
 
+@pytest.mark.parametrize("typed", ["--dry-run", "--dry-run=static"])
+def test_commands_without_a_dry_run_say_so(typed: str) -> None:
+    done = CliRunner().invoke(cli, ["eval", "model", "test.jsonl", typed])
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1] == "Error: No such option: --dry-run"
+
+
 def test_an_evaluation_answers_so_too_and_its_own_options_are_options() -> None:
     done = CliRunner().invoke(cli, ["eval", "model", "test.jsonl", "--n", "0", "--max-new-tokens", "8"])
     assert done.stderr.splitlines()[-1].endswith("Settings have no dashes: data.max_response_length=8")

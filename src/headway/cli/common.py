@@ -101,17 +101,23 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
             raise typer.Exit(give_up_stdout(error)) from None
         if debug:
             traceback.print_exc()
-        if isinstance(error, PermissionError) and error.filename is not None:  # in a folder that one may not look into
-            error = UserError(f"{error.filename}: {error.strerror}; give a path that you may read")
-        expected = isinstance(error, HeadwayError)
-        say(f"error: {error}" if expected else f"error: unexpected {type(error).__name__}: {error}")
-        if isinstance(error, MemoryError):
-            say("This machine's memory ran out. Use a smaller model or shorter data, or more memory")
-        elif not expected and not debug:
-            say("This should not happen. Run again with --debug to see where it did.")
+        code = error.exit_code if isinstance(error, HeadwayError) else EXIT_FAILED
+        if isinstance(error, HeadwayError):
+            say(f"error: {error}")
+        elif isinstance(error, PermissionError) and error.filename is not None:
+            code = UserError.exit_code
+            say(f"error: {error.filename}: {error.strerror}; give a path that you may use")
+            if not debug:
+                say("Run again with --debug to see where it is used.")
+        else:
+            say(f"error: unexpected {type(error).__name__}: {error}")
+            if isinstance(error, MemoryError):
+                say("This machine's memory ran out. Use a smaller model or shorter data, or more memory")
+            elif not debug:
+                say("This should not happen. Run again with --debug to see where it did.")
         for note in getattr(error, "__notes__", ()):
             say(note)
-        raise typer.Exit(error.exit_code if isinstance(error, HeadwayError) else EXIT_FAILED) from error
+        raise typer.Exit(code) from error
 
 
 def command(run: Callable[..., None]) -> Callable[..., None]:
@@ -259,7 +265,7 @@ class TakesSettings(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:  # typer does not export click's `NoSuchOption`, whose attributes these are
             name, options = getattr(error, "option_name", None), getattr(error, "possibilities", None) or ()
-            if name == "--dry-run":
+            if name == "--dry-run" and any(name in each.opts for each in self.params):
                 error.message = "--dry-run takes no value but static: --dry-run=static"  # type: ignore[attr-defined]
                 raise
             if name is not None and not difflib.get_close_matches(name, options, n=1, cutoff=A_TYPING_ERROR):

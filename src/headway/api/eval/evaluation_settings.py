@@ -7,6 +7,7 @@ RUN's config.yaml, or --config, or nothing ─▶ what DATA means ─▶ a.b=c �
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,8 +117,10 @@ def settle(
                 f"MODEL: got {model}, which does not exist; expected a Hugging Face folder, a name on the hub, or a "
                 "run's directory"
             )
-        run = Path(path).expanduser().parent
-        of_run = f", here {run}," if RunDirectory(run).config.is_file() else ""
+        folder = Path(path).expanduser()
+        run = RunDirectory(folder.parent)
+        has_record = run.events.is_file() or run.metrics.is_file()
+        of_run = f", here {run.path}," if folder == run.model and run.config.is_file() and has_record else ""
         raise ConfigError(
             f"expected DATA: {DATA_FILES}, or a task ({_tasks()}). It may be left out where MODEL is a "
             f"run's directory{of_run} or --config is given: their held-out problems are asked then"
@@ -172,9 +175,10 @@ def _model(model: str) -> tuple[str, Path | None]:
     if not directory.config.is_file() or (directory.path / "config.json").is_file():
         return model, None
     if not directory.model.is_dir():
+        command = "train" if directory.events.is_file() else "sft"
         raise UserError(
             f"{model}: this run has no {directory.model.name}/, which is written at its end; wait for that, go on with "
-            f"one that ended early (headway train --resume {model}), or give a Hugging Face folder"
+            f"one that ended early (headway {command} --resume {shlex.quote(model)}), or give a Hugging Face folder"
         )
     return str(directory.model), directory.config
 
