@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +118,25 @@ async def test_a_watched_process_has_ended_when_it_has(until_told: subprocess.Po
     assert process.poll() == 0, "it had ended already"
     await watched.ended()  # at once
     await Watched(process.pid).ended()
+
+
+def test_a_process_that_has_ended_is_forgotten_when_others_are_looked_for(
+    until_told: subprocess.Popen[bytes],
+) -> None:
+    """Else one that got its number later would not be found."""
+    family = ChildProcesses("sys.stdin.read()")
+    assert len(family) == 1
+    until_told.communicate()
+    family.update()
+    assert len(family) == 0
+
+
+def test_nothing_is_watched_any_more_where_a_process_is_left(
+    until_told: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watched, "signal", lambda *_: None)
+    family = ChildProcesses("sys.stdin.read()")
+    (watched,) = family.named([Path(sys.executable).resolve().name]).values()
+    assert family.end(orderly_s=0, terminated_s=0, killed_s=0) == [until_told.pid]
+    until_told.communicate()
+    assert not watched.has_ended, "it is not known"

@@ -179,13 +179,15 @@ async def test_shared_memory_between_machines_is_refused_with_who_is_where(here:
     )
 
 
-async def test_a_directory_of_weights_that_a_receiver_does_not_see_is_refused(here: Machine, there: Machine) -> None:
+@pytest.mark.parametrize("receiver", ["rollout-0", "logp-0"])
+async def test_a_directory_of_weights_that_a_receiver_does_not_see_is_refused(
+    receiver: str, here: Machine, there: Machine
+) -> None:
     there.at(WEIGHTS).mkdir()
-    with pytest.raises(
-        ConfigError,
-        match=r"disk: /weights, .*actor-0 on node-1 .*rollout-0 on node-2",
-    ):
-        await look(here, {"actor-0": here, "rollout-0": there, "rollout-1": here}, "disk")
+    there.at(RUN).rmdir()
+    there.at(RUN).symlink_to(here.at(RUN))  # ranks of logp see the run's directory
+    with pytest.raises(ConfigError, match=rf"disk: /weights, .*actor-0 on node-1 .*{receiver} on node-2"):
+        await look(here, {"actor-0": here, receiver: there, "rollout-1": here}, "disk")
 
 
 async def test_a_replica_that_came_later_is_looked_at_alone(here: Machine, there: Machine) -> None:

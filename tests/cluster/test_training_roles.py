@@ -92,3 +92,15 @@ def test_a_rank_without_a_share_takes_part_in_gathering(settings: dict[str, str]
     assert outbox.send(1, SEND, gather) is None
     assert outbox.gather(2, gather).nbytes == 0
     assert drawn == [0, 1, 2] * 2
+
+
+def test_bytes_of_gathered_copies_are_those_of_all_dtypes() -> None:
+    settings = {"schedule": "overlapped"}
+    outbox = WeightSendRole(tiny_config("inline", param_update=settings), 0, EndContext("127.0.0.1", id, list))
+    for dtype in (torch.bfloat16, torch.float32):
+        outbox.open_route(str(dtype), build_manifest([("w", (4,), dtype)]), pinned=False)
+
+    def gather(manifest: Manifest, nbytes: int) -> Iterator[Any]:
+        yield 0, torch.zeros(manifest.nbytes, dtype=torch.uint8)
+
+    assert outbox.gather(1, gather).nbytes == 8 + 16

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from headway.data.interfaces.weights import SendReport
 from headway.errors import UpdateFailed
 from headway.events import ReplicaHalted, UpdateFinished, UpdatePhase
 from tests.pipeline.fakes import FakeRollout
@@ -162,3 +165,16 @@ def test_a_replica_that_joins_computes_the_probe_of_its_first_version_whoevers_t
 @both_schedules
 def test_one_of_one_copys_replicas_that_serves_something_else_is_found_in_its_turn(mode: str):
     failed(scenario(mode, rollout=OfOneMachine, script=probing(0.9)), UpdateFailed, "rollout-1 serves something else")
+
+
+def test_bytes_of_a_version_that_copies_get_in_different_dtypes_are_those_of_the_largest():
+    def script(run: Run) -> None:
+        send = run.trainer.send_gathered
+
+        async def send_gathered(version: int, receivers: Sequence[str]) -> SendReport:
+            return replace(await send(version, receivers), full_nbytes=1000 if "logp" in receivers else 500)
+
+        run.trainer.send_gathered = send_gathered  # type: ignore[method-assign]
+
+    run = scenario("overlapped", receivers=("logp",), script=script).run().assert_completed()
+    assert {update.full_nbytes for update in run.of(UpdateFinished)} == {1000}

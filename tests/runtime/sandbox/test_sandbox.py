@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +26,9 @@ from headway.errors import ConfigError, SandboxFailed
 from headway.runtime.process_tree import GUARDED, python_command
 from headway.runtime.sandbox import bubblewrap, seccomp
 from headway.runtime.sandbox import sandbox as door
-from headway.runtime.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
+from headway.runtime.sandbox.bubblewrap import FIRST_UID, UIDS, BubblewrapCall, own_uid
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_call import Kind, SandboxCall, SandboxSpec
+from headway.runtime.sandbox.sandbox_call import Kind, SandboxCall, SandboxResult, SandboxSpec
 from tests.runtime.sandbox.conftest import SMALL, SOURCES, running
 from tests.tiers import mostly_slow
 
@@ -123,6 +124,21 @@ def test_a_call_whose_processes_do_not_end_has_gone_beyond_its_time_and_is_no_fa
     """Else a model could choose to have its episode or its score tried again, instead of a bad one."""
     ran = SlowToEnd(SMALL, {}).run(["/bin/echo", "done"], b"")
     assert (ran.stdout, ran.code, ran.limit) == ("done\n", 137, "wall")
+
+
+def test_a_call_that_is_stopped_before_it_begins_starts_nothing() -> None:
+    call = SlowToEnd(SMALL, {})
+    call.stop()
+    assert call.run(["/bin/no-such-program"], b"") == SandboxResult("", "", 137)
+
+
+def test_a_bwrap_that_never_says_what_it_has_started_is_waited_for_so_long_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bubblewrap, "ENDS_S", 0.05)
+    silent: Any = SimpleNamespace(command=lambda *_, **__: ["/bin/sleep", "2"])
+    with pytest.raises(SandboxFailed, match=r"did not say within 0\.05 s"):
+        BubblewrapCall(SMALL, {}, silent, b"").run(["/bin/true"], b"")
 
 
 async def test_calls_at_once_are_users_of_their_own_where_we_are_root(sandbox: Sandbox) -> None:

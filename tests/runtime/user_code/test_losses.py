@@ -241,6 +241,36 @@ async def test_workers_without_jobs_are_not_looked_after() -> None:
         assert await workers.run(("echo", 2)) == 2
 
 
+class SilentForkServer:
+    """A process that does not come up, and is killed at the third look because it is stopped."""
+
+    lost = False
+
+    def __init__(self, _: object) -> None:
+        self.process, self.looks = self, 0
+        self.loaded, self.ended = asyncio.Future[None](), asyncio.Future[str]()
+
+    def look(self, every_s: float) -> None:
+        self.looks += 1
+        if self.looks == 3:
+            self.kill()
+
+    def kill(self) -> None:
+        if not self.ended.done():
+            self.loaded.set_exception(RunnerLost("ended with SIGKILL", culprit=False))
+            self.ended.set_result("SIGKILL")
+
+
+async def test_a_fork_server_is_looked_after_while_jobs_wait_for_its_first_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_pool, "LOOK_S", 0.001)
+    monkeypatch.setattr(worker_pool, "ForkServer", SilentForkServer)
+    async with workers_of("forked") as workers, asyncio.timeout(10):
+        with pytest.raises(RunnerLost, match="ended with SIGKILL"):
+            await workers.run(("echo", 1))
+
+
 @pytest.mark.slow
 async def test_a_killed_fork_server_takes_its_workers_along_and_is_replaced() -> None:
     async with workers_of("forked", processes=3) as workers:
