@@ -1,11 +1,11 @@
-"""Actor and critic: the models that are trained, as the stages drive them, train batch by train batch.
+"""Actor and critic: the two trained models, which the stages drive one train batch at a time.
 
 A batch is prepared before its first optimizer step, for all its mini-batches and epochs:
 
     [reference] ▶ [π_prox] ▶ [critic's values] ▶ advantages, returns ▶ [critic's steps] ▶ the policy's steps
 
-Those in brackets happen here where the role shares the trainer's ranks. On ranks of its own the critic works beside the
-trainer, in the same turns, so that which critic a value comes from does not depend on who was faster:
+Steps in brackets happen here if the role shares the trainer's ranks. A critic on ranks of its own works beside the
+trainer, in a fixed order, so that values do not depend on which of the two is faster:
 
     values (b) ──▶ advantages, returns ──▶ train (b) ──▶ values (b + 1)
 """
@@ -44,7 +44,7 @@ from headway.pipeline.stage import Signal, WaitingFor
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
 """Names of the columns that the loss may read."""
 SHOWN_COLUMNS = (*COLUMNS, ColumnName.VALUES, ColumnName.RETURNS)
-"""Names of the columns that are read for a group whose rows are shown."""
+"""Names of the columns that are read for a group that leaves a sample."""
 OnPrepared = Callable[[TrainBatch], Awaitable[object]]
 
 
@@ -57,7 +57,7 @@ def _silent(_: str) -> AbstractContextManager[None]:
 
 
 class Actor:
-    """Policy on the trainer's ranks, with the roles that share them: prepares a train batch and is trained on it.
+    """Policy on the trainer's ranks, and the roles that share them. Prepares train batches and trains on them.
 
     batch.lags = lags                                 # number → lag of each group
     trained = await actor.learn(batch, waiting_for)   # numbers of the groups that changed the weights
@@ -75,7 +75,7 @@ class Actor:
         proximal: ProximalEngine | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """Create the actor. ``reference`` and ``proximal``: None where they have other ranks, or there are none."""
+        """Create the actor. ``reference``, ``proximal``: None if they have ranks of their own or do not exist."""
         self.trainer, self.guard, self.critic = trainer, guard, critic
         self._config, self._state, self._advantages = config, state, advantages
         self._reference, self._proximal = reference, proximal
@@ -83,13 +83,13 @@ class Actor:
         self._version, self._steps_of_version = 0, 0
         """Version of the last step, and number of steps of that version."""
         self.keeps_batches = False
-        """True where batches are kept until the next checkpoint, to be trained on again."""
+        """True if batches are kept until the next checkpoint, so that restarted ranks can train on them again."""
         self._kept: list[TrainBatch] = []
 
     def _begin(self, batch: TrainBatch) -> None:
-        # Before any column is added: what is there now came with the groups, and these ranks cannot compute it again.
+        # Before any column is added: columns present now came with the groups, and these ranks cannot recompute them.
         batch.given = set(batch.groups[0].columns)
-        if self.critic is not None and self.critic.own_ranks:  # it has yet to be trained on them, perhaps twice
+        if self.critic is not None and self.critic.own_ranks:  # the critic still has to train on them, perhaps twice
             batch.given.add(ColumnName.RETURNS)
         if self.keeps_batches:
             self._kept.append(batch)
@@ -99,7 +99,7 @@ class Actor:
         return [batch for batch in self._kept if batch.version >= version]
 
     def stands_at(self, version: int) -> bool:
-        """Tell whether the trainer, which has reached ``version``, has made no optimizer step of it yet."""
+        """Return True if the trainer, having reached ``version``, has made no optimizer step of it yet."""
         return self._version < version or self._steps_of_version == 0
 
     def forget_before(self, version: int) -> None:
@@ -109,14 +109,14 @@ class Actor:
     async def learn(
         self, batch: TrainBatch, waiting_for: WaitingFor = _silent, on_prepared: OnPrepared | None = None
     ) -> Collection[int]:
-        """Prepare a batch, and make its optimizer steps; those that were made before are made again, and not reported.
+        """Prepare a batch and make its optimizer steps. Steps made before are repeated without a report.
 
-        Returns the numbers of the groups of steps that were not skipped. ``on_prepared`` is called between the two.
+        Returns the numbers of the groups whose steps were not skipped. ``on_prepared`` is called before the first step.
         """
         if batch.given is None:
             self._begin(batch)
         await self._prepare(batch, waiting_for, reported=not batch.is_over)
-        # A batch that is redone is with the critic already: handed on again, it would be trained on twice.
+        # The critic already has a batch that is redone: if it were handed on again, the critic would train on it twice.
         if on_prepared is not None and not batch.was_handed_on:
             batch.was_handed_on = True
             await on_prepared(batch)
@@ -124,7 +124,7 @@ class Actor:
         if self.keeps_batches:  # else a critic on ranks of its own has yet to read the columns
             batch.is_over = True
             given = batch.given or ()
-            for group in batch.groups:  # columns of the trainer's own ranks: they compute them again
+            for group in batch.groups:  # drop the columns that the trainer's ranks can recompute
                 group.columns = {name: group.columns[name] for name in group.columns if name in given}
         return trained
 
@@ -155,7 +155,7 @@ class Actor:
                     await critic.train(batch)
 
     async def _train(self, batch: TrainBatch, waiting_for: WaitingFor) -> Collection[int]:
-        """Make the optimizer steps of a batch that is prepared."""
+        """Make the optimizer steps of a prepared batch."""
         trained, before = set[int](), list(batch.steps)
         mini_batches = _mini_batches(batch, self._config)
         for number, groups in enumerate(mini_batches * self._config.actor.ppo_epochs):
@@ -168,7 +168,7 @@ class Actor:
             ]
             if number < len(before):
                 context, skipped = before[number]
-                # With the clip range of then; its rows were shown when it was made the first time.
+                # A repeated step keeps its first clip range; its rows were sampled the first time.
                 await self.trainer.train_step(rows, replace(context, shown=frozenset()))
             else:
                 first = number < len(mini_batches)  # a sample has its rows as the first epoch saw them
@@ -187,8 +187,8 @@ class Actor:
         shown: Mapping[GroupId, int],
         waiting_for: WaitingFor,
     ) -> bool:
-        """Make one optimizer step, and report it. Returns whether it was skipped. ``shown``: numbers of the groups
-        whose rows the samples have, by identity.
+        """Make one optimizer step and report it. Returns True if it was skipped. ``shown``: group id -> number of each
+        group whose rows go into samples.
         """
         version = batch.version
         if version != self._version:
@@ -201,7 +201,7 @@ class Actor:
         )
         with self._busy("step", batch.version, waiting_for):
             report = await self.trainer.train_step(rows, context)
-        # Before it is reported: where the ranks are lost from here on, it is redone and not reported twice.
+        # Before the report: if the ranks are lost after this line, the step is redone and not reported twice.
         batch.steps.append((context, report.skipped))
         for row in report.shown:
             drawn = self._state.ledger.open[shown[row.episode[:3]]].drawn
@@ -253,23 +253,23 @@ def _token_lags(trajectories: Sequence[Trajectory], version: int) -> dict[int, i
 
 
 class Critic:
-    """Critic of a run: gives the values of a train batch, then is trained on it."""
+    """Critic of a run: computes the values of a train batch, then trains on it."""
 
     def __init__(self, config: Config, engine: CriticEngine, emit: Emit, *, own_ranks: bool) -> None:
-        """Create the critic. ``own_ranks``: False where it shares the trainer's, on which the actor begins and ends
+        """Create the critic. ``own_ranks``: False if it shares the trainer's ranks, where the actor begins and ends
         batches.
         """
         self.engine, self.own_ranks = engine, own_ranks
         self._config, self._emit = config, emit
         self.steps = StepCounter("critic.optim.lr")
         self._handed = self._trained = 0
-        """Number of batches handed to the critic, and number of those that it was trained on."""
+        """Number of batches handed to the critic, and number of batches that it was trained on."""
         self._reported = 0
-        """Number of reported steps of the batch that it is trained on."""
+        """Number of steps reported for the current batch."""
         self._begun: TrainBatch | None = None
-        """Last batch that was begun on ranks of its own."""
+        """Last batch that the critic began on ranks of its own."""
         self.surviving: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] = _called
-        """Coroutine function that calls the critic's own ranks, and repeats the call after a restart of them."""
+        """Coroutine function that calls the critic's own ranks, and repeats the call after these are restarted."""
         self._changed = Signal()
         self._ranks = asyncio.Lock()
         """Lock held while the critic's ranks work: different stages request values and checkpoints."""
@@ -279,7 +279,7 @@ class Critic:
         await self.surviving(partial(self._add_values, batch))
 
     async def _add_values(self, batch: TrainBatch) -> None:
-        await self._changed.until(lambda: self._trained >= batch.index)  # more, where ranks that it shares redo batches
+        await self._changed.until(lambda: self._trained >= batch.index)  # more, if shared ranks redo batches
         async with self._ranks:
             if self.own_ranks:
                 self._begun = batch
@@ -291,28 +291,28 @@ class Critic:
 
     @property
     def behind(self) -> bool:
-        """True while the critic was not trained on all batches that the trainer was."""
+        """True while the critic has yet to train on batches handed to it."""
         return self._trained != self._handed
 
     def hand(self, batch: TrainBatch) -> None:
         """Announce that ``batch`` has its returns and will be trained on."""
-        self._handed = max(self._handed, batch.index + 1)  # a batch that is redone was handed on before: no step back
+        self._handed = max(self._handed, batch.index + 1)  # a batch that is redone was handed on before: keep the count
 
     async def train(self, batch: TrainBatch) -> None:
-        """Make optimizer steps towards the batch's ``returns``; those that were made before are not reported again.
+        """Make optimizer steps towards the batch's ``returns``. Steps made before are repeated without a report.
 
         Raises `NonFinite` after too many skips in a row.
         """
         await self.surviving(partial(self._train, batch))
 
     async def _train(self, batch: TrainBatch) -> None:
-        # Without `_ranks`: what takes that lock has waited until the critic is trained on all earlier batches.
+        # Without the lock `_ranks`: whoever takes it has waited until the critic is trained on all earlier batches.
         redone, columns = batch.index < self._trained, (ColumnName.VALUES, ColumnName.RETURNS)
         for number, mini_batch in enumerate(_mini_batches(batch, self._config) * self._config.critic.ppo_epochs):
             started = now()
             rows = samples_of(mini_batch, columns, mask_cut_off=self._config.algorithm.overlong_filtering)
             report = await self.engine.train_step(rows)
-            # Made before its ranks were lost: a second report would count the step twice.
+            # The step was made before the ranks were lost: a second report would count it twice.
             if redone or number < self._reported:
                 continue
             self._emit(
@@ -336,27 +336,27 @@ class Critic:
             self._changed.changed()
 
     async def redo(self, batches: Sequence[TrainBatch]) -> int:
-        """Train the critic again on those of ``batches`` that it was trained on before, and begin the open batch.
+        """Train the critic again on the ``batches`` that it was trained on before, and begin the open batch.
 
-        Its ranks, which are its own, have loaded a checkpoint or the initial model. Returns the number of batches that
-        were trained on.
+        The critic has ranks of its own, which have loaded a checkpoint or the initial model. Returns the number of
+        batches that it was trained on again.
         """
         trained = [batch for batch in batches if batch.index < self._trained]
         for batch in trained:
             await self._begin(batch)
             await self._train(batch)
-        # It may have its values, and is trained on next: the ranks have to hold its rows again.
+        # The open batch may have its values, and is trained on next: the ranks have to hold its rows again.
         if self._begun is not None and self._begun.index >= self._trained:
             await self._begin(self._begun)
         return len(trained)
 
     def restore(self, state: Mapping[str, Any], batches: int) -> None:
-        """Restore a checkpoint's ``state``, made after training on so many ``batches``."""
+        """Restore a checkpoint's ``state``. ``batches``: number of batches trained on before the checkpoint."""
         self.steps.restore(state)
         self._handed = self._trained = batches
 
     async def copy_state(self) -> None:
-        """Copy the critic for a checkpoint, once it was trained on all batches that the trainer was."""
+        """Copy the critic for a checkpoint, after it was trained on all batches handed to it."""
         await self.surviving(self._copy_state)
 
     async def _copy_state(self) -> None:
@@ -374,15 +374,15 @@ def samples_of(
 
 def add_column(groups: Sequence[Group], name: str, columns: Iterable[AnyColumn]) -> None:
     """Set the column ``name`` of every row of ``groups``, in order."""
-    following = iter(columns)  # one for all groups: each takes its rows from where the group before has stopped
+    following = iter(columns)  # shared by all groups: each goes on where the one before stopped
     for group in groups:
         group.columns[name] = tuple(islice(following, sum(len(trajectory.rows) for trajectory in group.trajectories)))
 
 
 def outcomes(groups: Sequence[Group]) -> Outcomes:
-    """Return what advantages are computed from, beside tokens. Every group must have its rewards.
+    """Return the episodes' rewards, groups and lengths, for the advantages. Every group must have its rewards.
 
-    Episodes that failed are in no statistic: they are left out, and have no samples either.
+    Failed episodes are left out: they have no samples and count in no statistic.
     """
     kept = []
     for group in groups:

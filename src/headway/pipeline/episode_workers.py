@@ -1,4 +1,4 @@
-"""The episode workers of a run, driven as one: who makes which group, and which replicas they call.
+"""The episode workers of a run: assigns groups to workers, and tells workers which replicas to call.
 
     ReplicaPool, PauseController ──join, leave, route──▶ orders ──one after the other──▶ every episode worker
     Generate ──a wave, in shares──▶ generate ◀── what a lost episode worker had not handed on, to be made again
@@ -7,8 +7,8 @@
     join() ──▶ JOINING ──knows replicas, route, hold──▶ SERVING ──lose()──▶ gone; others make its groups
 
 Orders are given in one step of the loop and carried out by a task for each episode worker, in the order in which they
-came. An episode worker that died, or does not answer, is left out. The one that makes its groups again samples the same
-tokens under the same weights, by the same ids. While there is none, groups wait for the replacement of the last one.
+came. An episode worker that died, or does not answer, is left out. Another one makes its groups again, and samples the
+same tokens under the same weights, since the ids are the same. If no worker is left, groups wait for a replacement.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ OnFailed = Callable[[str, HeadwayError], Coroutine[Any, Any, None]]
 
 
 class EpisodeWorkerClient(RemoteWorker):
-    """Client of an `EpisodeWorkerProtocol`, whose calls raise `WorkerUnavailable` once the episode worker is gone."""
+    """Client of an episode worker. Its calls raise `WorkerUnavailable` once the episode worker is gone."""
 
     def __init__(self, worker: EpisodeWorkerProtocol, timeout_s: float) -> None:
         super().__init__(worker.name, timeout_s, "param_update.timeout_s = {:g} s".format)
         self.worker = worker
         self.load = 0
-        """Number of groups that the episode worker has to make, without those for one replica alone."""
+        """Number of unfinished groups of the episode worker. Groups bound to one replica are not counted."""
         self._orders: asyncio.Queue[tuple[str, Call]] = asyncio.Queue()
         self._open_orders = 0
 
     def order(self, what: str, call: Call) -> None:
-        """Give an order, which is carried out after all earlier ones. ``what`` describes it, for messages."""
+        """Queue an order behind all earlier ones. ``what`` describes it in messages."""
         self._open_orders += 1
         self._orders.put_nowait((what, call))
 
@@ -64,15 +64,15 @@ class EpisodeWorkerClient(RemoteWorker):
             await self._ask(self._orders.join())
 
     async def call(self, call: Call) -> None:
-        """Call the episode worker, beside its orders. Takes as long as it takes."""
+        """Call the episode worker outside the queue of orders, without a time limit."""
         await self._ask(call(self.worker))
 
     async def generate(self, requests: Sequence[Group], *, on: str | None = None) -> AsyncGenerator[Group, None]:
-        """Yield groups as `EpisodeWorkerProtocol.generate` does, asked for after all orders so far. Bounded by the
-        longest answer and the stall detector only.
+        """Yield groups as `EpisodeWorkerProtocol.generate` does. The request is sent after all orders so far, and has
+        no time limit but the stall detector's.
         """
         await self.orders_done()
-        # Without open orders nothing has looked yet whether the worker is there.
+        # Without open orders nothing has checked yet that the worker is there.
         if self.why is not None:
             raise WorkerUnavailable(self, self.why)
         async with aclosing(self.worker.generate(requests, on=on)) as groups:
@@ -86,13 +86,13 @@ class EpisodeWorkerClient(RemoteWorker):
                 await on_failed(*failure)
 
     async def close(self) -> None:
-        """Have the episode worker leave all replicas; one that is gone has done so."""
+        """Disconnect the episode worker from all replicas. Does nothing if it is gone."""
         with suppress(WorkerUnavailable, HeadwayError):
             await self._while_here(self.worker.close(), self._timeout_s, "leave all replicas")
 
 
 Share = tuple[EpisodeWorkerClient | None, list[Group]]
-"""An episode worker and its part of a wave; None for any episode worker, as soon as there is one."""
+"""Episode worker and its groups of a wave. None: the first episode worker that becomes available."""
 
 
 class EpisodeWorkers:
@@ -102,14 +102,14 @@ class EpisodeWorkers:
     then = "makes its groups again"
 
     def __init__(self, episode_workers: Sequence[EpisodeWorkerProtocol], state: RunState, *, timeout_s: float) -> None:
-        """Set up ``episode_workers``, one at least. Quick answers may take ``timeout_s``."""
+        """Set up at least one episode worker. ``timeout_s``: time limit of short calls, in seconds."""
         self.lost: Channel[tuple[str, RunError]] = Channel("EpisodeWorkers")
         """Names of episode workers that are gone, and why. Supervision starts replacements for them."""
         self._state = state
         self._timeout_s = timeout_s
         self._serving = {worker.name: EpisodeWorkerClient(worker, timeout_s) for worker in episode_workers}
         self._joining: dict[str, EpisodeWorkerClient] = {}
-        """Episode workers that have not been told yet of replicas, route and holds."""
+        """Episode workers that do not know the replicas, the route and the holds yet."""
         self._replicas: dict[str, RolloutEngine] = {}
         """Replicas that episode workers are connected to."""
         self._route: tuple[list[str], bool] = [], False
@@ -121,19 +121,19 @@ class EpisodeWorkers:
         self._started: dict[asyncio.Task[Any], None] = {}
 
     def start(self, tasks: Tasks, on_failed: OnFailed) -> None:
-        """Carry out orders from now on, and report the replicas that failed."""
+        """Begin to carry out orders and to report failed replicas."""
         self._tasks, self._on_failed = tasks, on_failed
         for worker in self._serving.values():
             self._attend(worker)
 
     def stop(self) -> None:
         """Carry out no more orders."""
-        self._tasks = None  # first: `go_on` and `lose` start no task from here on
+        self._tasks = None  # first, so that `go_on` and `lose` start no more tasks
         for task in self._started:
             task.cancel()
 
     async def close(self) -> None:
-        """Have every episode worker leave all replicas."""
+        """Disconnect every episode worker from all replicas."""
         await concurrently(worker.close() for worker in [*self._serving.values(), *self._joining.values()])
 
     # ------------------------------------------------------------------------------------- replicas
@@ -150,25 +150,25 @@ class EpisodeWorkers:
         self._changed.changed()
 
     def route(self, replicas: Iterable[str], *, halted: bool = False) -> None:
-        """Order every worker to send new calls to ``replicas`` alone, where they wait if these are ``halted``."""
+        """Order every worker to send new calls only to ``replicas``. If these are ``halted``, calls wait there."""
         names = list(replicas)
         self._route = names, halted  # for workers that join later
         self._order(f"call {', '.join(names)}", lambda worker: worker.route(names, halted))
 
     async def hold(self) -> None:
-        """Have episode workers start no training group; return when all that were started are done. `go_on` ends it,
-        once for each `hold`."""
+        """Stop episode workers from starting training groups, and wait until the started ones are done. Each `hold` is
+        ended by one `go_on`."""
         self._holds += 1
         await self._all(lambda worker: worker.hold())
 
     def go_on(self) -> None:
-        """Let episode workers start groups, if no other hold is left."""
+        """End one `hold`. Episode workers start groups again when no hold is left."""
         self._holds -= 1
         if not self._holds and self._tasks is not None:
             self._tasks.start(self._go_on())
 
     async def _go_on(self) -> None:
-        if not self._holds:  # else they were held again before they heard of it
+        if not self._holds:  # else they were held again before the order reached them
             await self._all(lambda worker: worker.go_on())
 
     async def abort_older_than(self, version: int) -> None:
@@ -185,14 +185,15 @@ class EpisodeWorkers:
         for request in wave:
             worker = self._lightest()
             worker.load += 1
-            # Counted above at once, so that the next group of the wave goes to another one.
+            # The load is counted above at once, so that the next group of the wave goes to another worker.
             shares.setdefault(worker, []).append(request)
         return [(worker, shares[worker]) for worker in self._serving.values() if worker in shares]
 
     async def generate(self, share: Share, *, on: str | None = None) -> AsyncGenerator[Group, None]:
-        """Yield each group of the share when it is done. Another worker makes what a lost one has not handed on.
+        """Yield each group of the share when it is done. If the worker is lost, another one makes the remaining groups.
 
-        ``on``: the one replica for all calls, made by the first worker; raises `WorkerDied` when that replica leaves.
+        ``on``: replica for all calls, which the first serving worker makes. Raises `WorkerDied` when that replica
+        leaves.
         """
         worker, requests = share
         left = {request.number: request for request in requests}
@@ -208,12 +209,13 @@ class EpisodeWorkers:
             try:
                 async with aclosing(worker.generate(list(left.values()), on=on)) as groups:
                     async for finished in groups:
-                        # Before it is handed on: what is lost from here on must not be made again.
+                        # Before the yield: a finished group must not be made again if the worker is lost after this
+                        # line.
                         worker.load -= on is None
                         del left[finished.number]
                         yield finished
             except WorkerUnavailable as gone:
-                if on is not None and on not in self._replicas:  # a worker says so in the same words as of its own end
+                if on is not None and on not in self._replicas:  # a worker reports this like its own end
                     raise gone.why from gone
                 await self.lose(gone)
                 # `again`: the other worker looks into the journal for calls that the lost one has finished.
@@ -223,11 +225,11 @@ class EpisodeWorkers:
 
     @property
     def present(self) -> list[EpisodeWorkerProtocol]:
-        """Episode workers that serve, and those that join."""
+        """Episode workers that serve or join."""
         return [client.worker for client in [*self._serving.values(), *self._joining.values()]]
 
     def join(self, worker: EpisodeWorkerProtocol) -> None:
-        """Add a worker in the place of one that is gone; it makes groups once it knows what the others know."""
+        """Add a worker in place of a lost one. It makes groups once it knows replicas, route and holds."""
         client = self._joining[worker.name] = EpisodeWorkerClient(worker, self._timeout_s)
         for replica in self._replicas.values():
             # A default argument: the closure alone would see the last replica of the loop.
@@ -245,8 +247,8 @@ class EpisodeWorkers:
             await self.lose(WorkerUnavailable(client, death))
 
     async def lose(self, gone: WorkerUnavailable) -> None:
-        """Forget an episode worker that is gone: others make its groups, and replicas drop its calls."""
-        # First: calls that wait for it end, and no new one is made.
+        """Forget a lost episode worker: others make its groups, and replicas drop its calls."""
+        # First: calls that wait for the worker end, and no new ones are made.
         gone.remote.leave(gone.why)
         name = gone.remote.name
         if self._serving.pop(name, None) is None and self._joining.pop(name, None) is None:
@@ -258,23 +260,23 @@ class EpisodeWorkers:
         await self.lost.send((name, gone.why))
 
     async def _serve(self, client: EpisodeWorkerClient) -> None:
-        """Let ``client`` make groups once it knows what the others know."""
+        """Tell ``client`` the replicas, the route and the holds, then let it make groups."""
         try:
             await client.orders_done()
             held = False
-            # Until they agree: a hold may begin or end while the worker answers.
+            # Repeat until both agree: a hold may begin or end while the worker answers.
             while held != bool(self._holds):
                 held = bool(self._holds)
                 await client.call(lambda worker: worker.hold() if held else worker.go_on())  # noqa: B023 - awaited here
         except WorkerUnavailable as gone:
             await self.lose(gone)
-        # Without a wait since the look at the holds: from here on each of them asks this episode worker, too.
+        # No await since the holds were read: from this line on every new hold includes this episode worker.
         if self._joining.pop(client.name, None) is not None:
             self._serving[client.name] = client
             self._changed.changed()
 
     async def _dropped_at(self, replica: RolloutEngine, worker: str) -> None:
-        """Have ``replica`` drop the calls of a lost episode worker. Errors are left to the replica's supervision."""
+        """Tell ``replica`` to drop the calls of a lost episode worker. Errors are left to the replica's supervision."""
         with suppress(HeadwayError, TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await replica.drop(worker)
@@ -287,7 +289,7 @@ class EpisodeWorkers:
             worker.order(what, call)
 
     async def _all(self, call: Call) -> None:
-        """Call every episode worker that serves. One that is gone is left out."""
+        """Call every serving episode worker. Lost ones are left out."""
         await concurrently(self._unless_gone(partial(worker.call, call)) for worker in list(self._serving.values()))
 
     async def _unless_gone(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -297,7 +299,7 @@ class EpisodeWorkers:
             await self.lose(gone)
 
     def _attend(self, worker: EpisodeWorkerClient) -> None:
-        """Carry out the orders of ``worker``, and hear of the replicas that failed, until it is gone."""
+        """Carry out the orders of ``worker`` and listen for failed replicas, until the worker is gone."""
         assert self._tasks is not None and self._on_failed is not None, "start comes first"
         for work in (worker.carry_out, partial(worker.report_failures, self._on_failed)):
             self._tasks.start(self._unless_gone(work), among=self._started)

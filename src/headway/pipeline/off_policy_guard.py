@@ -1,4 +1,4 @@
-"""Guard against data that is too far off policy to be learned from: what is done about it.
+"""Guard against data that is too far off policy to learn from.
 
     effective sample size of a step < min_ess ──▶ warn │ tighten the trust region │ lower η │ stop
                                     ≥ min_ess ──▶ what was tightened or lowered comes back, step by step
@@ -6,7 +6,7 @@
 The effective sample size is (Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's tokens: 1 on policy, 1/N when one token
 has all the weight.
 
-Also here: the count of optimizer steps that were skipped, since loss or gradient was not finite. Many in a row end the
+Also here: the count of optimizer steps that were skipped because loss or gradient was not finite. Many in a row end the
 run.
 """
 
@@ -36,26 +36,26 @@ class Guard:
         self._state = state
         self._stop = stop
         self.lowers_eta = settings.action == "lower_eta"
-        """True where the guard may reduce the η that limits admission."""
+        """True if the guard may reduce the η that limits admission."""
         self._acted_at: int | None = None
         """Version for which the guard acted last."""
         self._version: int | None = None
-        """Version of the last step that was looked at."""
+        """Version of the last step that the guard examined; None before the first one."""
         self._was_low = False
-        """True once a step of the version looked at last had a low effective sample size."""
+        """True if a step of that version had a low effective sample size."""
 
     def state(self) -> dict[str, Any]:
-        """Return the guard's part of a checkpoint. The η that currently limits admission is in that of `RunState`."""
+        """Return the guard's part of a checkpoint. The current η is in the part of `RunState`."""
         return {"clip_scale": self.clip_scale, "version": self._version, "was_low": self._was_low}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; a warning that was given before is given anew."""
+        """Restore what `state` returned. Warnings given before the checkpoint may be repeated."""
         if self._settings.action == "tighten":  # under another action nothing would widen the range again
             self.clip_scale = state["clip_scale"]
         self._version, self._was_low = state["version"], state["was_low"]
 
     def look(self, ess: float | None, version: int) -> None:
-        """Act on the effective sample size of one optimizer step of the trainer's ``version``; None: it has none."""
+        """Act on the effective sample size of one optimizer step of ``version``. ``ess``: None if the step has none."""
         least = self._settings.min_ess
         if ess is None or least is None:
             return
@@ -82,11 +82,11 @@ class Guard:
     def _lower_or_recover(self, low: bool, version: int, ess: float, least: float) -> None:
         """Lower or raise η, at most once per version.
 
-        η is lowered at a version's first low step, and raised at the first step of a version that follows one without
-        low steps. That step is the nearest to its version's data, and says nothing about the others.
+        η is lowered at a version's first low step. It is raised at a version's first step if the version before had no
+        low step: the first step is the closest to its data, and says nothing about later ones.
         """
         if version != self._version:
-            # In one assignment: `recovers` looks at the version before, which is overwritten here.
+            # In one assignment: `recovers` reads the previous version's values, which are overwritten here.
             recovers, self._version, self._was_low = self._version is not None and not self._was_low, version, False
             if recovers and not low and self._state.staleness.recover():
                 self._state.changed.changed()
@@ -109,11 +109,11 @@ class Guard:
 
 
 MOST_SKIPPED = 10
-"""Most optimizer steps in a row that are skipped: a spike passes in a few, diverged weights never recover."""
+"""Most optimizer steps that may be skipped in a row: a spike passes in a few, diverged weights never recover."""
 
 
 class StepCounter:
-    """Count of a model's optimizer steps, of which too many skipped in a row end the run.
+    """Counter of a model's optimizer steps. Too many skipped in a row end the run.
 
     Example:
         >>> steps = StepCounter("actor.optim.lr")
@@ -124,7 +124,7 @@ class StepCounter:
     """
 
     def __init__(self, lr_key: str) -> None:
-        """``lr_key``: the learning rate's setting."""
+        """Start at zero. ``lr_key``: name of the learning rate's setting, for messages."""
         self.made = 0
         """Number of steps, skipped ones included."""
         self._lr_key = lr_key

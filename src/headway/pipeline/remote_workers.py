@@ -1,13 +1,13 @@
-"""Clients of workers that may be gone: replicas, other receivers of the policy, episode workers.
+"""Clients of workers that may be lost: replicas, other receivers of the policy, episode workers.
 
     its process ended                       ┐
     it did not answer within the limit      ├─▶ `WorkerUnavailable` ─▶ ReplicaPool.lose ─▶ leave: its other calls end
     another call, or a watcher, found out   ┘
 
-A replica that hangs while it loads weights, say, is found by the limit of `ReceiverClient.activate`, and
-`headway.pipeline.recovery.supervision` starts another one. No call to a worker that is gone stays open, so a caller
-needs no time limit of its own. A call that was given up is cancelled, and its end is not waited for: the other side
-may have stopped for ever. The clients of episode workers are in `headway.pipeline.episode_workers`.
+For example, a replica that hangs while it loads weights exceeds the limit of `ReceiverClient.activate`, and
+`headway.pipeline.recovery.supervision` starts another one. No call to a lost worker stays open, so callers need no time
+limit of their own. A call that is given up is cancelled without waiting for its end: the other side may have stopped
+for ever. The clients of episode workers are in `headway.pipeline.episode_workers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class WorkerUnavailable(Exception):
-    """Error of a call to a ``remote`` worker that has died or does not answer. Another one may take its place."""
+    """Error of a call to a ``remote`` worker that died or does not answer. Another worker may replace it."""
 
     def __init__(self, remote: RemoteWorker, why: RunError) -> None:
         super().__init__(f"{remote.name}: {why}")
@@ -38,13 +38,15 @@ class WorkerUnavailable(Exception):
 
 
 class RemoteWorker:
-    """Client of a worker that may be gone: limits its calls, and ends them all once it is given up."""
+    """Client of a worker that may be lost: limits calls in time, and ends them all once the worker is given up."""
 
     def __init__(self, name: str, timeout_s: float, limit: Callable[[float], str]) -> None:
-        """Calls that should be quick end after ``timeout_s`` seconds; ``limit`` describes limits."""
+        """Create the client. ``timeout_s``: time limit of short calls, in seconds. ``limit`` puts a limit into
+        words.
+        """
         self.name = name
         self.why: RunError | None = None
-        """Error for which it was given up; None while it is reachable."""
+        """Error for which the worker was given up; None while it is reachable."""
         self._timeout_s, self._limit = timeout_s, limit
         self._open: dict[asyncio.Timeout, None] = {}
         """Timeouts of the calls that are under way."""
@@ -54,16 +56,16 @@ class RemoteWorker:
         return self.why is not None
 
     def leave(self, why: RunError) -> None:
-        """Note that it is gone: calls under way, and later ones, raise `WorkerUnavailable`."""
+        """Note that the worker is gone: calls under way, and later ones, raise `WorkerUnavailable`."""
         if self.why is None:
             self.why = why
             for call in self._open:
-                # One that has fired cannot be set again: it raises.
+                # A timeout that has fired raises when it is rescheduled.
                 if not call.expired():
                     call.reschedule(asyncio.get_running_loop().time())
 
     async def gone(self) -> NoReturn:
-        """Wait until it is gone, and raise `WorkerUnavailable`."""
+        """Wait until the worker is gone, then raise `WorkerUnavailable`."""
         await self._ask(asyncio.Event().wait())
         raise AssertionError("unreachable: nobody sets that event")
 
@@ -76,7 +78,7 @@ class RemoteWorker:
             raise WorkerUnavailable(self, self.why)
         task = asyncio.ensure_future(call)
         try:
-            # Shielded: a call that does not end when it is cancelled must not hold up who gave it up.
+            # Shielded: a call that does not end when it is cancelled must not delay its caller.
             return await self._while_here(asyncio.shield(failure_ignored(task)), within_s, what)
         finally:
             task.cancel()
@@ -89,11 +91,11 @@ class RemoteWorker:
         except WorkerDied as death:
             raise WorkerUnavailable(self, death) from death
         except TimeoutError:
-            # A time-out of the call's own work is no silence.
+            # A timeout raised by the call's own work does not mean that the worker is silent.
             if not limit.expired():
                 raise
             why = f"{self.name} was told to {what} and did not answer within {self._limit(within_s or 0.0)}"
-            # `leave` ends open calls by their time limits, too: then its reason is the right one.
+            # `leave` also ends open calls through their timeouts: then its reason is the right one.
             raise WorkerUnavailable(self, self.why or UpdateFailed(why)) from None
         finally:
             self._open.pop(limit, None)
@@ -111,7 +113,7 @@ class ReceiverClient(RemoteWorker):
         self.receiver = engine
 
     async def stage_weights(self, version: int) -> ReceiveReport:
-        """Stage ``version``. Takes as long as its transfer, which is bounded as a whole."""
+        """Stage ``version``. Has no time limit here: the transfer as a whole has one."""
         return await self._ask(self.receiver.stage_weights(version))
 
     async def activate(self, version: int) -> float:
@@ -124,7 +126,7 @@ class ReceiverClient(RemoteWorker):
 
 
 def by_copy(receivers: Iterable[ReceiverClient]) -> dict[str, list[ReceiverClient]]:
-    """Return ``receivers`` by the copies that they load from."""
+    """Return copy -> the ``receivers`` that load from it."""
     found: dict[str, list[ReceiverClient]] = {}
     for receiver in receivers:
         found.setdefault(receiver.copy, []).append(receiver)
@@ -132,7 +134,7 @@ def by_copy(receivers: Iterable[ReceiverClient]) -> dict[str, list[ReceiverClien
 
 
 class Replica(ReceiverClient):
-    """Client of a `RolloutEngine`, whose calls raise `WorkerUnavailable` once the replica is gone."""
+    """Client of a `RolloutEngine`. Its calls raise `WorkerUnavailable` once the replica is gone."""
 
     def __init__(self, engine: RolloutEngine, timeouts: Timeouts) -> None:
         super().__init__(engine, timeouts)
@@ -156,5 +158,7 @@ class Replica(ReceiverClient):
         await self._ask(self.engine.wake())
 
     async def stats(self) -> EngineStats:
-        """Return the engine's statistics. It answers between two steps: one that no longer decodes does not answer."""
+        """Return the engine's statistics. The engine answers between two steps, so one that hangs in a step does not
+        answer.
+        """
         return await self._ask_soon(self.engine.stats(), "say what it does")

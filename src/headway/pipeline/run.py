@@ -1,4 +1,4 @@
-"""One run: its stages started, watched and ended in order. The main loop of Headway is `Pipeline.run`.
+"""One run: starts, watches and ends its stages in order. `Pipeline.run` is Headway's main loop.
 
               ┌──────── ground truth, extra fields ───────┐
  PromptLoader ─▶ Generate ──────────────────────────────▶ Reward ─▶ [RefLogProb] ─▶ MessageQueue
@@ -8,7 +8,7 @@
       └── Staleness ◀──── ParamUpdate: gather ▶ send ▶ recv ▶ register ▶ load ◀┘
                               └─▶ Validate
 
-Stages in brackets are there when the algorithm asks for them and they have ranks of their own.
+Stages in brackets exist if the algorithm needs them and they have ranks of their own.
 `headway.pipeline.wiring` builds all of this.
 """
 
@@ -32,7 +32,7 @@ from headway.pipeline.wiring import AnyStage, Parts, Wiring
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 TRAINING_SHARE = 0.75
-"""Share of ``run.stop_timeout_s`` for the version that was begun; the rest is for writing and the workers' end."""
+"""Share of ``run.stop_timeout_s`` for finishing the current version; the rest is for writing and ending workers."""
 
 
 class Status(StrEnum):
@@ -50,7 +50,7 @@ class Pipeline:
     observers: Sequence[Observer]
     checkpoints: Path
     resume_from: DriverState | None = None
-    """The driver's state in the checkpoint that trainer and critic loaded."""
+    """Driver's state in the checkpoint that trainer and critic loaded; None for a new run."""
 
     def __post_init__(self) -> None:
         self._wiring = Wiring(self.config, self.parts, self.observers, self.checkpoints)
@@ -62,18 +62,18 @@ class Pipeline:
 
     @property
     def stop_reason(self) -> str | None:
-        """Reason for which the run stopped itself; None where it did not."""
+        """Reason why the run stopped itself; None if it did not."""
         return self._state.stop_reason
 
     async def run(self) -> Status:
-        """Train until the run's groups are consumed, a stop was asked for, or something failed (which is raised).
+        """Train until all groups are consumed, a stop is requested, or something fails (the failure is raised).
 
         Whatever happens, the last event is `RunFinished` with the ledger's balance.
         """
         self._emit_started()
         try:
             self._begin()
-            # Later ones when replicas have them; a resumed run may know this one's result.
+            # Later versions are ordered when replicas have loaded them; a resumed run may know this one's result.
             if self._state.version == 0 and self.parts.validation and self.parts.validated != 0:
                 await self._wiring.validations.send(self._wiring.validators.order(0))
             try:
@@ -94,10 +94,10 @@ class Pipeline:
         return status
 
     def request_stop(self) -> None:
-        """Finish the version that was begun, save, and return from `run` within ``run.stop_timeout_s``.
+        """Finish the current version, save, and return from `run` within ``run.stop_timeout_s``.
 
-        Nothing new is begun. Only where the last boundary has no checkpoint, other groups take the places of discarded
-        ones, so that the next boundary is reached.
+        Nothing new is begun, with one exception: if the last boundary has no checkpoint, discarded groups are replaced,
+        so that the next boundary is reached.
         """
         state, saved = self._state, self._wiring.checkpoints.saved
         state.hurried = True
@@ -108,11 +108,11 @@ class Pipeline:
 
     @property
     def unfinished(self) -> bool:
-        """True when the run was stopped within a version, because groups for the rest of it did not come."""
+        """True if the run stopped within a version, because the groups for the rest of it did not come."""
         return not self._wiring.checkpoints.can_save
 
     def _begin(self) -> None:
-        """Begin at the boundary of version 0, or of the checkpoint, which the earlier run reported and saved."""
+        """Begin at the boundary of version 0 or of the checkpoint, which the earlier run reported and saved."""
         wiring = self._wiring
         if self.resume_from is None:
             wiring.checkpoints.reached(0)
@@ -125,7 +125,7 @@ class Pipeline:
         wiring.validators.answered = self.parts.validated
 
     async def _run_to_the_end(self, tasks: Tasks) -> None:
-        """Run all stages side by side, until those behind the queue end; then end those before it."""
+        """Run all stages side by side until the stages behind the queue end; then end the stages before it."""
         wiring = self._wiring
         watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self.parts.watch) if watch]
         watchers.append(tasks.start(wiring.scoring.watch(self._scores_given_up)))
@@ -140,41 +140,41 @@ class Pipeline:
         downstream = tasks.start(concurrently(stage.run() for stage in wiring.downstream))
         cutting_off = tasks.start(self._cut_off(downstream))
 
-        # `wait` does not raise: a task that `_cut_off` has cancelled is no failure. `result` raises real ones.
+        # `wait` does not raise: a task cancelled by `_cut_off` is no failure. `result` raises real failures.
         await asyncio.wait([downstream])
         if not downstream.cancelled():
             downstream.result()
         cutting_off.cancel()
-        # Before upstream is waited for: it would wait for room that nobody makes any more.
+        # Before the wait for upstream stages: they would wait for room that nobody makes any more.
         wiring.prompt_loader.end()
         serving_again.cancel()
         for supervision in wiring.supervisions:
             supervision.stop()
-        # Groups that are still open train nothing any more: their calls end now, not with their last token.
+        # Nothing will be trained on open groups: their calls end now, not with their last token.
         if self._state.ledger.open:
             if not downstream.cancelled():
                 await concurrently(self._interrupt(replica) for replica in wiring.pool.serving)
             for task in upstream:
                 task.cancel()
-        await asyncio.wait(upstream)  # does not raise for those that were cancelled
+        await asyncio.wait(upstream)  # does not raise for cancelled tasks
         if not downstream.cancelled():
             with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
                 await wiring.monitor.report()
         if not self.unfinished:
             await wiring.save(self._state.version)
         for restarts in wiring.restarts.values():
-            restarts.stop()  # only now: ranks that are lost while the last checkpoint is written are started again
+            restarts.stop()  # only now: ranks lost while the last checkpoint is written are restarted
         wiring.episode_workers.stop()
         for watcher in watchers:
             watcher.cancel()
 
     async def _interrupt(self, replica: Replica) -> None:
-        with suppress(WorkerDied, UpdateFailed):  # the last one, too, is not needed any more
+        with suppress(WorkerDied, UpdateFailed):  # this version is not needed any more either
             async with self._wiring.pool.losing():
                 await self._wiring.pool.pauses.end(replica)
 
     async def _cut_off(self, downstream: asyncio.Task[list[None]]) -> None:
-        """End what is downstream of the queue, when the time for a stop is over. A checkpoint is written to its end."""
+        """Cancel the stages behind the queue when the time for a stop is over. A checkpoint under way is completed."""
         state, checkpoints, limit_s = self._state, self._wiring.checkpoints, self.config.run.stop_timeout_s
         await state.changed.until(lambda: state.hurried)
         await asyncio.sleep(TRAINING_SHARE * limit_s)
@@ -182,14 +182,14 @@ class Pipeline:
             state.note(
                 f"the stop waits for the checkpoint that is being written; one takes {checkpoints.takes}", "info"
             )
-        # Held until training is cancelled: no checkpoint may begin in between, and be cut off.
+        # The lock is held until training is cancelled: a checkpoint that began in between would be cut off.
         async with checkpoints.writing:
             state.give_up()
             state.note(f"the stop waits no longer (run.stop_timeout_s={limit_s:g}): {self._wiring.monitor.who_waits()}")
             downstream.cancel()
 
     def _scores_given_up(self, count: int) -> None:
-        """Report that a stop gave up ``count`` scores. Once scoring is closed, give up the version as well."""
+        """Report that a stop gave up ``count`` scores. If scoring is closed, give up the version as well."""
         scoring = self._wiring.scoring
         self._state.note(
             f"the stop does not wait for {count} scores that did not come within {scoring.patience_s:.0f} s"
@@ -199,7 +199,7 @@ class Pipeline:
             self._state.give_up_version()
 
     def _trained_all(self) -> bool:
-        """Tell whether all was trained on, when nothing runs any more. May ask the data for one more prompt."""
+        """Return True if the run trained on all its groups. Called after the stages end; may draw one more prompt."""
         total, state = self.config.rollout.total_rollout_steps, self._state
         if total is not None:
             return state.consumed >= total

@@ -6,9 +6,9 @@
           │ its gate is shut: PAUSED between two items
           └──────────────── an exception, anywhere ───────────────────────────────────────▶ FAILED
 
-A subclass says only what it does with its input; the loop, the states, concurrency, cancellation and the event that
-each transition emits are here, once. Timelines, idle time and "who waits for whom" derive from those events. Most
-stages take from one channel and send to another, and so have only `process_data`:
+A subclass defines only the processing of its input; the loop, states, concurrency, cancellation and the event for each
+transition are implemented here. Timelines, idle time and "who waits for whom" derive from those events. Most stages
+take from one channel and send to another, and so have only `process_data`:
 
     class Even(Stage[int, int]):
         async def process_data(self, number: int) -> AsyncGenerator[int, None]:
@@ -17,10 +17,10 @@ stages take from one channel and send to another, and so have only `process_data
 
     stage = Even(emit, numbers, even_numbers)
 
-A channel has no capacity. Admission (`headway.pipeline.admission.staleness`) bounds how many groups exist at all, so a
-channel can hold no more than that; a second bound here could only deadlock against the order of consumption.
+A channel has no capacity limit. Admission (`headway.pipeline.admission.staleness`) bounds the number of groups, and so
+the length of every channel; a second bound here could deadlock against the order of consumption.
 
-Also here: `Signal`, for waits on one event loop for any condition over shared state.
+Also here: `Signal`, which waits for a condition over state shared on one event loop.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ Item_contra = TypeVar("Item_contra", contravariant=True)
 
 
 class Signal:
-    """Wakes all waiters when its owner's state changed; each looks again whether its own condition holds.
+    """Condition variable: wakes all waiters when its owner's state changed, and each checks its own condition again.
 
-    Single-threaded by construction: everything runs on one event loop, so there is nothing to lock.
+    It needs no lock: everything runs on one event loop.
     """
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
 
     def changed(self) -> None:
-        # Taken out first: who is woken may wait again at once, in the new list.
+        # Taken out first: a waiter that is woken may wait again at once, in the new list.
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
-            # One that was cancelled is still in the list.
+            # A cancelled waiter is still in the list.
             if not waiter.done():
                 waiter.set_result(None)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        while not holds():  # again after each wake-up: another waiter may have changed what it saw
+        while not holds():  # again after each wake-up: another waiter may have changed the state
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
 
 
 class Channel(Generic[T]):
-    """Queue of items, first in, first out. ``get`` gives None once the producer closed and all is taken.
+    """First-in, first-out queue of items. ``get`` returns None once it is closed and empty.
 
     Example:
         >>> async def hand_over():
@@ -84,7 +84,7 @@ class Channel(Generic[T]):
     """
 
     def __init__(self, name: str) -> None:
-        """Open a channel. ``name``: its producer's, for messages."""
+        """Open a channel. ``name``: name of its producer, for messages."""
         self.name = name
         self._items: deque[T] = deque()
         self._producer_closed = False
@@ -104,13 +104,13 @@ class Channel(Generic[T]):
         return self._items.popleft() if self._items else None
 
     def take_waiting(self) -> list[T]:
-        """Take and return all items that are there right now, without waiting."""
+        """Take and return all items in the channel, without waiting."""
         items = list(self._items)
         self._items.clear()
         return items
 
     def close(self) -> None:
-        """Close the producer's end: no more will be sent. Items sent before can still be taken."""
+        """Close the producer's end: no more items will be sent. Items sent before can still be taken."""
         self._producer_closed = True
         self._signal.changed()
 
@@ -120,10 +120,10 @@ class StageSource(Protocol[Item_co]):
 
     @property
     def name(self) -> str:
-        """Name of what a stage without input waits for, in words for the user: a channel has that of its producer."""
+        """Name shown to the user when a stage waits for input; a channel has the name of its producer."""
 
     async def get(self) -> Item_co | None:
-        """Return the next item, or None when there will be none."""
+        """Return the next item, or None at the end of the input."""
 
 
 class Sink(Protocol[Item_contra]):
@@ -137,7 +137,7 @@ class Sink(Protocol[Item_contra]):
 
 
 WaitingFor = Callable[[str], AbstractContextManager[None]]
-"""Function whose context, while it is open, reports what a stage waits for, in words for the user."""
+"""Function from the name of a party to a context. The user is shown that the stage waits for it while this is open."""
 
 
 class State(StrEnum):
@@ -152,26 +152,26 @@ class State(StrEnum):
 
 @dataclass(eq=False)
 class Stage(ABC, Generic[In, Out]):
-    """Base class of stages. ``concurrency``: 1 for one item after the other, None for all that come at once."""
+    """Base class of stages. ``concurrency``: 1 to process one item at a time, None for all at once."""
 
     concurrency: ClassVar[Literal[1] | None] = 1
     waits_for_input: ClassVar[str | None] = None
-    """Words for what the stage waits for when it has no input, shown to the user; None for its input's name."""
+    """Text shown to the user while the stage waits for input; None for the name of its input."""
     waits_for_output: ClassVar[str | None] = "its consumer"
-    """Words for what the stage waits for when its output is full, shown to the user. None where sending never waits:
-    then the stage has no such state, and emits no event for it."""
+    """Text shown to the user while the stage waits to send. None if sending never waits: then the stage never enters
+    the state WAITING_OUTPUT."""
 
     emit: Emit
     input: StageSource[In] | None
-    """None for a stage that overrides `get_input_data`."""
+    """Source of the stage's items; None for a stage that overrides `get_input_data`."""
     output: Sink[Out] | None
-    """None where nothing comes out."""
+    """Destination of the stage's results; None for a stage without results."""
     gate: asyncio.Event | None = field(default=None, init=False)
-    """While it is not set no item is begun; items in processing continue. None: an item is always begun."""
+    """Event that must be set for an item to begin; items in processing continue. None: items always begin."""
     state: State = field(default=State.WAITING_INPUT, init=False)
     active: int = field(default=0, init=False)
     inner_waits: list[str] = field(default_factory=list, init=False)
-    """Names of what `process_data` waits for right now, for the message when nothing moves any more."""
+    """Names of the parties that `process_data` waits for now, for the message of the stall detector."""
     _input_ended: bool = field(default=False, init=False)
     _holds_item: bool = field(default=False, init=False)
     """True while the stage is paused with an item in hand."""
@@ -181,7 +181,7 @@ class Stage(ABC, Generic[In, Out]):
         return type(self).__name__
 
     async def get_input_data(self) -> In | None:
-        """Return the next input, or None when there will be none."""
+        """Return the next input, or None at its end."""
         assert self.input is not None, f"{self.name} was given no input, and does not say where it comes from"
         return await self.input.get()
 
@@ -200,10 +200,10 @@ class Stage(ABC, Generic[In, Out]):
             self.output.close()
 
     async def run(self) -> None:
-        """Work until the input ends. Raises the stage's own failure; leaves no task behind.
+        """Process items until the input ends. Raises the stage's own failure; leaves no task behind.
 
-        A stage that failed or was cancelled does not close its output. Its consumer would take what came so far for all
-        that there is, and train on a batch that is not full; the run ends the consumer instead.
+        A stage that failed or was cancelled does not close its output: its consumer would take the output so far as
+        complete, and train on a batch that is not full. The run ends the consumer instead.
         """
         self._tell()
         try:
@@ -218,7 +218,7 @@ class Stage(ABC, Generic[In, Out]):
         except BaseException:
             self._enter(State.FAILED)
             raise
-        # Not after a failure: the consumer would take what it has got for all there is.
+        # Not after a failure: the consumer would take the output so far as complete.
         # A batch that was not full was trained then, and made a version.
         self.close_output()
 
@@ -263,7 +263,7 @@ class Stage(ABC, Generic[In, Out]):
         self._enter(State.PROCESSING)
         try:
             with self._attributed():
-                # Closed in this task: left to the garbage collector, its `finally` would run late, in no task.
+                # Closed in this task: the garbage collector would run its `finally` late, outside any task.
                 async with aclosing(self.process_data(item)) as outputs:
                     async for output in outputs:
                         if self.waits_for_output is not None:
@@ -286,7 +286,7 @@ class Stage(ABC, Generic[In, Out]):
 
     @contextmanager
     def _waiting_within(self, whom: str) -> Iterator[None]:
-        """Report, until the block ends, that `process_data` waits for the party named."""
+        """Report that `process_data` waits for ``whom``, until the block ends."""
         self.inner_waits.append(whom)
         try:
             yield
@@ -297,7 +297,7 @@ class Stage(ABC, Generic[In, Out]):
         return boundary(f"{self.name} failed", StageFailed)
 
     def _enter(self, state: State) -> None:
-        # PROCESSING is told again, for the number of active items has changed.
+        # PROCESSING is reported again, because the number of active items has changed.
         if state is self.state and state is not State.PROCESSING:
             return
         self.state = state

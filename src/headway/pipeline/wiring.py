@@ -1,9 +1,9 @@
-"""Construction: every part of one run, connected. `headway.pipeline.run` runs what is built here.
+"""Composition root: builds and connects every part of one run. `headway.pipeline.run` runs them.
 
     observers ◀── emit ◀── state ◀── pool, checkpoints ◀── stages ◀── monitor
 
-Built from left to right, each part with what it needs in its constructor. `Wiring.wire` has the stages: what each
-reads, and what it writes.
+Parts are built from left to right, and get what they need in their constructors. `Wiring.wire` lists the stages, with
+the input and output of each.
 """
 
 from __future__ import annotations
@@ -60,72 +60,73 @@ AnyStage = Stage[Any, Any]
 
 @dataclass(slots=True, kw_only=True)
 class Machinery:
-    """Engines and workers of a run: everything behind a protocol, so that any of it can be simulated."""
+    """Engines and workers of a run. Each is behind a protocol, so that any of them can be simulated."""
 
     trainer: TrainEngine
     rollouts: Sequence[RolloutEngine]
     episode_workers: Sequence[EpisodeWorkerProtocol]
-    """The episode workers, which make groups with calls to ``rollouts``. One at least."""
+    """Episode workers, which make groups with calls to ``rollouts``. At least one."""
     reference: LogProbEngine | None = None
-    """Engine of the reference policy; None where the algorithm asks for none."""
+    """Engine of the reference policy; None if the algorithm needs none."""
     proximal: ProximalEngine | None = None
-    """Engine that recomputes log π_prox; None where the rollout engine's log-probs, or an approximation, take its
-    place. On ranks of its own it consists of all ``receivers``."""
+    """Engine that recomputes log π_prox; None if the rollout engine's log-probs, or an approximation, are used instead.
+    On ranks of its own it consists of all ``receivers``."""
     critic: CriticEngine | None = None
-    """Engine of the critic; None where the algorithm asks for none."""
+    """Engine of the critic; None if the algorithm needs none."""
     on_trainer_ranks: Collection[str] = (REF, LOGP, CRITIC)
-    """Roles, of ``ref`` (the reference), ``logp`` (``proximal``) and ``critic``, that share the trainer's ranks."""
+    """Roles that share the trainer's ranks: any of ``ref`` (the reference), ``logp`` (``proximal``) and ``critic``."""
     receivers: Sequence[PolicyReceiver] = ()
-    """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
+    """Receivers that hold the policy and generate nothing. They load each version before its update ends."""
     replace_replica: Replace | None = None
-    """Coroutine function that starts a replica in the place of the one named; None where that is impossible."""
+    """Coroutine function that replaces the replica of a given name; None if that is impossible."""
     replace_episode_worker: Replace | None = None
-    """Coroutine function that starts an episode worker in the place of the one named; None where that is impossible."""
+    """Coroutine function that replaces the episode worker of a given name; None if that is impossible."""
     restartable: Mapping[str, RestartableRanks] = field(default_factory=dict)
-    """Ranks of their own that can be started again, by role: ``actor``, ``ref``, ``logp``, ``critic``. The loss of
-    others ends the run."""
+    """Role (``actor``, ``ref``, ``logp``, ``critic``) -> its ranks, if they can be restarted. The loss of other ranks
+    ends the run."""
     snapshots: SnapshotStore | None = None
-    """Snapshots of the trainer's ranks; None where none are made."""
+    """Store of snapshots of the trainer's ranks; None if no snapshots are made."""
     timeouts: Timeouts | None = None
-    """Time limits for the model's size and for what was measured at the start; None: those of a model without size."""
+    """Time limits, derived from the model's size and from measurements at the start. None: limits without a known
+    size."""
     probe_tolerance: Callable[[str], float] = lambda name: 1e-3
-    """Function from a receiver's name to the nats by which its log-probs may differ from the trainer's by rounding."""
+    """Receiver's name -> largest difference of its log-probs from the trainer's that counts as rounding, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Engines, data and services of a run, which the pipeline works with beside the configuration."""
+    """Engines, data and services of a run: all inputs of the pipeline except the configuration."""
 
     source: PromptSource
     validation: Sequence[Prompt]
     machinery: Machinery
     reward: RewardFn | None
-    """The reward of answers; None where episodes have the rewards that their programs give."""
+    """Reward function; None if the agent programs give the rewards."""
     advantages: AdvantageFn
     stop_token_ids: tuple[int, ...] = ()
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Coroutine function that runs until cancelled and raises `WorkerDied` when a worker ends that the run needs."""
+    """Coroutine function that runs until cancelled, and raises `WorkerDied` when a worker that the run needs ends."""
     watch_replaceable: Watch | None = None
-    """Coroutine function that runs until cancelled and raises `WorkerDied` when the process of the given replica or
+    """Coroutine function that runs until cancelled, and raises `WorkerDied` when the process of the given replica or
     episode worker ends."""
     workers: Callable[[], Sequence[Living]] = tuple
-    """Function that returns the workers to ask for a heartbeat when no event came for long."""
+    """Function that returns the workers whose heartbeats are requested when no event came for long."""
     journal: RunJournal | None = None
-    """Journal of what the run finishes; None for none."""
+    """Journal of finished work; None if the run keeps none."""
     validated: int | None = None
-    """The version that the run is resumed at, where its validation is not made again."""
+    """Version at which the run is resumed, if its validation is known already; None if it must be validated."""
     keep_start: Callable[[DriverState], bool] | None = None
     """Function that writes the checkpoint of version 0, and returns whether it is there."""
     samples: SampleOutlet | None = None
-    """Outlet of samples of what was said; None where there are none."""
+    """Outlet of samples; None if the run takes none."""
 
 
 class Wiring:
-    """All parts of one run, connected: those that are started, stopped or queried from outside the stages."""
+    """All parts of one run, connected. Its attributes are started, stopped or queried from outside the stages."""
 
     def __init__(self, config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> None:
         """Build the run. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
-        told = [*observers]  # its own list: the monitor is added below, once its parts are there
+        told = [*observers]  # a copy: the monitor is added below
         emit = _fan_out(told)
         machinery = parts.machinery
         critic = None
@@ -139,7 +140,7 @@ class Wiring:
             machinery.receivers,
             PauseController(config, state, self.episode_workers),
             timeouts,
-            # Within one process the only replica ends with the run: what killed it has killed all.
+            # Within one process the only replica ends together with the run.
             replaceable=machinery.replace_replica is not None and config.cluster.backend == "ray",
             probe_tolerance=machinery.probe_tolerance,
         )
@@ -209,12 +210,12 @@ class Wiring:
         told.append(self.monitor)  # it watches all parts, which emit nothing before they run
 
     def stop(self, reason: str) -> None:
-        """End the run after the current version, for a ``reason`` that the run itself has."""
+        """End the run after the current version, for a ``reason`` found by the run itself."""
         self.state.request_stop(reason)
         self.scoring.stop()
 
     async def save(self, version: int) -> None:
-        """Save the run's last checkpoint, that of ``version``, whichever ranks are lost meanwhile."""
+        """Save the run's last checkpoint, that of ``version``, even if ranks are lost meanwhile."""
         actor, critic = self.restarts[ACTOR], self.restarts[CRITIC]
         await critic.surviving(lambda: actor.surviving(lambda: self.checkpoints.save(version)))
 
@@ -222,18 +223,18 @@ class Wiring:
         redo = partial(redo_actor, self.state, self.actor, self.checkpoints, self.param_update.restored)
         if self._replicas_of_ranks is None:
             return await redo()
-        # Before the lease, which puts all replicas to sleep, those that join included.
+        # Before the lease, which puts all replicas to sleep, including replicas that join.
         for engine in self._replicas_of_ranks():
             self.replica_supervision.join(engine)
         async with self.lease.of_new_ranks():
             redone = await redo()
         for replica in self.pool.replicas:
-            if replica.why is not None:  # with its process, the ranks are to be started once more
+            if replica.why is not None:  # its process is gone, so the ranks must be restarted once more
                 raise replica.why
         return redone
 
     def wire(self, config: Config, parts: Parts) -> None:
-        """Build the stages: what each reads, and what it writes. A channel has the name of its producer."""
+        """Build the stages and connect their inputs and outputs. A channel has the name of its producer."""
         state, emit, queue, pool, lease = self.state, self.state.emit, self.state.queue, self.pool, self.lease
         scoring, validators, tokens, restarts = self.scoring, self.validators, parts.stop_token_ids, self.restarts
         machinery, shared = parts.machinery, parts.machinery.on_trainer_ranks

@@ -1,4 +1,4 @@
-"""Warnings of what costs learning: groups with equal rewards, and troubles of programs' episodes.
+"""Warnings about wasted training: groups with equal rewards, and episodes of agent programs in trouble.
 
 a group's rewards ─▶ nearly all of the last groups had equal ones, or were filtered for it?   ─▶ one warning
 an episode        ─▶ the last ``window`` of them ─▶ many failed?                     ─▶ again if twice as many
@@ -23,35 +23,37 @@ SHOWN = 3
 """Number of different rewards, or reasons, that a warning lists with their counts."""
 
 VERSIONS, LEAST_FILTERED = 4, 128
-"""Number of versions whose groups are looked at, and fewest groups where a filter drops those with equal rewards."""
+"""Number of versions in the window of groups, and fewest groups in it if a filter drops groups with equal rewards."""
 EQUAL_FROM, USUAL, DEVIATIONS = 0.8, 0.7, 2.6
-"""Share of groups with equal rewards from which on the user is warned: at 0.8 one group of five teaches something. In a
-small window it must also exceed the usual share late in a run by so many standard deviations: that occurs by chance
+"""Share of groups with equal rewards at which the user is warned: at 0.8 one group of five teaches something. In a
+small window it must also exceed the usual share late in a run, 0.7, by 2.6 standard deviations, which happens by chance
 once in 200 windows."""
 
 
 class EqualRewards:
-    """Warns once, when nothing can be learned from nearly all groups of the last `VERSIONS` versions."""
+    """Warns once, when nearly all groups of the last `VERSIONS` versions teach nothing."""
 
     def __init__(self, groups_per_version: int, *, within_groups: bool, filters: bool = False) -> None:
-        """Watch groups.
+        """Create the watch, with an empty window.
 
         Args:
-            within_groups: an answer is compared within its group alone, so a group without variance teaches nothing.
-                False: with those of other groups, too, so such groups must also have the same reward.
-            filters: a filter drops groups, which are then told by its reasons.
+            within_groups: True if an answer is compared within its group alone, so that a group without variance
+            teaches nothing. False if answers are compared across groups: then such groups must also share the same
+            reward.
+            filters: True if a filter drops groups. Warnings then count the filter's reasons.
         """
         self.window = max(VERSIONS * groups_per_version, LEAST_FILTERED if filters else 1)
         self.limit = fewest(self.window)
-        """Number of groups with equal rewards in a window that is enough for a warning."""
+        """Number of groups with equal rewards in a window at which a warning is due."""
         self._within_groups, self._filters = within_groups or filters, filters
         self._groups: deque[str | None] = deque(maxlen=self.window)
-        """The common reward of each of the last groups, or why it was filtered; None for a group that trains."""
+        """Common reward of each of the last groups, or the reason of its filter; None for a group that is trained
+        on."""
         self._warned = False
 
     def look(self, rewards: NDArray[np.float32], filtered: str | None = None) -> str | None:
-        """Count a group by its ``rewards`` [n], a baseline's among them, and why it was ``filtered``, if it was.
-        Returns a warning if that makes it due.
+        """Count a group by its ``rewards`` [n], the baseline's included. Returns the warning if it is due now, else
+        None. ``filtered``: reason why a filter dropped the group; None if it was not dropped.
         """
         equal = f"all {rewards[0]:g}" if rewards.min() == rewards.max() else None
         self._groups.append(filtered if self._filters else equal)
@@ -77,24 +79,25 @@ class EqualRewards:
 
 
 def fewest(window: int) -> int:
-    """Return how many of ``window`` groups with equal rewards are more than the usual share and chance explain."""
+    """Return the smallest number of groups with equal rewards, out of ``window``, at which a warning is due."""
     by_chance = USUAL + DEVIATIONS * sqrt(USUAL * (1 - USUAL) / window)
     return ceil(window * min(max(EQUAL_FROM, by_chance), 1.0))
 
 
 LEAST_WINDOW, LONGEST_WINDOW = 64, 2**12
-"""Bounds of the window of episodes: as many as two versions train lie between."""
+"""Bounds of the window, in episodes. Within them it is as long as two versions."""
 FAILED_FROM, WORSE = 0.2, 2.0
-"""Share of failed episodes from which on the user is warned, and the factor from which on it is told again."""
+"""Share of failed episodes at which the user is warned, and its growth, as a factor, at which the warning is
+repeated."""
 LIMITED_FROM = 0.5
-"""Share of episodes that a limit ended from which on the user is warned."""
+"""Share of episodes ended by a limit at which the user is warned."""
 SELECTS_FROM, MORE_OFTEN, BY_CHANCE = 0.1, 3.0, 3.0
-"""Failed share of the longer half of the episodes from which on failures may select by length, how many times more
-often than in the shorter half they must occur, and by how many standard deviations."""
+"""Conditions for a warning that failures select by length: the failed share of the longer half of the episodes, its
+ratio to that of the shorter half, and their difference in standard deviations."""
 FORKED_FROM = 0.2
-"""Share of forked turns, those that open an episode not counted, from which on the user is warned."""
+"""Share of forked turns at which the user is warned. An episode's first turn is not counted."""
 TOLD_AGAIN = 10.0
-"""Factor from which on the user is told again of single episodes."""
+"""Growth of a count of single episodes, as a factor, at which its warning is repeated."""
 
 LOGS = "What programs raised and printed is in logs/*-programs.log in the run's directory"
 ADVICE = {
@@ -104,7 +107,7 @@ ADVICE = {
     "time": "Raise agent.episode_timeout_s, or make the environment's steps faster",
     None: LOGS,
 }
-"""What to do, by the limit that ended most of the episodes; None for episodes that no limit ended."""
+"""Limit that ended most of the episodes -> advice to the user; the key None is for episodes that no limit ended."""
 NOTES = {
     "again": ("begun again", LOGS),
     "refused_requests": (
@@ -116,40 +119,41 @@ NOTES = {
         "Leave it out in the agent; agent.sampling=strict refuses such requests",
     ),
 }
-"""What is said of single episodes, and what to do: those that were begun again, and each kind of `Trajectory.notes`."""
+"""Kind of a single episode (``again``, or a key of `Trajectory.notes`) -> its description and the advice to the
+user."""
 
 
 class EpisodeTroubles:
-    """Looks at the episodes of a run in the order in which their groups finish."""
+    """Warns of failed, limited and forked episodes. Takes episodes in the order in which their groups finish."""
 
     def __init__(self, episodes_per_version: int) -> None:
         self.window = min(max(2 * episodes_per_version, LEAST_WINDOW), LONGEST_WINDOW)
         self._episodes: deque[Trajectory] = deque(maxlen=self.window)
         self._since_look = 0
-        """Number of episodes since the window was last looked through."""
+        """Number of episodes since the window was last examined."""
         self._counts: Counter[str] = Counter()
-        """Number of single episodes by what is said of them."""
+        """Description -> number of single episodes."""
         self._told: dict[str, float] = {}
-        """Share, or number, of episodes at the last warning of each kind."""
+        """Kind of warning -> share, or number, of episodes at the last one."""
 
     def look(self, episodes: Sequence[Trajectory]) -> list[str]:
-        """Count the episodes of a finished group. Returns the warnings that are due: of single episodes at once, others
-        at most once in a half window.
+        """Count the episodes of a finished group. Returns the warnings that are due: those of single episodes at once,
+        others at most once per half window.
         """
         texts = [text for episode in episodes for text in self._single(episode)]
-        # The run ends an aborted episode: it says nothing about limits or about the program.
+        # Aborted episodes are ended by the run: they say nothing about limits or the program.
         ended = [episode for episode in episodes if episode.finish_reason is not FinishReason.ABORTED]
         self._episodes += ended
         self._since_look += len(ended)
-        # A full window, at least half of which is new since the last look.
+        # The window is full, and at least half of it is new since the last examination.
         if len(self._episodes) == self.window <= 2 * self._since_look:
             self._since_look = 0
             texts += filter(None, (self._failures(), self._limits(), self._selection(), self._forks()))
         return texts
 
     def _is_due(self, kind: str, found: float, least: float, factor: float | None = None) -> bool:
-        """Tell whether ``found`` is worth a warning: it is at least ``least``, and by a ``factor`` more than at the
-        last one; without a factor there is only one.
+        """Return True if ``found`` is at least ``least``, and at least ``factor`` times the value at the last warning.
+        With ``factor`` None, each kind is warned of once.
         """
         before = self._told.get(kind)
         if found < least or (before is not None and (factor is None or found < factor * before)):
@@ -184,7 +188,7 @@ class EpisodeTroubles:
         return f"of the last {self.window} episodes {len(limited)} were ended by a limit ({by}). {_advice(limited)}"
 
     def _selection(self) -> str | None:
-        """Tell of limits that take out the long episodes, where there are such."""
+        """Return a warning if limits remove mostly long episodes, else None."""
         by_length = sorted(self._episodes, key=lambda episode: (episode.turns, episode.length))
         half = self.window // 2
         lost = [episode for episode in by_length[-half:] if episode.failure is not None and episode.limit is not None]
@@ -217,5 +221,5 @@ def _by_limit(episodes: Iterable[Trajectory]) -> list[tuple[str | None, int]]:
 
 
 def _advice(episodes: Iterable[Trajectory]) -> str:
-    """Return what to do against the limit that ended most of ``episodes``, if one did."""
+    """Return the advice for the limit that ended most of ``episodes``."""
     return ADVICE[_by_limit(episodes)[0][0]]

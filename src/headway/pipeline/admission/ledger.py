@@ -1,4 +1,4 @@
-"""The ledger: counts every admitted group and its one fate.
+"""The ledger: records every admitted group and its one fate.
 
 Also here: the errors of a run that ends because nothing is left to train on. The advice depends on how the groups
 ended: a reward that fails has to be mended, one that is the same for all answers has to be made to differ.
@@ -24,7 +24,7 @@ class Fate(StrEnum):
     DROPPED = "dropped"
     FAILED = "failed"
     IN_FLIGHT = "in_flight"
-    """Fate of a group that was admitted and had not ended when the run did."""
+    """Fate of an admitted group that was open when the run ended."""
 
 
 @dataclass(slots=True)
@@ -33,20 +33,20 @@ class LedgerEntry:
 
     prompt: Prompt
     episodes: int
-    """Number of its episodes. A resumed run may have begun with another ``rollout.n``."""
+    """Number of the group's episodes. May differ between groups: a resumed run may have another ``rollout.n``."""
     failed: int = 0
     made: bool = False
-    """True once its episodes were reported."""
+    """True once the group's episodes were reported."""
     scored: bool = False
-    """True once its rewards were reported."""
+    """True once the group's rewards were reported."""
     drawn: DrawnGroup | None = None
-    """What it has said so far, for its sample; None where it leaves none."""
+    """Contents so far of the group's sample; None if the group leaves no sample."""
 
 
 class Ledger:
-    """Record of admitted groups: each is open until it is settled, once.
+    """Record of admitted groups. Each is open until it is settled, exactly once.
 
-    A second account has the groups' episodes: each has the fate of its group, or failed before.
+    A second account counts episodes: each has the fate of its group, unless it failed earlier.
 
     Example:
         >>> ledger = Ledger(episodes=2)
@@ -61,12 +61,12 @@ class Ledger:
     """
 
     def __init__(self, episodes: int = 1) -> None:
-        """``episodes``: of each group, its baseline included."""
+        """Open an empty ledger. ``episodes``: number of each group's episodes, the baseline's included."""
         self.admitted = 0
         self.episodes = episodes
-        """Number of episodes of each group that is admitted from now on."""
+        """Number of episodes of each group admitted from now on."""
         self.open: dict[int, LedgerEntry] = {}
-        """Open groups by their numbers, in the order of their admission."""
+        """Number -> open group, in the order of admission."""
         self._fates: Counter[Fate] = Counter()
         self._episode_fates: Counter[Fate] = Counter()
 
@@ -86,8 +86,8 @@ class Ledger:
         self._episode_fates[Fate.FAILED] += group.failed
 
     def episodes_failed(self, number: int, count: int) -> None:
-        """Record that ``count`` episodes of the open group ``number`` have failed. Raises `LedgerImbalance` for more
-        than it has, or a group that is not open.
+        """Record that ``count`` episodes of the open group ``number`` have failed. Raises `LedgerImbalance` if the
+        group has fewer episodes or is not open.
         """
         group = self.open.get(number)
         if group is None or group.failed + count > group.episodes:
@@ -110,7 +110,7 @@ class Ledger:
         return {"admitted": self.admitted, **counts}
 
     def state(self) -> dict[str, Any]:
-        """Return the ledger's part of a checkpoint: its counts, and which rows are open."""
+        """Return the ledger's part of a checkpoint: its counts and the rows of the open groups."""
         groups = sorted(self.open.items())
         return {
             "admitted": self.admitted,
@@ -121,7 +121,7 @@ class Ledger:
         }
 
     def restore(self, state: Mapping[str, Any], open_prompts: Mapping[int, Prompt]) -> None:
-        """Restore what `state` returned. ``open_prompts``: number → prompt of each group that was open then."""
+        """Restore what `state` returned. ``open_prompts``: number -> prompt of each group that was open then."""
         self.admitted = state["admitted"]
         self._fates = Counter({Fate(fate): count for fate, count in state["fates"].items()})
         self._episode_fates = Counter({Fate(fate): count for fate, count in state["episode_fates"].items()})
@@ -131,21 +131,21 @@ class Ledger:
 
 
 DISCARDED_VERSIONS = 10
-"""Number of versions: the run ends when as many groups as these versions would train are discarded in a row."""
+"""Number of versions whose groups, discarded in a row, end the run."""
 FAILED_AT_FIRST = 32
-"""Number of groups after which a run ends when none of them could be scored. It does not depend on B. A reward that
-fails for four groups of five scores at least one of 32 with a probability of 1 − 0.8³² = 99.9%: that run goes on."""
+"""Number of first groups that end the run if none of them could be scored. It does not depend on B. A reward that fails
+for four groups of five still scores at least one of 32 with a probability of 1 − 0.8³² = 99.9%."""
 FAILED_AT_VALIDATION = 8
-"""Number of held-out problems from which on the first validation ends the run when none of them could be scored. A
-reward that fails for every second problem is ended by chance in one run of 256. Where all failures are time-outs, this
-many of them decide without waiting for the rest."""
+"""Number of held-out problems at which the first validation ends the run if none of them could be scored. With a reward
+that fails for every second problem this happens by chance in one run of 256. If all failures are timeouts, this many of
+them end the run without waiting for the rest."""
 SHOWN = 5
-"""Number of different reasons that a message lists with their counts; the others are summed up."""
+"""Number of different reasons that a message lists with their counts. Further ones are summed up."""
 WORTH_ADVICE = 0.1
-"""Smallest share of the groups with a common fate for which the message gives advice on that fate."""
+"""Smallest share of the groups with one fate at which the message gives advice on that fate."""
 
 EPISODE_FAILED = "episode failed"
-"""Beginning of the reason of an episode's failure, where it stands for the group or problem that it ends."""
+"""Prefix of an episode's failure where it is the reason why a group or problem ended."""
 
 _FAILED = (
     "What it raised and printed is in {}, in the run's directory; headway eval shows it at single answers. "
@@ -155,7 +155,7 @@ ON_FAILURES = {
     False: _FAILED.format("logs/reward.log", "reward.timeout_s"),
     True: _FAILED.format("logs/*-programs.log", "the limit that is named"),
 }
-"""What to do about failures: those of a reward, and those of episodes (True)."""
+"""Advice on failures of the reward (False) and of episodes (True)."""
 ADVICE = {
     Fate.FILTERED: (
         "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt get the "
@@ -167,17 +167,17 @@ ADVICE = {
         "async_training.on_overdue=wait"
     ),
 }
-"""What to do where nothing is left to train on, by what became of the groups that did not fail."""
+"""Fate of the groups that did not fail -> advice, when nothing is left to train on."""
 
 _ALIKE = re.compile(r"((?:exception:|raised) \w+): .*( \([^()]+:\d+, in \S+\))$", re.DOTALL)
-"""What an error says, between its type and the user's line: it often quotes the answer, and is another each time."""
+"""Text of an error between its type and the user's line. It often quotes the answer, so it differs each time."""
 
 Ends = Counter[tuple[Fate, str]]
 """Number of groups by (fate, reason)."""
 
 
 def all_discarded(ends: Ends) -> NothingToTrain:
-    """Return the error for `DISCARDED_VERSIONS` · B groups in a row that were discarded, counted in ``ends``."""
+    """Return the error for `DISCARDED_VERSIONS` · B groups discarded in a row, counted in ``ends``."""
     reasons = _counted(f"{fate}: {why}" for fate, why in ends.elements())
     fates = Counter(fate for fate, _ in ends.elements()).most_common()
     to_do = ADVICE | {Fate.FAILED: _on_failures(why for fate, why in ends if fate is Fate.FAILED)}
@@ -188,7 +188,7 @@ def all_discarded(ends: Ends) -> NothingToTrain:
 
 
 def cannot_be_scored(what: str, reasons: list[str]) -> str:
-    """Message for scores that all failed: a sentence on what happened, and one on what to do."""
+    """Return the message for scores that all failed: one sentence on the failure, and one of advice."""
     of_programs = all(reason.startswith(EPISODE_FAILED) for reason in reasons)
     failed = "no episode could be made of" if of_programs else "the reward failed for all of"
     return f"{failed} {what} ({_counted(reasons)}). {_on_failures(reasons)}"
@@ -199,7 +199,7 @@ def _on_failures(reasons: Iterable[str]) -> str:
 
 
 def timed_out(reason: str) -> bool:
-    """Tell whether a score failed because the reward took too long."""
+    """Return True if a score failed because the reward took too long."""
     return "timeout after" in reason
 
 

@@ -2,15 +2,15 @@
 
     Reward (or RefLogProb) ──send──▶ [ finished groups ] ──take(n) in order──▶ TrainBatches
 
-The order of consumption is `takeable`: by group number within a window, else by completion. A resumed run takes the
-batches that its journal has (`take_again`).
+`takeable` defines the order of consumption: by group number within a window, or by completion without one. A resumed
+run first takes the batches recorded in its journal (`take_again`).
 
 A group is *live* from its admission until it is taken or discarded. With ``max_lag`` and ``on_overdue: wait``, a group
-is taken only if all groups that fall due later still fit after it; the batch waits for those that must go first. With
+is taken only if all groups that fall due later still fit after it; the batch waits for groups that must go first. With
 ``on_overdue: drop``, overdue groups are discarded when they would be taken.
 
-It needs no capacity setting: admission lets at most ⌊(1 + η)·B⌋ groups exist behind Generate, and the queue asserts it.
-Nothing is ever dropped to make room.
+The queue needs no capacity setting: admission allows at most ⌊(1 + η)·B⌋ groups behind Generate, and the queue asserts
+it. Groups are never dropped to make room.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class MessageQueue:
         self.name = "MessageQueue"
         self._staleness = staleness
         self._finished: dict[int, Group] = {}
-        """Finished groups by number, in the order of their completion."""
+        """Number -> finished group, in the order of completion."""
         self._live: dict[int, int] = {}
-        """Map from the number of a live group to the oldest version that any of its tokens can have."""
+        """Number of each live group -> oldest version that any of its tokens can have."""
         self._admitted = 0
         self._taken = 0
         self._head = 0
@@ -40,7 +40,8 @@ class MessageQueue:
         self._closed = False
         self._abandoned = False
         self._resumed = False
-        """True in a resumed run: finished groups may be too old, or of versions that are yet to be reached again."""
+        """True in a resumed run: finished groups may be too old, or of versions that the trainer has yet to reach
+        again."""
         self._signal = Signal()
 
     def __len__(self) -> int:
@@ -51,11 +52,11 @@ class MessageQueue:
 
     @property
     def live(self) -> dict[int, int]:
-        """Number of each live group → the oldest version that any of its tokens can have."""
+        """Number of each live group -> oldest version that any of its tokens can have."""
         return dict(self._live)
 
     def restore(self, admitted: int, taken: int, live: Mapping[int, int]) -> None:
-        """Begin with an empty queue after so many groups were ``admitted`` and ``taken``, of which some are `live`."""
+        """Begin with an empty queue. ``admitted``, ``taken``: numbers of groups so far. ``live``: the `live` groups."""
         self._admitted, self._taken = admitted, taken
         self._head = min(live, default=admitted)
         self._resumed = True
@@ -74,7 +75,7 @@ class MessageQueue:
             raise LedgerImbalance(f"group {group.number} came to the queue a second time, or after it was discarded")
         self._finished[group.number] = group
         if self._staleness.max_lag is not None:
-            # From here on it is as old as its tokens; until now it counted as old as at its admission.
+            # From now on the group is as old as its tokens; until now its age counted from its admission.
             self._live[group.number] = group.oldest_version
         self._signal.changed()
 
@@ -85,10 +86,10 @@ class MessageQueue:
         self._signal.changed()
 
     async def take_again(self, groups: Mapping[int, tuple[int, ...]], version: int) -> list[Group] | None:
-        """Wait for the ``groups``, number → identity, that ``version`` was trained on before the run was resumed.
+        """Wait for the ``groups``, number -> identity, that ``version`` was trained on before the run was resumed.
 
-        Returns an empty list when the queue is abandoned meanwhile. Returns None if they do not come: one of them has
-        ended otherwise, is of another prompt or does not fit, there is no room to admit them, or the queue ends first.
+        Returns an empty list if the queue is abandoned meanwhile. Returns None if the batch cannot be repeated: a group
+        has ended otherwise, has another prompt or does not fit, there is no room to admit it, or the queue ends first.
         """
 
         def there() -> bool:
@@ -97,7 +98,7 @@ class MessageQueue:
         def missing() -> bool:
             # A number that is not admitted yet is not live either: that group may still come.
             ended = any(number < self._admitted and number not in self._live for number in groups)
-            # Until the version is served, room may open: a full queue decides nothing before.
+            # A full queue is no reason to give up until the version is served: room may still open.
             full = self._is_full and self._staleness.served_version >= version
             return ended or full or self._closed or others()
 
@@ -117,11 +118,11 @@ class MessageQueue:
         return taken
 
     async def take(self, count: int, version: int, drop: Callable[[Group], None]) -> list[Group]:
-        """Wait for the next ``count`` groups in the order of consumption that the trainer's ``version`` may train on.
+        """Wait for the next ``count`` groups, in the order of consumption, that ``version`` may be trained on.
 
-        ``drop`` is called with each group that is too old for that version, and must `discard` it. Groups of a resumed
-        run that are too new wait for a later version; if no others can come, they are dropped, too. Returns fewer
-        groups only when the producer closed and nothing is left, and none when the queue is abandoned meanwhile.
+        ``drop`` is called with each group that is too old for that version, and must `discard` it. In a resumed run,
+        groups that are too new wait for a later version; if no other groups can come, they are dropped, too. Returns
+        fewer groups only if the queue is closed and empty, and none if it is abandoned meanwhile.
         """
         taken: list[Group] = []
         while len(taken) < count:
@@ -132,7 +133,7 @@ class MessageQueue:
                 return []
             for group in self._unfit(version):
                 drop(group)
-            # Behind the drops, which move the head of the window.
+            # After the drops, which move the head of the window.
             eligible = self._next(version)
             if not eligible and self._closed:
                 break
@@ -151,11 +152,11 @@ class MessageQueue:
         return self._staleness.room == 0 and len(self._finished) == len(self._live)
 
     def look_again(self) -> None:
-        """Note that a version was loaded: there may be room for other groups."""
+        """Note that a version was loaded, so that further groups may be admitted."""
         self._signal.changed()
 
     def close(self) -> None:
-        """Close the queue: no more groups will be put into it."""
+        """Close the queue: no more groups will be sent."""
         self._closed = True
         self._signal.changed()
 
@@ -165,7 +166,7 @@ class MessageQueue:
         self._signal.changed()
 
     def _unfit(self, version: int) -> list[Group]:
-        """Return the finished groups that ``version`` cannot be trained on, and no later one, or not in time."""
+        """Return the finished groups to drop: neither ``version`` nor a later one can be trained on them in time."""
         if self._resumed:
             too_new = self._too_new(version)
             waiting = self._finished.items()
@@ -174,16 +175,17 @@ class MessageQueue:
                 return unfit
             if self._closed:
                 return [self._finished[number] for number in too_new]
-            # A full queue decides nothing before replicas serve the version: then there may be room for others.
+            # A full queue is no reason to drop until replicas serve the version: then there may be room for other
+            # groups.
             full = self._is_full and self._staleness.served_version >= version
-            # The youngest alone: one group's room may be enough for those that are missing.
+            # Drop the youngest alone: the room of one group may be enough for the missing ones.
             return [self._finished[max(too_new)]] if full else []
         if (oldest := self._staleness.oldest_trainable(version)) is None:
             return []
         return [group for number, group in self._finished.items() if self._live[number] < oldest]
 
     def _fits(self, group: Group, version: int) -> bool:
-        """Tell whether ``version`` may be trained on a group of a resumed run. A group that is made again may be
+        """Return True if ``version`` may be trained on a group of a resumed run. A group that is made again may be
         admitted at an earlier version than before, and then be too old for its batch.
         """
         lag, bound = version - group.oldest_version, self._staleness.bound
@@ -194,10 +196,10 @@ class MessageQueue:
         return {number for number, group in self._finished.items() if group.oldest_version > version}
 
     def _next(self, version: int) -> list[int]:
-        """Return the numbers of the groups that may be taken together, first choice first."""
+        """Return the numbers of the groups that may be taken now, first choice first."""
         finished, head = self._finished, self._head
         if self._resumed:
-            # Groups of a later version wait for it, and others go before them: none is dropped for being the head.
+            # Groups of a later version wait, and others go before them: none is dropped for being the head.
             too_new = self._too_new(version)
             finished = {number: group for number, group in finished.items() if self._fits(group, version)}
             head = min((number for number in self._live if number not in too_new), default=head)
@@ -205,12 +207,12 @@ class MessageQueue:
             return takeable(finished, head, self._staleness.window)
         room = (version + 1) * self._staleness.groups_per_version - self._taken
         due = self._staleness.must_go_first(Counter(self._live.values()), version, room)
-        # One at a time: each group that is taken leaves less room for those that are due.
+        # One at a time: each group taken leaves less room for the groups that are due.
         return [number for number in finished if due is None or self._live[number] <= due][:1]
 
     def _pass(self, number: int) -> None:
         del self._live[number]
-        # Past all that are gone: a window that is anchored at a discarded group would never move.
+        # Skip all groups that are gone: a window anchored at a discarded group would never move.
         while self._head < self._admitted and self._head not in self._live:
             self._head += 1
 
@@ -223,7 +225,7 @@ def takeable(finished: Collection[int], head: int, window: int | None) -> list[i
     """
     if window is None:
         return list(finished)
-    # Both ways give the same: one looks at the window alone, the other at all that is finished.
+    # Both ways give the same result: the first scans the window, the second all finished groups.
     if window < len(finished):
         return [number for number in range(head, head + window) if number in finished]
     return sorted(number for number in finished if number < head + window)

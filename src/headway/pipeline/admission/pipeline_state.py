@@ -1,9 +1,9 @@
-"""State that the stages share: the counters of admission, the ledger, and where the trainer stands.
+"""State that the stages share: the admission counters, the ledger, and the trainer's progress.
 
     admit ─▶ rewarded ─▶ taken ─▶ consume(trained, or dropped for a step that is not finite)
        └──────────┴─▶ discard(filtered, dropped, failed), drop_unscored
 
-Every change of a group's life goes through here, so that counters, ledger and events cannot disagree.
+Every change of a group's state is made here, so that counters, ledger and events cannot disagree.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ class RunState:
     emit: Emit
     consumed: int = 0
     in_training: int = 0
-    """Number of groups that were taken into batches which have not ended."""
+    """Number of groups in batches that have not ended."""
     data_ended: bool = False
-    """True once the data ended within a version; that version, though short of groups, counts as one."""
+    """True once the data ended within a version. That version counts, though it is short of groups."""
     gave_up: bool = False
-    """True once a stop has given up the version that was begun, because its groups do not come in time."""
+    """True once a stop gave up the current version, because its groups do not come in time."""
     waiting_again: deque[Prompt] = field(default_factory=deque)
-    """Prompts whose groups a resumed run lost; admitted again, before any new one."""
+    """Prompts whose groups were lost when the run was resumed. They are admitted again before any new prompt."""
     validating: set[str] = field(default_factory=set)
-    """Names of the replicas whose validation is submitted or running."""
+    """Names of the replicas with a validation that is submitted or running."""
     changed: Signal = field(default_factory=Signal)
-    """Signal that fires when anything changed that admission or an update may wait for."""
+    """Signal that fires when any state changed that admission or an update may wait for."""
     stopping: bool = False
-    """True once the run was asked to end at the next version boundary."""
+    """True once the run is to end at the next version boundary."""
     hurried: bool = False
-    """True once the user asked for the end: nothing new is begun."""
+    """True once the user requested the end: nothing new is begun."""
     admits: bool = True
-    """False once no further group is admitted, not even in the place of one that was discarded."""
+    """False once no further group is admitted, not even to replace a discarded one."""
     stop_reason: str | None = None
-    """Reason why the run stops itself; None where the request came from outside."""
+    """Reason why the run stops itself; None if it does not, or if the user requested the stop."""
     samples: Samples | None = None
-    """Samples of drawn groups; None where none are drawn."""
+    """Samples of drawn groups; None if the run takes none."""
     journal: RunJournal | None = None
-    """Journal of what is finished; None where the run keeps none."""
+    """Journal of finished work; None if the run keeps none."""
     reopened: dict[tuple[int, int, int], tuple[int, Prompt]] = field(default_factory=dict)
-    """Numbers and prompts of the groups that were open at the checkpoint and are to be made again, by identity."""
+    """Identity -> number and prompt of each group that was open at the checkpoint and is to be made again."""
     _unrewarded: set[int] = field(default_factory=set)
     _discarded_in_row: Ends = field(default_factory=Counter)
-    """Number of groups by (fate, reason) that were discarded since a group last passed Reward."""
+    """(fate, reason) -> number of groups discarded since a group last passed Reward."""
     _scored: bool = False
-    """True once the reward of some group could be computed."""
+    """True once the reward of any group could be computed."""
 
     @property
     def at_boundary(self) -> bool:
@@ -87,12 +87,12 @@ class RunState:
 
     @property
     def taken(self) -> int:
-        """Number of groups that were taken into batches, ended or not."""
+        """Number of groups taken into batches, whether the batches have ended or not."""
         return self.consumed + self.in_training
 
     @property
     def took_version(self) -> bool:
-        """True while all groups that the trainer's version trains on are taken, and not all of them consumed."""
+        """True while all groups of the trainer's version are taken, but not all of them are consumed."""
         return self.taken // self.staleness.groups_per_version > self.consumed // self.staleness.groups_per_version
 
     @property
@@ -102,23 +102,23 @@ class RunState:
 
     @property
     def unfinished(self) -> bool:
-        """True when the run gave up between two versions: only some groups of a version were trained on."""
+        """True if the run gave up within a version, of which only some groups were trained on."""
         return self.gave_up and (self.in_training > 0 or not (self.at_boundary or self.data_ended))
 
     @property
     def trains_more(self) -> bool:
-        """False once all groups of the run are consumed, or the rest is given up."""
+        """True until all groups of the run are consumed or the rest is given up."""
         total = self.staleness.total
         return not self.data_ended and not self.gave_up and (total is None or self.consumed < total)
 
     @property
     def all_admitted(self) -> bool:
-        """True when the run needs no further group, unless one is discarded."""
+        """True if the run needs no further group, unless one is discarded."""
         staleness = self.staleness
         return staleness.total is not None and staleness.admitted - staleness.discarded >= staleness.total
 
     def state(self) -> dict[str, Any]:
-        """Return the run state's part of a checkpoint, at a version boundary, where no group is in a batch."""
+        """Return the run state's part of a checkpoint. Call it at a version boundary, where no group is in a batch."""
         return {
             "version": self.version,
             "consumed": self.consumed,
@@ -137,22 +137,22 @@ class RunState:
     def restore(
         self, state: Mapping[str, Any], *, open_prompts: Sequence[Prompt], again: Sequence[Prompt], eta_now: Fraction
     ) -> None:
-        """Begin at the boundary where `state` was taken.
+        """Begin at the version boundary where ``state`` was taken.
 
-        With a journal, groups that were open then are made again under their numbers, and what was finished of them
-        comes from there. Without one they are ``dropped(resume)``, and their prompts come back in order, behind those
-        (``again``) that were waiting already.
+        With a journal, groups that were open then are made again under their numbers, and their finished parts are read
+        from it. Without one they are ``dropped(resume)``, and their prompts are admitted again in order, behind the
+        prompts that were waiting already (``again``).
         """
         numbers = [number for number, *_ in state["ledger"]["open"]]
         reopened = dict(zip(numbers, open_prompts, strict=True)) if self._reopens(state) else {}
         self.consumed, self.data_ended = state["consumed"], state["data_ended"]
         self.ledger.restore(state["ledger"], dict(zip(numbers, open_prompts, strict=True)))
-        # Else 32 failures right after a resume would end a run whose reward has worked before.
+        # Otherwise 32 failures right after a resume would end a run whose reward has worked before.
         self._scored = any(self.ledger.counts()[fate] for fate in (Fate.TRAINED, Fate.FILTERED))
         self.staleness.restore(
             version=state["version"],
             admitted=state["admitted"],
-            # Open groups that are not made again end below, in the ledger alone: here they are counted for admission.
+            # Admission counts open groups that are not made again as discarded here; the ledger ends them below.
             discarded=state["discarded"] + len(numbers) - len(reopened),
             eta_now=eta_now,
         )
@@ -172,7 +172,9 @@ class RunState:
         self.check_balance()
 
     def _reopens(self, state: Mapping[str, Any]) -> bool:
-        """Read the journal. Returns True if open groups continue from it: it is this run's, with their settings."""
+        """Read the journal. Returns True if open groups continue from it: it belongs to this run, and their settings
+        match.
+        """
         if self.journal is None:
             return False
         self.journal.restore(state["consumed"], state.get("journal"), self.note)
@@ -181,9 +183,9 @@ class RunState:
         return why is None
 
     def admit(self, prompt: Prompt) -> int | None:
-        """Admit a group for ``prompt``, counted against the inequality. Returns its number, the one from before for a
-        group that was open at the checkpoint; None for a group that the journal says was not trained on: it ends at
-        once.
+        """Admit a group for ``prompt``, counted against the inequality. Returns its number; a group that was open at
+        the checkpoint keeps its number. Returns None if the group ends at once, since by the journal it was not trained
+        on.
         """
         known = self.reopened.pop(prompt.group_id, None)
         number = self._admit(prompt) if known is None else known[0]
@@ -193,7 +195,7 @@ class RunState:
         number = self.ledger.admit(prompt)
         limit = self.staleness.limit
         self.staleness.admit()
-        # By the version served now: what replicas load later only makes its tokens newer.
+        # By the version served now: later versions only make the group's tokens newer.
         self.queue.expect(number, self.staleness.served_version)
         self._draw(number)
         self.emit(
@@ -225,16 +227,17 @@ class RunState:
         self._wake()
 
     def _ended_before(self, number: int, group: tuple[int, int, int]) -> bool:
-        """End a group that was not trained on according to the journal; return False for any other. Filtered groups
-        are scored and filtered again.
+        """End a group that was not trained on according to the journal. Returns False for any other group. Filtered
+        groups are scored and filtered again.
         """
         end = None if self.journal is None else self.journal.end(number, group)
         if end is None:
             return False
         fate, reason, failed = end
-        # The checkpoint's ledger may have some of them.
+        # The checkpoint's ledger may contain some of these episodes.
         self.ledger.episodes_failed(number, failed - self.ledger.open[number].failed)
-        # Not `discard`: it says so already, and what once failed in a row must not end the resumed run, too.
+        # Not `discard`: the journal has this end already, and failures in a row before must not end the resumed run,
+        # too.
         self._end_early(number, fate, reason)
         return True
 
@@ -245,7 +248,7 @@ class RunState:
         """
         if self.journal is not None and fate is not Fate.FILTERED:
             group = self.ledger.open[number]
-            # Before it ends here: a process killed in between would else make the group again.
+            # Before the group ends here: otherwise a process killed in between would make the group again.
             self.journal.ended(number, group.prompt.group_id, fate, reason, group.failed)
         self._end_early(number, fate, reason)
         self._scored |= fate is Fate.FILTERED  # a filtered group has scores: the reward works
@@ -257,17 +260,17 @@ class RunState:
             raise NothingToTrain(cannot_be_scored(f"the first {FAILED_AT_FIRST} groups", failed))
 
     def drop_unscored(self, number: int, reason: str) -> None:
-        """Drop a group because its scores are no longer waited for. Does not count as a failure of the reward."""
+        """Drop a group whose scores are no longer awaited. Does not count as a failure of the reward."""
         self._end_early(number, Fate.DROPPED, reason)
 
     def give_up_version(self) -> None:
-        """Train on nothing more after a stop, when no further group will be scored, unless the groups scored so far are
-        enough for the version.
+        """Give up the current version after a stop, when no further group will be scored, unless the groups scored so
+        far complete it.
         """
         self._give_up_unless(len(self.ledger.open) - self.unrewarded - self.in_training)
 
     def admit_no_more(self) -> None:
-        """Admit no further group, and give up the version that was begun if the open groups are not enough for it."""
+        """Admit no further group. Give up the current version if the open groups do not complete it."""
         self.admits = False
         self._give_up_unless(len(self.ledger.open) - self.in_training)
 
@@ -278,13 +281,13 @@ class RunState:
         self._wake()
 
     def _give_up_unless(self, groups: int) -> None:
-        """Train on nothing more, unless that number of ``groups`` is enough for the rest of the run."""
+        """Train on nothing more, unless ``groups``, a number, is enough for the rest of the run."""
         if (self.staleness.total or 0) - self.taken > groups:
             self.give_up()
 
     def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
-        """End a group that was taken into a batch; trained on or not, it counts as consumed."""
-        # Before the counters: a sample has the version that trained the group, not the next one.
+        """End a group that was taken into a batch. It counts as consumed, whether trained on or not."""
+        # Before the counters change: a sample names the version that trained the group, not the next one.
         self._settle(number, fate, reason, lag)
         self.in_training -= 1
         self.consumed += 1
@@ -298,7 +301,7 @@ class RunState:
         self._wake()
 
     def unload(self, replica: str) -> None:
-        """Forget a ``replica`` that is gone: it validates nothing, and the oldest version served may grow."""
+        """Forget a lost ``replica``: its validation ends, and the oldest version served may increase."""
         self.staleness.unload(replica)
         self.validation(replica, running=False)
 
@@ -321,22 +324,22 @@ class RunState:
             )
 
     def leave_open_in_flight(self) -> None:
-        """Note that the run ends: groups without a fate count as ``in_flight``."""
-        # A copy: settling takes each one out of the ledger.
+        """Settle all open groups as ``in_flight``, at the end of the run."""
+        # Iterate over a copy: settling removes each group from the ledger.
         for number in sorted(self.ledger.open):
             self._settle(number, Fate.IN_FLIGHT, None)
 
     def request_stop(self, reason: str | None = None) -> None:
-        """Request the end at the next version boundary, to which the run's total shrinks. A pending batch is abandoned.
+        """Request the end at the next version boundary, and shrink the run's total to it. A pending batch is abandoned.
 
-        ``reason``: why the run stops itself; the first reason given is kept.
+        ``reason``: why the run stops itself; None for the user's request. The first reason is kept.
         """
         self.stopping = True
         self.stop_reason = self.stop_reason or reason
         taken, per_version = self.taken, self.staleness.groups_per_version
         boundary = ceil(taken / per_version) * per_version
         self.staleness.total = boundary if self.staleness.total is None else min(boundary, self.staleness.total)
-        # Nothing of the next version is begun: a trainer that waits for its first batch would wait for ever.
+        # Nothing of the next version has begun: a trainer that waits for its first batch would wait for ever.
         if taken == boundary:
             self.queue.abandon()
         self._wake()
@@ -351,7 +354,7 @@ class RunState:
         self._wake()
 
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:
-        # Before it is settled, which takes the entry out of the ledger.
+        # Before the group is settled, which removes its entry from the ledger.
         entry = self.ledger.open.get(number)
         self.ledger.settle(number, fate)
         ended: dict[str, Any] = {"time": now(), "fate": fate.value, "reason": reason, "lag": lag}
@@ -360,7 +363,7 @@ class RunState:
             self.samples.settled(number, entry.prompt, entry.drawn, version=self.version, **ended)
 
     def note(self, text: str, level: str = "warning") -> None:
-        """Tell the user ``text``."""
+        """Show ``text`` to the user."""
         self.emit(Note(time=now(), level=level, text=text))
 
     def _wake(self) -> None:
@@ -368,5 +371,5 @@ class RunState:
 
 
 def now() -> float:
-    """Seconds on the event clock, that of the running event loop, real or virtual."""
+    """Return the time on the event clock in seconds. It is the running event loop's clock, real or virtual."""
     return asyncio.get_running_loop().time()

@@ -1,11 +1,11 @@
-"""Samples: what drawn groups and held-out problems said, kept until their fate is known, one record for each.
+"""Samples: one record for each drawn group and held-out problem, collected until its fate is known.
 
     admitted ─▶ generated: texts ─▶ rewarded: scores ─▶ trained: rows ─▶ settled ─▶ record
                     └───────────────────┴─────────────────────────────────▶┘        (filtered, dropped, failed)
 
-The ledger's entry of a drawn group has a `DrawnGroup`, which the stages fill in, and no other group's has. The rows
-come from the ranks that trained them, as their first optimizer step saw them; texts, scores and times are the driver's
-own. docs/samples.md describes the records.
+Only a drawn group has a `DrawnGroup` in its ledger entry, which the stages fill in. Rows come from the ranks that
+trained them, as their first optimizer step saw them; texts, scores and times are the driver's. docs/samples.md
+describes the records.
 """
 
 from __future__ import annotations
@@ -28,58 +28,58 @@ from headway.errors import cut, writable_json
 DIGITS = 5
 """Significant digits of the numbers in a record."""
 MOST_BYTES = 8 * 2**20
-"""Most bytes of a record as UTF-8: an eighth of the file's."""
+"""Largest size of a record in bytes of UTF-8: an eighth of the file's limit."""
 
 Record = dict[str, Any]
 
 
 class TokenDecoder(Protocol):
-    """Text of token ids, special tokens included."""
+    """Converts token ids to text, special tokens included."""
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of all tokens together."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token. Bytes that are no whole character are spelled, as ``<0xE2>``."""
+        """Return the text of each token. Bytes of an incomplete character are written as ``<0xE2>``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutlet:
-    """Outlet of samples, and the means to make text of their tokens."""
+    """Destination of samples, and the decoder for their tokens."""
 
     keep: Callable[[Record], None]
-    """Function that takes a record, which is JSON. Must return at once and never raise."""
+    """Function that takes a record of JSON values. Must return at once and never raise."""
     texts: TokenDecoder
 
 
 @dataclass(slots=True)
 class DrawnGroup:
-    """Contents so far of the sample of a drawn group that is under way. Times are seconds on the event clock."""
+    """Contents so far of a drawn group's sample. Times are seconds on the event clock."""
 
     admitted: float
     generated: float | None = None
     rewarded: float | None = None
     episodes: tuple[Trajectory, ...] = ()
-    """Its episodes with their texts, failed ones included, the baseline not."""
+    """Episodes of the group with their texts, including failed ones but not the baseline."""
     scores: Scores | None = None
-    """Scores of those that did not fail, in order; a baseline's is the last."""
+    """Scores of the episodes that did not fail, in order; a baseline's score is the last."""
     baseline: float | None = None
     rows: list[TrainedRow] = field(default_factory=list)
 
 
 class Samples:
-    """Keeps what drawn groups say, and hands on one record for each when its fate is settled."""
+    """Collector of samples. Hands on the record of each drawn group when its fate is settled."""
 
     def __init__(self, outlet: SampleOutlet, *, seed: int, share: float, problems: int) -> None:
-        """Keep a ``share`` of the groups, in [0, 1], and so many held-out ``problems`` of each validation."""
+        """Draw a ``share`` of the groups, in [0, 1], and a number of held-out ``problems`` for each validation."""
         self.outlet, self.seed, self.share, self.problems = outlet, seed, share, problems
 
     def draws(self, number: int) -> bool:
-        """Tell whether group ``number`` leaves a sample."""
+        """Return True if group ``number`` leaves a sample."""
         return place_of_group(self.seed, number) < self.share
 
     def settled(self, number: int, prompt: Prompt, drawn: DrawnGroup, **ended: Any) -> None:
-        """Hand on the record of a drawn group. ``ended``: fate, reason, lag, time and version of its end."""
+        """Hand on the record of a drawn group. ``ended``: fate, reason, lag, time and version at its end."""
         given = _by_episode(drawn.episodes, drawn.scores)
         rows: dict[int, list[TrainedRow]] = {}
         for row in drawn.rows:
@@ -113,12 +113,12 @@ class Samples:
         self.outlet.keep(storable(record))
 
     def held_out(self, prompts: Sequence[Prompt]) -> frozenset[int]:
-        """Return the indices of those held-out problems that are shown at each validation."""
+        """Return the indices of the held-out problems that leave a sample at each validation."""
         return drawn_problems(self.seed, [prompt.row for prompt in prompts], self.problems)
 
     def validated(self, version: int, problem: Group, scores: Scores | None, time: float) -> None:
-        """Hand on the record of one problem at the validation of ``version``. ``scores``: of episodes that did not
-        fail, in order; None where they could not be scored.
+        """Hand on the record of one problem at the validation of ``version``. ``scores``: scores of the episodes that
+        did not fail, in order; None if scoring failed.
         """
         episodes = problem.trajectories
         given = _by_episode(episodes, scores)
@@ -147,7 +147,7 @@ class Samples:
 def _by_episode(
     episodes: Sequence[Trajectory], scores: Scores | None
 ) -> dict[int, tuple[float, dict[str, float | None]]]:
-    """Return k → reward and its parts, of episodes that did not fail. A further score, of a baseline, is left out."""
+    """Return k -> reward and its parts, for episodes that did not fail. The baseline's score is left out."""
     if scores is None:
         return {}
     return {
@@ -176,9 +176,9 @@ def _said(t: Trajectory, reward: float | None, parts: Mapping[str, float | None]
 
 
 def storable(record: Record, most: int = MOST_BYTES) -> Record:
-    """Return ``record`` as a file can hold it: lone surrogates spelled, and of at most ``most`` bytes.
+    """Return ``record`` in a form that can be stored: lone surrogates escaped, at most ``most`` bytes.
 
-    One that is larger loses its rows first, then the ends of long texts, then its episodes, and has ``shortened``.
+    A larger record loses its rows first, then the ends of long texts, then its episodes, and is marked ``shortened``.
     """
     text = json.dumps(record, ensure_ascii=False)
     clean = writable_json(text)
@@ -204,13 +204,13 @@ def _with_short_texts(value: Any, longest: int) -> Any:
 
 
 def _alone(record: Record) -> Record:
-    """Return ``record`` without episodes, and with the beginning of what may be large."""
+    """Return ``record`` without episodes, with its large values shortened."""
     large = {name: cut(str(record[name]), 2**8) for name in ("answer", "messages") if record.get(name) is not None}
     return {**_with_short_texts(record, 2**8), **large, "episodes": []}
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON has it; its text where JSON cannot hold it."""
+    """Return ``value`` as a JSON value, or its text if JSON cannot represent it."""
     if value is None or isinstance(value, str):
         return value
     try:
@@ -224,12 +224,12 @@ def _spelled(value: Any) -> Any:
 
 
 def rounded(values: NDArray[np.floating[Any]]) -> list[float]:
-    """Return ``values`` [T] with `DIGITS` significant digits. What is not finite stays as it is."""
+    """Return ``values`` [T] with `DIGITS` significant digits. Values that are not finite stay unchanged."""
     wide = values.astype(np.float64)  # a float32 would be spelled with its rounding error: 0.1 as 0.10000000149
     with np.errstate(divide="ignore", invalid="ignore"):
         size = np.floor(np.log10(np.abs(wide)))
         places = np.where(np.isfinite(size), DIGITS - 1 - size, 0.0)
-        # Powers of ten with a negative exponent are not exact, so that digits are cut off by a division either way.
+        # Powers of ten with a negative exponent are not exact, so both directions divide by a positive power.
         up, down = 10.0 ** np.maximum(places, 0.0), 10.0 ** np.maximum(-places, 0.0)
         result = np.where(places >= 0, np.round(wide * up) / up, np.round(wide / down) * down)
     return np.where(np.isfinite(result), result, wide).tolist()  # type: ignore[no-any-return]

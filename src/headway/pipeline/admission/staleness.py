@@ -1,10 +1,11 @@
-"""Staleness: how far generation may run ahead of training. One inequality, its bound on lag, and who is admitted when.
+"""Staleness: limits how far generation runs ahead of training, by one inequality, and bounds the lag.
 
 A group may be admitted only while
 
     admitted − discarded < ⌊(v + 1 + η) · B⌋,    v = the oldest version that a serving replica has loaded,
 
-and never beyond the run's total. This is backpressure and staleness control at once; there is no other backpressure.
+and never beyond the run's total. The inequality is backpressure and staleness control at once; there is no other
+backpressure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def admission_limit(version: int, eta: Fraction, groups_per_version: int) -> int
 def lag_bound(eta: Fraction, groups_per_version: int, window: int | None, max_lag: int | None = None) -> int | None:
     """Return a consumed group's largest lag: ⌊1 + η + (W − 2)/B⌋, 0 when ⌊η·B⌋ = 0, None (no bound) without a window.
 
-    Where there is a ``max_lag``, it is never more than that.
+    If ``max_lag`` is given, the bound is at most ``max_lag``.
 
     ``window`` is W: 1 for fifo, None for completion order. Proved in docs/staleness-proofs.md.
     """
@@ -41,7 +42,7 @@ def lag_bound(eta: Fraction, groups_per_version: int, window: int | None, max_la
 
 @dataclass(slots=True)
 class Staleness:
-    """Counters behind the inequality that admits groups. Pure bookkeeping, which knows neither stages nor engines.
+    """Counters of the inequality that admits groups. Pure bookkeeping, independent of stages and engines.
 
     Example:
         >>> staleness = Staleness(Fraction(1), groups_per_version=4, window=1, total=None, loaded={"rollout-0": 0})
@@ -60,24 +61,26 @@ class Staleness:
     groups_per_version: int
     window: int | None
     total: int | None
-    """Number of groups that the run trains in all; None when the data decides."""
+    """Total number of groups that the run trains on; None if the data decides."""
     loaded: dict[str, int]
-    """Version that each serving replica has loaded."""
+    """Name of each serving replica -> version that it has loaded."""
     max_lag: int | None = None
-    """Largest lag of a trained group, in completion order; None where the order of consumption bounds the lag."""
+    """Largest lag of a trained group, in completion order; None if the order of consumption bounds the lag."""
     drops_overdue: bool = False
-    """True where groups older than ``max_lag`` are dropped; False where a batch waits for those soon too old."""
+    """True if groups older than ``max_lag`` are dropped; False if a batch waits for groups that would become too
+    old."""
     admitted: int = 0
     discarded: int = 0
     starts_at: int = 0
-    """The version that all serving replicas must have loaded before a group is admitted: a resumed run's checkpoint."""
+    """Version that all serving replicas must have loaded before a group is admitted: that of a resumed run's
+    checkpoint."""
     eta_now: Fraction = field(init=False)
-    """The η that limits admission: the configured one, or less after `lower`. The bound on lag stays that of ``eta``,
-    under which earlier groups were admitted."""
+    """The η that limits admission: the configured one, or less after `lower`. The bound on lag still follows from
+    ``eta``, under which earlier groups were admitted."""
     served_version: int = field(init=False)
     """Oldest version that a serving replica has loaded."""
     bound: int | None = field(init=False)
-    """Largest lag that a group may be trained at; None where there is no bound."""
+    """Largest lag at which a group may be trained on; None if there is no bound."""
     limit: int = field(init=False)
     """Number of groups that may have been admitted by now: ⌊(v + 1 + η) · B⌋, v = ``served_version``."""
 
@@ -87,17 +90,19 @@ class Staleness:
         self._serve()
 
     def oldest_trainable(self, version: int) -> int | None:
-        """Return the oldest version whose tokens ``version`` may be trained on; None: any. Older ones are dropped."""
+        """Return the oldest version whose tokens ``version`` may be trained on; None if any. Older groups are
+        dropped.
+        """
         return version - self.max_lag if self.max_lag is not None and self.drops_overdue else None
 
     def must_go_first(self, live: Mapping[int, int], version: int, room: int) -> int | None:
-        """Return the newest version that the oldest token of the next group may have; None: any group may be taken.
+        """Return the newest version that the oldest token of the next group may have; None if any group may be taken.
 
-        Taking a younger group would leave another one over ``max_lag``. ``live`` gives the number of live groups by the
-        oldest version that any of a group's tokens can have, ``room`` the number of groups that ``version`` still
-        trains. A group is due at that oldest version + max_lag. If as many groups are due by ``version`` + k as fit
-        until then, no other group may be taken. To look at k = 0 alone is not enough: with more than B groups ahead,
-        more of them can fall due at once than one version trains.
+        Taking a younger group would make another one exceed ``max_lag``. ``live``: oldest version that any of a group's
+        tokens can have -> number of live groups. ``room``: number of groups that ``version`` still trains on. A group
+        is due at its oldest version + max_lag. If as many groups are due by ``version`` + k as fit until then, no other
+        group may be taken. Checking k = 0 alone is not enough: with more than B groups ahead, more of them can fall due
+        at once than one version trains on.
         """
         if self.max_lag is None or self.drops_overdue:
             return None
@@ -107,7 +112,7 @@ class Staleness:
         due = 0
         for ahead in range(self.max_lag + 1):
             due += falling_due[ahead]
-            # They fill all room up to then: any other group would take the place of one of them.
+            # Due groups fill all room up to then: any other group would take the place of one of them.
             if due >= room + ahead * self.groups_per_version:
                 return version + ahead - self.max_lag
         return None
@@ -119,7 +124,7 @@ class Staleness:
 
     @property
     def room(self) -> int:
-        """The number of groups that the inequality and the run's total allow right now."""
+        """Number of groups that the inequality and the run's total allow now."""
         if not self.serves:
             return 0
         limit = self.limit if self.total is None else min(self.limit, self.total)
@@ -132,17 +137,17 @@ class Staleness:
         self.discarded += 1
 
     def lower(self) -> bool:
-        """Halve how far ahead groups are admitted, or admit none ahead below one group. Returns False for no change."""
+        """Halve the number of groups admitted ahead; below one group it becomes 0. Returns False for no change."""
         half = self.eta_now / 2
         return self._admit_by(half if half * self.groups_per_version >= 1 else Fraction(0))
 
     def recover(self) -> bool:
-        """Undo one `lower`. Returns False where nothing is lowered."""
-        # At least one group: `lower` ends at zero, from which doubling alone would never come back.
+        """Undo one `lower`. Returns False if η is not lowered."""
+        # At least one group: `lower` ends at zero, and doubling zero changes nothing.
         return self._admit_by(min(self.eta, max(2 * self.eta_now, Fraction(1, self.groups_per_version))))
 
     def restore(self, *, version: int, admitted: int, discarded: int, eta_now: Fraction) -> None:
-        """Restore the counters of a checkpoint of ``version``; η is at most the one configured now."""
+        """Restore the counters of a checkpoint of ``version``. η becomes at most the configured one."""
         self.starts_at, self.admitted, self.discarded = version, admitted, discarded
         self._admit_by(min(self.eta, eta_now))
 
@@ -160,18 +165,20 @@ class Staleness:
         self._serve()
 
     def unload(self, replica: str) -> None:
-        """Forget ``replica``, which no longer serves. Without any, the oldest version served stays what it was."""
+        """Forget ``replica``, which no longer serves. If none is left, the oldest version served does not change."""
         del self.loaded[replica]
         self._serve()
 
     def _serve(self) -> None:
-        # Without a replica it stays: groups were admitted under it, and it must never go back.
+        # Unchanged without a replica: groups were admitted under this version, and it must never decrease.
         if self.loaded:
             self.served_version = min(self.loaded.values())
         self.limit = admission_limit(self.served_version, self.eta_now, self.groups_per_version)
 
     def check(self, number: int, oldest_version: int, trained_at: int) -> int:
-        """Return the lag of a group that is about to be trained on. Raises `StalenessExceeded` above the bound."""
+        """Return the lag of a group that is about to be trained on. Raises `StalenessExceeded` if it is above the
+        bound.
+        """
         lag = trained_at - oldest_version
         if lag < 0 or (self.bound is not None and lag > self.bound):
             raise StalenessExceeded(
@@ -185,10 +192,10 @@ class Staleness:
 
 
 def wave_size(policy: Admission, *, room: int, unrewarded: int, validation_runs: bool, groups_per_version: int) -> int:
-    """Return the number of groups to admit together now; 0 means wait.
+    """Return the number of groups to admit together now; 0 to wait.
 
-    ``group`` admits whatever there is room for, whenever there is some. ``batch`` admits one wave, at most B, and only
-    when every admitted group has passed Reward and no validation runs that matters: so all of a wave starts together.
+    ``group`` admits as many groups as there is room for, at any time. ``batch`` admits one wave of at most B groups,
+    once every admitted group has passed Reward and no relevant validation runs: so a whole wave starts together.
     """
     match policy:
         case Admission.GROUP:

@@ -1,22 +1,22 @@
-"""Checkpoints: the driver's state is taken at a boundary between versions, and saved with the trainer's and critic's.
+"""Checkpoints: the driver's state at a boundary between versions, saved with the trainer's and the critic's state.
 
     ActorTrain consumed all of version k−1 ──reached(k)──▶ taken, as JSON ──k is published──▶ models are copied ─┐
                                                        training goes on ◀─┤                                    ◀┘
                                                                           └▶ the copy is written ──▶ checkpoint
     checkpoint ──restore()──▶ version k; the groups that were open: made again under their numbers
 
-The checkpoint of version 0 has the driver's state alone: ranks that load it keep the initial model.
+The checkpoint of version 0 has only the driver's state: ranks that load it keep the initial model.
 
-A snapshot is the same copy, in the memory of other processes. A trainer that is started again loads the newer of both.
-A snapshot may be lost, and has no state of the driver: batches since a checkpoint are kept until the next checkpoint.
+A snapshot is the same copy, held in the memory of other processes. A restarted trainer loads the newest checkpoint or
+snapshot. A snapshot may be lost, and has no driver's state: batches are kept until the next checkpoint.
 
-A boundary is the instant at which version k−1 is consumed and nothing of version k has begun: the update to k comes
-after it. When the models are copied, groups of the next version may have been admitted and even finished: nothing
-of them is in it. So a resumed run begins with that update, and admits nothing before it. What is not listed in
-`CheckpointManager` is either configuration, or made anew at every start (docs/resume.md lists it).
+A boundary is the instant at which version k−1 is consumed and nothing of version k has begun: the update to k follows.
+When the models are copied, groups of the next version may have been admitted or finished: the checkpoint has none of
+them. So a resumed run begins with that update, and admits nothing before it. State that is not listed in
+`CheckpointManager` is either configuration or created at every start (docs/resume.md lists it).
 
-Only one of them is made at a time: meanwhile a checkpoint that falls due waits, and a snapshot is left out. Older
-checkpoints are removed by `headway.reports.checkpoint_folders.CheckpointRetention` when a newer one is complete.
+Only one checkpoint or snapshot is made at a time: meanwhile a due checkpoint waits, and a due snapshot is left out.
+`headway.reports.checkpoint_folders.CheckpointRetention` removes older checkpoints when a newer one is complete.
 """
 
 from __future__ import annotations
@@ -46,33 +46,35 @@ from headway.runtime.task_groups import Tasks
 DriverState = Mapping[str, Any]
 """State of the driver as JSON values."""
 MOST_FAILURES = 3
-"""Number of checkpoints in a row that cannot be written after which the run ends."""
+"""Number of failed checkpoints in a row that ends the run."""
 
 
 def balance(driver_state: DriverState) -> dict[str, int]:
-    """Return the ledger's counts in the checkpoint, as in the `VersionReached` event of that boundary."""
+    """Return the ledger's counts in a checkpoint, in the form of the `VersionReached` event of its boundary."""
     ledger = Ledger()
     ledger.restore(driver_state["ledger"], {})
     return ledger.counts() | {Fate.IN_FLIGHT.value: len(driver_state["ledger"]["open"])}
 
 
 class SnapshotStore(Protocol):
-    """Snapshots of the trainer's ranks. Raises `WorkerDied` when a rank ends, and `RunError` for other failures."""
+    """Store of snapshots of the trainer's ranks. Methods raise `WorkerDied` if a rank ends, `RunError` for other
+    failures.
+    """
 
     async def keep(self, version: int) -> bool:
-        """Keep what was copied last, in place of the snapshot before, which stays where this fails. Returns whether it
-        outlives the loss of a rank's machine.
+        """Keep the last copy as the snapshot of ``version``, and drop the previous one if this succeeds. Returns True
+        if the snapshot outlives the loss of a rank's machine.
         """
 
     async def load(self, version: int) -> None:
-        """Load the snapshot of ``version`` into all ranks, or into none."""
+        """Load the snapshot of ``version`` into all ranks. If it raises, no rank has loaded it."""
 
 
 @dataclass(eq=False)
 class CheckpointManager:
     """Version boundaries of one run, and the checkpoints of some of them.
 
-    It knows every part of the pipeline with a state that a resumed run cannot know by itself.
+    Its attributes are the parts of the pipeline with state that a resumed run has to restore.
     """
 
     state: RunState
@@ -85,26 +87,27 @@ class CheckpointManager:
     """Settings of how often checkpoints and snapshots are made."""
     snapshots: SnapshotStore | None = None
     keep_start: Callable[[DriverState], bool] | None = field(default=None, init=False)
-    """Function that writes the checkpoint of version 0, and returns whether it is there; None where none is wanted."""
+    """Function that writes the checkpoint of version 0, and returns True if it exists; None if none is wanted."""
 
     writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    """Lock held while a checkpoint is copied and written, or a snapshot copied and sent."""
+    """Lock held while a checkpoint is copied and written, or a snapshot is copied and sent."""
     saved: int | None = field(default=None, init=False)
-    """Version of the newest checkpoint."""
+    """Version of the newest checkpoint; None before the first."""
     _kept: int | None = field(default=None, init=False)
-    """Version of the snapshot; None where there is none."""
+    """Version of the snapshot; None if there is none."""
     _keeps: bool = field(default=True, init=False)
-    """False once a snapshot could not be kept, until one is."""
+    """False after a snapshot that could not be kept, until the next one is kept."""
     _took_s: float | None = field(default=None, init=False)
-    """Seconds that the last checkpoint took; None before the first one."""
+    """Seconds that writing the last checkpoint took; None before the first one."""
     _failures: list[str] = field(default_factory=list, init=False)
-    """Reasons of the failures since the last checkpoint that was saved."""
+    """Reasons of the failures since the last saved checkpoint."""
     _tasks: Tasks | None = field(default=None, init=False)
     _driver_state: DriverState | None = field(default=None, init=False)
-    """Driver's state at the last boundary."""
+    """Driver's state at the last boundary; None before the first one."""
 
     def reached(self, version: int) -> None:
-        """Take the state at the boundary to ``version``: all before it is consumed, and nothing of it has begun.
+        """Take the driver's state at the boundary to ``version``: earlier groups are consumed, later work has not
+        begun.
 
         The critic may still be training: `save` adds its state. Raises `LedgerImbalance`.
         """
@@ -128,15 +131,15 @@ class CheckpointManager:
                 self.saved = version
 
     def restore(self, driver_state: DriverState) -> None:
-        """Begin at the boundary of a checkpoint, before anything runs. Emits the fates of the groups that were open.
+        """Begin at the boundary of a checkpoint, before anything runs. Emits the fates of groups that were open then.
 
-        Raises `DataError` when the data are not those of the checkpoint.
+        Raises `DataError` if the data differ from those of the checkpoint.
         """
         state, actor = self.state, self.actor
         self.source.restore(driver_state["source"])  # first: `_found` may take further prompts from it
         again = [self._found(*one) for one in driver_state["again"]]
         lost = [self._found(*one) for _, *one in driver_state["ledger"]["open"]]
-        # Under another action of the guard nothing would raise a lowered η again.
+        # With another action of the guard, nothing would raise a lowered η again.
         eta_now = Fraction(driver_state["eta_now"]) if actor.guard.lowers_eta else state.staleness.eta
         state.restore(driver_state, again=again, open_prompts=lost, eta_now=eta_now)
         self.batches.taken = driver_state["fetches"]
@@ -147,7 +150,7 @@ class CheckpointManager:
         self.saved = state.version
 
     def _found(self, epoch: int, row: int, attempt: int) -> Prompt:
-        """The prompt of an unfinished group; where changed data do not have it any more, the next one in its place."""
+        """Return the prompt of an unfinished group, or the next one in its place if changed data do not contain it."""
         prompt = self.source.find(epoch, row)
         if prompt is not None:
             return replace(prompt, attempt=attempt)
@@ -160,26 +163,26 @@ class CheckpointManager:
 
     @property
     def takes(self) -> str:
-        """Describe how long a checkpoint takes: as long as the last one, or what its bytes take on the slowest disk."""
+        """Text with the time that a checkpoint takes: that of the last one, or an estimate for the slowest disk."""
         if self._took_s is not None:
             return f"about {self._took_s:.0f} s, as the last one did"
         return f"{self.timeouts.checkpoint_s:.0f} s at most, on the slowest disk"
 
     @property
     def can_save(self) -> bool:
-        """True where the models are those of the last boundary."""
+        """True if the models are those of the last boundary."""
         critic = self.actor.critic
         return not self.state.unfinished and (critic is None or not critic.behind)
 
     def start(self, tasks: Tasks) -> None:
-        """Write checkpoints beside training from now on, in tasks of the run."""
+        """Start to write checkpoints beside training, in tasks of the run."""
         self._tasks = tasks
 
     async def save_if_due(self, version: int, waiting_for: WaitingFor) -> None:
-        """Begin to save the checkpoint of ``version``, or to keep a snapshot of it, where one is due. Not the last
-        version's: `save` does that.
+        """Begin to save the checkpoint or the snapshot of ``version`` if one is due. The last version's checkpoint is
+        left to `save`.
 
-        Returns when all is copied, so that training may go on. Raises what `_failed` raises.
+        Returns when the models are copied, so that training may go on. Raises as `_failed` does.
         """
         if not self.state.trains_more:
             return
@@ -189,9 +192,9 @@ class CheckpointManager:
             await self._begin(version, waiting_for, self.snapshots)
 
     async def save(self, version: int) -> None:
-        """Save the run's last checkpoint, that of ``version``, after one that is under way. Waits until it is written.
+        """Save the run's last checkpoint, that of ``version``, after any that is under way. Waits until it is written.
 
-        Does nothing if it is saved already. Raises `RunError` when it cannot be written.
+        Does nothing if it is saved already. Raises `RunError` if it cannot be written.
         """
         await self._written()
         self.state.check_balance()
@@ -209,7 +212,7 @@ class CheckpointManager:
         waiting_for: WaitingFor = lambda _: nullcontext(),
         snapshots: SnapshotStore | None = None,
     ) -> None:
-        """Copy the state of ``version``, and begin to write or keep it. Waits for what is under way."""
+        """Copy the state of ``version``, and begin to write or keep it. Waits for a checkpoint under way."""
         if self._driver_state is None:
             raise RunError(f"version {version} cannot be saved: no version boundary was reached before")
         state, critic, asked, driver_state = self.state, self.actor.critic, now(), self._driver_state
@@ -223,36 +226,36 @@ class CheckpointManager:
             await self.writing.acquire()
         try:
             with self._attributed(version), waiting_for("the state to be copied for a checkpoint"):
-                if critic is not None and not (snapshots and critic.own_ranks):  # it goes back to its checkpoint alone
+                if critic is not None and not (snapshots and critic.own_ranks):  # a critic has no snapshots
                     await critic.copy_state()
                     driver_state = {**driver_state, "critic": critic.steps.state()}
                 await self.actor.trainer.copy_state()
-        except BaseException as failure:  # a cancellation, too: the lock must not stay held
+        except BaseException as failure:  # also for a cancellation: the lock must not stay held
             self.writing.release()
             self._failed(version, failure, snapshots)
             return
         state.emit(CheckpointCopied(time=now(), version=version, span=(asked, now())))
         assert self._tasks is not None, "start comes first"
         work = self._write(version, driver_state) if snapshots is None else self._keep(version, snapshots)
-        # Not a `finally` within the task: one that is cancelled before its first step runs no line of it.
+        # Not a `finally` within the task: a task cancelled before its first step never runs it.
         self._tasks.start(work).add_done_callback(lambda _: self.writing.release())
 
     async def _write(self, version: int, driver_state: DriverState) -> None:
         state, critic, path, started = self.state, self.actor.critic, self._path(version), now()
         try:
             with self._attributed(version):
-                if critic is not None:  # first: a checkpoint whose own folder is there is complete
+                if critic is not None:  # first: a checkpoint with the actor's folder counts as complete
                     await critic.engine.save(self._critic_path(version))
                 await self.actor.trainer.save(path, driver_state)
         except WorkerDied:
             if not self.actor.keeps_batches:
                 raise
-            return  # the ranks are started again, and the next checkpoint is their own
+            return  # the ranks are restarted, and the next checkpoint is theirs
         except Exception as failure:
             self._failed(version, failure)
             return
         self.saved, self._took_s, self._failures = version, now() - started, []
-        self.actor.forget_before(version)  # only now: until it is complete, lost ranks go further back and need these
+        self.actor.forget_before(version)  # only now: before, lost ranks go further back and need these
         state.emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))
 
     async def _keep(self, version: int, snapshots: SnapshotStore) -> None:
@@ -260,22 +263,23 @@ class CheckpointManager:
         try:
             outlives_machines = await snapshots.keep(version)
         except WorkerDied:
-            return  # the trainer is started again, from the snapshot before
+            return  # the trainer is restarted from the previous snapshot
         except Exception as failure:
             self._failed(version, failure, snapshots)
             return
         if self._kept is None and not outlives_machines:
             text = "snapshots of training ranks outlive processes, not a machine: no episode worker is on another one"
             state.note(text, "info")
-        # Batches since the checkpoint stay: where the snapshot is lost, ranks go back to the checkpoint.
+        # Batches since the checkpoint are kept: if the snapshot is lost, ranks go back to the checkpoint.
         self._kept, self._keeps = version, True
         state.emit(SnapshotKept(time=now(), version=version, span=(started, now())))
 
     def _failed(self, version: int, failure: BaseException, snapshots: SnapshotStore | None = None) -> None:
-        """Report a checkpoint that could not be saved, or the first of several snapshots that were not kept. Raises at
-        the third checkpoint in a row, and where ``failure`` is the loss of a rank or a defect.
+        """Report a failed checkpoint, or the first of several failed snapshots. Raises at the third failed checkpoint
+        in a row, and if ``failure`` is the loss of a rank or a defect.
         """
-        # A death is a `RunError`, too, but `RankRestarts.surviving` has to see it: the copy is made again on new ranks.
+        # `WorkerDied` is a `RunError`, too, but `RankRestarts.surviving` has to see it, to repeat the copy on new
+        # ranks.
         if not isinstance(failure, RunError) or isinstance(failure, WorkerDied):
             raise failure
         if snapshots is not None:
@@ -293,8 +297,8 @@ class CheckpointManager:
             raise RunError(f"{failure}. No checkpoint could be saved {in_row} times in a row") from failure
 
     async def load_newest(self, role: str) -> int:
-        """Load the newest checkpoint, or the trainer's snapshot, into ranks of ``role``, the trainer's or a critic's
-        own, which have just been started. Returns its version, or 0: they hold the initial model.
+        """Load the newest checkpoint, or the trainer's snapshot, into new ranks of ``role``: the trainer's, or a
+        critic's own. Returns its version; 0 if the ranks keep the initial model.
 
         A snapshot that cannot be loaded is reported, and not used again.
         """
@@ -303,7 +307,7 @@ class CheckpointManager:
             try:
                 await self.snapshots.load(kept)
                 return kept
-            except WorkerDied:  # a `RunError`, too, but it is the ranks that are lost, not the snapshot
+            except WorkerDied:  # a `RunError`, too, but the ranks are lost, not the snapshot
                 raise
             except RunError as failure:
                 instead = f"the checkpoint of version {self.saved}" if self.saved else "the initial model"
@@ -312,7 +316,7 @@ class CheckpointManager:
         if self.saved is not None:
             if role == ACTOR:
                 await self.actor.trainer.load(self._path(self.saved))
-            # A critic that shares the trainer's ranks is loaded with these, another one with its own.
+            # A critic on the trainer's ranks is loaded together with them, a critic on its own ranks alone.
             if (critic := self.actor.critic) is not None and critic.own_ranks == (role == CRITIC):
                 await critic.engine.load(self._critic_path(self.saved))
         return self.saved or 0

@@ -1,4 +1,4 @@
-"""Liveness of workers: their heartbeats, and what a machine's system says of a process that answers none.
+"""Liveness of workers: their heartbeats, and the operating system's view of a process that does not answer.
 
     it answers                              it lives; `RunMonitor` and `RankRestarts` judge its progress
     no answer, and it is stopped            given up after `STOPPED_S`: a stopped process is a fact
@@ -7,7 +7,7 @@
     no answer, and it computes, waits for   given up after `Timeouts.unanswered_s`: a step, a compiler or the system may
     a core, a disk or memory, or no look    keep a healthy process from answering
 
-Silence counts only while the driver looks: a driver that stood still itself gives no worker up.
+Silence counts only while the driver runs: a driver that was stopped itself gives no worker up.
 """
 
 from __future__ import annotations
@@ -29,37 +29,38 @@ from headway.runtime.task_groups import concurrently
 ASK_AGAIN_S = 3.0
 """Seconds from an answer to the next heartbeat."""
 LOOK_S = 1.0
-"""Seconds between two looks at a process that has not answered yet."""
+"""Seconds between two checks of a process that has not answered yet."""
 SLOWER = 8.0
-"""Multiple of its longest answer for which a sleeping process may be silent."""
+"""Time that a sleeping process may be silent, as a multiple of its slowest answer."""
 SLEEPS = 0.1
-"""Share of a core up to which a process counts as asleep: Ray's own threads wake up many times a second."""
+"""Largest use of a core, as a share, of a process that counts as asleep: Ray's threads wake up many times a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """State of a process, by its machine's system."""
+    """State of a process, as its operating system reports it."""
 
     threads: str
     """State of each thread, as the letters of ``/proc``."""
     cpu_s: float
-    """Seconds that it has computed so far."""
+    """CPU seconds of the process so far."""
 
 
 def look_at(pid: int) -> ProcessLook | None:
-    """Return the state of a process of this machine; None where the system does not tell."""
+    """Return the state of a process on this machine; None if the system does not report it."""
     letters, ticks = "", 0
-    with suppress(OSError, ValueError):  # it has ended, or this is no Linux
+    with suppress(OSError, ValueError):  # the process has ended, or this is not Linux
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - numbers, not paths
             with suppress(OSError):  # the thread has ended
-                # Behind the last bracket, since a thread's name may have blanks: state, utime and stime of proc(5).
+                # Fields after the last bracket, since a thread's name may contain blanks: state, utime and stime of
+                # proc(5).
                 fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
                 letters, ticks = letters + fields[0], ticks + int(fields[11]) + int(fields[12])
     return ProcessLook(letters, ticks / os.sysconf("SC_CLK_TCK")) if letters else None
 
 
 class Silence:
-    """Decides when a process that does not answer is given up.
+    """Decides when a silent process is given up.
 
     Example:
         >>> silence = Silence(60.0)
@@ -71,7 +72,9 @@ class Silence:
     """
 
     def __init__(self, unanswered_s: float) -> None:
-        """Begin at an answer. ``unanswered_s``: most seconds without another one, in any state of the process."""
+        """Begin at an answer. ``unanswered_s``: longest time without an answer, in seconds, in any state of the
+        process.
+        """
         self._unanswered_s = unanswered_s
         self._longest_s = 0.0
         """Seconds that the slowest answer took."""
@@ -84,11 +87,11 @@ class Silence:
         self._cpu_s = None
 
     def verdict(self, passed_s: float, look: ProcessLook | None) -> str | None:
-        """Return why the process is given up, or None. ``passed_s``: seconds without an answer since the last look."""
+        """Return why the process is given up, or None. ``passed_s``: seconds without an answer since the last call."""
         self._silent_s += passed_s
         stopped = look is not None and set(look.threads) == {"T"}
         self._stopped_s = self._stopped_s + passed_s if stopped else 0.0
-        # Sleep alone proves nothing, for a process may be between two steps: what it computed since then counts, too.
+        # Sleeping threads alone prove nothing, since a process may be between two steps: its CPU time counts, too.
         asleep = (
             look is not None
             and self._cpu_s is not None
@@ -111,18 +114,19 @@ async def given_up(
     look: Callable[[], Awaitable[ProcessLook | None]],
     unanswered_s: float,
 ) -> str:
-    """Ask a worker for its heartbeat again and again. Returns, when it is given up, why."""
+    """Request a worker's heartbeats until it is given up. Returns the reason."""
     silence = Silence(unanswered_s)
     while True:
         began = last = now()
         beat = asyncio.ensure_future(heartbeat())
         try:
             while not (await asyncio.wait([beat], timeout=LOOK_S))[0]:
-                # At most two looks' time: a driver that was stopped for a minute would give all workers up at once.
+                # At most the time of two checks: a driver that was stopped for a minute would give all workers up at
+                # once.
                 passed_s, last = min(now() - last, 2 * LOOK_S), now()
                 if why := silence.verdict(passed_s, await look()):
                     return why
-            with suppress(HeadwayError):  # whoever watches its process tells of its end
+            with suppress(HeadwayError):  # the watch of its process reports its end
                 beat.result()
             silence.answered(now() - began)
         finally:
@@ -132,17 +136,19 @@ async def given_up(
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswers:
-    """Answers of the workers at ``time``, on the event clock. None: no answer within ``within_s``."""
+    """Heartbeats of the workers at ``time``, on the event clock. None for a worker without an answer in
+    ``within_s``.
+    """
 
     time: float
     within_s: float
     by_worker: dict[str, Heartbeat | None]
 
     def deadline(self, quiet_s: float, with_files_s: Callable[[int], float]) -> float:
-        """Return the time, on the event clock, at which all of the workers will have been quiet for too long.
+        """Return the time, on the event clock, at which all workers will have been quiet for too long.
 
-        A worker may be quiet for ``quiet_s``; while it works with files, for what ``with_files_s`` returns for their
-        bytes where that is longer.
+        A worker may be quiet for ``quiet_s`` seconds. While it works with files, it may be quiet for
+        ``with_files_s(bytes)`` if that is longer.
         """
 
         def limit_s(beat: Heartbeat) -> float:
@@ -162,7 +168,7 @@ class WorkerAnswers:
 
 
 async def ask(workers: Sequence[Living], within_s: float = HEARTBEAT_S) -> WorkerAnswers:
-    """Ask all workers for their heartbeats. Never raises: supervision handles and reports the death of a worker."""
+    """Request all workers' heartbeats. Never raises: supervision handles and reports the death of a worker."""
     beats = await concurrently(_ask(worker, within_s) for worker in workers)
     return WorkerAnswers(now(), within_s, {worker.name: beat for worker, beat in zip(workers, beats, strict=True)})
 
@@ -175,5 +181,5 @@ async def _ask(worker: Living, within_s: float) -> Heartbeat | None:
         return None
     except WorkerDied:
         return Heartbeat("its process has ended")
-    except HeadwayError as failure:  # the monitor's question must not end the run: who needs the worker will be told
+    except HeadwayError as failure:  # a heartbeat must not end the run: callers of the worker get the error
         return Heartbeat(f"it cannot be asked: {failure}")

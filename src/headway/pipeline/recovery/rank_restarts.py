@@ -1,4 +1,4 @@
-"""Restarts of ranks inside the run: a role's ranks are lost, started again, and brought to where they were.
+"""Restarts of ranks within a run: lost ranks of a role are started again and brought back to their state.
 
     a rank's process ends, nothing moves in an open call, or they are given up ─▶ ranks.lost: calls under way are
     cancelled ─▶ all ranks of the role start again, with the initial model ─▶ they are brought back:
@@ -9,9 +9,9 @@
         ref      has what it needs
     ─▶ ranks.restarted: what was cancelled is done again
 
-The batches are redone as they were composed, with the contexts of their steps: neither the ledger nor the version
-changes, and no step is reported twice. Replicas and episodes go on meanwhile. The same ranks compute the same numbers,
-so that with equal batches a run ends with the weights of one in which nothing was lost.
+Batches are redone with the same groups and step contexts: neither the ledger nor the version changes, and no step is
+reported twice. Replicas and episodes go on meanwhile. The same number of ranks computes the same results, so with equal
+batches a run ends with the same weights as one without losses.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RestartableRanks:
-    """Ranks of one role, as they are watched and started again."""
+    """Functions that watch and restart the ranks of one role."""
 
     ranks: Callable[[], Sequence[Living]]
-    """Function that returns the present ranks."""
+    """Function that returns the current ranks."""
     watch: Callable[[], Coroutine[Any, Any, NoReturn]]
-    """Coroutine function that raises `WorkerDied` when one of the present ranks ends, or is given up."""
+    """Coroutine function that raises `WorkerDied` when one of the current ranks ends or is given up."""
     restart: Callable[[], Coroutine[Any, Any, None]]
-    """Coroutine function that ends all ranks and starts others, with the initial model, within `Timeouts.start_s`:
-    as many, or fewer. Raises the errors of `headway.errors`."""
+    """Coroutine function that ends all ranks and starts as many or fewer new ones, with the initial model, within
+    `Timeouts.start_s`. Raises errors of `headway.errors`."""
     replicas: Callable[[], Sequence[RolloutEngine]] | None = None
-    """Function that returns the replicas in the present ranks' processes, which end and start with them; None where
+    """Function that returns the replicas in the processes of the current ranks, which end and start with these; None if
     replicas have processes of their own."""
 
 
@@ -79,19 +79,19 @@ class RankRestarts:
     state: RunState
     role: str
     ranks: RestartableRanks | None
-    """None where they cannot be started again: their loss ends the run."""
+    """Ranks of the role; None if they cannot be restarted: their loss then ends the run."""
     restarts: Restarts
     _: KW_ONLY
     on_lost: Callable[[RunError], object] = lambda loss: None
-    """Function that is called at once with the error for which the ranks are given up."""
+    """Function called at once with the error for which the ranks are given up."""
     bring_back: Callable[[], Coroutine[Any, Any, int]] | None = None
-    """Coroutine function that brings ranks that hold the initial model to where the lost ones stood. Returns the number
-    of batches that it redid."""
+    """Coroutine function that brings new ranks from the initial model to the state of the lost ones. Returns the number
+    of batches that it redid. None: nothing has to be done."""
 
     _lost: RunError | None = field(default=None, init=False)
-    """Error for which the ranks were given up; None while there are ranks that stand where they should."""
+    """Error for which the ranks were given up; None while the ranks are ready."""
     _given_up: RunError | None = field(default=None, init=False)
-    """Error for which others gave the ranks up, until that is attended to."""
+    """Error passed to `give_up`, until the restart begins; None otherwise."""
     _works: dict[asyncio.Task[Any], None] = field(default_factory=dict, init=False)
     _changed: Signal = field(default_factory=Signal, init=False)
     _watching: asyncio.Task[None] | None = field(default=None, init=False)
@@ -99,7 +99,7 @@ class RankRestarts:
     """Number of ranks at the start."""
 
     def start(self, tasks: Tasks) -> None:
-        """Watch the ranks, and start them again where they are lost, until `stop`."""
+        """Watch the ranks and restart them when they are lost, until `stop`."""
         if self.ranks is not None:
             self._asked = len(self.ranks.ranks())
             self._watching = tasks.start(self._attend(self.ranks))
@@ -110,7 +110,7 @@ class RankRestarts:
             self._watching = None
 
     def give_up(self, why: RunError) -> None:
-        """Start the ranks again, even if they live. Raises ``why`` where that is impossible."""
+        """Restart the ranks, even if they live. Raises ``why`` if that is impossible."""
         if self.ranks is None:
             raise why
         if self._lost is None:
@@ -118,16 +118,18 @@ class RankRestarts:
             self._changed.changed()
 
     async def again(self, why: RunError) -> None:
-        """Bring the ranks back from the newest checkpoint though they live, or wait until lost ones are back."""
+        """Restart the ranks from the newest checkpoint, though they live. If they are lost already, wait until they are
+        back.
+        """
         self.give_up(why)
         await self._changed.until(lambda: self._given_up is None and self._lost is None)
 
     async def until_there(self) -> None:
-        """Wait until the ranks are where they should be."""
+        """Wait until the ranks are ready."""
         await self._changed.until(lambda: self._lost is None)
 
     async def surviving(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``work``, which calls the ranks; it is repeated on new ranks if these are lost."""
+        """Return the result of ``work``, which calls the ranks. It is repeated on new ranks if the ranks are lost."""
         if self.ranks is None:
             return await work()
         while True:
@@ -139,7 +141,7 @@ class RankRestarts:
                 return await task
             except asyncio.CancelledError:
                 current = asyncio.current_task()
-                # Else `_recover` has cancelled the call alone: its caller was not asked to end, and calls again.
+                # Otherwise `_recover` has cancelled the call but not its caller, which repeats it.
                 if self._lost is None or (current is not None and current.cancelling()):
                     raise
             except HeadwayError:
@@ -150,7 +152,9 @@ class RankRestarts:
                 self._changed.changed()
 
     async def _was_lost(self) -> bool:
-        """Tell whether the ranks are lost, after a call that failed: it may fail before the loss is known."""
+        """Return True if the ranks are lost, after a failed call. It waits a little: a call may fail before the loss is
+        known.
+        """
         try:
             async with asyncio.timeout(END_KNOWN_S):
                 await self._changed.until(lambda: self._lost is not None)
@@ -178,36 +182,36 @@ class RankRestarts:
             await self._changed.until(lambda: bool(self._works))
             await asyncio.sleep(looks_s)
             answers = await ask(ranks.ranks(), looks_s)
-            # Ranks without work (`quiet_s` is infinite) do not hang: an open call may wait for something in the driver.
+            # Ranks without work (`quiet_s` is infinite) do not hang: their open call may wait for the driver.
             works = any(beat is not None and isfinite(beat.quiet_s) for beat in answers.by_worker.values())
             if self._works and works and now() >= answers.deadline(quiet_s, file_stall_s):
                 raise StallError(f"the ranks of {self.role} do not move: {answers}")
 
     async def _recover(self, ranks: RestartableRanks, loss: RunError) -> None:
-        """Bring new ranks to where the lost ones stood. Raises ``loss`` when that cannot be."""
-        # Before calls are cancelled: `surviving` tells a loss from a cancellation by it.
+        """Start new ranks and bring them to the state of the lost ones. Raises ``loss`` if that is impossible."""
+        # `_lost` is set before calls are cancelled: `surviving` tells a loss from a cancellation by it.
         began, self._lost, self._given_up = now(), loss, None
         self.state.emit(RanksLost(time=began, role=self.role, reason=str(loss)))
-        self.on_lost(loss)  # before works end: whoever waits for replicas in the same processes is let go
+        self.on_lost(loss)  # before works end: releases calls that wait for replicas in the same processes
         for work in self._works:
             work.cancel()
         self._changed.changed()
-        # A call that was still under way could reach new ranks half-way.
+        # A call still under way could reach new ranks half-way.
         await self._changed.until(lambda: not self._works)
         redone: int | None = None
         while redone is None:
             if not self.restarts.left:
                 raise type(loss)(f"{loss}. It is not started again: trainer.max_restarts is used up") from loss
-            self.restarts.begin()  # before it is tried: a start that fails counts, too
+            self.restarts.begin()  # before the attempt: a failed start counts, too
             try:
                 await ranks.restart()
                 redone = await failing_as_one(partial(self._back, ranks, self.bring_back)) if self.bring_back else 0
-            except TokensLost as failure:  # another start would meet the same
+            except TokensLost as failure:  # another start would fail alike
                 raise TokensLost(f"{loss}. What it was trained on cannot be redone: {failure}") from failure
             except RunError as failure:
                 self.state.note(f"the ranks of {self.role} could not be brought back: {failure}")
                 loss = failure
-                self.on_lost(loss)  # what came back with those ranks is lost with them
+                self.on_lost(loss)  # replicas that came back with those ranks are lost again
         self._lost = None
         self._changed.changed()
         self.state.emit(
@@ -225,8 +229,8 @@ class RankRestarts:
     async def _back(
         self, ranks: RestartableRanks, bring_back: Callable[[], Coroutine[Any, Any, int]], tasks: Tasks
     ) -> int:
-        """Return the result of ``bring_back``. The new ranks are watched meanwhile, and may be lost, too."""
-        # New ranks, too: one that hung while it was brought back ended the run, because nothing watched it.
+        """Return the result of ``bring_back``, while watching the new ranks, which may be lost, too."""
+        # Without this watch, a new rank that hung while it was brought back ended the run.
         watching = [tasks.start(ranks.watch()), tasks.start(self._end_of_motion(ranks))]
         try:
             return await tasks.start(bring_back(), among=self._works)
@@ -238,8 +242,8 @@ class RankRestarts:
 async def redo_actor(
     state: RunState, actor: Actor, checkpoints: CheckpointManager, on_version: Callable[[int], Awaitable[None]]
 ) -> int:
-    """Load the newest checkpoint into the trainer's ranks, which have the initial model, and train on all batches since
-    then. Returns their number. ``on_version`` is called whenever the ranks hold a version as it was published.
+    """Load the newest checkpoint into the trainer's new ranks, and train again on all batches since then. Returns the
+    number of batches. ``on_version`` is called whenever the ranks hold a version as it was published.
     """
     at = await checkpoints.load_newest(ACTOR)
     await on_version(at)
@@ -255,7 +259,7 @@ async def redo_actor(
 
 
 async def redo_critic(actor: Actor, checkpoints: CheckpointManager) -> int:
-    """Bring a critic with own ranks to where it was. Returns how many batches were redone."""
+    """Bring a critic on new ranks of its own back to its state. Returns the number of batches redone."""
     assert actor.critic is not None, "its ranks were started again"
     at = await checkpoints.load_newest(CRITIC)
     return await actor.critic.redo(actor.since(at))

@@ -1,4 +1,4 @@
-"""Monitoring of a run: reports what its replicas do, and ends a run in which nothing moves any more."""
+"""Monitoring of a run: reports the activity of its replicas, and ends a run that stalls."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from headway.runtime.progress import Living, OpenWork
 from headway.runtime.task_groups import concurrently
 
 SHORTEST_S = 1e-3
-"""Shortest wait for a deadline, in seconds. Rounding may end an earlier wait just short of its deadline."""
+"""Shortest wait for a deadline, in seconds. Rounding may end a wait just short of its deadline."""
 
 
 @dataclass(eq=False)
 class RunMonitor:
-    """Observer of events, which reports each replica's activity every ``interval_s``, fences off one that computes
-    nothing of its open calls, and ends a run in which nothing moved for too long.
+    """Observer that reports each replica's activity every ``interval_s``, fences off a replica that computes no tokens
+    of its open calls, and ends a run without progress.
 
-    An event counts as progress, and so does the work that a worker reports in its heartbeat: an optimizer step may take
-    hours, as long as its micro-batches go by. Workers are asked only when there was no event for so long.
+    Events count as progress, and so does the work that a worker reports in its heartbeat: an optimizer step may take
+    hours, as long as its micro-batches advance. Heartbeats are requested only after a long time without events.
 
-    A replica is judged by its tokens: an engine's front end may answer while its core hangs. One that is idle, or that
-    is paused for new weights, owes none.
+    A replica is judged by its tokens: an engine's front end may answer while its core hangs. An idle replica, or one
+    paused for new weights, need not compute any.
 
     consumes        what replicas report; the time of the last event; workers' heartbeats
     waits for       the interval, and the time that is left until nothing moved for `Timeouts.stall_s`
@@ -44,26 +44,26 @@ class RunMonitor:
     pool: ReplicaPool
     stages: Sequence[Stage[Any, Any]]
     restarts: Sequence[Restarts]
-    """Starts of workers, for which the stall detector waits."""
+    """Counters of worker starts. The stall detector waits for starts under way."""
     emit: Emit
     _: KW_ONLY
     workers: Callable[[], Sequence[Living]] = tuple
     interval_s: float
 
     _work: dict[str, OpenWork] = field(default_factory=dict, init=False)
-    """Open work of each replica, by its name."""
+    """Name of a replica -> its open work."""
     _moved: float = field(default=0.0, init=False)
-    """Time of the last event that counts as progress, in seconds on the event clock."""
+    """Time of the last progress, in seconds on the event clock."""
 
     def on_event(self, event: Event) -> None:
-        """Note the event's time as progress, unless the event reports a replica that was idle."""
+        """Count the event as progress, unless it reports an idle replica."""
         if not isinstance(event, ReplicaActivity) or event.generated_tokens + event.prefilled_tokens > 0:
             self._moved = event.time
 
     def close(self) -> None: ...
 
     async def run(self) -> None:
-        """Report and watch until cancelled. Raises `StallError` when nothing moved for `Timeouts.stall_s`."""
+        """Report and watch until cancelled. Raises `StallError` after `Timeouts.stall_s` without progress."""
         self._moved = now()  # not 0: a real loop's clock is the machine's uptime, and a stall would be found at once
         # Side by side: a replica that does not even answer `stats` must not keep the stall from being noticed.
         await concurrently([self._report_always(), self._end_when_stalled()])
@@ -80,7 +80,7 @@ class RunMonitor:
             deadline = max([self._moved, *starts_until]) + stall_s
             if now() >= deadline:
                 answers = await ask(self.workers(), within_s=min(HEARTBEAT_S, stall_s))
-                # `_moved` once more: an event may have come while the workers were asked.
+                # `_moved` is read again: an event may have come while the workers answered.
                 deadline = max(deadline, self._moved + stall_s, answers.deadline(stall_s, file_stall_s))
                 if now() >= deadline:
                     said = f". Workers: {answers}" if answers.by_worker else ""
@@ -90,7 +90,7 @@ class RunMonitor:
             await asyncio.sleep(max(SHORTEST_S, deadline - now()))
 
     async def report(self) -> None:
-        """Emit one `ReplicaActivity` per serving replica, for the time since its last one."""
+        """Emit one `ReplicaActivity` per serving replica, for the time since its previous one."""
         serving = self.pool.serving
         self._work = {replica.name: self._work.get(replica.name, OpenWork()) for replica in serving}
         await concurrently(self._report_one(replica) for replica in serving)
@@ -103,9 +103,9 @@ class RunMonitor:
             await self._fence_silent(replica, stats)
 
     async def _fence_silent(self, replica: Replica, stats: EngineStats) -> None:
-        """Give ``replica`` up where it computed no token of its open calls for too long."""
+        """Give ``replica`` up if it computed no token of its open calls for too long."""
         work = self._work[replica.name]
-        # A replica that stands computes nothing since it was told so.
+        # A halted replica computes nothing by order.
         calls = 0 if self.pool.pauses.stands(replica.name) else stats.running + stats.waiting
         moved = stats.generated_tokens + stats.prefilled_tokens > 0
         silent_s = work.silent_s(now(), is_open=calls > 0, moved=moved)
@@ -123,7 +123,7 @@ class RunMonitor:
 
 
 def describe(stage: Stage[Any, Any]) -> str:
-    """Describe what a stage waits for, by its state or, while it processes, by what it has declared."""
+    """Describe what a stage waits for, by its state or, while it processes, by its declared waits."""
     if stage.waiting_for:
         return f"{stage.name} waits for {stage.waiting_for}"
     if stage.inner_waits:

@@ -1,10 +1,10 @@
-"""Supervision of replicas, and of episode workers: watches their processes, and puts others in the place of lost ones.
+"""Supervision of replicas and of episode workers: watches their processes, and replaces lost ones.
 
     watch(member) ──its process ended──▶ died ──▶ lost ──▶ start another ──▶ join
 
-A death is noticed even if no call is open. A new replica gets the next version with the others, or the trainer's where
-no other one is left, and serves from then on. A new episode worker makes groups once it knows the replicas. The run
-ends when the last member is lost and none can take its place.
+A death is noticed even if no call is open. A new replica serves once it has loaded a version: the next one, together
+with the others, or the trainer's current one if no other replica is left. A new episode worker makes groups once it
+knows the replicas. The run ends when the last member is lost and cannot be replaced.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from headway.runtime.task_groups import Tasks
 
 
 class Restarts:
-    """Number of replacements that a run may still start, for members of one kind or of several."""
+    """Counter of the replacements that a run may still start, for one kind of members or several."""
 
     def __init__(self, left: int, timeouts: Timeouts) -> None:
         self.left = left
         self.starts_until = 0.0
-        """Time on the event clock by which the newest start has ended."""
+        """Time on the event clock by which the newest start must have ended."""
         self.timeouts = timeouts
 
     def begin(self) -> None:
-        """Count a start, which ends within `Timeouts.start_s`."""
+        """Count a start, which must end within `Timeouts.start_s`."""
         self.left -= 1
         self.starts_until = now() + self.timeouts.start_s
 
 
 Watch = Callable[[Any], Coroutine[Any, Any, None]]
-"""Coroutine function that runs until cancelled, and raises `WorkerDied` as soon as the given member's process ends."""
+"""Coroutine function that runs until cancelled, and raises `WorkerDied` when the given member's process ends."""
 
 Replace = Callable[[str], Coroutine[Any, Any, Any]]
-"""Coroutine function that starts a member in the place of the given one. Raises the errors of `headway.errors`."""
+"""Coroutine function that starts a replacement of the member with the given name. Raises errors of `headway.errors`."""
 
 
 @dataclass(eq=False)
 class Supervision:
-    """Supervises members from `start` to `stop`.
+    """Supervisor of members (replicas or episode workers), from `start` to `stop`.
 
     consumes        the deaths that ``watch`` tells of; names of members that are lost
     waits for       a member's process to end; a replacement to be up
@@ -57,14 +57,14 @@ class Supervision:
     state: RunState
     members: ReplicaPool | EpisodeWorkers
     watch: Watch | None
-    """None: no member is watched."""
+    """Function that watches a member's process; None if members are not watched."""
     replace: Replace | None
-    """Function that starts a member in the place of a lost one within `Timeouts.start_s`; called while ``restarts`` are
-    left."""
+    """Function that replaces a lost member within `Timeouts.start_s`, called while ``restarts`` are left. None: lost
+    members are not replaced."""
     restarts: Restarts
 
     _replacing: int = field(default=0, init=False)
-    """Number of lost members in whose place others are being started."""
+    """Number of lost members whose replacements are being started."""
     _tasks: Tasks | None = field(default=None, init=False)
     _started: dict[asyncio.Task[Any], None] = field(default_factory=dict, init=False)
 
@@ -75,7 +75,7 @@ class Supervision:
         tasks.start(self._replace_lost(tasks), among=self._started)
 
     def join(self, newcomer: Any) -> None:
-        """Let a late member join, and watch it. Raises `ValueError` when its name was taken before."""
+        """Add and watch a late member. Raises `ValueError` if its name was used before."""
         self.members.join(newcomer)
         self._add(newcomer)
 
@@ -86,7 +86,7 @@ class Supervision:
             task.cancel()
 
     def _add(self, member: Any) -> None:
-        """Watch ``member``, unless supervision has not started: `start` does it then."""
+        """Watch ``member``. Before `start`, do nothing: `start` watches all members."""
         if self._tasks is not None and self.watch is not None:
             self._tasks.start(self._lose_dead(member, self.watch), among=self._started)
 
@@ -102,12 +102,12 @@ class Supervision:
             if self.replace is None:
                 self._go_on_without(lost, why, f"no {self.members.kind} can be started in its place")
             else:
-                # Counted before the task's first step: a loss that is handled meanwhile must not end the run.
+                # Counted before the task's first step: another loss handled in between must not end the run.
                 self._replacing += 1
                 tasks.start(self._replace_one(lost, why, self.replace), among=self._started)
 
     async def _replace_one(self, lost: str, reason: RunError, replace: Replace) -> None:
-        """Start a member in the place of ``lost``. A failure is reported, and does not end the run by itself."""
+        """Start a replacement for ``lost``. A failure is reported, and does not end the run by itself."""
         why = ""
         while self.restarts.left > 0:
             self.restarts.begin()
@@ -133,8 +133,8 @@ class Supervision:
         self._go_on_without(lost, reason, f"{why}; {used_up}" if why else used_up)
 
     def _go_on_without(self, lost: str, reason: RunError, why: str) -> None:
-        """Go on with members that are left or being started. Raises the error of the loss if there are none."""
-        # A loss that still waits in `lost` may get a replacement.
+        """Continue with members that are left or being started. Raises the error of the loss if there are none."""
+        # A loss still queued in `lost` may get a replacement.
         if not (self.members.present or self._replacing or len(self.members.lost)):
             raise type(reason)(
                 f"{reason}. It was the last {self.members.kind}, without which no group is made, and {why}"

@@ -1,4 +1,4 @@
-"""ActorTrain: takes a train batch, prepares it once, makes its optimizer steps; every so many batches, a new version.
+"""ActorTrain: prepares each train batch and makes its optimizer steps; publishes a version every few batches.
 
 consumes        train batches: ``require_batches`` mini-batches of groups
 waits for       enough groups, in the order of consumption, and for the stages that add columns to them on ranks of
@@ -7,7 +7,7 @@ is unblocked by the queue; by the lease, on shared devices; after a version, by 
                 a copy of the weights was made)
 produces        one update per version; each batch, with its returns, for CriticTrain
 
-A resumed run begins with an update: replicas have the initial model, and the trainer the checkpoint's.
+A resumed run begins with an update: replicas have the initial model, the trainer that of the checkpoint.
 
 The lease of devices that training and generation share (``cluster.placement: shared``):
 
@@ -16,7 +16,7 @@ The lease of devices that training and generation share (``cluster.placement: sh
         └────────────────────────── wake ▶ resume ◀── after each batch, update or not ────────────┘
                                                         update: stage ▶ load, while they sleep
 
-A replica gives its copy of the weights up where new ones will come before it wakes, and keeps it otherwise.
+A replica frees its weights if new ones will arrive before it wakes, and keeps them otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from headway.runtime.task_groups import concurrently
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """Update to ``version``, which the trainer has reached. Training waits for its release."""
+    """Update to ``version``, which the trainer has reached. Training waits until the update is released."""
 
     version: int
     released_at: float | None = None
@@ -50,28 +50,28 @@ class PendingUpdate:
     """Event that is set when the trainer may change its weights again."""
 
     def release(self) -> None:
-        """Let the trainer change its weights again: every replica serves the version, or a copy was made."""
+        """Let the trainer change its weights again. Call it when every replica serves the version, or a copy exists."""
         self.released_at = now()
         self.released.set()
 
 
 class TrainerLease:
-    """Turns of the trainer's ranks. On shared devices, generation has the devices between two turns."""
+    """Lease of the trainer's devices, which generation uses in between if they are shared."""
 
     def __init__(self, state: RunState, pool: ReplicaPool, restarts: RankRestarts, *, shared: bool) -> None:
-        """``shared``: False where the trainer has devices of its own, and nothing changes hands."""
+        """Create the lease. ``shared``: False if the trainer has devices of its own; the lease then does nothing."""
         self.restarts = restarts
-        """Restarts of the trainer's ranks; calls of the ranks survive them."""
+        """Restarts of the trainer's ranks, which repeat interrupted calls."""
         self.turn = asyncio.Lock()
-        """Lock for calls of the trainer, which ActorTrain and ParamUpdate make."""
+        """Lock for calls of the trainer: both ActorTrain and ParamUpdate make them."""
         self._state, self._pool, self._shared = state, pool, shared
         self._training = False
-        """True from the end of `to_train` to that of `to_generate`."""
+        """True from the end of `to_train` to the end of `to_generate`."""
 
     async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
         """Wait until nothing else computes on the trainer's devices. Call it only with complete input in hand.
 
-        ``new_weights``: every replica will have loaded a new version before `to_generate` is called.
+        ``new_weights``: True if every replica will load a new version before `to_generate` is called.
         """
         if self._shared:
             asked = now()
@@ -86,12 +86,12 @@ class TrainerLease:
             returned = now()
             await concurrently(self._give_back(replica, waiting_for) for replica in self._pool.serving)
             self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
-        self._training = False  # not before: replicas that come back meanwhile with new ranks are given back as well
+        self._training = False  # only now: replicas that came back with new ranks are given back as well
 
     @asynccontextmanager
     async def of_new_ranks(self) -> AsyncIterator[None]:
-        """Have replicas that were started with new ranks sleep while these are brought back, and wake up afterwards
-        unless `to_generate` is yet to come.
+        """Put replicas that started with new ranks to sleep while the ranks are brought back. Afterwards wake them,
+        unless `to_generate` is still to be called.
         """
         was_training = self._training
         await self.to_train(lambda _: nullcontext(), new_weights=True)
@@ -110,7 +110,7 @@ class TrainerLease:
                 halt = await pauses.halt(replica, "lease")
                 await replica.sleep(keep_weights=keep_weights)
                 return halt.validation_s
-        return 0.0  # reached where the replica was lost: `losing` has attended to that
+        return 0.0  # reached if the replica was lost, which `losing` has handled
 
     async def _give_back(self, replica: Replica, waiting_for: WaitingFor) -> None:
         async with self._pool.losing():
@@ -126,13 +126,13 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
     input: StageSource[TrainBatch]
     run_state: RunState
     to_critic: Channel[TrainBatch] | None
-    """Channel to the stage of a critic with ranks of its own; None without such a critic."""
+    """Channel to CriticTrain; None if no critic has ranks of its own."""
     actor: Actor
     lease: TrainerLease
     checkpoints: CheckpointManager
     resumed: PendingUpdate | None = field(default=None, init=False)
-    """First input of a resumed run: the update to the checkpoint's version, which only the trainer holds. None for
-    version 0, the initial model, which all have."""
+    """First input of a resumed run: the update to the checkpoint's version, which only the trainer has. None for
+    version 0, the initial model, which every worker has."""
 
     async def get_input_data(self) -> TrainBatch | PendingUpdate | None:
         if (resumed := self.resumed) is not None:
@@ -153,7 +153,7 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
             ends_version |= consumed % self.run_state.staleness.groups_per_version == 0
         # Held across the `yield`, until the update is released: `serve_again` must not send meanwhile.
         async with self.lease.turn:
-            # Only now, with a whole batch in hand: generation could not make the rest of one without its devices.
+            # Only with a complete batch: generation could not make the rest of it without the devices.
             take = partial(self.lease.to_train, self._waiting_within, new_weights=ends_version)
             await self.lease.restarts.surviving(take)
             if isinstance(item, PendingUpdate):
@@ -164,12 +164,12 @@ class ActorTrain(Stage[TrainBatch | PendingUpdate, PendingUpdate]):
                 self.run_state.data_ended = item.is_last  # before `version` is read, which counts a short last version
                 if self.run_state.at_boundary or item.is_last:
                     version = self.run_state.version
-                    # Before the first wait: nothing that follows belongs to this boundary.
+                    # Before the first await: nothing later belongs to this boundary.
                     self.checkpoints.reached(version)
                     yield PendingUpdate(version)
                     save = partial(self.checkpoints.save_if_due, version, self._waiting_within)
                     await self.lease.restarts.surviving(save)
-            # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
+            # Not in a `finally`: a failed trainer ends the run, and no engine must wake up on its devices.
             await self.lease.restarts.surviving(partial(self.lease.to_generate, self._waiting_within))
 
     async def _train(self, batch: TrainBatch) -> None:

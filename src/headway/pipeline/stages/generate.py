@@ -1,4 +1,4 @@
-"""Generate: has episode workers make groups, and passes finished groups on, in the order in which they finish.
+"""Generate: requests groups from episode workers, and passes them on in the order in which they finish.
 
 consumes        an episode worker's share of a wave, from PromptLoader
 waits for       an episode worker to finish a group; paused while every replica is halted
@@ -36,7 +36,7 @@ class Generate(Stage[Share, Group]):
     def __post_init__(self) -> None:
         self.gate = self.pool.pauses.gate
         self._min_episodes = min_episodes(self.config)
-        """Fewest episodes of a group, its baseline aside, that must not have failed."""
+        """Fewest episodes of a group, without its baseline, that must not fail."""
         episodes = self.config.groups_per_version * self.config.rollout.n
         self._troubles = EpisodeTroubles(episodes) if self.config.agent.has_program else None
 
@@ -44,7 +44,7 @@ class Generate(Stage[Share, Group]):
         with self._waiting_within(", ".join(replica.name for replica in self.pool.serving)):
             async for group in self.pool.episode_workers.generate(share):
                 entry = self.run_state.ledger.open[group.number]
-                if not entry.made:  # else it was reported before the checkpoint
+                if not entry.made:  # otherwise it was reported before the checkpoint
                     entry.made = True
                     self._report(group)
                 if (drawn := entry.drawn) is not None:
@@ -56,13 +56,13 @@ class Generate(Stage[Share, Group]):
                     yield group
 
     def _leaves_out_failed(self, group: Group) -> bool:
-        """Leave out the episodes that failed. False where the others are too few, or the baseline is missing."""
+        """Remove failed episodes from the group. Returns False if too few are left, or the baseline failed."""
         failed = [t for t in group.trajectories if t.failure is not None]
         if not failed:
             return True
         group.trajectories = tuple(t for t in group.trajectories if t.failure is None)
         enough = sum(t.id.k < group.n for t in group.trajectories) >= self._min_episodes
-        # A baseline has k = n: an estimator that subtracts it has no advantages without it.
+        # The baseline has k = n. An estimator that subtracts it cannot compute advantages without it.
         if enough and all(t.id.k < group.n for t in failed):
             return True
         worst = next((t for t in failed if t.id.k >= group.n), failed[0])
@@ -94,7 +94,7 @@ class Generate(Stage[Share, Group]):
                     notes=dict(trajectory.notes),
                 )
             )
-        # An aborted group's too: an episode that failed before has that fate, whatever becomes of its group.
+        # Also for an aborted group: an episode that failed before keeps that fate.
         if failed := sum(trajectory.failure is not None for trajectory in group.trajectories):
             self.run_state.ledger.episodes_failed(group.number, failed)
         if self._troubles is not None:

@@ -11,9 +11,9 @@
     is unblocked by the ranks, which answer, or are started again; ParamUpdate, which loads the version; CriticTrain
     produces        the same groups or batches, with a column for each row; CriticTrain: a critic for the next batch
 
-LogProb and Values work on a version's next batch while the trainer is busy with this one. A role on the trainer's ranks
-has no stage: `Actor` asks it, since two models driven at once would interleave their collectives differently on each
-rank.
+LogProb and Values work on a version's next batch while the trainer is busy with the current one. A role on the
+trainer's ranks has no stage: `Actor` calls it, since two models driven at once would interleave their collectives
+differently on each rank.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LogProb(Stage[TrainBatch, TrainBatch]):
 
     async def _logprobs(self, batch: TrainBatch) -> Sequence[Column]:
         with self._waiting_within(f"version {batch.version} to be loaded"):
-            # Within `surviving`: ranks that are started again have the initial model, and need the version anew.
+            # Within `surviving`: restarted ranks have the initial model, and need the version again.
             await self.pool.others_have(batch.version)
         with self._waiting_within(f"log-probs under version {batch.version}, of the ranks of logp"):
             return await self.engine.proximal_logprobs(samples_of(batch.groups), batch.version)
@@ -100,4 +100,4 @@ class CriticTrain(Stage[TrainBatch, None]):
         with self._waiting_within("the critic's step"):
             await self.critic.train(batch)
         return
-        yield  # never reached: makes this an asynchronous generator, as `Stage` expects
+        yield  # never reached: makes this an async generator, as `Stage` expects

@@ -9,12 +9,12 @@
     produces        validations that are due
 
 *Synchronous*: the transfer is one collective, and the trainer goes on when every receiver has loaded. *Overlapped*: the
-trainer goes on after gather; the receivers of each copy (of a machine) receive and load at their own pace, and skip a
-version that a newer one overtook before its transfer began. The halt comes last, so that a replica stops for the swap
-alone; one without a second buffer is halted first.
+trainer goes on after gather; the receivers of each copy (one per machine) receive and load at their own pace, and skip
+a version if a newer one arrives before its transfer began. A replica is halted last, so that it stops only for the
+swap; a replica without a second buffer is halted first.
 
-A validation is due every ``test_freq`` versions. It is handed on as soon as its replica has loaded, while others still
-do; one over all replicas when the last of them has.
+A validation is due every ``test_freq`` versions. A validation on one replica is sent as soon as this has loaded, one on
+all replicas when the last of them has.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from headway.pipeline.update.weight_loading import Probe, WeightLoading
 from headway.runtime.task_groups import concurrently
 
 Published = tuple[Delivery, Sequence[ReplicaPause]]
-"""Result of publishing a version, which every receiver serves or skipped: what sending cost, and replicas' pauses."""
+"""Result of publishing a version, which every receiver serves or skipped: the delivery and the replicas' pauses."""
 
 
 @dataclass
 class Schedule(ABC):
-    """Schedule of an update: how a version reaches the receivers, and when training resumes."""
+    """Schedule of an update: defines how a version reaches the receivers, and when training resumes."""
 
     state: RunState
     transfer: VersionTransfer
@@ -56,29 +56,31 @@ class Schedule(ABC):
     restarts: RankRestarts
 
     keeps_version: ClassVar[bool] = False
-    """True where the last published version can be sent while the trainer goes on."""
+    """True if the last published version can be sent while the trainer goes on."""
 
     @abstractmethod
     async def publish(self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]) -> Published:
-        """Transfer ``update``, load it on all that ``receivers`` gives, and release it when training may resume."""
+        """Transfer ``update``, load it on all receivers that ``receivers()`` returns, and release it when training may
+        resume.
+        """
 
     @abstractmethod
     async def restored(self, version: int, late: Sequence[ReceiverClient]) -> None:
-        """Note that a trainer that was started again holds ``version`` for a moment, in which the receivers ``late``
-        have to get it.
+        """Send ``version`` to the receivers ``late`` if it is not kept: a restarted trainer holds it only during this
+        call.
         """
 
     def lacking(self, receivers: Sequence[ReceiverClient], version: int) -> list[ReceiverClient]:
-        """Return those of ``receivers`` without ``version``; one that joins has loaded none, not even 0."""
+        """Return the ``receivers`` that have not loaded ``version``. A joining replica has loaded none, not even 0."""
         loaded = self.state.staleness.loaded
-        # Not of replicas: one that joins has loaded nothing, was taken for one with version 0, and the run stood still.
+        # Not for replicas: a joining replica has loaded nothing. Its client's version 0 made the run stall.
         others = {one.name: one.version for one in receivers if not isinstance(one, Replica)}
         return [one for one in receivers if (loaded | others).get(one.name) != version]
 
 
 class Synchronous(Schedule):
     async def publish(self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]) -> Published:
-        # Before the look at who lacks it: a trainer that comes back sends it to some (`restored`).
+        # Before `lacking`: a trainer that comes back sends the version to some receivers (`restored`).
         await self.restarts.until_there()
         to = self.lacking(receivers(), update.version)
         await self.loading.make_ready(to)
@@ -99,15 +101,15 @@ class Overlapped(Schedule):
 
     _newest: int | None = field(default=None, init=False)
     _gathered: GatherReport = field(default=GatherReport(0.0, 0), init=False)
-    """Report of the newest version, which the trainer's copy holds."""
+    """Report of gathering the newest version, which the trainer's copy holds."""
     _turns: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
-    """Locks by copy, so that each gets one delivery at a time, in order of versions."""
+    """Copy -> its lock, so that each copy gets one delivery at a time, in order of versions."""
 
     async def publish(self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]) -> Published:
         if self._newest is not None and update.version <= self._newest:  # the copy has it, or a newer one
             gathered = replace(self._gathered, gather_s=0.0)
         else:
-            self._newest = update.version  # before gather: what has not begun by now must not read the copy any more
+            self._newest = update.version  # before gather: later transfers of older versions must not read the copy
             gather = partial(self.transfer.gather, update.version)
             self._gathered = gathered = await self.restarts.surviving(gather)
         update.release()
@@ -138,8 +140,8 @@ class Overlapped(Schedule):
             return delivered, await self.loading.load_all(delivered.receivers, version, probe)
 
     async def _send(self, receivers: Sequence[ReceiverClient], version: int) -> Delivery | None:
-        """Send ``version``. Returns None if a newer one came while ``receivers`` finished what was in flight, or while
-        the trainer was started again: its copy holds the newest version only.
+        """Send ``version``. Returns None if a newer one came while ``receivers`` finished calls in flight, or while the
+        trainer was restarted: its copy holds only the newest version.
         """
         if self._are_overtaken(receivers, version):
             return None
@@ -172,7 +174,7 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
 
     async def process_data(self, update: PendingUpdate) -> AsyncGenerator[Validation, None]:
         oldest = self.run_state.staleness.oldest_trainable(update.version)
-        if oldest is not None and self.run_state.trains_more:  # what is queued is dropped when it would be taken
+        if oldest is not None and self.run_state.trains_more:  # queued groups are dropped when they would be taken
             await self._pool.abort_older_than(oldest)
         started = now()
         delivered, pauses = await self._schedule.publish(update, lambda: self._pool.receivers)
@@ -190,26 +192,26 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
                 changed=delivered.changed,
             )
         )
-        served = update.version in self.run_state.staleness.loaded.values()  # else it was overtaken
+        served = update.version in self.run_state.staleness.loaded.values()  # otherwise a newer version overtook it
         if self.validators.everywhere and served and self.validators.is_due(update.version):
             yield self.validators.order(update.version)
 
     async def serve_again(self) -> None:
-        """Bring the trainer's version to replicas that joined, whenever no other one serves, and to other receivers
-        that were started again, when they are waited for. Runs until cancelled.
+        """Send the trainer's version to joined replicas whenever no replica serves, and to restarted receivers that
+        generate nothing when they are awaited. Runs until cancelled.
 
-        Without it no group would be made, and the next version might never come. If no copy of the weights is kept,
-        replicas get the trainer's weights of this moment: between two steps of a version they count as that version's.
-        Log-probs need the version as it was: a trainer that has gone on is brought back to it, and redoes its steps.
+        Otherwise no group would be made, and the next version might never come. If no copy of the weights is kept,
+        replicas get the trainer's current weights, which count as the version's even between two of its steps.
+        Log-probs need the version as it was: a trainer that has gone on is restarted at it, and redoes its steps.
         """
         state, pool = self.run_state, self._pool
         while True:
             await state.changed.until(lambda: pool.needs_version)
-            # ActorTrain makes no step meanwhile: what is sent has to be the weights of one moment.
+            # ActorTrain makes no step meanwhile: the weights sent must all be of one moment.
             async with self.lease.turn:
                 version = state.version
                 if not pool.others_need(version):
-                    if pool.needs_version:  # once more: an update may have served them before this turn came
+                    if pool.needs_version:  # checked again: an update may have come before this turn
                         await self._schedule.publish(PendingUpdate(version), lambda: pool.joining)
                 elif self._schedule.keeps_version or self.actor.stands_at(version):
                     await self._schedule.publish(PendingUpdate(version), lambda: pool.others)
@@ -217,28 +219,29 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
                     await self.lease.restarts.again(RunError(f"the ranks of logp need version {version} again"))
 
     async def restored(self, version: int) -> None:
-        """Note that a trainer that was started again holds ``version``, as `Schedule.restored` does."""
+        """Send ``version``, which a restarted trainer holds, to the receivers that need it. See `Schedule.restored`."""
         late = self._pool.others if self._pool.others_need(version) else []
-        # Replicas in the ranks' processes came back with them, and have the initial model.
+        # Replicas in the ranks' processes restarted with them, and have the initial model.
         if self._pool.lose_ranks is not None and version == self.run_state.version:
             late = [*late, *self._pool.joining]
         await self._schedule.restored(version, late)
 
     def close_output(self) -> None:
         super().close_output()
-        self.validators.order_no_more()  # Validate orders the last version's
+        self.validators.order_no_more()  # Validate orders that of the last version
 
     async def _order_validation(self, replica: Replica, version: int) -> None:
-        """Order the validation of ``version`` if it is due, before that version lets further groups in."""
+        """Order the validation of ``version`` if it is due, before further groups are admitted under that version."""
         if not self.validators.is_due(version):
-            # One whose replicas were lost begins anew or goes on here: as ever, no wave may start beside it.
+            # A validation whose replicas were lost begins again or goes on here: no wave may start beside it.
             if self.validators.under_way and (self.validators.everywhere or replica is self._pool.validator):
                 self.validators.keep(replica)
             return
         if self.validators.everywhere:
-            self.validators.keep(replica)  # the others have to load before it is ordered
+            self.validators.keep(replica)  # ordered once the other replicas have loaded
         elif replica is self._pool.validator:
             self.validators.newest = version
-            # Else one that another replica was lost over waits behind this halt already, and will be this version's.
+            # Otherwise a validation interrupted by a lost replica already waits for this one, and will validate this
+            # version.
             if replica.name not in self.run_state.validating:
                 await self.send_output_data(self.validators.order(version))

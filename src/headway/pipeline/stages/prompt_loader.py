@@ -1,4 +1,4 @@
-"""PromptLoader: admits prompts into the pipeline, as many as staleness allows.
+"""PromptLoader: admits as many prompts into the pipeline as staleness allows.
 
 consumes        the prompt source
 waits for       room under the inequality (and, in batch admission, for the last wave to be rewarded)
@@ -45,15 +45,15 @@ class PromptLoader(Stage[list[Prompt], Share]):
         return "the end of the run, with all groups admitted" if waiting and self.run_state.all_admitted else waiting
 
     async def get_input_data(self) -> list[Prompt] | None:
-        # Before any other: they keep their numbers and their places in the order of consumption.
+        # Reopened groups come first: they keep their numbers and places in the order of consumption.
         if self.run_state.reopened:
             await self.run_state.changed.until(lambda: self._ended or self.run_state.staleness.serves)
-            return [prompt for _, prompt in self.run_state.reopened.values()]  # `admit` takes each out of it
+            return [prompt for _, prompt in self.run_state.reopened.values()]  # `admit` removes each from it
         while not self._ended:
             await self.run_state.changed.until(lambda: self._ended or self._room() > 0)
             if not self._ended and (prompts := self._next(self._room())):
                 return prompts
-            # The data gave out. What is being generated may yet be lost with its replica, and come back.
+            # The data has ended. Prompts of groups under way may still come back, if the groups are lost.
             await self.run_state.changed.until(
                 lambda: self._ended or bool(self.run_state.waiting_again) or self.run_state.unrewarded == 0
             )
@@ -67,7 +67,7 @@ class PromptLoader(Stage[list[Prompt], Share]):
             yield share
 
     def _admit(self, prompt: Prompt) -> Group | None:
-        """Admit a group; None where it had ended before the run was resumed."""
+        """Admit a group for ``prompt``. Returns None if the group ended before the run was resumed."""
         if (number := self.run_state.admit(prompt)) is None:
             return None
         shown = self.run_state.ledger.open[number].drawn is not None
@@ -80,7 +80,7 @@ class PromptLoader(Stage[list[Prompt], Share]):
         self.run_state.changed.changed()
 
     def _next(self, count: int) -> list[Prompt]:
-        """Return the next prompts, at most ``count``; none at the end of the data. Those of lost groups come first."""
+        """Return at most ``count`` next prompts, none at the end of the data. Prompts of lost groups come first."""
         prompts: list[Prompt] = []
         while len(prompts) < count:
             if self.run_state.waiting_again:
@@ -99,17 +99,16 @@ class PromptLoader(Stage[list[Prompt], Share]):
             self.config.async_training.admission,
             room=state.staleness.room,
             unrewarded=state.unrewarded,
-            # Strictly on-policy, a wave also waits for its version's validation: what shares a batch with it must be
-            # the same in every run. With η > 0 generation goes on beside validation.
-            # Without a replica one that was under way has yet to begin anew.
-            # Without that a wave was admitted at once, and reached the new replicas beside the problems.
+            # With η = 0 a wave also waits for its version's validation, so that an engine's batches are the same in
+            # every run. With η > 0 generation goes on beside validation. Without a replica an interrupted validation
+            # has yet to begin again: otherwise the wave reached new replicas together with its problems.
             validation_runs=state.staleness.eta == 0 and bool(state.validating or not state.staleness.loaded),
             groups_per_version=state.staleness.groups_per_version,
         )
 
 
 def sampling(config: Config, stop_token_ids: tuple[int, ...], temperature: float) -> SamplingParams:
-    """Sampling that training and validation have in common. Answers end with one of ``stop_token_ids``."""
+    """Return the sampling parameters common to training and validation. Answers end with one of ``stop_token_ids``."""
     return SamplingParams(
         max_tokens=config.data.max_response_length,
         temperature=temperature,
@@ -119,7 +118,7 @@ def sampling(config: Config, stop_token_ids: tuple[int, ...], temperature: float
 
 
 def training_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """Sampling of training episodes, whose answers end with one of ``stop_token_ids``."""
+    """Return the sampling parameters of training episodes. Answers end with one of ``stop_token_ids``."""
     rollout = config.rollout
     return replace(
         sampling(config, stop_token_ids, rollout.temperature),

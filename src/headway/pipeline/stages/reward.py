@@ -1,19 +1,19 @@
-"""Reward: scores each group; a group without a gradient is filtered, one that cannot be scored has failed.
+"""Reward: scores each group. Groups without a gradient are filtered; groups that cannot be scored fail.
 
 consumes        groups from Generate
 waits for       the reward's processes; after a stop only as long as scores come
 is unblocked by an answer of theirs, or the end of its time (``reward.timeout_s``, each retry anew)
 produces        rewarded groups
 
-Also here: scores for the stages, and a stop that no reward holds up.
+Also here: `Scoring`, which limits how long a stop waits for scores.
 
     Reward, Validate ──▶ Scoring ──▶ the run's reward
                             │
                             └ after a stop, whenever nothing was scored for `patience_s`: what is awaited is given up;
                               at the second time in a row, or where no score ever came, all scoring is
 
-A version that was begun is finished with the scores that come. User code that hangs is ended by its time-out alone,
-which may be minutes away, and what takes the place of its group may hang as well: a stop waits for neither.
+The current version is finished with the scores that come. User code that hangs ends only at its timeout, which may be
+minutes away, and the group that replaces its group may hang as well: a stop waits for neither.
 """
 
 from __future__ import annotations
@@ -39,53 +39,53 @@ from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.stage import Signal, Stage
 
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 30.0
-"""Limits of the seconds that a stop waits for scores of user code, whatever the run's size."""
+"""Bounds of the time that a stop waits for scores of user code, in seconds."""
 MOST_MISSES = 2
-"""Number of times in a row that the patience may run out before scoring is given up."""
+"""Number of times in a row that the patience runs out until scoring is given up."""
 INTERRUPTED = "interrupted"
-"""Reason of the fate of groups whose scores were given up."""
+"""Reason given for groups whose scores were given up."""
 
 
 class ScoringAbandoned(ScoringFailed):
-    """Error for a score that is no longer waited for: the run was asked to stop, and its scores do not come."""
+    """Error for a score that is no longer awaited: the run is stopping, and scores do not come."""
 
 
 class Scoring:
-    """The run's reward, as stages call it; a stop can give up scores that do not come."""
+    """Reward of a run, as the stages call it. A stop can give up scores that do not come."""
 
     def __init__(self, reward: RewardFn | None) -> None:
-        """``reward``: None where episodes have the rewards that their programs gave."""
+        """Create the scoring. ``reward``: None if the agent programs give the rewards."""
         self._reward = reward
         self._awaited: dict[asyncio.Task[Scores], None] = {}
-        """Tasks of the scores that are awaited, in the order in which they were requested."""
+        """Tasks of the awaited scores, in the order of their requests."""
         self._given_up: set[asyncio.Task[Scores]] = set()
         self._longest_s: float | None = None
-        """Seconds that the slowest score so far took; None before the first one."""
+        """Seconds that the slowest score took so far; None before the first one."""
         self._moved = 0.0
-        """Time of the last score, or of the start of a wait if that is later."""
+        """Time of the last score, or of the start of a stop or wait if that is later."""
         self._misses = 0
         self._stopping = False
         self._changed = Signal()
         self.closed = False
-        """True once scoring is given up: no score is waited for any more."""
+        """True once scoring is given up: scores are no longer awaited."""
 
     @property
     def patience_s(self) -> float:
-        """Seconds that a stop waits without any score: longer than the slowest one took so far, within limits."""
+        """Seconds that a stop waits without any score: longer than the slowest score took so far, within bounds."""
         return min(MOST_PATIENCE_S, LEAST_PATIENCE_S + (self._longest_s or 0.0))
 
     async def score(self, prompt: Prompt, episodes: Sequence[Trajectory]) -> Scores:
-        """Return the scores of episodes, none of which failed: their own, or what the reward says of their answers.
+        """Return the scores of ``episodes``, none of which may have failed: from their programs or from the reward.
 
-        Raises `ScoringFailed`, or `ScoringAbandoned` when the run stops before scores come.
+        Raises `ScoringFailed`, or `ScoringAbandoned` if the run stops before the scores come.
         """
         if self._reward is None:
             return await scores_of(None, prompt, episodes)
-        # Not awaited at all: the watch has ended, and would never give it up.
+        # Not awaited at all: the watch has ended, and would never give this score up.
         if self.closed:
             raise ScoringAbandoned(INTERRUPTED)
         started = now()
-        # A stop's patience counts from here: before, no score could come.
+        # A stop's patience counts from here: no score could come before.
         if not self._awaited:
             self._moved = started
         task = asyncio.get_running_loop().create_task(scores_of(self._reward, prompt, episodes))
@@ -94,7 +94,7 @@ class Scoring:
         try:
             scores = await task
         except asyncio.CancelledError:
-            # A cancellation of the caller itself goes on as one, whatever was given up.
+            # A cancellation of the caller itself stays one.
             caller = asyncio.current_task()
             if task in self._given_up and not (caller is not None and caller.cancelling()):
                 raise ScoringAbandoned(INTERRUPTED) from None
@@ -107,7 +107,7 @@ class Scoring:
         return scores
 
     def stop(self) -> None:
-        """Begin a stop: open scores are given up once no score has come for a time (`patience_s`)."""
+        """Begin a stop: open scores are given up once no score has come for `patience_s`."""
         if not self._stopping:
             self._stopping, self._moved = True, now()
             self._changed.changed()
@@ -115,7 +115,7 @@ class Scoring:
     async def watch(self, on_given_up: Callable[[int], object]) -> None:
         """Give up scores that do not come after a `stop`. Returns when scoring is closed.
 
-        ``on_given_up`` is called with the number of scores that were awaited, each time that some are given up.
+        ``on_given_up`` is called with the number of scores given up, each time.
         """
         await self._changed.until(lambda: self._stopping)
         while not self.closed:
@@ -124,9 +124,9 @@ class Scoring:
                 await asyncio.sleep(left)
                 continue
             self._misses += 1
-            # A reward that has never scored gets no second chance: there is no sign that it works.
+            # A reward that has never scored gets no second wait: there is no sign that it works.
             self.closed = self._misses >= MOST_MISSES or self._longest_s is None
-            # Before they are cancelled: `score` tells by it what was given up from a stage that ends.
+            # Before the tasks are cancelled: by it `score` tells a score given up from a cancelled stage.
             self._given_up.update(self._awaited)
             for task in self._awaited:
                 task.cancel()
@@ -135,15 +135,15 @@ class Scoring:
 
 
 async def scores_of(reward: RewardFn | None, prompt: Prompt, episodes: Sequence[Trajectory]) -> Scores:
-    """Return the scores of episodes, none of which failed: what ``reward`` says of their answers.
+    """Return the scores of ``episodes``, none of which may have failed, by ``reward``.
 
-    None: the rewards that their programs gave each, and its turns. An episode that a limit ended before its program
-    gave any has 0; another one without any has failed.
+    ``reward`` None: each score is the sum of the rewards that the program gave to the episode and its turns. An episode
+    has 0 if a limit ended it before its program gave a reward; other episodes without a reward count as failed.
     """
     if reward is None:
         return Scores(np.array([(one.reward or 0.0) + sum(one.turn_rewards) for one in episodes], np.float32))
     conversations = [one.conversation for one in episodes if one.conversation is not None]
-    whole = bool(conversations) and len(conversations) == len(episodes)  # else they are single answers
+    whole = bool(conversations) and len(conversations) == len(episodes)  # otherwise they are single answers
     return await reward.score(prompt, [one.text for one in episodes], conversations if whole else None)
 
 
@@ -184,7 +184,7 @@ class Reward(Stage[Group, Group]):
                 lengths, max_length=limit, buffer=overlong.len, factor=overlong.penalty_factor
             )
         own, compared, shaped = self._compared(group.trajectories, rewards, shaped)
-        n = sum(t.id.k < group.n for t in group.trajectories)  # a baseline's score comes last, behind these
+        n = sum(t.id.k < group.n for t in group.trajectories)  # a baseline's score comes last, after these
         if len(rewards) > n:
             group.baseline = float(shaped[n])
             rewards, own, compared = rewards[:n], own[:n], compared[:n]
@@ -203,7 +203,7 @@ class Reward(Stage[Group, Group]):
             return
         group.rewards = own
         group.trajectories = group.trajectories[:n]
-        if not group.shown:  # the driver holds no text longer than it has to: a group may wait for long
+        if not group.shown:  # frees the texts: a group may wait in the queue for long
             for trajectory in group.trajectories:
                 trajectory.text, trajectory.conversation = "", None
         yield group
@@ -212,8 +212,8 @@ class Reward(Stage[Group, Group]):
     def _compared(
         self, episodes: Sequence[Trajectory], rewards: NDArray[np.float32], shaped: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-        """Take the rewards of turns out of ``shaped`` [n]: each episode's own reward. Also the scores by which episodes
-        are compared, without shaping and with it, [n] each: turns' rewards discounted.
+        """Return three arrays [n]: each episode's shaped reward without the rewards of its turns; and the scores by
+        which episodes are compared, without and with shaping, in which the rewards of turns are discounted.
         """
         of_turns = [episode.turn_rewards for episode in episodes]
         if self.config.algorithm.turn_discount == 1.0 and not any(of_turns):

@@ -1,4 +1,4 @@
-"""Validate: held-out accuracy of a version, beside training.
+"""Validate: measures the held-out accuracy of a version, beside training.
 
     consumes        validations that are due, and the last version's, which nobody orders: which one is the last
                     is known only when no more updates come
@@ -6,13 +6,13 @@
     is unblocked by ParamUpdate; by a replica, or by another where it is lost; by the reward's processes
     produces        nothing but the event, in order of versions
 
-Outside the inequality: validation generates with first priority and trains nothing. Who answers is in `validators`:
-programs run over all replicas, and at η > 0 their answers may be of several versions, which are told. Answers of one
-version are scored while the next one's are being generated. Where nothing of the first validation can be scored, and it
-has many problems, the run ends, whatever was trained beside it: that does not depend on who is quicker. Where the first
-ones all time out, the run ends with those. Scores that do not come hold up no stop: the validation is left unfinished.
+Validation is not counted in the inequality: it generates with first priority and trains nothing. `Validators` defines
+which replicas answer: programs run on all replicas, and at η > 0 their answers may be of several versions, which are
+reported. Answers of one version are scored while those of the next are being generated. If the first validation has
+many problems and none can be scored, the run ends, whatever was trained meanwhile. If its first problems all time out,
+the run ends with those. A stop does not wait for missing scores: the validation is left unfinished.
 
-Replicas that answer the held-out problems of a validation, and hold back newer weights.
+Replicas that answer a validation's held-out problems, and whether they finish before they load newer weights:
 
 single answers            one replica, which finishes before it loads the next version
 programs, η = 0           all replicas, each of which finishes before it loads the next version
@@ -50,11 +50,11 @@ from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """One validation that is due."""
+    """Validation of ``version``, which is due."""
 
     version: int
     replica: Replica | None
-    """The replica that answers; None for all replicas."""
+    """Replica that answers; None for all replicas."""
 
 
 class Validators:
@@ -63,37 +63,37 @@ class Validators:
     def __init__(self, config: Config, state: RunState, pool: ReplicaPool, prompts: Sequence[Prompt]) -> None:
         self.prompts = prompts
         self.everywhere = config.agent.has_program
-        """True where all replicas answer."""
+        """True if all replicas answer, False if one does."""
         self.newest = 0
-        """Newest version whose validation was ordered as due."""
+        """Newest version whose validation was ordered."""
         self.answered: int | None = None
-        """Newest version whose validation answers are complete; None before the first."""
+        """Newest version with complete answers; None before the first."""
         self.under_way: set[int] = set()
-        """Versions whose validations were ordered and have not all their answers."""
+        """Versions whose validations were ordered and lack answers."""
         self._state = state
         self.pool = pool
         self._test_freq = config.rollout.test_freq if prompts else -1
-        """Number of versions from one validation to the next; -1 for none."""
+        """Number of versions from one validation to the next; -1 for no validation."""
         self._finishes = not self.everywhere or state.staleness.eta == 0
-        """True where a replica finishes its answers before it loads a newer version."""
+        """True if a replica finishes its answers before it loads a newer version."""
 
     def is_due(self, version: int) -> bool:
-        """Tell whether ``version`` is to be validated, or one before it that was superseded was."""
+        """Return True if a validation fell due at ``version``, or at an earlier version that was skipped."""
         if self._state.hurried:
             return False
         return self._test_freq > 0 and version // self._test_freq > self.newest // self._test_freq
 
     def order_no_more(self) -> None:
-        """Note that no validation is due any more."""
+        """Order no more validations."""
         self._test_freq = -1
 
     async def order_when_served(self, version: int) -> Validation:
-        """Make the validation of ``version`` once some replica serves."""
+        """Return the validation of ``version`` once some replica serves."""
         await self.pool.served()
         return self.order(version)
 
     def order(self, version: int) -> Validation:
-        """Make the validation of ``version``, which all replicas that will answer have loaded."""
+        """Return the validation of ``version``. All replicas that will answer must have loaded it."""
         self.newest = max(self.newest, version)
         self.under_way.add(version)
         if self.everywhere:
@@ -105,20 +105,20 @@ class Validators:
         return Validation(version, replica)
 
     def keep(self, replica: Replica) -> None:
-        """Keep ``replica`` from loading newer versions, if it has to finish a validation first."""
+        """Keep ``replica`` from loading newer versions if it has to finish a validation first."""
         if self._finishes:
             self._state.validation(replica.name, running=True)
 
     def let_go(self, validation: Validation) -> None:
-        """Let replicas load again: nothing decodes for ``validation`` any more."""
+        """Let replicas load newer versions: the answers of ``validation`` are generated."""
         self.under_way.discard(validation.version)
-        # All: where replicas were lost meanwhile, more than one may have been kept for it.
+        # All replicas: if some were lost meanwhile, more than one may have been kept for it.
         for name in list(self._state.validating):
             self._state.validation(name, running=False)
 
 
 Answer = tuple[Group, Scores | ScoringFailed]
-"""Answers to a held-out problem with their scores, or the error of the scoring, which counts as 0."""
+"""Answers to a held-out problem, with their scores or the error of scoring, which counts as 0."""
 
 
 @dataclass(eq=False)
@@ -140,7 +140,7 @@ class Validate(Stage[Validation, None]):
         """Event that is set once the most recent validation is reported."""
         self._reported.set()  # nothing comes before the first validation
         self._open = 0
-        """Number of validations that were received and have not been reported."""
+        """Number of validations received and not reported."""
         self._finished = Signal()
         self._input_ended_before = False
 
@@ -148,7 +148,7 @@ class Validate(Stage[Validation, None]):
         if (validation := await super().get_input_data()) is not None:
             self._open += 1
             return validation
-        if self._input_ended_before:  # the last version's validation was given out below
+        if self._input_ended_before:  # the last version's validation was returned below
             return None
         self._input_ended_before = True
         with self._waiting_within("the validations before the last one"):
@@ -160,7 +160,7 @@ class Validate(Stage[Validation, None]):
         return await self.validators.order_when_served(self.run_state.version)
 
     async def process_data(self, validation: Validation) -> AsyncGenerator[None, None]:
-        # A chain: each one reports behind the one before, however quick it is.
+        # Validations report in order: each waits for the one before.
         before, self._reported = self._reported, asyncio.Event()
         reported = self._reported
         try:
@@ -185,7 +185,7 @@ class Validate(Stage[Validation, None]):
             name: _accuracy([answer for answer in answers if answer[0].prompt.source == name])
             for name in sorted({prompt.source for prompt in self._prompts})
         }
-        # Only now: answers and scores are made beside those of the version before.
+        # Only now: answers and scores are made while those of the version before are still open.
         await before.wait()
         version = due if validation.replica is None else _version_of(trajectories, due)
         if failures and len(failures) == len(answers):
@@ -219,7 +219,7 @@ class Validate(Stage[Validation, None]):
         self.run_state.note(cannot_be_scored(problems, reasons))
 
     async def _answers_to(self, validation: Validation, first: bool, tasks: Tasks) -> list[Answer] | None:
-        """Return the answers to all problems, with scores; None when the replica asked is lost and others remain."""
+        """Return the answers to all problems, with scores; None if the answering replica is lost and others remain."""
         requests = [
             Group(i, prompt, self.config.rollout.val_n, self._sampling, Priority.VALIDATION, shown=i in self._shown)
             for i, prompt in enumerate(self._prompts)
@@ -234,7 +234,7 @@ class Validate(Stage[Validation, None]):
             async with aclosing(made) as groups:
                 async for finished in groups:
                     answers.append(finished)
-                    # In the order of `answers`, with which they are zipped.
+                    # In the order of `answers`: both are zipped below.
                     scoring.append(tasks.start(self._score(finished, reasons)))
 
         try:
@@ -243,19 +243,19 @@ class Validate(Stage[Validation, None]):
                     await take(workers.generate((None, requests), on=replica.name))
                 else:
                     await concurrently(take(workers.generate(share)) for share in workers.assign(requests))
-        except WorkerDied:  # the pool, which lost it, has said so to the episode workers
+        except WorkerDied:  # the pool has told the episode workers of the loss
             if replica is None:
                 raise
             for task in scoring:
                 task.cancel()
             return None
-        except asyncio.CancelledError:  # a score was given up, or failed for good, while others are still generated
+        except asyncio.CancelledError:  # a score was given up or failed for good during generation
             self.validators.let_go(validation)
             raise
         trajectories = [t for answer in answers for t in answer.trajectories]
         version = validation.version
         if replica is not None:
-            staleness = self.run_state.staleness  # a replica may be lost while programs end that need it no more
+            staleness = self.run_state.staleness  # the replica may be lost meanwhile
             version = _version_of(trajectories, staleness.loaded.get(replica.name, staleness.served_version))
         # With programs an earlier validation may take longer than a later one.
         self.validators.answered = max(version, self.validators.answered or 0)
@@ -263,8 +263,9 @@ class Validate(Stage[Validation, None]):
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
     async def _score(self, finished: Group, reasons: list[str] | None) -> Scores | ScoringFailed:
-        """Return the scores of a problem, or why there are none. ``reasons``: those of the first validation so far, in
-        the order of scoring, empty for scores; raises `NothingToTrain` when its first problems all time out.
+        """Return the scores of a problem, or the error of scoring. ``reasons``: reasons for failure in the first
+        validation so far, in the order of scoring, "" for a success; None in later validations. Raises `NothingToTrain`
+        if the first problems of the first validation all time out.
         """
         made = [t for t in finished.trajectories if t.failure is None]
         scores: Scores | ScoringFailed
@@ -272,7 +273,7 @@ class Validate(Stage[Validation, None]):
             if not made:
                 raise ScoringFailed(f"{EPISODE_FAILED}: {finished.trajectories[0].failure}")
             scores = await self.scoring.score(finished.prompt, made)
-        except ScoringAbandoned:  # a `ScoringFailed`, too, but the run ends: no failure of the reward
+        except ScoringAbandoned:  # a `ScoringFailed`, too, but not a failure of the reward: the run ends
             raise
         except ScoringFailed as failure:
             scores = failure
@@ -286,11 +287,11 @@ class Validate(Stage[Validation, None]):
 
 
 def _accuracy(answers: Sequence[Answer]) -> float:
-    """Return the mean reward of the problems, each of which has the mean reward of its answers."""
+    """Return the mean over problems of the mean reward of their answers."""
     means = (float(scores.rewards.mean()) if isinstance(scores, Scores) else 0.0 for _, scores in answers)
     return sum(means) / max(1, len(answers))
 
 
 def _version_of(trajectories: Sequence[Trajectory], otherwise: int) -> int:
-    """Return the version that sampled the answers, perhaps on another replica; ``otherwise`` without tokens."""
+    """Return the version that sampled the answers; ``otherwise`` if they have no tokens."""
     return max((version for t in trajectories for _, version in t.version_spans), default=otherwise)

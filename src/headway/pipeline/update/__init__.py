@@ -1,1 +1,1 @@
-"""The parameter update: transfer, loading, pauses, and who takes part."""
+"""The parameter update: transfer, loading, pauses, and the pool of receivers."""

@@ -1,11 +1,11 @@
-"""Pool of a run's replicas: which serve, which wait to join, and what happens when one is lost.
+"""Pool of a run's replicas: tracks which serve and which join, and handles losses.
 
     join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; episode workers send its calls to others
 
-A replica serves nothing before it has loaded the current version. It is gone when it died, or was fenced off: it did
-not answer, or keeps failing, and its later results are ignored. After the loss of the last serving replica, calls,
-groups and validations wait until another one has joined and loaded the trainer's version. The run ends when none is
-left and none can be started. Other receivers of the policy are started again together.
+A replica serves only after it has loaded the current version. It is gone when it has died or was fenced off, because it
+did not answer or keeps failing; results of a fenced replica are ignored. After the loss of the last serving replica,
+calls, groups and validations wait until another one has joined and loaded the trainer's version. The run ends if no
+replica is left and none can be started. Receivers that generate nothing are restarted together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headway.runtime.task_groups import concurrently
 
 
 class ReplicaPool:
-    """Replicas of a run, and other receivers of its policy. Tells episode workers and `PauseController` who serves."""
+    """Replicas of a run, and other receivers of its policy. Tells episode workers and `PauseController` which serve."""
 
     kind = "replica"
     then = "serves from the next version on, or at once where no other one does"
@@ -45,9 +45,9 @@ class ReplicaPool:
         """Create the pool.
 
         Args:
-            others: hold the policy and generate nothing.
-            replaceable: another replica may be started in the place of one that is gone.
-            probe_tolerance: nats by which log-probs of the receiver of a given name may differ by rounding.
+            others: receivers that hold the policy and generate nothing.
+            replaceable: True if a lost replica may be replaced.
+            probe_tolerance: receiver's name -> largest difference of log-probs that counts as rounding, in nats.
         """
         self.lost: Channel[tuple[str, RunError]] = Channel("ReplicaPool")
         """Names of replicas that are gone, and why. Supervision starts replacements for them."""
@@ -62,14 +62,14 @@ class ReplicaPool:
             self._tell_joined(engine)
         self._others = [ReceiverClient(other, timeouts) for other in others]
         self._late = False
-        """True while the others were started again, and wait for a version."""
+        """True after the other receivers were restarted, while they wait for a version."""
         self._wanted = 0
-        """Version under which log-probs of the others are wanted."""
+        """Version that the other receivers are to compute log-probs under."""
         self.lose_others: Callable[[RunError], None] | None = None
-        """Function that has the others started again; None where their loss ends the run."""
+        """Function that restarts the other receivers; None if their loss ends the run."""
         self.lose_ranks: Callable[[RunError], None] | None = None
-        """Function that has the trainer's ranks started again, and all replicas with them, in whose processes they are;
-        None where replicas have processes of their own."""
+        """Function that restarts the trainer's ranks together with the replicas in their processes; None if replicas
+        have processes of their own."""
         self._joining: dict[str, Replica] = {}
         self._gone: set[str] = set()
         """Names of replicas that were given up."""
@@ -86,10 +86,11 @@ class ReplicaPool:
 
     @property
     def needs_version(self) -> bool:
-        """True when no replica serves, and one that joined will do so as soon as it has the trainer's version; or when
-        other receivers that were started again are waited for. What comes back with a trainer gets it from there.
+        """True if no replica serves but one has joined and needs the trainer's version, or if restarted other receivers
+        are awaited. Replicas that restart together with the trainer are not counted: it sends them the version itself.
         """
-        # Else the trainer's weights of now, amid a version, would come before those that it publishes while it redoes.
+        # Otherwise the trainer's current weights, amid a version, would come before those that it publishes while
+        # redoing.
         joins = self.lose_ranks is None and not self._serving and bool(self._joining)
         return joins or self.others_need(self._state.version)
 
@@ -105,7 +106,7 @@ class ReplicaPool:
 
     @property
     def others(self) -> list[ReceiverClient]:
-        """Receivers that generate nothing, while they are there."""
+        """Receivers that generate nothing and are not gone."""
         return [other for other in self._others if not other.is_gone]
 
     async def others_have(self, version: int) -> None:
@@ -115,22 +116,22 @@ class ReplicaPool:
         await self._state.changed.until(lambda: self._others_serve(version))
 
     def others_need(self, version: int) -> bool:
-        """Tell whether receivers that generate nothing are waited for, and no update will bring them ``version``."""
+        """Return True if receivers that generate nothing are awaited, and no update will bring them ``version``."""
         return self._late and self._wanted == version and not self._others_serve(version)
 
     def _others_serve(self, version: int) -> bool:
         return all(other.version == version and not other.is_gone for other in self._others)
 
     def others_left(self, why: RunError) -> None:
-        """Note that the receivers that generate nothing are gone; calls of them fail."""
+        """Note that the receivers that generate nothing are gone. Calls to them fail."""
         self._late = False
         for other in self._others:
             other.leave(why)
         self._state.changed.changed()
 
     async def others_back(self) -> int:
-        """Note that the receivers that generate nothing were started again, with the initial model."""
-        # New clients: the old ones are gone for good, and have the version of the ranks that were lost.
+        """Note that the receivers that generate nothing were restarted with the initial model."""
+        # New clients: the old ones are gone for good, and have the version of the lost ranks.
         self._others = [ReceiverClient(other.receiver, self.timeouts) for other in self._others]
         self._late = True
         self._state.changed.changed()
@@ -138,7 +139,7 @@ class ReplicaPool:
 
     @property
     def validator(self) -> Replica:
-        """Replica that runs the validations: the first that serves, or will serve where none does."""
+        """Replica that runs the validations: the first that serves or, if none does, the first that joins."""
         return self.replicas[0]
 
     async def served(self) -> None:
@@ -146,10 +147,10 @@ class ReplicaPool:
         await self._state.changed.until(lambda: bool(self._serving))
 
     def join(self, engine: RolloutEngine) -> Replica:
-        """Add a replica that was not there at the start; it serves from the next update on, or, where no other one
-        serves, as soon as it has the trainer's version."""
+        """Add a late replica. It serves from the next update on, or, if no other replica serves, as soon as it has the
+        trainer's version."""
         name = engine.name
-        # Never a name twice: what is still told of the lost replica would be taken for the new one's.
+        # Names are never reused: late reports about the lost replica would be taken for the new one's.
         if name in self._gone or any(name == receiver.name for receiver in self.receivers):
             raise ValueError(f"a replica named {name!r} is or was part of this run; give it a name of its own")
         self._joining[name] = Replica(engine, self.timeouts)
@@ -162,20 +163,20 @@ class ReplicaPool:
         return [replica.engine for replica in self.replicas]
 
     async def died(self, engine: RolloutEngine, death: WorkerDied) -> None:
-        """Forget a replica whose process has ended. Raises as `lose` does."""
+        """Forget a replica whose process has ended. Raises like `lose`."""
         for replica in self.replicas:
             if replica.name == engine.name:
                 await self.lose(WorkerUnavailable(replica, death))
 
     def serve(self, replica: Replica, version: int) -> None:
-        """Note that ``replica`` has loaded ``version``. A late one that was overtaken waits for the next version.
+        """Note that ``replica`` has loaded ``version``. A late replica with an outdated version waits for the next one.
 
-        The oldest version served must never go back: groups were admitted under it.
+        The oldest version served must never decrease: groups were admitted under it.
         """
         joins = replica.name in self._joining and version >= self._state.staleness.served_version
         if joins:
             self._serving[replica.name] = self._joining.pop(replica.name)
-        elif replica.name not in self._serving:  # it was overtaken, or lost while it loaded
+        elif replica.name not in self._serving:  # it loaded an outdated version, or was lost meanwhile
             return
         self._state.load(replica.name, version)
         if joins:
@@ -191,7 +192,7 @@ class ReplicaPool:
         self._state.changed.changed()
 
     async def lose(self, gone: WorkerUnavailable) -> None:
-        """Forget a lost receiver. Raises the error of its loss where nothing can take its place."""
+        """Forget a lost receiver. Raises the error of its loss if it cannot be replaced."""
         replica = gone.remote
         replica.leave(gone.why)
         if not isinstance(replica, Replica):
@@ -199,26 +200,26 @@ class ReplicaPool:
                 raise gone.why
             self.lose_others(gone.why)
             return
-        if replica.name in self._gone:  # another of its calls has told of the loss
+        if replica.name in self._gone:  # another of its calls has reported the loss
             return
         if self.lose_ranks is not None:
-            self.lose_ranks(gone.why)  # and it stays until they are: `left_with_ranks`
+            self.lose_ranks(gone.why)  # it stays until the ranks are lost: `left_with_ranks`
             return
         if not self._replaceable and len(self.replicas) == 1 and replica.name in self._serving:
             self._tell_lost(replica, gone.why)
-            raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty pool
+            raise gone.why  # it stays: later callers get its loss as the error, not an empty pool
         self._forget(replica, gone.why)
         await self.lost.send((replica.name, gone.why))
 
     def left_with_ranks(self, why: RunError) -> None:
-        """Forget all replicas, which end with the training ranks in whose processes they are."""
+        """Forget all replicas, which ended together with the training ranks in the same processes."""
         for replica in self.replicas if self.lose_ranks is not None else ():
             replica.leave(why)
             self._forget(replica, why)
 
     def _forget(self, replica: Replica, why: RunError) -> None:
         self._tell_lost(replica, why)
-        if self._joining.pop(replica.name, None) is None:  # else it served nothing
+        if self._joining.pop(replica.name, None) is None:  # otherwise it did not serve
             del self._serving[replica.name]
             self._state.unload(replica.name)
             self.episode_workers.left(replica.name)
@@ -230,14 +231,14 @@ class ReplicaPool:
 
     @asynccontextmanager
     async def losing(self) -> AsyncIterator[None]:
-        """Lose the receiver for which a call within the block raises `WorkerUnavailable`. Raises as `lose` does."""
+        """Context that calls `lose` for a `WorkerUnavailable` raised in its block. Raises like `lose`."""
         try:
             yield
         except WorkerUnavailable as gone:
             await self.lose(gone)
 
     async def failed(self, replica: str, error: HeadwayError) -> None:
-        """Lose a replica whose calls ended with ``error``. Raises ``error`` if the replica is not to blame."""
+        """Give up a replica whose calls failed with ``error``. Raises ``error`` if the replica is not to blame."""
         if isinstance(error, NonFinite) or not isinstance(error, RunError):
             raise error
         if replica in self._serving:

@@ -4,9 +4,9 @@
     apart      gather │ send ║ recv ▶ register      a complete copy first; then machine by machine, the trainer free
 
 All-or-nothing: a receiver with a second buffer serves its old version until it has all of the new one. Each attempt
-ends within `Timeouts.attempt_s`, even if no receiver answers. `decide` says what follows from a failed one.
+ends within `Timeouts.attempt_s`, even if no receiver answers. `decide` chooses what follows a failed attempt.
 
-Also here: one attempt to bring a version to some receivers: what everybody answered, and what follows from that.
+Also here: `Attempt`, with the answers of the trainer and the receivers, and the decision that follows:
 
     somebody is gone                     ▶ lost; once more for the others, whose failures were its doing
     several are silent, trainer included ▶ machine by machine, or one by one: in a collective, one that does not come
@@ -15,7 +15,7 @@ Also here: one attempt to bring a version to some receivers: what everybody answ
     somebody failed, everybody answered  ▶ once more for all; at the second time one that fails alone is lost, where
                                            who maps another's copy does not fail with it
 
-A silent receiver is one that had not answered when the time was up.
+A silent receiver had not answered when the time was up.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 MOST_TRIES = 2
-"""Most attempts in a row for the same receivers, after which one of them is to blame."""
+"""Number of failed attempts in a row for the same receivers after which one of them is blamed."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """Attempt to send a version to ``receivers``, and who answered what; one that did not answer is silent."""
+    """Attempt to send a version to ``receivers``, with their answers. A receiver without an answer is silent."""
 
     version: int
     receivers: Sequence[ReceiverClient]
     failures: int
-    """Number of earlier attempts in a row, for just these receivers, that failed."""
+    """Number of failed attempts in a row before this one, for exactly these receivers."""
     limit: str
-    """Description of the limit that it has, for messages."""
+    """Description of the attempt's time limit, for messages."""
     began: float = 0.0
     """Time on the event clock at which sending began."""
     sent: SendReport | UpdateFailed | None = None
@@ -74,14 +74,16 @@ class Attempt:
 
     @property
     def holding(self) -> dict[ReceiverClient, ReceiveReport]:
-        """Receivers that have the whole version, with their reports; once `compare` was called, it is what was sent."""
+        """Receiver -> report, for receivers that have the whole version. After `compare` their checksums are right,
+        too.
+        """
         if not isinstance(self.sent, SendReport):
             return {}
         answers = ((receiver, self.answers.get(receiver)) for receiver in self.receivers)
         return {receiver: answer for receiver, answer in answers if isinstance(answer, ReceiveReport)}
 
     def compare(self) -> None:
-        """Count a receiver that holds something else than what was sent among those that failed."""
+        """Count receivers with a wrong checksum as failed."""
         for receiver, report in self.holding.items():
             assert isinstance(self.sent, SendReport)
             sent = self.sent.checksums.get(receiver.name, self.sent.checksum)
@@ -94,18 +96,18 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class RetryDecision:
-    """Consequences of an attempt. A receiver that holds the version (`Attempt.holding`) and is not listed is done."""
+    """Consequences of an attempt. Receivers that hold the version (`Attempt.holding`) and are not listed are done."""
 
     lost: Sequence[WorkerUnavailable] = ()
     again: Sequence[Sequence[ReceiverClient]] = ()
-    """Receivers of each further attempt."""
+    """One group of receivers for each further attempt."""
     failures: int = 0
-    """`Attempt.failures` of the further attempts."""
+    """Value of `Attempt.failures` for the further attempts."""
     reason: str = ""
 
 
 def decide(attempt: Attempt) -> RetryDecision:
-    """Decide what follows ``attempt``. Raises `UpdateFailed` where repeating it would not help."""
+    """Decide what follows ``attempt``. Raises `UpdateFailed` if repeating it would not help."""
     if gone := attempt.gone:
         return _go_on_without(attempt, gone)
     if attempt.silent:
@@ -119,12 +121,12 @@ def decide(attempt: Attempt) -> RetryDecision:
 
 def _decide_on_silence(attempt: Attempt) -> RetryDecision:
     silent, receivers = attempt.silent, attempt.receivers
-    # They wait for each other: which one hangs shows only when they are tried apart.
+    # The receivers wait for each other: separate attempts show which one hangs.
     if len(silent) > 1 and not isinstance(attempt.sent, SendReport):
         groups = list(by_copy(receivers).values())
         apart = groups if len(groups) > 1 else [[receiver] for receiver in receivers]
         return RetryDecision(again=apart, reason=_silence(attempt, silent))
-    # The trainer's failure may be why the receiver is silent: one more try before it is given up.
+    # The trainer's failure may be why the receiver is silent: one more attempt before it is given up.
     if len(receivers) == 1 and isinstance(attempt.sent, UpdateFailed) and not attempt.failures:
         return RetryDecision(again=[receivers], failures=1, reason=str(attempt.sent))
     return _go_on_without(
@@ -134,7 +136,7 @@ def _decide_on_silence(attempt: Attempt) -> RetryDecision:
 
 def _decide_on_failure(attempt: Attempt) -> RetryDecision:
     receivers, failed = attempt.receivers, attempt.failed
-    # A receiver's error says more than the trainer's, which may only say that somebody gave up.
+    # A receiver's error says more than the trainer's, which may only say that a peer gave up.
     error = next(iter(failed.values()), attempt.sent)
     assert isinstance(error, UpdateFailed)
     if attempt.failures < MOST_TRIES - 1:
@@ -161,15 +163,15 @@ def _silence(attempt: Attempt, silent: Sequence[ReceiverClient]) -> str:
 
 
 Send = Callable[[int, Sequence[str]], Coroutine[Any, Any, SendReport]]
-"""Coroutine function that sends a version to the receivers named."""
+"""Coroutine function that sends a version to the receivers with the given names."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """Result of a delivery: who received the version, and what that took."""
+    """Result of a delivery: the receivers of the version, and its cost."""
 
     receivers: list[ReceiverClient] = field(default_factory=list)
-    """Receivers that hold the version now; any other that it was meant for is gone."""
+    """Receivers that hold the version now. All others that it was sent to are gone."""
     gather_s: float = 0.0
     probe: NDArray[np.float32] | None = None
     full_nbytes: int | None = None
@@ -178,7 +180,7 @@ class Delivery:
 
 @dataclass(eq=False)
 class VersionTransfer:
-    """Transfers of a run's versions, each repeated until the remaining receivers have it."""
+    """Transfers of a run's versions. Each is repeated until all remaining receivers have the version."""
 
     state: RunState
     pool: ReplicaPool
@@ -193,7 +195,7 @@ class VersionTransfer:
         return await self._deliver(version, receivers, self.trainer.send_weights, where="actor")
 
     async def gather(self, version: int) -> GatherReport:
-        """Gather ``version`` into the trainer's copy, as soon as the version in that copy is no longer being sent."""
+        """Gather ``version`` into the trainer's copy. Waits until the version in that copy is no longer being sent."""
         with self.waiting_for("replicas to receive the version before"):
             # Gathering writes into the copy that is being sent.
             await self._sent.until(lambda: self._sending == 0)
@@ -204,7 +206,7 @@ class VersionTransfer:
         return gathered
 
     async def apart(self, version: int, receivers: Sequence[ReceiverClient]) -> Delivery:
-        """Send the trainer's copy, which holds ``version``, to ``receivers``, which load from one copy of theirs."""
+        """Send the trainer's copy of ``version`` to ``receivers``, which share one copy on their side."""
         self._sending += 1
         try:
             return await self._deliver(version, receivers, self.trainer.send_gathered, where=receivers[0].name)
@@ -213,7 +215,9 @@ class VersionTransfer:
             self._sent.changed()
 
     async def _deliver(self, version: int, receivers: Sequence[ReceiverClient], send: Send, *, where: str) -> Delivery:
-        """Repeat attempts until all remaining receivers hold ``version``. Raises `UpdateFailed` if that cannot be."""
+        """Repeat attempts until all remaining receivers hold ``version``. Raises `UpdateFailed` if that is
+        impossible.
+        """
         delivered = Delivery()
         due = deque([(receivers, 0)])
         while due:
@@ -233,22 +237,22 @@ class VersionTransfer:
             if again:
                 names = [receiver.name for receiver in again]
                 self.state.emit(UpdateRetried(time=now(), version=version, receivers=names, reason=decision.reason))
-            # Ahead of what else is due; `extendleft` turns the order round.
+            # Before other attempts that are due; `extendleft` reverses the order.
             due.extendleft((group, decision.failures) for group in reversed(decision.again))
         return delivered
 
     async def _make(self, attempt: Attempt, send: Send, limit_s: float) -> None:
-        """Make one attempt: send, and collect the receivers' answers that come in time."""
+        """Make one attempt: send, and collect the answers that come in time."""
         names = [receiver.name for receiver in attempt.receivers]
         try:
             async with asyncio.timeout(limit_s) as limit:
                 if not await self._reach(attempt, names):
                     return
-                attempt.began = now()  # behind `reach`: this transfer's time sets the limits of later ones
+                attempt.began = now()  # after `reach`: the transfer's duration sets the limits of later ones
                 receiving = (self._receive(attempt, receiver, limit) for receiver in attempt.receivers)
                 await concurrently([self._send(attempt, send(attempt.version, names)), *receiving])
         except TimeoutError:
-            if not limit.expired():  # a time-out of some work's own, not of the attempt
+            if not limit.expired():  # a timeout raised by the work itself, not the attempt's
                 raise
         attempt.compare()
 
@@ -258,7 +262,7 @@ class VersionTransfer:
                 await failing_as_one(partial(_unless_gone, attempt.receivers, self.trainer.reach(names)))
             except UpdateFailed as failure:
                 attempt.sent = failure
-            except WorkerUnavailable as gone:  # whoever meets one that will not come waits for it: the others meet anew
+            except WorkerUnavailable as gone:  # peers wait for the missing one: they must start again
                 attempt.answers[gone.remote] = gone
         return attempt.sent is None and not attempt.answers
 
@@ -277,7 +281,7 @@ class VersionTransfer:
                 attempt.answers[receiver] = failure
             except WorkerUnavailable as gone:
                 attempt.answers[receiver] = gone
-                # The others may wait for it within the transfer: they get a moment to notice, not the whole limit.
+                # Its peers may wait for it within the transfer: they get a moment to notice, not the whole limit.
                 end = now() + SETTLE_S
                 if not limit.expired() and (limit.when() or end) > end:
                     limit.reschedule(end)

@@ -1,13 +1,13 @@
-"""Loading of weights: a version that was received becomes the version that is served.
+"""Loading of weights: makes a received version the served one.
 
     double-buffered    stage │ halt ▶ activate ▶ probe ▶ serve ▶ release          paused for the swap alone
     one copy           halt ▶ stage ▶ activate ▶ probe ▶ serve ▶ release          paused for the transfer, too
     generates nothing  stage │ activate ▶ probe
 
-A replica that receives over its only copy has no whole version until the transfer is complete, and is not released
-before that. One that does not load within `Timeouts.load_s` is lost (`ReplicaPool.losing`). A probe is the log-probs of
-a few fixed sequences. A checksum proves which bytes came; only a probe proves that an engine, which may fuse, pack and
-tie weights, serves them.
+A replica that receives into its only copy has no complete version until the transfer ends, and is not released before.
+A replica that does not load within `Timeouts.load_s` is lost (`ReplicaPool.losing`). A probe is the log-probs of a few
+fixed sequences. A checksum proves which bytes arrived; only a probe proves that an engine, which may fuse, pack and tie
+weights, serves them.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class WeightLoading:
     pool: ReplicaPool
     waiting_for: WaitingFor
     on_loaded: Callable[[Replica, int], Awaitable[None]]
-    """Called with each replica that has loaded, before it serves the version."""
+    """Coroutine function called with each replica that has loaded a version, before it serves the version."""
 
     _stopped: dict[str, ReplicaPause] = field(default_factory=dict, init=False)
-    """Pauses of the replicas that are halted for new weights, by name."""
+    """Name -> pause of each replica that is halted for new weights."""
 
     async def make_ready(self, receivers: Sequence[ReceiverClient]) -> None:
-        """Halt those replicas among ``receivers`` that receive weights into the memory they serve from."""
+        """Halt the replicas among ``receivers`` that receive weights into the memory from which they serve."""
         await concurrently(self._make_ready(receiver) for receiver in receivers)
 
     async def stand_down(self, receiver: ReceiverClient) -> None:
-        """Undo `make_ready` for ``receiver``, to which nothing will be sent after all."""
+        """Undo `make_ready` for ``receiver``, if nothing will be sent to it."""
         if isinstance(receiver, Replica) and receiver.name in self._stopped:
             del self._stopped[receiver.name]
             async with self.pool.losing():
@@ -57,10 +57,10 @@ class WeightLoading:
     async def load_all(
         self, receivers: Sequence[ReceiverClient], version: int, expected: Probe | None
     ) -> Sequence[ReplicaPause]:
-        """Make ``receivers`` serve the staged ``version``, as `load` does. Returns the pauses that it took.
+        """Make ``receivers`` serve the staged ``version``, as `load` does. Returns the replicas' pauses.
 
-        Those that load from one copy have the same bytes, and share processors: they compute the probe in turn, a
-        version each. One that joins computes it, too.
+        Receivers that load from one copy have the same bytes and share processors: for each version one of them, in
+        turn, computes the probe. A joining receiver computes it, too.
         """
         joining = {replica.name for replica in self.pool.joining}
         probed = joining.union(same[version % len(same)].name for same in by_copy(receivers).values())
@@ -72,9 +72,9 @@ class WeightLoading:
     async def load(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> ReplicaPause | None:
         """Make ``receiver`` serve the staged ``version``.
 
-        Returns the pause in decoding; None if there was none, or if the receiver is gone.
+        Returns the pause in decoding; None if there was no pause or the receiver is gone.
 
-        Raises `UpdateFailed` when log-probs are not as ``expected``: ``receiver`` serves something else.
+        Raises `UpdateFailed` if log-probs differ from ``expected``: ``receiver`` then serves other weights.
         """
         async with self.pool.losing():
             if isinstance(receiver, Replica):
@@ -98,9 +98,9 @@ class WeightLoading:
         stopped = self._stopped.pop(replica.name)
         seconds = await self._activate(replica, version)
         check = None if expected is None else partial(self._report, replica, version, 0.0, expected)
-        asleep = self.pool.pauses.defer(replica, "load", check)  # on shared devices: it computes nothing yet
+        asleep = self.pool.pauses.defer(replica, "load", check)  # on shared devices: it cannot compute yet
         await self._report(replica, version, seconds, None if asleep else expected)
-        # Before it is served, which lets further groups in: a wave would start beside the validation.
+        # Before the version is served, which admits further groups: a wave would start beside the validation.
         await self.on_loaded(replica, version)
         self.pool.serve(replica, version)
         await self.pool.pauses.release(replica, "load")
@@ -126,9 +126,9 @@ class WeightLoading:
         )
 
     async def _difference(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> float | None:
-        """Return the largest difference from the probe ``expected``, in nats; None if there is nothing to compare.
+        """Return the largest difference from the probe ``expected``, in nats; None without a probe.
 
-        Raises `UpdateFailed` when it exceeds the tolerance, or when log-probs are not finite.
+        Raises `UpdateFailed` if the difference exceeds the tolerance or log-probs are not finite.
         """
         if expected is None:
             return None
@@ -147,7 +147,7 @@ class WeightLoading:
         differences = np.abs(served.astype(np.float64) - expected)
         largest = float(differences.max(initial=0.0))
         tolerance = self.pool.probe_tolerance(receiver.name)
-        if not largest <= tolerance:  # also for what is not a number
+        if not largest <= tolerance:  # also true for NaN
             raise UpdateFailed(
                 f"{who}: log-probs of the {differences.size} tokens of the probe differ from the trainer's by up to "
                 f"{largest:.3g} nats, {float(differences.mean()):.3g} on average; rounding explains at most "
