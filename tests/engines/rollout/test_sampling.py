@@ -24,6 +24,7 @@ from headway.engines.rollout.native.sampler import (
 from headway.engines.rollout.scheduler import check_sampling, trajectory_key, uniforms
 from headway.errors import DataError
 from tests.engines.rollout.support import finish, make_core, make_model, make_request, steps, tokens_of
+from tests.engines.rollout.test_turns import episodes, long_core, long_model, play, step
 from tests.tiers import mostly_slow, searched
 
 CPU = torch.device("cpu")
@@ -283,6 +284,21 @@ def test_a_repetition_penalty_counts_prompt_and_answer_also_after_an_interrupt()
     cut.pause(OnUpdate.INTERRUPT)
     cut.resume()
     assert tokens_of(finish(cut)) == tokens_of(finish(straight))
+
+
+def test_a_repetition_penalty_counts_what_an_earlier_turn_has_left() -> None:
+    model = long_model()
+    core, fresh = long_core(model), long_core(model)
+    (episode,) = episodes(1, turns=1)
+    play(core, [episode], release=False)
+    calls = []
+    for one in (core, fresh):
+        one.submit("me", [episode.call(sampling=SamplingParams(8, stop_token_ids=(), repetition_penalty=1.7))])
+        calls += [call for _ in range(8) for call in step(one)]
+    found, alone = calls
+    assert found.cached >= 40 and alone.cached == 0
+    assert found.tokens.ids.tolist() == alone.tokens.ids.tolist()
+    np.testing.assert_allclose(found.tokens.logprobs, alone.tokens.logprobs, atol=1e-5)
 
 
 def test_a_seed_of_its_own_replaces_the_runs() -> None:

@@ -489,4 +489,5 @@ def test_validation_and_training_share_a_prefill_that_starts_in_one_step() -> No
     training, validation = episodes(2, turns=1, goes_on=False)
     core.submit("me", [training.call(), validation.call(priority=Priority.VALIDATION)])
     step(core)
-    assert core.stats().prefilled_tokens == 40
+    stats = core.stats()
+    assert (stats.prefilled_tokens, stats.cached_tokens) == (40, 40)
