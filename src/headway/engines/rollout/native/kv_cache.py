@@ -48,7 +48,7 @@ class SlotCache:
     ) -> None:
         """``slots``, ``context``: most rows, most positions of one; ``tokens``: of all. Default: `enough`.
 
-        ``least_rows``: number of rows that a step is filled up to.
+        ``least_rows``: number of rows that a step is filled up to; ``tokens`` has room for so many, however long.
         """
         self.geometry = geometry
         self.slots = slots
@@ -84,7 +84,7 @@ class SlotCache:
 
     def fits(self, rows: int, positions: int) -> bool:
         """Tell whether there is memory for so many rows, the longest of ``positions``."""
-        return max(rows, self._least_rows) * self._rounded(positions) <= self.tokens
+        return rows * self._rounded(positions) <= self.tokens
 
     @property
     def rows(self) -> int:
@@ -206,7 +206,7 @@ class SlotCache:
     def _room_for(self, rows: int, positions: int) -> int:
         """Positions of a row when ``rows`` are reserved with room for ``positions``: as now, unless that is unfit."""
         needed = self._rounded(positions)
-        fits = needed <= self.room < 2 * needed and max(rows, self._least_rows) * self.room <= self.tokens
+        fits = needed <= self.room < 2 * needed and rows * self.room <= self.tokens
         return self.room if fits else needed
 
     def _divide(self, room: int) -> None:
