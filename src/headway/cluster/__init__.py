@@ -1,1 +1,1 @@
-"""Cluster where roles live: on Ray, one actor per rank, or all in this process. Engines are the same on both."""
+"""Cluster that runs the roles: on Ray with one actor per rank, or all in this process. Both run the same engines."""

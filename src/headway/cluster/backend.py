@@ -1,4 +1,4 @@
-"""Entry to the cluster: from a configuration to running engines, on Ray or in this process, and back to nothing."""
+"""Entry to the cluster: starts the engines of a configuration, on Ray or in this process, and ends them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ async def start_backend(
 ) -> Workers:
     """Start all roles of ``config`` on ``cluster.backend``, each with the model at ``model_path``, serving version 0.
 
-    Whatever fails, everything that was started is ended before the error is raised.
+    If anything fails, everything that was started is ended before the error is raised.
 
     Args:
-        warm: ends when the model may be loaded; workers' processes start meanwhile, and no limit of time counts.
-        tell: called with what is up, each time that something is.
-        cluster: one that was begun; None: one is made here.
+        warm: awaitable that ends when the model may be loaded. Workers' processes start meanwhile, without a time
+        limit.
+        tell: function called with a text each time that a part is up.
+        cluster: a cluster whose start has begun; None to make one here.
 
     Raises:
-        ConfigError: a Ray address that does not answer; a transport, placement or ``on_update`` that cannot be had.
+        ConfigError: the Ray address does not answer, or the transport, placement or ``on_update`` is not available.
         ModelError: the model at ``model_path`` cannot be opened.
-        StallError: not everything was up within `Timeouts.start_s`; the message says what was waited for.
+        StallError: a part was not up within `Timeouts.start_s`; the message names it.
     """
     undo = AsyncExitStack()
     startup = Startup(
@@ -59,7 +60,7 @@ async def start_backend(
     )
     try:
         return await _up(startup, startup.launch(), startup.run, warm)
-    except BaseException:  # a start that is cancelled, too, has workers to end
+    except BaseException:  # also a cancelled start has workers to end
         await undo.aclose()
         raise
 
@@ -113,20 +114,20 @@ async def _up(
     run: Callable[[], Awaitable[T]],
     warm: Awaitable[None] | None = None,
 ) -> T:
-    """Wait until the workers are launched and run, and say, where that takes too long, what it waited for."""
+    """Wait until the workers are launched and run. If that takes too long, the error names the missing ones."""
     start_s = startup.timeouts.start_s
     try:
         async with asyncio.timeout(start_s) as limit:
             await launching
             # Before the limit is lifted below: `reschedule(None)` forgets when it was.
             left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
-            left += startup.timeouts.start_s - start_s  # the device is known now, on which kernels are compiled
+            left += startup.timeouts.start_s - start_s  # the device is known now, and so the time to compile kernels
             if warm is not None:
                 limit.reschedule(None)
                 await warm
             limit.reschedule(asyncio.get_running_loop().time() + left)
             return await run()
-    except StallError:  # a TimeoutError that knows more than the next
+    except StallError:  # a TimeoutError with a better message than the next
         raise
     except TimeoutError:
         raise StallError(
@@ -136,7 +137,7 @@ async def _up(
 
 
 def _with_absolute_files(config: Config) -> Config:
-    """Return the configuration for workers, which run in another directory: the user's functions by absolute paths."""
+    """Return the configuration with absolute paths of the user's functions, for workers in another directory."""
     algorithm = config.algorithm
     loss = algorithm.policy_loss.model_copy(update={"loss_mode": resolve_spec(algorithm.policy_loss.loss_mode)})
     changes: dict[str, object] = {"adv_estimator": resolve_spec(algorithm.adv_estimator), "policy_loss": loss}
@@ -148,7 +149,7 @@ def _with_absolute_files(config: Config) -> Config:
 
 @contextmanager
 def begun_cluster(config: Config, run_dir: Path, model_path: str) -> Iterator[Cluster]:
-    """Begin to start the cluster of ``config`` beside the block. What is left of it at the block's end is stopped."""
+    """Start the cluster of ``config`` in the background of the block. It is stopped at the block's end."""
     cluster = make_cluster(config, run_dir, model_path)
     try:
         cluster.begin()
@@ -158,7 +159,7 @@ def begun_cluster(config: Config, run_dir: Path, model_path: str) -> Iterator[Cl
 
 
 def make_cluster(config: Config, run_dir: Path, model_path: str) -> Cluster:
-    """Return the cluster of ``cluster.backend``. Ray is imported only where it is asked for."""
+    """Return the cluster of ``cluster.backend``. Ray is imported only if it is chosen."""
     match config.cluster.backend:
         case "ray":
             from headway.cluster.on_ray.ray_cluster import RayCluster

@@ -36,14 +36,14 @@ class InlineWorker(RoleHost):
         return [[result[place] for place in part] for part in parts]
 
     def peer(self) -> InlineWorker:
-        """Return the worker itself: all others are in its process."""
+        """Return the worker itself: all workers are in one process."""
         return self
 
     def close(self) -> None:
         """Do nothing, as a `Peer`: the worker itself ends with `kill`."""
 
     async def died(self) -> NoReturn:
-        """Wait for ever: there is no process that could end alone."""
+        """Wait for ever: the worker has no process of its own that could end."""
         await never()
 
     async def lost(self) -> NoReturn:
@@ -60,7 +60,7 @@ class InlineCluster:
     separate_processes = False
     address = "127.0.0.1"
     _users: ClassVar[int] = 0
-    """Number of clusters in this process that use the process group which the first of them made."""
+    """Number of clusters in this process that use the process group made by the first one."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -72,7 +72,7 @@ class InlineCluster:
         """Do nothing: this process is the cluster."""
 
     async def connect(self) -> str:
-        """Return the device that torch sees here. Raises `ConfigError` when it is not the one asked for."""
+        """Return the device that torch sees here. Raises `ConfigError` if it is not the configured one."""
         self._device = chosen(self._config.cluster.device)
         return self._device
 
@@ -109,7 +109,7 @@ class InlineCluster:
         await never()
 
     async def stop(self) -> None:
-        """Destroy the torch.distributed process group if clusters made it, and this is the last of them."""
+        """Destroy the torch.distributed process group if clusters made it and this is the last cluster."""
         if self._uses_group:
             import torch.distributed as dist
 

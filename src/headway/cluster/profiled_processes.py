@@ -20,36 +20,37 @@ from headway.devices import kind_here
 from headway.errors import RunError, boundary
 
 COMPRESSION = 3
-"""Level of gzip: a trace becomes a fifteenth of its size, in a third of the time of the best one."""
+"""Level of gzip: it shrinks a trace to a fifteenth, in a third of the time of the best level."""
 CHUNK_BYTES = 4 * 2**20
-"""Bytes of a trace that are handled at once, of whole lines. Its base is among the first ones."""
+"""Number of bytes of a trace handled at once, as whole lines. The first chunk contains the trace's base time."""
 BASE = re.compile(rb'"baseTimeNanoseconds": (\d+)')
 TIMES = re.compile(rb'("ts": )(\d+(?:\.\d+)?)')
 """Times in a Chrome trace as Kineto writes it, in microseconds since its base, which is in Unix time."""
 PROCESS_NAMES = re.compile(rb'("name": "process_name",[^}]*?"args": \{\s*"name": ")[^"]*(")')
 THREAD_NAMES = re.compile(rb'("name": ")thread (\d+) \([^"]*\)(")')
 SILENT = "99"
-"""Level of Kineto's log at which it says nothing: it would do so on the driver's terminal, within the run's view."""
+"""Level of Kineto's log at which it writes nothing: otherwise it writes to the driver's terminal, into the run's
+view."""
 
 
 class ProcessProfile:
-    """Profile of the process that this is in, by torch's profiler: what its threads compute, on the CPU and on its GPU.
+    """Profile of this process by torch's profiler: the work of its threads on the CPU and on its GPU.
 
         start ─▶ Kineto, on all threads ─▶ stop ─▶ take: Chrome trace ─▶ times of the run's timeline, names ─▶ gzip
 
-    Without a profile nothing is installed, and nothing costs anything. With one, results stay the same to the bit: only
-    times change. ``name``: the worker's, for messages.
+    Without a profile nothing is installed, at no cost. A profile changes times, but no bit of the results. ``name``:
+    the worker's name, for messages.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._turn = threading.Lock()
-        """Held while the profiler begins, ends or writes."""
+        """Lock held while the profiler starts, stops or writes."""
         self._profiler: Any = None
         self._running = False
 
     async def start(self) -> None:
-        """Record from now on what all threads compute, as `Profiled.start` does.
+        """Start to record the work of all threads, as `Profiled.start` does.
 
         Begins on the event loop's thread, which takes milliseconds, and longer where a GPU is profiled the first time:
         the profiler complains of any other thread than the one that has imported torch.
@@ -58,34 +59,34 @@ class ProcessProfile:
             self._start()
 
     async def stop(self) -> None:
-        """Record no more. Does nothing where nothing is recorded.
+        """Stop recording. Does nothing if nothing is being recorded.
 
-        The process stands still meanwhile, also its other threads: torch holds the interpreter, for some microseconds
-        for each operation that was recorded.
+        All threads of the process stand still meanwhile: torch holds the interpreter for some microseconds per recorded
+        operation.
         """
         await asyncio.to_thread(self._stop)
 
     async def take(self, origin: float, name: str) -> bytes:
-        """Return what was recorded, as `Profiled.take` does, and forget it. Raises `RunError` where nothing was.
+        """Return the recorded trace, as `Profiled.take` does, and forget it. Raises `RunError` if nothing was recorded.
 
-        ``name`` is what the process is called in the trace.
+        ``name``: name of the process in the trace.
         """
         return await asyncio.to_thread(self._take, origin, name)
 
     def _start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
 
-        # `torch.profiler` is this one and a schedule, and takes seconds to import.
+        # Not `torch.profiler`, which adds only a schedule to this class and takes seconds to import.
         from torch._C._profiler import _ExperimentalConfig
         from torch.autograd.profiler import profile
 
-        if self._running:  # for a window that its driver has given up
+        if self._running:  # left by a profile that the driver gave up
             self._running = False
             self._profiler.__exit__(None, None, None)
         self._profiler = profile(
             use_device=kind_here().profiled_as,
-            # Threads that compute were there before: torch would look at this thread, and at those that it starts, and
-            # crash where another thread ends what this one began. A trace alone takes a third of the time to end.
+            # Computing threads exist already. By default torch profiles this thread and threads it starts, and crashes
+            # if another thread stops the profile. A trace alone takes a third of the time to end.
             experimental_config=_ExperimentalConfig(profile_all_threads=True, trace_only=True),
         )
         self._profiler.__enter__()
@@ -125,10 +126,10 @@ class ProcessProfile:
 def compressed(trace: BinaryIO, origin: float, name: str, threads: Mapping[int | None, str]) -> bytes:
     """Return a trace as Kineto writes it in gzip, with times since ``origin``, which is in Unix seconds.
 
-    ``name`` is what the process is called in it, ``threads`` what threads are called, by the system's ids. The trace is
-    read in pieces, and may be far larger than memory would be as objects.
+    ``name``: name of the process in the trace. ``threads``: the system's thread id -> name. The trace is read in
+    pieces, since as objects it may not fit in memory.
 
-    Raises `RunError` where the trace is cut off: a disk that is full does not fail to be written by Kineto.
+    Raises `RunError` if the trace is cut off: Kineto does not report a full disk.
     """
     pieces = iter(lambda: b"".join(trace.readlines(CHUNK_BYTES)), b"")
     head = next(pieces, b"")
@@ -151,7 +152,7 @@ def compressed(trace: BinaryIO, origin: float, name: str, threads: Mapping[int |
 
 
 def _named(found: re.Match[bytes], threads: Mapping[int | None, str]) -> bytes:
-    """Return a thread's name in a trace: Python's, where it has one, and the system's id."""
+    """Return a thread's name in a trace: Python's name, if it has one, and the system's id."""
     name = threads.get(int(found[2]))
     return found[0] if name is None else found[1] + f"{name} ({found[2].decode()})".encode() + found[3]
 

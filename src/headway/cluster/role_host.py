@@ -3,7 +3,7 @@
 event loop ──coroutine methods──▶ role          (a rollout engine, which has a thread of its own)
     └──────blocking methods──▶ the role's one thread, in the order called     (a trainer's rank)
 
-Errors of too little memory are told in the user's words, with what needs less of it. They have several classes:
+Out-of-memory errors are explained to the user, with settings that need less memory. They have several classes:
 Python's, torch's on a GPU, and on the CPU a plain `RuntimeError` with a known text.
 """
 
@@ -38,7 +38,7 @@ ADVICE = (
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Tell whether ``error`` means that memory could not be allocated."""
+    """Return True if ``error`` means that memory could not be allocated."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     torch = sys.modules.get("torch")  # if torch was never imported, none of its errors was raised
@@ -48,9 +48,9 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def explained(error: Exception, who: str, doing: str) -> Exception:
-    """Return the error to raise for ``error``. For a lack of memory: who ran out, doing what, and what needs less.
+    """Return the error to raise for ``error``. An out-of-memory error names the worker and its work, and gives advice.
 
-    An error of Headway's own that a memory error has caused keeps its text, to which the advice is added.
+    An error of Headway caused by a memory error keeps its text, and the advice is added.
     """
     if isinstance(error, HeadwayError):
         if error.__cause__ is None or not ran_out_of_memory(error.__cause__):
@@ -63,11 +63,11 @@ def explained(error: Exception, who: str, doing: str) -> Exception:
 
 logger = logging.getLogger(__name__)
 LONG_S = 1.0
-"""Seconds from which on a call's time is logged."""
+"""Duration in seconds at which a call is logged."""
 
 
 class RoleHost:
-    """Host of a role, which is any object: only its coroutines run on the event loop's thread."""
+    """Host of a role (any object). Coroutines run on the event loop's thread, other methods on the role's thread."""
 
     def __init__(self, role: Any, name: str) -> None:
         self._role = role
@@ -77,8 +77,8 @@ class RoleHost:
         # `count_for` runs in the thread itself: a ContextVar that is set here is not seen there.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=count_for, initargs=(self._progress,))
         self._open: dict[Progress, tuple[str, float]] = {}
-        """Open calls of coroutines: the method, and when it was called. Of those that work with files beside the role's
-        thread the progress is told."""
+        """Progress -> method and start time of each open coroutine call. Calls that work with files beside the role's
+        thread report their progress here."""
         self._closing = False
         self._log = logging.LoggerAdapter(logger, {"worker": name})
         self._log.info("started in process %d", os.getpid())
@@ -86,7 +86,7 @@ class RoleHost:
     async def call(self, method: str, *args: Any) -> Any:
         """Call the role's method (``name``, or ``part.name`` of a part): await it, or run it on the role's thread.
 
-        Raises what the method raises, and `RunError` where its memory was not enough.
+        Raises the method's errors, and `RunError` if memory ran out.
         """
         function = attrgetter(method)(self._role)
         with self._failures_told(method):
@@ -98,8 +98,8 @@ class RoleHost:
             )
 
     async def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
-        """Yield what the role's asynchronous generator yields, at once: ``apart_s`` is for other processes. Raises as
-        `call` does.
+        """Yield the items of the role's asynchronous generator at once; ``apart_s`` only counts between processes.
+        Raises like `call`.
         """
         with self._failures_told(method), self._call(method):
             async with aclosing(attrgetter(method)(self._role)(*args)) as items:
@@ -107,7 +107,9 @@ class RoleHost:
                     yield item
 
     async def heartbeat(self) -> Heartbeat:
-        """Return a description of what the role does, on the event loop's thread, while the role's own computes."""
+        """Return a description of the role's current work. Runs on the event loop's thread, while the role's thread
+        computes.
+        """
         beat = self._progress.heartbeat()
         counts = Counter(method for method, _ in self._open.values())
         first = dict(reversed(self._open.values()))  # the oldest call of each method counts
@@ -130,7 +132,7 @@ class RoleHost:
 
     @contextmanager
     def _failures_told(self, method: str) -> Iterator[None]:
-        """Log a failure of a call with its traceback: the caller gets the message alone."""
+        """Log a failure of a call with its traceback. The caller gets only the message."""
         try:
             yield
         except Exception as failure:
@@ -153,7 +155,7 @@ class RoleHost:
         if self._closing:
             return
         self._closing = True
-        # Behind the step under way: an engine that is closed beneath it crashes the process.
+        # After the step under way: closing an engine during a step crashes the process.
         await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
         try:
             await self.call("close")

@@ -5,8 +5,8 @@
     the model's folder     every worker describes it                           ─▶ equal to the driver's
     the weights' directory the sender leaves a mark (`disk`, `shared_memory`)  ─▶ every receiver reads it
 
-A run whose ranks write parts of a checkpoint on different disks would go on, and end well, without one. Replicas need
-not see the run's directory: they only write their logs there, each on its own machine.
+If ranks wrote parts of a checkpoint to different disks, the run would end without an error and without a checkpoint.
+Replicas need not see the run's directory: they only write logs there, each on its own machine.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from headway.errors import ConfigError, ModelError, RunError
 from headway.runtime.task_groups import concurrently
 
 CONFIG = "config.yaml"
-"""File that each run's directory has."""
+"""Name of a file that every run's directory contains."""
 Probes = Mapping[str, FileProbe]
-"""Access to files by the names of workers."""
+"""Name of a worker -> its access to files."""
 
 
 class SharedFilesystem:
-    """Check of one run's files, by the driver and all workers, which must be up."""
+    """Check that the driver and all workers see one run's files. The workers must be up."""
 
     def __init__(
         self, config: Config, run_dir: Path, model_path: str, directory: Path | None, driver: FileProbe
     ) -> None:
-        """Set up. ``directory``: place where the transport leaves versions; None where it needs no files."""
+        """Create the check. ``directory``: directory where the transport stores versions; None if it needs no files."""
         self._run_dir = run_dir.absolute()
         self._model_path = model_path
         self._transport = transport_in(config)
@@ -48,16 +48,16 @@ class SharedFilesystem:
         self._sender: Probes = {}
 
     async def check(self, plan: ClusterPlan, workers: Mapping[str, Worker]) -> None:
-        """Check from every worker that it sees the files.
+        """Check that every worker sees the files.
 
         Raises:
-            ConfigError: the run's directory, or that of the weights, is not the same one for all that need it.
+            ConfigError: workers see different directories as the run's, or as that of the weights.
             ModelError: a worker's machine lacks the model's folder, or has another model there.
         """
         everybody = {name: _probe(worker) for name, worker in workers.items()}
         sender = plan.ranks[ACTOR][0].worker
         self._sender = {sender: everybody[sender]}
-        # Those of the reference and `logp` read tokens there whose machine was lost.
+        # Ranks of the reference and of `logp` read tokens there if the tokens' machine was lost.
         ranks = plan.workers_of(ACTOR, REF, LOGP, CRITIC)
         await self._check_run_directory({name: everybody[name] for name in ranks})
         if self._storage is not None:  # any machine may have to bring the run back
@@ -72,8 +72,8 @@ class SharedFilesystem:
         await self._check_directory({name: everybody[name] for name in plan.workers_of(ROLLOUT, LOGP)})
 
     async def check_later(self, worker: Worker, *, receives: bool) -> None:
-        """Check that a ``worker`` started later sees the model and, where it ``receives`` weights, their directory.
-        Raises as `check` does.
+        """Check that a later ``worker`` sees the model and, if it ``receives`` weights, their directory. Raises like
+        `check`.
         """
         probes = {worker.name: _probe(worker)}
         await self._check_model(probes)
@@ -81,9 +81,9 @@ class SharedFilesystem:
             await self._check_directory(probes)
 
     async def check_rank(self, worker: Worker) -> None:
-        """Check that a rank that is started again sees the run's directory and the model. Raises as `check` does.
+        """Check that a restarted rank sees the run's directory and the model. Raises like `check`.
 
-        It may be on a machine that had none. Nothing is written, for the disk may be full.
+        It may run on a machine that is new to the run. Nothing is written, since the disk may be full.
         """
         probes, file = {worker.name: _probe(worker)}, self._run_dir / CONFIG
         here = await self._driver.text_of(file)
@@ -96,7 +96,7 @@ class SharedFilesystem:
         blind, why = await _blind(self._driver, path, writers)
         if why is not None:
             raise RunError(f"run.dir={path}: the driver cannot write there: {why}")
-        # The other way round, too: a rank may see the directory and not be able to write there.
+        # Also the other way round: a rank may see the directory but not be able to write to it.
         if not blind:
             seen = await concurrently(_blind(one, path, {"driver": self._driver}) for one in writers.values())
             blind = {name: writers[name] for name, one in zip(writers, seen, strict=True) if one != ({}, None)}
@@ -137,7 +137,7 @@ class SharedFilesystem:
                 )
 
     async def _check_directory(self, receivers: Probes) -> None:
-        """Check that receivers can read the directory in which the sender leaves versions."""
+        """Check that receivers can read the directory in which the sender stores versions."""
         if self._directory is None:
             return
         setting, in_memory = f"param_update.transport={self._transport}", TRANSPORTS[self._transport].leaves == "memory"
@@ -165,7 +165,9 @@ def _probe(worker: Worker) -> FileProbe:
 async def _blind(
     by: FileProbe, directory: Path, readers: Probes, *, make_directory: bool = False
 ) -> tuple[Probes, str | None]:
-    """Have a mark left in ``directory``. Returns those of ``readers`` that do not see it, or why there is none."""
+    """Leave a mark in ``directory``. Returns the ``readers`` that do not see it, and the reason if no mark could be
+    left.
+    """
     text = uuid4().hex
     mark = directory / f".seen-{text[:12]}"
     try:

@@ -2,8 +2,8 @@
 
     rank: its copy in host memory ──chunks──▶ episode worker ──chunks──▶ the rank that was started in its place
 
-If possible that is on another machine than the rank; else the snapshot outlives processes, but not the machine. There
-are two snapshots of a rank at most: the older one goes when the newer one of every rank is complete.
+If possible, the episode worker is on another machine than the rank; otherwise the snapshot outlives processes, but not
+the machine. A rank has at most two snapshots: the older is dropped when the newer is complete for every rank.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from headway.engines.train.fsdp.learner import Learner
 
 CHUNK = 2**20
-"""Number of bytes that are sent at once: an episode worker's event loop takes them in milliseconds."""
+"""Number of bytes sent at once: an episode worker's event loop handles them in milliseconds."""
 
 
 class SnapshotMemory:
-    """The episode worker's end: chunks of ranks' snapshots.
+    """Episode worker's end: stores chunks of ranks' snapshots.
 
     Example:
         >>> memory = SnapshotMemory()
@@ -44,7 +44,7 @@ class SnapshotMemory:
         self._chunks[rank, version, index] = data
 
     async def get(self, rank: int, version: int, index: int) -> bytes | None:
-        """Return chunk ``index`` of a rank's snapshot; None where it is not here."""
+        """Return chunk ``index`` of a rank's snapshot; None if it is not stored here."""
         return self._chunks.get((rank, version, index))
 
     async def keep_only(self, versions: Sequence[int]) -> None:
@@ -53,14 +53,14 @@ class SnapshotMemory:
 
 
 class RankSnapshot:
-    """Rank's end: sends the copy of its state, and brings it back. Raises `RunError` where that fails."""
+    """Rank's end: sends the copy of its state, and fetches it back. Raises `RunError` if that fails."""
 
     def __init__(self) -> None:
         self.learners: list[Learner] = []
 
     async def send(self, rank: int, version: int, holder: Peer) -> None:
         """Send the copy."""
-        # As bytes: a memoryview cannot be pickled, and a holder in this process would see the next copy in it.
+        # As bytes: a memoryview cannot be pickled, and in the same process the next copy would overwrite it.
         await self._each(holder, lambda i, chunk: holder.call("snapshots.put", rank, version, i, bytes(chunk)))
 
     async def fetch(self, rank: int, version: int, holder: Peer) -> None:
@@ -91,7 +91,7 @@ class RankSnapshot:
                         await do(index, chunk)
         except TimeoutError:
             raise RunError(f"a megabyte was not through within {SNAPSHOT_S:g} s") from None
-        except HeadwayError as error:  # a holder's death must not pass for this rank's
+        except HeadwayError as error:  # a holder's death must not look like this rank's
             raise RunError(said_by(error)) from None
         finally:
             holder.close()
@@ -101,13 +101,13 @@ class Snapshots:
     """Driver's end: `headway.pipeline.recovery.checkpoint_manager.SnapshotStore` over ranks and episode workers."""
 
     def __init__(self, ranks: WorkerGroup, holders: Callable[[], Sequence[Worker]]) -> None:
-        """Set up. ``holders``: returns the present episode workers."""
+        """Create the store. ``holders``: function that returns the current episode workers."""
         self._ranks = ranks
         self._holders = holders
         self._kept: list[Worker] = []
         """Episode worker that holds each rank's snapshot."""
         self._versions: list[int] = []
-        """Version of the snapshot that is complete, if there is one."""
+        """Version of the complete snapshot; empty without one."""
 
     async def keep(self, version: int) -> bool:
         machines = await self._make_room()
@@ -117,7 +117,7 @@ class Snapshots:
             others = [holder for holder, there in machines.items() if there != machine] or list(machines)
             kept.append(others[index % len(others)])
         await self._on_all("send", version, kept)
-        # Not before all ranks have sent: until then the snapshot before is the only whole one.
+        # Only after all ranks have sent: until then the previous snapshot is the only complete one.
         self._versions, self._kept = [version], kept
         await self._make_room()
         return all(machines[holder] != machine for holder, machine in zip(kept, here, strict=True))
@@ -129,16 +129,16 @@ class Snapshots:
         await concurrently(rank.call("snapshot.restore") for rank in self._ranks.workers)
 
     async def _on_all(self, step: str, version: int, holders: Sequence[Worker]) -> None:
-        """Take a step on all ranks, to its end: one whose copy is still being sent could make no other one."""
+        """Run a step on all ranks and wait for all: a rank that is still sending its copy cannot make another one."""
         at = enumerate(zip(self._ranks.workers, holders, strict=True))
         calls = [rank.call(f"snapshot.{step}", index, version, holder.peer()) for index, (rank, holder) in at]
         failures = [failure for failure in await asyncio.gather(*calls, return_exceptions=True) if failure is not None]
-        # A death first: by it ranks are started again, and other failures may be its doing.
+        # `WorkerDied` first: it restarts the ranks, and may have caused the other failures.
         for failure in sorted(failures, key=lambda failure: not isinstance(failure, WorkerDied)):
             raise failure
 
     async def _make_room(self) -> dict[Worker, str]:
-        """Have holders forget all but the complete snapshot. Returns the machines of those that answer."""
+        """Make holders forget all but the complete snapshot. Returns each answering holder -> its machine."""
 
         async def room(holder: Worker) -> str:
             async with asyncio.timeout(SNAPSHOT_S):
@@ -147,7 +147,7 @@ class Snapshots:
                 return machine
 
         holders = self._holders()
-        answers = await asyncio.gather(*map(room, holders), return_exceptions=True)  # those that fail are passed over
+        answers = await asyncio.gather(*map(room, holders), return_exceptions=True)  # failing holders are skipped
         found = {holder: answer for holder, answer in zip(holders, answers, strict=True) if isinstance(answer, str)}
         if not found:
             raise RunError("no episode worker answers")

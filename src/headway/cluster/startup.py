@@ -3,8 +3,8 @@
 launch:  connect ─▶ plan ─▶ reserve ─▶ launch all ─▶ up
 run:     see the same files ─▶ build (models load side by side) ─▶ meet for weights ─▶ serve
 
-Ranks that compute together meet at a store in their rank zero, so that no role depends on the processes of another one.
-Ranks in the places of lost ones start as the first ones did, and are then ready for the next update.
+Ranks that compute together meet at a store in their rank zero, so that no role depends on another role's processes.
+Replacements of lost ranks start in the same way, and are then ready for the next update.
 """
 
 from __future__ import annotations
@@ -80,38 +80,38 @@ class Startup:
         run_dir: Path,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Prepare a start. ``undo`` gets what has to be undone, also where the start fails. ``tell`` is called with
-        what is up, in words, each time that something is.
+        """Prepare a start. ``undo`` collects the clean-up, also for a start that fails. ``tell`` is called with a text
+        each time that a part is up.
         """
         self._config = config
         self.cluster = cluster
         self._undo = undo
         folder = Path(model_path).expanduser()
-        # A name on the hub stays as it is. Workers of a cluster that was joined run in another directory.
+        # Absolute, since workers of a joined cluster run in another directory. A name on the hub stays as it is.
         self._model_path = model_path = str(folder.absolute()) if folder.is_dir() else model_path
         self._total_optimizer_steps = total_optimizer_steps
         self.run_dir = run_dir
         self._tell = tell
         self.waits = StartWaits()
-        """Those workers that have not answered yet."""
+        """Answers of workers that the start waits for."""
         self._wait = self.waits.wait
         self._transport = transport_in(config)
         known = folder / "config.json"
         self._shape = ModelShape.of(text_config(known)) if known.is_file() else None
         workers = sum(len(devices) for devices in resolve_placement(config).devices.values())
         self.timeouts = Timeouts.of(config, model_nbytes(model_path), workers=workers)
-        """Time limits of the run, which follow what is known and measured by now."""
+        """Time limits of the run, updated with what is measured."""
         self._workers = LaunchedWorkers(cluster, self.timeouts)
         self._files: SharedFilesystem | None = None
-        """None where workers are no processes of their own."""
+        """Check of shared files; None if workers have no processes of their own."""
         self._manifests: dict[str, Manifest] = {}
-        """Layouts by dtype of the weights that the trainer's present ranks send."""
+        """Dtype -> layout of the weights that the trainer's current ranks send."""
         self._paths: WeightPaths
 
     async def launch(self, *, trainer_only: bool = False) -> None:
         """Start the workers' processes, all or only the trainer's."""
         config = self._config
-        # Before connecting: Ray's processes are there from its middle on, and an interrupt may come then.
+        # Before connecting, which starts Ray's processes and may be interrupted.
         self._undo.push_async_callback(self.cluster.stop)
         self._device = await self._wait("the cluster to answer", self.cluster.connect())
         self.timeouts.on_gpu = kind_of(self._device).flex_attention
@@ -119,7 +119,7 @@ class Startup:
         if self.cluster.separate_processes:
             self._tell("Ray is up")
             tokens = TokenPlace(self.cluster.address, self._undo.enter_context(token_directory(config)))
-        remove_abandoned(SHARED_MEMORY)  # what killed runs left there, whether this run uses it or not
+        remove_abandoned(SHARED_MEMORY)  # left by killed runs; also if this run does not use it
         plan = plan_cluster(
             config,
             resolve_placement(config),
@@ -130,7 +130,7 @@ class Startup:
         )
         self._plan = plan = trainer_alone(plan) if trainer_only else plan
         await self._wait("devices to be free", self.cluster.reserve(plan))
-        self._directory = self._weights_directory()  # made before the workers: it is removed when they have ended
+        self._directory = self._weights_directory()  # before the workers, so that it is removed after they end
         self._undo.push_async_callback(self._workers.kill)  # pushed after the cluster's `stop`: undone before it
         for spec in plan.workers:
             self._workers.launch(spec)
@@ -151,15 +151,15 @@ class Startup:
             for role, kind in TRAINING_ROLES.items()
             if role in plan.ranks
         }
-        """Groups whose ranks compute together, by role, the trainer's first."""
+        """Role -> group of ranks that compute together, the trainer's first."""
         self._replicas = [WorkerGroup(RolloutRole, [worker], cost) for worker in self._workers_of(ROLLOUT)]
 
     def _workers_of(self, role: str) -> list[Worker]:
-        """Return the present workers of the ranks of ``role``."""
+        """Return the current workers of the ranks of ``role``."""
         return [worker_of(rank, self._workers.by_name) for rank in self._plan.ranks.get(role, ())]
 
     async def run_trainer(self) -> WorkerGroup:
-        """Start the trainer alone; there are no other workers."""
+        """Start only the trainer, without other workers."""
         await self._check_files()
         await self._build()
         self._tell("the model is loaded")
@@ -204,7 +204,7 @@ class Startup:
         paths = self._paths
         for name, (ranks, of) in holders.items():
             await self._wait(f"{name} to be reached for weights", paths.add(name, ranks, of))
-        # Meet now and not at the first update: ends that cannot must be known before anything is generated.
+        # Connect now and not at the first update: a failure must be known before anything is generated.
         await self._wait(f"{', '.join(holders)} to meet {actor.name} for weights", paths.reach([*holders]))
         self._rollouts = rollouts = await concurrently(map(self._serve, replicas))
         apart = []
@@ -268,7 +268,7 @@ class Startup:
         )
 
     async def _check_files(self) -> None:
-        """Check that workers see the files of the run, where they are processes of their own."""
+        """Check that workers see the run's files, if they have processes of their own."""
         if self.cluster.separate_processes:
             self._files = SharedFilesystem(
                 self._config, self.run_dir, self._model_path, self._directory, FileProbe(self.cluster.address)
@@ -278,7 +278,7 @@ class Startup:
             )
 
     async def _build(self) -> Address | None:
-        """Let all workers load their models side by side. Returns the address of the trainer's store."""
+        """Load all workers' models side by side. Returns the address of the trainer's store; None without one."""
         actor, *others = self._groups.values()
         meet = self.cluster.separate_processes
         store, *_ = await concurrently(
@@ -288,7 +288,7 @@ class Startup:
         return store
 
     async def _lay_out(self, dtypes: Iterable[str], waits: StartWaits) -> None:
-        """Have the trainer's present ranks, all of which send, lay weights out in ``dtypes`` and prepare updates."""
+        """Let the trainer's current ranks lay out weights in ``dtypes`` and prepare to send updates."""
         actor = self._groups[ACTOR]
         for dtype in dtypes:
             layout = waits.wait(f"{actor.workers[0].name} to lay weights out", actor.layout(dtype))
@@ -304,7 +304,9 @@ class Startup:
         return RemoteEpisodeWorker(worker)
 
     def _weights_directory(self) -> Path | None:
-        """Return the directory where a transport that uses files leaves them. One in memory is removed at the end."""
+        """Return the directory where a transport stores files; None without files. A directory in memory is removed at
+        the end.
+        """
         leaves = TRANSPORTS[self._transport].leaves
         if leaves == "memory":
             if not SHARED_MEMORY.is_dir():
@@ -317,7 +319,7 @@ class Startup:
         return folder.absolute() if leaves == "files" else None
 
     async def _serve(self, group: WorkerGroup) -> RolloutReplica:
-        """Start the engine of a replica. Raises `ConfigError` where it lacks what the run asks of it."""
+        """Start the engine of a replica. Raises `ConfigError` if it lacks a capability that the run needs."""
         (worker,), config = group.workers, self._config
         manifest = self._manifests[self._dtypes[ROLLOUT]]
         offset = await clock_offset(worker)
@@ -339,7 +341,7 @@ class Startup:
     # ------------------------------------------------------------------------------------------ in place of lost ones
 
     async def _replace(self, worker: Worker, waits: StartWaits) -> RolloutReplica:
-        """Start a launched replica that takes the place of another."""
+        """Start a launched replica that replaces another."""
         await worker.up()
         if self._files is not None:
             await self._files.check_later(worker, receives=True)
@@ -351,14 +353,14 @@ class Startup:
         return replica
 
     async def _replace_episode_worker(self, worker: Worker, waits: StartWaits) -> RemoteEpisodeWorker:
-        """Start a launched episode worker that takes the place of another."""
+        """Start a launched episode worker that replaces another."""
         await worker.up()
         if self._files is not None:
             await self._files.check_later(worker, receives=False)
         return await self._start_episode_worker(worker, waits)
 
     def _restartable(self) -> dict[str, RestartableRanks]:
-        """Return the ranks that may be started again, by role."""
+        """Return role -> ranks that may be restarted."""
 
         async def watch(group: WorkerGroup) -> NoReturn:
             await any_dies(self.cluster, group.workers)
@@ -367,14 +369,14 @@ class Startup:
         for role, group in self._groups.items():
             able = restarts_trainer if role in (ACTOR, CRITIC) else restarts_ranks  # the former redo batches
             if able(self._config):
-                ranks = partial(getattr, group, "workers")  # looked up at each call: a restart exchanges them
+                ranks = partial(getattr, group, "workers")  # looked up at each call: a restart replaces them
                 replicas = (lambda: self._rollouts) if self._plan.shared and role == ACTOR else None
                 found[role] = RestartableRanks(ranks, partial(watch, group), partial(self._restart, role), replicas)
         return found
 
     async def _restart(self, role: str) -> None:
-        """Start other ranks, with the initial model, and prepare them for updates. At the next update they connect to
-        their receivers or the trainer.
+        """Start new ranks of ``role`` with the initial model, and prepare them for updates. They connect to their
+        receivers, or to the trainer, at the next update.
         """
         group, waits = self._groups[role], StartWaits()
         try:
@@ -396,11 +398,11 @@ class Startup:
             ) from None
 
     async def _replace_ranks(self, role: str, waits: StartWaits) -> Address | None:
-        """End the ranks of ``role``, and let others in their places load the model: fewer of them where there is no
-        place for all, and room for the model in fewer parts. Returns the address of their store.
+        """Replace the ranks of ``role`` by new ones, which load the model. They are fewer if some have no place, and if
+        the model fits into fewer parts. Returns the address of their store.
         """
         group = self._groups[role]
-        # All of them, also those that live: a process group that has lost a rank serves no more.
+        # All ranks, also living ones: a process group without one of its ranks cannot be used.
         await waits.wait(f"{group.name} to end", concurrently(worker.kill() for worker in group.workers))
         asked, too_few = self._plan.ranks[role], 0
         waiting = f"machines that are alive to have room for the ranks of {role}, or some of them"
@@ -421,8 +423,9 @@ class Startup:
             waiting = f"a machine with room for {lost}: without it {full}"
 
     async def _too_full(self, role: str, workers: Sequence[Worker], config: Config | None) -> str | None:
-        """Say what ranks of ``role`` take of a device that has less. ``config``: that of ranks that are fewer than was
-        asked for. None where each has room, or that is not known. On CPUs the ranks of a machine share its memory.
+        """Return a message if a rank of ``role`` needs more memory than its device has; None if all fit or sizes are
+        unknown. ``config``: configuration of a reduced number of ranks. On CPUs the ranks of a machine share its
+        memory.
         """
         if config is None or (shape := self._shape) is None:
             return None
@@ -440,7 +443,7 @@ class Startup:
         return None
 
     async def _check_rank(self, files: SharedFilesystem, worker: Worker, waits: StartWaits) -> None:
-        """Raise `RunError` where a rank that was started again does not see the run's files, and avoid its machine."""
+        """Raise `RunError` if a restarted rank does not see the run's files, and avoid its machine from then on."""
         try:
             await waits.wait(f"{worker.name} to say which files it sees", files.check_rank(worker))
         except UserError as blind:
@@ -448,30 +451,29 @@ class Startup:
             raise RunError(f"{blind}. It is not started there again") from blind
 
     async def _with_places(self, role: str, group: WorkerGroup, too_few: int) -> dict[Rank, int]:
-        """Return the ranks of ``role`` that are started again, each with its device: all of them or, where some of
-        ``group`` have no place for `ROOM_SHARE` of the time, as many others as make a mesh. Waits until there are so
-        many, and more than ``too_few``.
+        """Return rank -> device of the ranks of ``role`` to restart: all or, if some of ``group`` have no place for
+        `ROOM_SHARE` of the time, as many as make a mesh. Waits until there are enough, and more than ``too_few``.
         """
         ranks, parallel = self._plan.ranks[role], self._config.actor.parallel
         inner, least = parallel.inner, parallel.least_ranks
         if self._plan.shared and role == ACTOR:  # a replica cannot go on without its rank
             least = len(ranks)
-        elif parallel.replicate > 1:  # whole copies of the model: each of those that are left stays as it is
+        elif parallel.replicate > 1:  # whole copies of the model: the remaining ones are unchanged
             inner = least = len(ranks) // parallel.replicate
-        # Ranks that went on without others do not wait for these again.
+        # Ranks that went on with fewer do not wait for the missing ones again.
         present = {worker.name.partition("+")[0] for worker in group.workers}
         here = [rank.worker for rank in ranks if rank.worker in present]
         others = [rank.worker for rank in ranks if rank.worker not in present]
         while True:
             places = await self._workers.places(here, self.timeouts.start_s * ROOM_SHARE)
             places |= await self._workers.places(others, PLACES_S)
-            if len(places) < len(ranks):  # time has passed: what was found first may be gone, too
+            if len(places) < len(ranks):  # time has passed: the first places may be gone, too
                 places = await self._workers.places([*places], PLACES_S)
             if len(found := in_meshes(ranks, places, inner=inner, least=least)) > too_few:
                 return {rank: places[rank.worker] for rank in found}
 
     def _of_fewer(self, count: int, asked: int) -> dict[str, Any]:
-        """Return changed arguments for ``count`` ranks of a role, fewer than ``asked``; none where all are there."""
+        """Return the changed arguments for ``count`` ranks of a role, if fewer than ``asked``; else an empty dict."""
         if count == asked:
             return {}
         config = self._config
@@ -482,8 +484,8 @@ class Startup:
 
 
 async def _build(group: WorkerGroup, waits: StartWaits, *, meet: bool = True) -> Address | None:
-    """Let the ranks of ``group`` load their model; those that compute together ``meet`` at a store of their own.
-    Returns its address; None without one.
+    """Load the model on the ranks of ``group``. With ``meet``, they first connect at a store of their own. Returns the
+    store's address; None without one.
     """
     store: Address | None = None
     if meet:

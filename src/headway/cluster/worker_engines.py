@@ -31,7 +31,7 @@ class TrainGroup:
     """Implementation of `TrainEngine` over the ranks of `ActorRole`."""
 
     def __init__(self, ranks: WorkerGroup, paths: WeightPaths, *, with_returns: bool = False) -> None:
-        """Create the engine. ``with_returns``: the advantage estimator has a critic."""
+        """Create the engine. ``with_returns``: True if the advantage estimator has a critic."""
         self._ranks = ranks
         self._engine = engine = proxy(ranks, TrainEngine)
         self.forward_logprobs, self.proximal_logprobs = engine.forward_logprobs, engine.proximal_logprobs
@@ -43,8 +43,8 @@ class TrainGroup:
         self._with_returns = with_returns
 
     async def advantages(self, samples: Sequence[TrainSample], outcomes: Outcomes) -> dict[str, Sequence[AnyColumn]]:
-        """Return advantages as an `AdvantageFn` does, computed on rank zero: no token comes to the driver, nor to rank
-        zero where outcomes are enough.
+        """Return advantages as an `AdvantageFn` does, computed on rank zero. Tokens never reach the driver, and reach
+        rank zero only if outcomes are not enough.
         """
         if self._with_returns:
             advantages = await self._ranks.advantages(samples, outcomes)
@@ -96,7 +96,7 @@ class LogpReceiver:
         if not self._verify:
             return None
         served: NDArray[np.float32]
-        # On all ranks, though one answer is enough: the forward pass is collective.
+        # On all ranks, since the forward pass is collective, though one answer is enough.
         served, *_ = await concurrently(worker.call("copy.probe") for worker in self._ranks.workers)
         return served
 
@@ -120,11 +120,11 @@ class RolloutReplica(ReplicaCalls):
         self._role = role = proxy(peer, RolloutRole)
         self.activate, self.wake = role.activate, role.wake
         self.heartbeat = worker.heartbeat
-        self.died = worker.lost  # a replica on a silent machine is as good as dead; others go on without it
+        self.died = worker.lost  # a replica on a silent machine counts as dead; others go on
 
     @property
     def calls(self) -> ReplicaCalls:
-        """The replica as episode workers call it; can be sent to another process."""
+        """Calls of the replica for episode workers; can be sent to another process."""
         return ReplicaCalls(self.name, self.slots, self._peer)
 
     async def stage_weights(self, version: int) -> ReceiveReport:
@@ -152,12 +152,12 @@ class RemoteEpisodeWorker:
         self.worker = worker
         self._peer = peer = worker.peer()
         self._forgotten: list[TokenFile] = []
-        """Files on another machine of groups that nobody in this process knows any more."""
+        """Files on another machine whose groups this process no longer uses."""
         there = proxy(peer, EpisodeWorkerProtocol, part="worker")
         self.leave, self.route, self.hold, self.go_on = there.leave, there.route, there.hold, there.go_on
         self.abort_older_than = there.abort_older_than
         self.heartbeat = worker.heartbeat
-        self.died = worker.lost  # one on a silent machine is as good as dead; another one goes on
+        self.died = worker.lost  # one on a silent machine counts as dead; others go on
 
     async def generate(self, requests: Sequence[Group], *, on: str | None = None) -> AsyncGenerator[Group, None]:
         forgotten, self._forgotten = self._forgotten, []
@@ -165,12 +165,12 @@ class RemoteEpisodeWorker:
         async with aclosing(self._peer.each("generate", list(requests), on, forgotten)) as finished:
             async for number, trajectories, tokens in finished:
                 if isinstance(tokens, TokenFile) and tokens.data is None:
-                    copy = TokenFile(tokens.host, tokens.path)  # what is forgotten must not refer to itself
+                    copy = TokenFile(tokens.host, tokens.path)  # a finalizer must not hold a reference to its object
                     finalize(tokens, self._forget, copy).atexit = False  # the run's end removes the whole directory
                 yield replace(open_groups.pop(number), trajectories=trajectories, tokens=tokens)
 
     def _forget(self, file: TokenFile) -> None:
-        """Remove ``file``, or have its episode worker do so where that is on another machine."""
+        """Remove ``file``, or leave that to its episode worker if it is on another machine."""
         try:
             os.unlink(file.path)  # noqa: PTH108 - for each group: a Path takes longer to make than the file to remove
         except OSError:
@@ -189,9 +189,9 @@ class RemoteEpisodeWorker:
 
 
 async def clock_offset(worker: Worker) -> float:
-    """Return the seconds to add to the worker's monotonic clock to have this process's.
+    """Return the seconds to add to the worker's monotonic clock to get this process's clock.
 
-    Half the round trip bounds the error, so an offset no larger than the fastest one counts as none: processes of one
+    Half the round trip bounds the error, so an offset within the fastest round trip counts as 0: processes of one
     machine share the clock.
     """
     role = proxy(worker, RolloutRole)
@@ -221,13 +221,12 @@ class ProbeTolerance:
         model folder ─┬▶ trainer  ─▶ probe ─┐
                       └▶ receiver ─▶ probe ─┴▶ difference ─▶ × SAFETY, between FLOOR and CEILING ─▶ tolerance
 
-    Everybody opens the same folder, also in a run that is resumed (its checkpoint comes later) and in the place of a
-    replica that was lost. So what the probes differ by before any update is what two implementations make of equal
-    weights.
+    All workers open the same folder, also in a resumed run (its checkpoint is loaded later) and for a replacement of a
+    lost replica. So before any update, probes differ only because two implementations compute with equal weights.
     """
 
     def __init__(self, dtypes: Iterable[str], expected: NDArray[np.float32] | None) -> None:
-        """Prepare to measure. ``expected``: the trainer's probe [N] at version 0; None: nothing is to be verified."""
+        """Prepare to measure. ``expected``: the trainer's probe [N] at version 0; None if nothing is verified."""
         dtypes = tuple(dtypes)
         self._floor = max(FLOOR[dtype] for dtype in dtypes)
         self._ceiling = max(CEILING[dtype] for dtype in dtypes)
@@ -235,11 +234,11 @@ class ProbeTolerance:
         self._tolerances: dict[str, float] = {}
 
     def tolerance(self, name: str) -> float:
-        """Return the nats by which ``name`` may differ from the trainer; `CEILING` where nothing was measured."""
+        """Return the nats by which ``name`` may differ from the trainer; `CEILING` if nothing was measured."""
         return self._tolerances.get(name, self._ceiling)
 
     async def measure(self, receivers: Iterable[PolicyReceiver]) -> None:
-        """Set the tolerance of each of ``receivers``, which hold version 0 and decode nothing.
+        """Measure and set the tolerance of each of ``receivers``. They must hold version 0 and decode nothing.
 
         Raises `ModelError` for a receiver whose log-probs differ by more than rounding could explain.
         """

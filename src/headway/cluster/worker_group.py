@@ -4,8 +4,8 @@
     def train_step(self, samples): …             ├─ rank 0: its share ─▶ result   (this one is returned)
                                                  └─ rank 1: its share ─▶ result
 
-A role is a plain class; which methods can be called from outside, and how a call spreads over the ranks, is declared
-where the method is written. How a call reaches a rank is the `Worker`'s business: Ray, or a thread of this process.
+A role is a plain class. `register` marks a method as callable from outside, and declares how a call spreads over the
+ranks. The `Worker` brings calls to a rank: by Ray, or by a thread of this process.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 P = TypeVar("P")
 T = TypeVar("T")
 BETWEEN_BATCHES_S = 0.02
-"""Least seconds between two batches: an engine finishes calls in every step, and a process that wakes up for each of
-them takes cores from the next step."""
+"""Smallest time between two batches, in seconds: an engine finishes calls in every step, and a process that wakes up
+for each call takes cores from the next step."""
 _REGISTRATION = "__headway_registration__"
 
 
@@ -50,8 +50,8 @@ class Dispatch(StrEnum):
     RANK_ZERO = "rank_zero"
     """Call rank zero alone."""
     SPLIT = "split"
-    """Divide the first argument, a list of samples, over the data ranks: as the batch was assigned that has begun, or
-    else by themselves. See `headway.data.assignment`. The ranks of an inner mesh get the same samples."""
+    """Divide the first argument, a list of samples, over the data ranks: by the assignment of the open batch, or on its
+    own without one. See `headway.data.assignment`. The ranks of an inner mesh get the same samples."""
 
 
 class Collect(StrEnum):
@@ -60,10 +60,10 @@ class Collect(StrEnum):
     RANK_ZERO = "rank_zero"
     """Return rank zero's result: the ranks agree, or only rank zero's counts."""
     JOINED = "joined"
-    """Return rank zero's result with what the other ranks that have a share add to it: ``first.joined(others)``."""
+    """Return rank zero's result combined with those of the other ranks with a share: ``first.joined(others)``."""
     COLUMNS = "columns"
-    """Return one `Column` per sample, the first argument, in order. Arrays stay where they are, those of each group
-    behind a handle of its own, so that readers of one group need no other's. Not for ``Dispatch.ONE_TO_ALL``."""
+    """Return one `Column` per sample of the first argument, in order. Arrays stay on the ranks, with one handle per
+    group, so that readers fetch single groups. Not for ``Dispatch.ONE_TO_ALL``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Registration:
 def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files: str | None = None) -> Callable[[F], F]:
     """Make a role's method callable through its `WorkerGroup`. The method may be a coroutine function.
 
-    ``files`` describes a method's work with files, of which it gets the path. The call of such a method fails when
+    ``files`` describes the work of a method that takes the path of files; None for other methods. Its call fails when
     bytes no longer move (see `while_bytes_move`).
     """
 
@@ -88,32 +88,33 @@ def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files:
 
 
 def registered(role: type) -> dict[str, Registration]:
-    """Return the registration of every method that `register` marked, by name, inherited ones included."""
+    """Return name -> registration of every method that `register` marked, including inherited ones."""
     marked = {name: getattr(getattr(role, name), _REGISTRATION, None) for name in dir(role)}
     return {name: registration for name, registration in marked.items() if registration is not None}
 
 
 class Peer(Protocol):
-    """A worker as others call it many times a second, wherever they run: each call costs tens of microseconds.
+    """Fast client of a worker, for many calls per second: each call costs tens of microseconds.
 
-    Can be pickled where they are different processes.
+    Can be pickled if callers are in other processes.
     """
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call the method and bring its result here."""
+        """Call the method and return its result."""
 
     def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
-        """Yield what the method, an asynchronous generator, yields. Leaving it ends it where it runs.
+        """Yield the items of the method, an asynchronous generator. Closing this generator closes it in the worker.
 
-        ``apart_s``: least seconds between two items of another process; an iterator that batches gathers meanwhile.
+        ``apart_s``: smallest time between two items from another process, in seconds; the generator can gather a batch
+        in between.
         """
 
     def close(self) -> None:
-        """Call no more. Open calls fail."""
+        """Close the client. Open calls fail."""
 
 
 class PeerPart:
-    """One role of a peer with several, as a separate peer."""
+    """Peer for one role of a peer that has several roles."""
 
     def __init__(self, peer: Peer, part: str) -> None:
         self._peer = peer
@@ -130,7 +131,7 @@ class PeerPart:
 
 
 class Worker(Protocol):
-    """Worker, wherever it runs. Calls raise `WorkerDied` when its process ends, and otherwise what the role raised."""
+    """Worker, local or remote. Calls raise `WorkerDied` when its process ends, and otherwise the role's own errors."""
 
     name: str
 
@@ -141,22 +142,22 @@ class Worker(Protocol):
         """Call the role's method and return its result."""
 
     async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
-        """Run the role's method to its end. Its result, a list, stays with the worker; return a handle for each of
-        ``parts``: of the list of the items at these places.
+        """Run the role's method to its end. Its result, a list, stays with the worker. Returns a handle for each of
+        ``parts``, which are lists of indices into the result.
         """
 
     def peer(self) -> Peer:
-        """Return the worker as it is called many times a second, by other workers or by the driver."""
+        """Return a fast client of the worker, for other workers and the driver."""
 
     async def heartbeat(self) -> Heartbeat:
-        """Return a description of what the worker does, at once, also while it computes."""
+        """Return a description of the worker's current work. It answers at once, also while it computes."""
 
     async def died(self) -> NoReturn:
         """Wait until the worker's process ends, and raise `WorkerDied`."""
 
     async def lost(self) -> NoReturn:
-        """Wait like `died`; raise also when the worker is given up: its machine stops answering, or itself does, as
-        `headway.pipeline.recovery.liveness` decides.
+        """Wait like `died`; also raise when the worker is given up, because its machine does not answer or by
+        `headway.pipeline.recovery.liveness`.
         """
 
     async def kill(self) -> None:
@@ -169,7 +170,7 @@ class PartOf:
     def __init__(self, worker: Worker, part: str, name: str) -> None:
         self.name = name
         self.whole = worker
-        """The worker that this is a part of; it is one process, and has one heartbeat."""
+        """Worker with several roles that this is a part of. It is one process, with one heartbeat."""
         self._part = part
         self.up, self.heartbeat = worker.up, worker.heartbeat
         self.died, self.lost, self.kill = worker.died, worker.lost, worker.kill
@@ -197,7 +198,7 @@ class ReplicaCalls:
         await self._peer.call("engine.submit", client, list(calls))
 
     def finished(self, client: str) -> AsyncGenerator[Sequence[Completion], None]:
-        # Gathered: a message for each step cost the episode worker and the engine more than the answers in it.
+        # In batches: a message for each step cost the episode worker and the engine more than its answers.
         return self._peer.each("engine.finished", client, apart_s=BETWEEN_BATCHES_S)
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None:
@@ -215,11 +216,11 @@ def proxy(callee: Worker | Peer | WorkerGroup, protocol: type[P], *, part: str |
         critic = proxy(ranks, CriticEngine, train_step="critic_step")
         await critic.train_step(samples)                        # ranks.call("critic_step", samples)
 
-    mypy checks names and arguments of the calls. Attributes and other methods are not there.
+    mypy checks names and arguments of the calls. Attributes and other methods are not available.
 
     Args:
-        part: the part of the role that has the methods.
-        names: what the role calls a method, where the protocol has another name for it.
+        part: name of the part of the role that has the methods; None for the role itself.
+        names: the protocol's name of a method -> the role's name, where they differ.
     """
     methods = [name for name, _ in inspect.getmembers(protocol, inspect.iscoroutinefunction)]
     prefix = f"{part}." if part else ""
@@ -228,31 +229,33 @@ def proxy(callee: Worker | Peer | WorkerGroup, protocol: type[P], *, part: str |
 
 
 class WorkerGroup:
-    """Ranks of one role. Each registered method is an attribute here; calling it starts the work on the ranks at once
+    """Ranks of one role. Each registered method is an attribute here. Calling it starts the work on the ranks at once
     and returns a task: await it to block, or keep it as a future. The first rank that fails fails the call. Paths are
     sent absolute: workers may run in another directory.
 
-    Between `begin_batch` and `end_batch` calls with samples are about these samples alone: each rank gets those of the
-    episodes that were assigned to it, in every call, and holds what it has read of them.
+    Between `begin_batch` and `end_batch`, calls must pass samples of that batch: in every call each rank gets the
+    samples of the episodes assigned to it, and caches the rows that it has read.
 
-    With an inner mesh of k ranks, k neighbours are one data rank: they compute the same samples, and the first of them
-    has their results.
+    With an inner mesh of k ranks, k neighbouring ranks are one data rank: they compute the same samples, and the first
+    of them returns the results.
     """
 
     def __init__(self, role: type, workers: Sequence[Worker], cost: Cost | None = None, *, inner: int = 1) -> None:
-        """Create the group. ``cost``: what samples are balanced by; ``inner``: number of ranks of an inner mesh."""
+        """Create the group. ``cost``: cost by which samples are balanced; ``inner``: number of ranks of an inner
+        mesh.
+        """
         self._inner = inner
         self._role = role
         self._methods = registered(role)
         self._cost = cost or Cost()
         self._owners: dict[TrajectoryId, int] | None = None
-        """Data rank of each episode of the batch that has begun; None without one."""
+        """Episode -> data rank in the open batch; None without an open batch."""
         self._batch = 0
-        """Number of batches that have begun."""
+        """Number of batches begun so far."""
         self.consist_of(workers)
 
     def consist_of(self, workers: Sequence[Worker]) -> None:
-        """Consist of other ``workers`` from now on, in the places of those so far; no batch has begun on them."""
+        """Replace the workers by ``workers``, with no batch open."""
         self.workers = tuple(workers)
         self._meshes = [self.workers[first : first + self._inner] for first in range(0, len(workers), self._inner)]
         self._owners = None
@@ -262,7 +265,7 @@ class WorkerGroup:
         return ", ".join(worker.name for worker in self.workers)
 
     def __getattr__(self, name: str) -> Callable[..., asyncio.Task[Any]]:
-        # By `__dict__`: before `__init__` has run, as in a copy, `self._methods` would call this again without end.
+        # By `__dict__`: before `__init__` has run, as in a copy, `self._methods` would recurse without end.
         registration = self.__dict__.get("_methods", {}).get(name)
         if registration is None:
             raise AttributeError(f"{name!r} is not a registered method of {self.__dict__.get('_role')}")
@@ -274,16 +277,16 @@ class WorkerGroup:
         return called
 
     async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
-        """Assign a batch to the data ranks, which hold what they read of it until they are called about another."""
+        """Assign a batch to the data ranks, which cache the rows they read until a call about another batch."""
         self._owners = await self._assigned(mini_batches)
         self._batch += 1
 
     async def end_batch(self) -> None:
-        """Forget how the batch was assigned: later calls are about other samples."""
+        """Forget the batch's assignment: later calls are about other samples."""
         self._owners = None
 
     def _start(self, method: str, registration: Registration, *args: Any) -> asyncio.Task[Any]:
-        # Here, since a worker may have another working directory.
+        # Made absolute here, since a worker may have another working directory.
         args = tuple(argument.absolute() if isinstance(argument, Path) else argument for argument in args)
         call = self._run(method, registration, args)
         if registration.files is not None:
@@ -292,8 +295,8 @@ class WorkerGroup:
         return asyncio.create_task(call, name=f"{self._role.__name__}.{method}")
 
     async def _run(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:
-        """Run a call. Raises `WorkerDied` where a rank's process has ended: in a collective the others fail, too, and
-        may say so before its end is known.
+        """Run a call. Raises `WorkerDied` if a rank's process has ended: in a collective the other ranks fail, too, and
+        may report it before that end is known.
         """
         try:
             match registration.dispatch:
@@ -307,10 +310,10 @@ class WorkerGroup:
                 case Dispatch.SPLIT:
                     return await self._split(method, registration.collect, *args)
         except RunError as failure:
-            if type(failure) is RunError and failure.__cause__ is not None:  # no error of Headway's own
+            if type(failure) is RunError and failure.__cause__ is not None:  # not an error of Headway
                 # When a rank dies, collectives fail on the others: their error came first, and named the wrong rank.
                 with suppress(TimeoutError):
-                    # Where a process has ended, this raises that in place of the failure.
+                    # If a process has ended, this raises its death instead of the failure.
                     await asyncio.wait_for(concurrently(worker.died() for worker in self.workers), END_KNOWN_S)
             raise
 
@@ -324,13 +327,13 @@ class WorkerGroup:
         return first.joined(others) if others and collect is Collect.JOINED else first
 
     def _own(self, samples: Sequence[TrainSample], shares: Sequence[Sequence[int]]) -> list[list[TrainSample]]:
-        """Return the samples of each share, as those of the batch where one has begun."""
+        """Return the samples of each share, as a `BatchShare` if a batch is open."""
         own = [[samples[i] for i in share] for share in shares]
         return own if self._owners is None else [BatchShare(share, self._batch) for share in own]
 
     async def _beside(self, method: str, shares: Sequence[Sequence[TrainSample]], *args: Any) -> None:
-        """Call the ranks of inner meshes other than the first ones, with the same ``shares``. Their results, which are
-        those of the first ones, stay where they are.
+        """Call all but the first rank of each inner mesh, with the same ``shares``. Their results equal those of the
+        first ranks, and are not returned.
         """
         await concurrently(
             worker.keep(method, [], share, *args)
@@ -341,7 +344,7 @@ class WorkerGroup:
     async def _columns(
         self, method: str, shares: Sequence[Sequence[int]], samples: Sequence[TrainSample], *args: Any
     ) -> list[Column]:
-        """Call the first data ranks with their ``shares`` of the samples, and return the columns of all."""
+        """Call the data ranks with their ``shares`` of the samples, and return the columns of all samples."""
         own = self._own(samples, shares)
         parts = [by_group(of_rank) for of_rank in own]
         calls = (
@@ -356,27 +359,27 @@ class WorkerGroup:
         for share, of_parts, handles in zip(shares, parts, kept, strict=True):
             for part, handle in zip(of_parts, handles, strict=True):
                 columns.update((share[at], Column(handle, place)) for place, at in enumerate(part))
-        # In the order of the samples again, whichever rank computed them.
+        # Back in the order of the samples.
         return [columns[index] for index in range(len(samples))]
 
     async def _assigned(self, mini_batches: Sequence[Sequence[TrainSample]]) -> dict[TrajectoryId, int]:
-        """Assign ``mini_batches`` in a thread: thousands of samples on a hundred ranks would hold up the loop."""
+        """Assign ``mini_batches`` in a thread: thousands of samples on a hundred ranks would block the event loop."""
         return await asyncio.to_thread(assign, mini_batches, len(self._meshes), self._cost)
 
     async def _shares(self, samples: Sequence[TrainSample]) -> list[list[int]]:
         owners = await self._assigned([samples]) if self._owners is None else self._owners
-        return split(samples, owners, len(self._meshes))  # a KeyError: samples of another batch than the one begun
+        return split(samples, owners, len(self._meshes))  # a KeyError means samples of another batch
 
 
 async def while_bytes_move(work: Coroutine[Any, Any, T], ranks: Sequence[Living], what: str) -> T:
-    """Return the result of ``work``, which ``ranks`` do with files. ``what``: the work in words, with the path.
+    """Return the result of ``work`` with files by ``ranks``. ``what``: description of the work, with the path.
 
     Raises:
-        StallError: no rank made progress for as long as work with files may stand still. The ranks are not stopped.
+        StallError: no rank made progress for the longest time allowed. The ranks are not stopped.
 
-    The limit follows bytes and not the clock: work may take as long as it likes while bytes move. Nothing may stand
-    still for longer than two minutes plus the time that a disk of 20 MB/s takes for the bytes so far (`file_quiet_s`),
-    which may all have to leave the system's cache before the next one moves.
+    Work may take any time while bytes move. It may stand still for at most two minutes plus the time that a disk of 20
+    MB/s takes for the bytes so far (`file_quiet_s`), since all of these may have to leave the system's cache before the
+    next byte moves.
     """
 
     def stuck(answers: WorkerAnswers) -> str:
@@ -396,9 +399,9 @@ async def while_ranks_move(
     with_files_s: Callable[[int], float],
     stuck: Callable[[WorkerAnswers], str],
 ) -> T:
-    """Return the result of ``work``, which ``ranks`` do. They may stand still as `WorkerAnswers.deadline` says.
+    """Return the result of ``work`` by ``ranks``, which may stand still until `WorkerAnswers.deadline`.
 
-    Raises `StallError`, with what ``stuck`` says of the ranks' answers, where they do so for longer. They go on.
+    Raises `StallError` after that, with the message of ``stuck`` for the ranks' answers. The ranks are not stopped.
     """
     task = failure_ignored(asyncio.ensure_future(work))
     deadline = now() + quiet_s
@@ -408,7 +411,7 @@ async def while_ranks_move(
             if not task.done() and now() >= deadline:
                 answers = await ask(ranks)
                 deadline = answers.deadline(quiet_s, with_files_s)
-                if not task.done() and now() >= deadline:  # again: it may have ended while ranks were asked
+                if not task.done() and now() >= deadline:  # checked again: it may have ended meanwhile
                     raise StallError(stuck(answers))
         return task.result()
     finally:

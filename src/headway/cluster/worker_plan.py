@@ -23,11 +23,11 @@ from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, D
 EPISODE_WORKER = "episode-worker"
 """The role's name, in the names of its workers."""
 TRAINING = ("headway.engines.train.fsdp.engine", "headway.models.pretrained")
-"""Modules that a training rank, or one that computes log-probs, is made of."""
+"""Modules that a rank needs for training or log-probs."""
 TRAINING_ROLES: dict[str, type[Role]] = {ACTOR: ActorRole, REF: RefRole, LOGP: LogpRole, CRITIC: CriticRole}
 """Roles whose ranks compute together, the trainer's first."""
 GENERATING = ("headway.engines.rollout.native.engine", "headway.models.pretrained")
-"""Modules that a replica of the native engine is made of."""
+"""Modules that a replica of the native engine needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +39,23 @@ class WorkerSpec:
     device: int
     """Index of the worker's device in the placement, or of the first one of several."""
     threads: int
-    """Number of threads that the settings give it; 0: its share of the cores of the node that it lands on."""
+    """Configured number of threads; 0 for its share of the cores of its node."""
     arguments: dict[str, Any]
     beside: bool = False
-    """True for a worker that computes on the CPU, beside the one that has the device."""
+    """True for a worker that computes on the CPU, on the node of ``device``."""
     further: tuple[int, ...] = ()
-    """Devices that it has beside the first one, on the same machine."""
+    """Further devices of the worker, on the same machine."""
     modules: tuple[str, ...] = ()
-    """Modules that its process imports first of all, while other workers start and the model is warmed up."""
+    """Modules that the process imports first, while other workers start and the model is warmed up."""
 
     @property
     def devices(self) -> DeviceGroup:
-        """All devices that the worker has."""
+        """All devices of the worker."""
         return (self.device, *self.further)
 
     @property
     def only_trains(self) -> bool:
-        """True where the process has a training rank, or one that computes log-probs, and no replica."""
+        """True if the process has a rank for training or log-probs, and no replica."""
         return self.role in TRAINING_ROLES.values()
 
 
@@ -70,17 +70,17 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """Plan of all workers of a run, and of what runs on them."""
+    """Plan of all workers of a run, and of the ranks on them."""
 
     workers: tuple[WorkerSpec, ...]
     ranks: Mapping[str, Sequence[Rank]]
-    """Ranks of each role, and replicas; without roles that nothing asks for, or that share the trainer's ranks."""
+    """Role -> its ranks or replicas. Unused roles, and roles on the trainer's ranks, are absent."""
     on_trainer_ranks: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     shared: bool
-    """True where each replica shares the device, and the process, of a training rank."""
+    """True if each replica shares the device and the process of a training rank."""
     shares: tuple[NodeShare, ...]
-    """Shares of machines, of the devices that have a worker."""
+    """Shares of machines, limited to devices with a worker."""
 
     def workers_of(self, *roles: str) -> list[str]:
         """Return the names of the workers that have ranks of these roles."""
@@ -108,7 +108,7 @@ def plan_cluster(
     train_threads, rollout_threads = config.trainer.threads, config.rollout.threads
     common = {"config": config, "model_path": model_path}
     generating = GENERATING if config.rollout.name == "native" else ()
-    # As many mini-batches as the policy has, each as often as the critic has epochs.
+    # The policy's number of mini-batches, times the critic's epochs.
     critic_steps = total_optimizer_steps // config.actor.ppo_epochs * config.critic.ppo_epochs
     of_actor = {
         "world_size": len(train),
@@ -130,7 +130,7 @@ def plan_cluster(
             continue
         name, replica = f"{ACTOR}-{rank}", f"{ROLLOUT}-{generate.index(device)}"
         parts = {"actor": {**of_actor, "rank": rank}, "rollout": {"name": replica}}
-        # Roles of one process take turns, so each may have all of its threads.
+        # Roles in one process take turns, so each may use all of its threads.
         threads = max(train_threads, rollout_threads)
         modules = (*TRAINING, *generating)
         workers.append(WorkerSpec(name, FusedRole, device, threads, {**common, **parts}, modules=modules))
@@ -168,13 +168,14 @@ def _shares(shares: Iterable[NodeShare], workers: Iterable[WorkerSpec]) -> tuple
 
 
 def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
-    """Return the plan's training ranks without all else. None of them shares its process with a replica."""
+    """Return a plan with only the training ranks, none of which shares its process with a replica."""
     workers = tuple(spec for spec in plan.workers if spec.role is ActorRole)
     return replace(plan, workers=workers, ranks={ACTOR: plan.ranks[ACTOR]}, shares=_shares(plan.shares, workers))
 
 
 def in_meshes(ranks: Sequence[Rank], workers: Collection[str], *, inner: int, least: int) -> list[Rank]:
-    """Return the ranks of whole inner meshes whose ``workers`` have a place: a multiple of ``least``.
+    """Return the ranks of complete inner meshes whose ``workers`` have a place. Their number is a multiple of
+    ``least``.
 
     ``inner``: number of neighbours that make an inner mesh.
     """
@@ -184,7 +185,7 @@ def in_meshes(ranks: Sequence[Rank], workers: Collection[str], *, inner: int, le
 
 
 def worker_of(rank: Rank, workers: Mapping[str, Worker]) -> Worker:
-    """Return the worker of a rank among ``workers``, by first names. Parts of ``actor-0+1`` end in ``+1`` as well."""
+    """Return the worker of a rank. ``workers``: first name -> worker. Parts of ``actor-0+1`` end in ``+1`` as well."""
     hosting = workers[rank.worker]
     again = hosting.name.removeprefix(rank.worker)
     return hosting if rank.part is None else PartOf(hosting, rank.part, rank.name + again)

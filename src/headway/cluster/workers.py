@@ -2,9 +2,9 @@
 
     find a place ─▶ kill what is left ─▶ launch ─▶ up ─▶ sees the files ─▶ build ─▶ serve ─▶ joins the pipeline
 
-A replica has the model that the run began with, may be reached for weights, and serves nothing before it has received
-a version. It has the device of the one that is gone; where its machine is gone, too, one of another machine, as soon as
-there is room for it. An episode worker has no device, and is beside whichever replica's is on a machine that answers.
+A new replica has the run's initial model, can be reached for weights, and serves nothing before it has received a
+version. It gets the device of the lost one or, if that machine is lost, too, a device of another machine as soon as
+there is room. An episode worker has no device, and is placed on a machine of any replica that answers.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ class Cluster(Protocol):
     """Cluster in which workers run."""
 
     separate_processes: bool
-    """True where ranks are processes, which meet at a store and may be on several machines."""
+    """True if ranks are processes, which meet at a store and may be on several machines."""
 
     @property
     def address(self) -> str:
-        """Address of the driver's machine, for the other machines."""
+        """Address of the driver's machine, as other machines reach it."""
 
     def begin(self) -> None:
-        """Begin to start the cluster, where this run starts one, beside other work; `connect` waits for it."""
+        """Begin to start the cluster in the background, if this run starts one. `connect` waits for it."""
 
     async def connect(self) -> str:
         """Connect to the cluster; nothing is reserved yet. Returns the device that workers use: ``cpu`` or ``cuda``."""
 
     async def reserve(self, plan: ClusterPlan) -> None:
-        """Reserve what the plan needs, until `stop`. Raises `ConfigError` for a plan that cannot run here."""
+        """Reserve the plan's devices until `stop`. Raises `ConfigError` for a plan that cannot run here."""
 
     async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
-        """Wait until a device is on a living machine, for a worker that replaces another one. Returns it: that of
-        ``spec`` or, while that is on none, the first of ``others`` that is.
+        """Wait for a device on a living machine, for a replacement worker. Returns the device of ``spec`` or, if its
+        machine is lost, the first of ``others`` on a living machine.
         """
 
     def avoid(self, spec: WorkerSpec) -> None:
-        """Start the worker of ``spec`` no more on the machine that it is on."""
+        """Never start the worker of ``spec`` on its current machine again."""
 
     def launch(self, spec: WorkerSpec) -> Worker:
         """Begin to start one worker, without waiting for it: see `Worker.up`."""
@@ -72,7 +72,7 @@ T = TypeVar("T", bound=Living)
 
 
 class StartWaits:
-    """Answers that a start waits for, in words.
+    """Descriptions of the answers that a start waits for.
 
     Example:
         >>> async def start(waits):
@@ -92,15 +92,15 @@ class StartWaits:
         return "; ".join(self._pending) or "nothing"
 
     async def wait(self, what: str, answer: Awaitable[R]) -> R:
-        """Return the ``answer``, for which the start waits meanwhile. ``what``: who has to do what."""
+        """Return the ``answer``, and list it as pending meanwhile. ``what``: its description."""
         self._pending[what] = None
         result = await answer
-        del self._pending[what]  # not in a `finally`: what failed, or was cut off, is what a message names
+        del self._pending[what]  # not in a `finally`: messages name what failed or was cut off
         return result
 
 
 class LaunchedWorkers:
-    """Workers that a run has now, by their first names: ``rollout-1+2`` is the second in the place of ``rollout-1``."""
+    """Current workers of a run by first name: ``rollout-1+2`` is the second replacement of ``rollout-1``."""
 
     def __init__(self, cluster: Cluster, timeouts: Timeouts) -> None:
         self._cluster, self._timeouts = cluster, timeouts
@@ -117,10 +117,10 @@ class LaunchedWorkers:
         self.by_name[spec.name] = self._cluster.launch(spec)
 
     async def places(self, names: Sequence[str], wait_s: float) -> dict[str, int]:
-        """Return a device for each worker to be started again, on a machine that answers: its own, or on another with
-        room. Workers that have none after ``wait_s`` are left out.
+        """Return name -> device for the workers to restart, on a machine that answers: the worker's own or another with
+        room. Workers without a device after ``wait_s`` seconds are left out.
         """
-        # Side by side: one machine that is silent would use up the time in which places are found for the others.
+        # Side by side: otherwise one silent machine would use up the time for all others.
         looks = {name: asyncio.ensure_future(self._cluster.find_place(self._specs[name])) for name in names}
         if not looks:
             return {}
@@ -133,12 +133,12 @@ class LaunchedWorkers:
         return {name: look.result() for name, look in found.items()}
 
     def avoid(self, name: str) -> None:
-        """Start the worker ``name`` no more on the machine that it is on."""
+        """Never start the worker ``name`` on its current machine again."""
         self._cluster.avoid(self._specs[name.partition("+")[0]])
 
     async def launch_again(self, name: str, device: int, waits: StartWaits, **arguments: Any) -> Worker:
-        """Begin to start a worker on ``device``, in the place of the one ``name``, which may have been fenced off and
-        still hold it: that one is ended. ``arguments``: those of the role that differ from now on.
+        """Begin to start a replacement of the worker ``name`` on ``device``. The old worker is killed first: if it was
+        fenced off, it may still hold the device. ``arguments``: changed arguments of the role.
         """
         first = name.partition("+")[0]
         await waits.wait(f"{first} to end", self.by_name[first].kill())
@@ -157,15 +157,15 @@ class LaunchedWorkers:
         current: list[T],
         others: Sequence[int] = (),
     ) -> T:
-        """Start a worker in the place of ``lost``, under its own name. A replica serves nothing before it has received
-        a version; an episode worker knows no replica yet.
+        """Start a replacement of ``lost``, under a new name. A replica serves nothing before it has received a version;
+        an episode worker knows no replica yet.
 
         Args:
-            start: brings a launched worker up, and notes what it waits for.
-            current: the workers so far; the new one takes the place of the lost one there.
-            others: devices beside which it may be as well, where that of its own place is on no machine that answers.
+            start: coroutine function that brings a launched worker up, and notes what it waits for.
+            current: list of current workers, in which the new one replaces the lost one.
+            others: alternative devices beside which it may run, if the machine of its own device does not answer.
 
-        Raises `StallError` if it is not up in time, and what ``start`` raises. The new worker is killed then.
+        Raises `StallError` if the worker is not up in time, and the errors of ``start``. It is killed then.
         """
         worker: Worker | None = None
         waits = StartWaits()
@@ -176,7 +176,7 @@ class LaunchedWorkers:
                 worker = await self.launch_again(lost, device, waits)
                 started = await waits.wait(f"{worker.name} to start", start(worker, waits))
         except (TimeoutError, HeadwayError):
-            if worker is not None:  # it would hold its device to the end of the run
+            if worker is not None:  # it would hold its device until the end of the run
                 with suppress(HeadwayError):
                     await worker.kill()
             if not limit.expired():
@@ -190,7 +190,7 @@ class LaunchedWorkers:
 
     async def kill(self) -> None:
         """Kill all workers, even if one of them fails to end."""
-        # All of them, also after a failure: one that does not end would leave the others running.
+        # Continue after a failure: one worker that does not end must not leave the others running.
         ends = await asyncio.gather(*(worker.kill() for worker in self.by_name.values()), return_exceptions=True)
         for end in ends:
             if isinstance(end, BaseException):
@@ -199,22 +199,22 @@ class LaunchedWorkers:
 
 @dataclass(slots=True, kw_only=True)
 class Workers(Machinery):
-    """Workers and engines of a run. `watch` raises when a part of it dies; `close` ends it."""
+    """Workers and engines of a run. `watch` raises when a needed worker dies; `close` ends all."""
 
     trainer: TrainGroup
     rollouts: list[RolloutReplica]
-    """Current replicas: those of the start, with lost ones exchanged for their replacements."""
+    """Current replicas: those of the start, with lost ones replaced."""
     episode_workers: list[RemoteEpisodeWorker]
-    """Current episode workers of the run's groups, as with replicas."""
+    """Current episode workers: those of the start, with lost ones replaced."""
     ranks: Callable[[], Sequence[Worker]]
-    """Function that returns the ranks of now that can be started again."""
+    """Function that returns the current ranks that can be restarted."""
     needed: Sequence[Worker]
-    """Workers each of which the run cannot go on without, for supervision."""
+    """Workers whose loss ends the run."""
     cluster: Cluster
     hardware: Mapping[str, Hardware]
-    """Hardware that each worker computes on, by the worker's name."""
+    """Name of a worker -> the hardware that it computes on."""
     padded: str | None
-    """Reason why the policy's rows are padded and not packed; None where they are packed."""
+    """Reason why the policy's rows are padded and not packed; None if they are packed."""
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:
@@ -222,7 +222,9 @@ class Workers(Machinery):
         await any_dies(self.cluster, self.needed)
 
     def living(self) -> list[Living]:
-        """Return every worker once, for heartbeats. A replica in the process of a training rank counts as that rank."""
+        """Return every worker process once, for heartbeats. A replica in a training rank's process is not listed
+        separately.
+        """
         replicas = self.rollouts if self.replace_replica is not None else ()
         return [
             *self._computing,
@@ -231,7 +233,7 @@ class Workers(Machinery):
         ]
 
     def profiled(self, *, replicas: bool) -> list[ProfiledProcess]:
-        """Return the processes that compute, once each: those of the ranks and, with ``replicas``, of their engines."""
+        """Return each computing process once: those of the ranks and, with ``replicas``, of the replicas' engines."""
         episode_workers = {episode_worker.name for episode_worker in self.episode_workers}
         computing = [worker for worker in self._computing if worker.name not in episode_workers]
         if replicas:
@@ -243,14 +245,14 @@ class Workers(Machinery):
         return [*self.ranks(), *self.needed]
 
     async def close(self) -> None:
-        """End all workers and leave the cluster; returns when no process is left. A second call does nothing."""
+        """End all workers and leave the cluster. Returns when no process is left. A second call does nothing."""
         await self.undo.aclose()
 
 
 async def any_dies(cluster: Cluster, workers: Iterable[Worker]) -> NoReturn:
     """Wait until the cluster or one of ``workers`` ends, or is given up, and raise `WorkerDied`."""
     await concurrently([cluster.died(), *(worker.lost() for worker in workers)])
-    await never()  # not reached: one of them has raised
+    await never()  # not reached: a watch has raised
 
 
 async def replaceable_dies(one: RolloutEngine | EpisodeWorkerProtocol) -> NoReturn:

@@ -1,1 +1,1 @@
-"""Shared by workers of one machine: processes, memory files, token files, batches."""
+"""Parts for the workers of one machine: process set-up, token files, cached batches."""

@@ -1,4 +1,4 @@
-"""Rows that a rank holds while its role works on a batch: what several calls ask for is fetched once.
+"""Cache of a rank's rows while its role works on a batch: each row is fetched once for all calls.
 
 rows of a `BatchShare`: each row and column is fetched when it is first asked for ─▶ rows of another batch's share: all
 rows of the batch before are forgotten
@@ -25,8 +25,8 @@ Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]
 
 
 class BatchShare(list[TrainSample]):
-    """A rank's samples of one call about ``batch``. They also tell the rank that another batch has begun: a call for
-    that would cost the driver a millisecond.
+    """A rank's samples of one call about ``batch``. A new number also tells the rank that another batch has begun: a
+    separate call would cost the driver a millisecond.
     """
 
     def __init__(self, samples: Iterable[TrainSample], batch: int) -> None:
@@ -34,7 +34,7 @@ class BatchShare(list[TrainSample]):
         self.batch = batch
 
     def __reduce__(self) -> tuple[Callable[..., BatchShare], tuple[Any, int]]:
-        """Pickle all samples at once, where Ray need not see what they refer to: its pickler is slow for each."""
+        """Pickle all samples at once if they contain no references of Ray: Ray's pickler is slow per sample."""
         samples = list(self)
         columns = [column for one in samples for column in one.columns.values()]
         if all(isinstance(one.tokens, TokenFile) for one in samples) and all(isinstance(one, float) for one in columns):
@@ -51,22 +51,24 @@ class BatchCache:
         self._fetch = fetch
         self._batch: int | None = None
         """Number of the batch whose rows are held; None before the first."""
-        # Each value has its handle beside it: the key of some is their address, which must not become another's.
+        # Each value is stored with its handle: some keys are the handle's address, which must not be reused.
         self._rows: dict[tuple[Hashable, int], tuple[Handle[Any], CollatedRow]] = {}
         self._columns: dict[Hashable, tuple[Handle[Any], Any]] = {}
-        """Lists of columns by handle."""
+        """Key of a handle -> the handle and its list of columns."""
         self._borrowed: dict[Hashable, Handle[Any]] = {}
-        """Handles of all columns that the batch's calls asked for, those asked for once as well: once in a while Ray
-        never delivered an object whose reference had been given back and borrowed again."""
+        """Handles of all columns requested in the batch, even if only once: sometimes Ray never delivered an object
+        whose reference had been returned and borrowed again."""
 
     def rows(self, samples: Sequence[TrainSample], *, once: bool = False) -> list[CollatedRow]:
-        """Return the samples with their arrays. What is not held is fetched at once; ``once``: and not held then."""
+        """Return the samples with their arrays. Missing rows are fetched side by side. ``once``: True to not cache
+        these.
+        """
         batch = samples.batch if isinstance(samples, BatchShare) else None
         if batch is not None and batch != self._batch:
             self._batch, self._rows, self._columns, self._borrowed = batch, {}, {}, {}
         rows, columns = self._rows, self._columns
         if once or batch is None:
-            rows, columns = dict(rows), dict(columns)  # copies: what is fetched for this call is not held
+            rows, columns = dict(rows), dict(columns)  # copies: rows fetched for this call are not cached
         tokens: dict[Hashable, tuple[Handle[Any], dict[int, TrainSample]]] = {}
         handles: dict[Hashable, Handle[Any]] = {}
         for sample in samples:
@@ -110,7 +112,7 @@ def _row_of(sample: TrainSample, tokens: RowTokens) -> CollatedRow:
 
 
 def _with_columns(row: CollatedRow, sample: TrainSample, get: Callable[[Column], NDArray[np.float32]]) -> CollatedRow:
-    """Return ``row`` with the columns of ``sample``, and in no loss where the sample is masked."""
+    """Return ``row`` with the columns of ``sample``. A masked sample is left out of the loss."""
     columns = {
         name: get(column) if isinstance(column, Column) else spread(column, row.loss_mask)
         for name, column in sample.columns.items()
@@ -122,7 +124,7 @@ def _with_columns(row: CollatedRow, sample: TrainSample, get: Callable[[Column],
 def spread(number: float, mask: NDArray[np.bool_]) -> NDArray[np.float32]:
     """Return a column [T] with ``number`` where ``mask`` [T] is true, and exact zeros in its holes.
 
-    Not to be written to: without holes it is a view of one number.
+    Do not write to it: without holes it is a view of one number.
     """
     if mask.all():
         return np.broadcast_to(np.float32(number), mask.shape)
@@ -130,12 +132,12 @@ def spread(number: float, mask: NDArray[np.bool_]) -> NDArray[np.float32]:
 
 
 def _part(handle: Handle[Any], rows: tuple[int, ...]) -> Handle[Any]:
-    """Return a handle of no more than these rows, where there can be one."""
+    """Return a handle of only these rows, if the kind of handle allows it."""
     return TokenPart(handle, rows) if isinstance(handle, TokenFile) else handle
 
 
 def _key(handle: Handle[Any]) -> Hashable:
-    """Return the handle itself, or its address where it is the object, as within one process."""
+    """Return the handle itself as the key, or its address if it is the object (within one process)."""
     try:
         hash(handle)
     except TypeError:
